@@ -128,7 +128,7 @@ MEMBERS = {
     "PrecisionStats": ("log_entries",),
     "TensorRange": (),
     "OpRange": ("headroom", "overflows"),
-    "PrecisionComparison": ("change", "to_dict", "to_json", "to_text", "save_plot"),
+    "PrecisionComparison": ("change", "to_dict", "to_json", "to_text"),
     "PrecisionError": ("error", "name"),
     "LayerError": (),
     "RangeReport": ("overflows", "close", "largest_gradient", "to_text", "to_json", "save", "load"),

@@ -89,6 +89,7 @@ class Recorder:
             return call.func(*args, **kwargs)
 
         came = ran = _dtypes((call.args, call.kwargs))
+        # The others cast inside: what the op itself is given is seen by a function in its place.
         is_whole = call.rule in (CastRule.UNLISTED, CastRule.LOWER_PRECISION)
         result = call.make(None if is_whole else watched)
         if call.rule is CastRule.LOWER_PRECISION:  # also where the CPU computes through FP32: the numbers are FP16's

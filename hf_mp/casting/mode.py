@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -124,17 +124,6 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         A key that has a rule is given the new one. Raises as a new autocast does, and then changes nothing.
         """
         self._take_module_rules(parse_rules(rules, TABLES[self.tables])[1], model)
-
-    @contextlib.contextmanager
-    def trying(self, rules: Mapping[str, str], model: nn.Module | None) -> Iterator[None]:
-        """Have further rules hold as :meth:`add_rules` does, for a while."""
-        before = self._module_rules, self._ruled_modules
-        self._module_rules = dict(before[0])
-        try:
-            self._take_module_rules(parse_rules(rules, TABLES[self.tables])[1], model)
-            yield
-        finally:
-            self._module_rules, self._ruled_modules = before
 
     def has_rule_for(self, module: nn.Module | None) -> bool:
         """Whether a rule names ``module`` itself."""

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.experts import ExpertRows, note_gathered, note_rows, product_of_experts
-from hf_mp.casting.rules import SCALABLE, ModuleRule
+from hf_mp.casting.rules import SCALABLE, ModuleRule, refuse_compiled
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class InForce(NamedTuple):
 
 def put_on(module: nn.Module, rule: ModuleRule, outer: autocast) -> InForce:
     """Have ``module`` follow ``rule`` inside ``outer``, until the handles are removed."""
+    refuse_compiled([rule], module)
     return (
         _make_island(module, rule.dtype or outer.dtype, outer) if not rule.functions else _watch_op(module, rule, outer)
     )

@@ -15,6 +15,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from hf_mp.casting.experts import WEIGHTS, has_stacked_experts
 from hf_mp.casting.tables import CastRule, OpTables, functions_called, op_name, spellings
+from hf_mp.casting.uncompiled import is_compiled
 from hf_mp.policy import spell
 
 Rules = Mapping[Any, str]
@@ -202,8 +203,18 @@ def nearest_modules(pattern: str, names: Iterable[str], *, most: int = 1) -> lis
     return difflib.get_close_matches(pattern.replace("*", ""), list(filter(None, names)), n=most, cutoff=0.0)
 
 
+def refuse_compiled(rules: Iterable[ModuleRule], model: nn.Module) -> None:
+    """Raise a ValueError for a rule about one expert of a compiled model."""
+    if any(rule.experts for rule in rules) and is_compiled(model):
+        raise ValueError(
+            "a rule for one expert is for a model that is not compiled, as the compiler cannot follow the rows of each "
+            "one: leave torch.compile out, or give a rule for the module of all experts"
+        )
+
+
 def match_modules(rules: Iterable[ModuleRule], model: nn.Module) -> list[tuple[nn.Module, ModuleRule]]:
     """The modules of ``model`` that the rules are for, outermost first; a ValueError for rules that fit none."""
+    refuse_compiled(rules := tuple(rules), model)
     named = dict(model.named_modules())
     found = [(m, rule) for name, m in named.items() for rule in rules if rule.is_for(name, m)]
     fitting = {rule.key for _, rule in found}

@@ -6,12 +6,14 @@ compiler would take each call of the mode for a function to compile; a composite
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch import nn
 
 try:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -46,3 +48,13 @@ def outside_of_graphs(reason: str) -> Callable[[Callable[..., Any]], Callable[..
         return disabled
 
     return disable
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile compiles a part of ``model`` or its caller."""
+    if any(getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod") for m in model.modules()):
+        return True
+    # torch tells no module that a caller compiles it; the frames of Dynamo do
+    callers = (frame.f_code for frame, _ in traceback.walk_stack(None))
+    dynamo = (code.co_qualname for code in callers if code.co_filename.endswith("_dynamo/eval_frame.py"))
+    return any("DisableContext" not in name for name in dynamo)

@@ -81,8 +81,10 @@ def watching(
 
     for name, module in modules.items():
         before = functools.partial(enter, name)
+        # First of all hooks, so that what they compute belongs to the module.
         handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(functools.partial(leave, name), always_call=True))
+    # Two may watch at once: the inner one makes the calls, and the outer one has them back at the end.
     outer = None if mode is None else mode.observer
     if mode is not None:
         mode.observer = observe

@@ -57,6 +57,7 @@ def calibrate(
         CannotHealError: if no rules help.
     """
     policy, given = _check(model, batches, precision)
+    # BF16 has FP32's exponents: nothing overflows there, so all places are seen at once with their magnitudes.
     stand_in = replace(policy, compute=STAND_IN, params=STAND_IN if policy.is_lean else policy.params, loss_scale=None)
     with _attached(model, MixedPrecision(stand_in, rules=rules, tables=tables)) as runtime:
         ops: Sequence[OpRange] = _look(runtime, given, backward=True)
@@ -89,6 +90,7 @@ def find_rules(
     names = [name for name, _ in runtime.model.named_modules()] if runtime.model is not None else []
     placed: list[Planned] = []
     situation["is_lean"] = runtime.policy.is_lean
+    # What a place feeds was out of range with it: each look shows what is left by itself.
     for _ in range(MOST_LOOKS):
         if not (planned := next_remedies(places(ops), runtime.remedies, names, **situation)):
             return ops, placed
@@ -136,6 +138,7 @@ def _look(runtime: MixedPrecision, batches: Sequence[Any], *, backward: bool) ->
     for batch in batches:
         with recorder.recording(runtime.region, model), torch.set_grad_enabled(backward):
             outputs = call(model, batch)
+        # Without labels there is none, and the forward alone is told of.
         loss = next((t for t in tensors_in(outputs) if t.numel() == 1 and t.requires_grad), None)
         if loss is not None:
             loss.backward()

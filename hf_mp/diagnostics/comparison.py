@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -55,10 +56,10 @@ def compare_precisions(
     Every precision is measured without rules, with its last linear layer in FP32 (the head, as in MiniMax-M1, arXiv
     2506.13585), and with each of the rules given with it alone, and with all of these.
 
-    The chosen tokens are the labels where the batches have integer ones that fit the logits, shifted by one where the
-    model's own loss shifts them; else the next tokens of ``input_ids``, for a model that generates. Class labels count
-    as tokens. Otherwise (regression, features) the logits alone are compared. Positions that ``attention_mask`` hides
-    and logits that are masked do not count. A model without ``logits`` is compared by its first floating output.
+    The chosen tokens are the labels where the batches have integer ones that fit the logits, shifted by one for a
+    decoder that generates, as Transformers' losses do; without labels, its next tokens of ``input_ids``. Class labels
+    count as tokens. Otherwise (regression, features) the logits alone are compared. Positions that ``attention_mask``
+    hides and logits that are masked do not count. A model without ``logits`` is compared by its first floating output.
 
     Args:
         model: any module; it is not changed. An attached one is compared by a copy of its FP32 masters, without its
@@ -69,7 +70,7 @@ def compare_precisions(
         tables: of autocast; default ``"compact"``.
 
     Returns:
-        A :class:`PrecisionComparison`; ``print`` shows tables, ``to_dict()`` the data, ``save_plot(path)`` draws it.
+        A :class:`PrecisionComparison`; ``print`` shows tables, ``to_dict()`` is the data.
 
     Raises:
         TypeError: for anything but a module, and for a single precision instead of a sequence.
@@ -92,19 +93,16 @@ def compare_precisions(
                 _compare(plain, layers, batch, variant, tables, reference, differences)
     first = next(iter(found.values()))
     errors = {variant: differences.error(*variant.described()) for variant, differences in found.items()}
-    return PrecisionComparison(
-        type(model).__name__, len(given), first.positions, first.chosen, (*errors.values(),),
-        (*_notes(reference, first.chosen, errors),),
-    )  # fmt: skip
+    notes = _notes(reference.output, first.chosen.count, errors)
+    counts = len(given), first.positions, first.chosen.count
+    return PrecisionComparison(type(model).__name__, *counts, tuple(errors.values()), tuple(notes))
 
 
-def _notes(reference: Reference, chosen: int, errors: Mapping[_Variant, PrecisionError]) -> Iterator[str]:
-    if reference.output != "logits":
-        yield f"The model returns no logits: compared is its first floating output, {reference.output!r}."
+def _notes(output: str, chosen: int, errors: Mapping[_Variant, PrecisionError]) -> Iterator[str]:
+    if output != "logits":
+        yield f"The model returns no logits: compared is its first floating output, {output!r}."
     if not chosen:
         yield "No log-probabilities: the batches have no integer labels that fit the logits."
-    if reference.is_shift_guessed:
-        yield "Whether the model shifts its labels is a guess: its loss is not the cross-entropy of either."
     for (policy, _), one in errors.items():
         if not math.isfinite(one.logits_rms):
             way_out = ": hf_mp.calibrate finds the rules that keep it in range"
@@ -179,39 +177,44 @@ def _compare(
     differences: _Differences,
 ) -> None:
     """Run a batch in a precision twice: as it is, and with FP32's inputs to each layer."""
+    # Only of calls that were given FP32's inputs the error is their own.
     fits: set[tuple[str, int]] = set()
 
     def give_fp32(name: str, number: int, args: Any, kwargs: Any) -> Any:
-        exact, came = reference.call(name, number), list(tensors_in((args, kwargs)))
-        with torch._C.DisableTorchFunction():
-            if exact is None or [t.shape for t in exact.inputs] != [t.shape for t in came]:
-                return None
-            inputs = {id(old): _as(new, old) for old, new in zip(came, exact.inputs, strict=True)}
-        if any(tensor is None for tensor in inputs.values()):
-            return None
-        fits.add((name, number))
-        return apply_to_tensors(lambda tensor: inputs.get(id(tensor), tensor), (args, kwargs))
+        given = _inputs_in_fp32(reference.call(name, number), (args, kwargs))
+        if given is not None:
+            fits.add((name, number))
+        return given
 
-    def take_total(name: str, number: int, output: Any) -> None:
-        with torch._C.DisableTorchFunction():
-            differences.totals.setdefault(name, _Ratio()).add(first_floating(output), reference.call(name, number))
-
-    def take_own(name: str, number: int, output: Any) -> None:
-        if (name, number) in fits:
+    def note(into: dict[str, _Ratio], fitting: bool, name: str, number: int, output: Any) -> None:
+        if not fitting or (name, number) in fits:
             with torch._C.DisableTorchFunction():
-                differences.owns.setdefault(name, _Ratio()).add(first_floating(output), reference.call(name, number))
+                into.setdefault(name, _Ratio()).add(first_floating(output), reference.call(name, number))
 
+    total, own = (functools.partial(note, *into) for into in ((differences.totals, False), (differences.owns, True)))
     runtime = MixedPrecision(variant.policy, rules=dict(variant.rules), tables=tables)
     with weights_kept(model):  # FP16 and 16 bits more do not hold all of FP32
         try:
             runtime.attach(model)
-            with untouched(model), watching(layers, left=take_total):
+            with untouched(model), watching(layers, left=total):
                 logits = logits_of(call(model, batch))[1]
-            with untouched(model), watching(layers, entered=give_fp32, left=take_own):
+            with untouched(model), watching(layers, entered=give_fp32, left=own):
                 call(model, batch)
         finally:
             runtime.detach()
     differences.add(in_rows(logits), reference)
+
+
+def _inputs_in_fp32(exact: LayerCall | None, came: Any) -> Any:
+    """What a layer is given, ``came``, with the values that it has in FP32; None where these do not fit."""
+    tensors = list(tensors_in(came))
+    with torch._C.DisableTorchFunction():
+        if exact is None or [tensor.shape for tensor in exact.inputs] != [tensor.shape for tensor in tensors]:
+            return None
+        inputs = {id(old): _as(new, old) for old, new in zip(tensors, exact.inputs, strict=True)}
+    if any(tensor is None for tensor in inputs.values()):
+        return None
+    return apply_to_tensors(lambda tensor: inputs.get(id(tensor), tensor), came)
 
 
 def _as(new: Tensor, old: Tensor) -> Tensor | None:
@@ -223,24 +226,43 @@ def _as(new: Tensor, old: Tensor) -> Tensor | None:
 
 
 @dataclass
+class _Sum:
+    """Of many values: how many, the sum of their squares, and the largest magnitude; NaN where one is inf or NaN."""
+
+    count: int = 0
+    squares: float = 0.0
+    maximum: float = 0.0
+
+    def add(self, values: Tensor) -> None:
+        if values.numel():
+            self.count += values.numel()
+            self.squares += values.square().sum().item()
+            self.maximum = max_of([self.maximum, values.abs().max().item()])
+
+    def numbers(self) -> tuple[float, float]:
+        """The root of the mean square, and the largest magnitude."""
+        return _finite(math.sqrt(self.squares / max(self.count, 1))), _finite(self.maximum)
+
+
+@dataclass
 class _Ratio:
     """The norm of the differences over the norm of the expected values."""
 
-    squares: float = 0.0
-    expected: float = 0.0
+    off: _Sum = field(default_factory=_Sum)
+    expected: _Sum = field(default_factory=_Sum)
 
     def add(self, found: Tensor | None, exact: LayerCall | None) -> None:
         if found is None or exact is None or exact.output is None or exact.output.shape != found.shape:
             return
         expected = exact.output.double()
-        difference = (found.double() - expected).masked_fill(~expected.isfinite(), 0.0)
-        self.squares += difference.square().sum().item()
-        self.expected += expected.masked_fill(~expected.isfinite(), 0.0).square().sum().item()
+        counts = expected.isfinite()
+        self.off.add((found.double() - expected)[counts])
+        self.expected.add(expected[counts])
 
     def value(self) -> float:
-        if not self.expected:
-            return 0.0 if not self.squares else math.nan
-        return _finite(math.sqrt(self.squares / self.expected))
+        if not self.expected.squares:
+            return 0.0 if not self.off.squares else math.nan
+        return _finite(math.sqrt(self.off.squares / self.expected.squares))
 
 
 @dataclass
@@ -248,18 +270,15 @@ class _Differences:
     """The differences of one precision to FP32, over all batches."""
 
     positions: int = 0
-    chosen: int = 0
-    elements: int = 0  # logits
-    squares: float = 0.0
-    maximum: float = 0.0
-    chosen_squares: float = 0.0
-    chosen_maximum: float = 0.0
+    logits: _Sum = field(default_factory=_Sum)
+    chosen: _Sum = field(default_factory=_Sum)  # of log-probabilities
     divergence: float = 0.0
     totals: dict[str, _Ratio] = field(default_factory=dict)
     owns: dict[str, _Ratio] = field(default_factory=dict)
 
     def add(self, logits: Tensor, reference: Reference) -> None:
         found, expected = logits[reference.counts], reference.logits[reference.counts]
+        # Logits of a whole batch in FP64 would be the largest tensors of all.
         size = max(ROWS_ELEMENTS // expected.shape[-1], 1)
         parts = (tensor.split(size) for tensor in (found, expected, reference.chosen[reference.counts]))
         for rows in zip(*parts, strict=True):
@@ -267,19 +286,14 @@ class _Differences:
         self.positions += len(expected)
 
     def _add_rows(self, found: Tensor, expected: Tensor, chosen: Tensor) -> None:
-        difference = (found - expected)[expected > MASK]
-        self.elements += difference.numel()
-        self.squares += difference.square().sum().item()
-        self.maximum = max_of([self.maximum, _largest(difference)])
+        # A logit that a model masks differs by 1e38 where 16 bits hold another smallest number.
+        self.logits.add((found - expected)[expected > MASK])
         if not (chosen >= 0).any():
             return
         found, expected, chosen = (tensor[chosen >= 0] for tensor in (found, expected, chosen))
         found, expected = found.log_softmax(-1), expected.log_softmax(-1)
+        self.chosen.add((found - expected).gather(-1, chosen[:, None]))
         probability = expected.exp()
-        off = (found - expected).gather(-1, chosen[:, None])
-        self.chosen += len(chosen)
-        self.chosen_squares += off.square().sum().item()
-        self.chosen_maximum = max_of([self.chosen_maximum, _largest(off)])
         self.divergence += (probability * (expected - found)).masked_fill(probability == 0.0, 0.0).sum().item()
 
     def error(self, precision: str, rules: dict[str, str]) -> PrecisionError:
@@ -287,19 +301,10 @@ class _Differences:
             LayerError(name, self.owns[name].value() if name in self.owns else None, total.value())
             for name, total in self.totals.items()
         )
-        logits = _rms(self.squares, self.elements), _finite(self.maximum)
-        if not self.chosen:
-            return PrecisionError(precision, rules, *logits, layers=layers)
-        chosen = _rms(self.chosen_squares, self.chosen), _finite(self.chosen_maximum)
-        return PrecisionError(precision, rules, *logits, *chosen, _finite(self.divergence / self.chosen), layers)
-
-
-def _rms(squares: float, count: int) -> float:
-    return _finite(math.sqrt(squares / count)) if count else 0.0
-
-
-def _largest(values: Tensor) -> float:
-    return values.abs().max().item() if values.numel() else 0.0
+        if not self.chosen.count:
+            return PrecisionError(precision, rules, *self.logits.numbers(), layers=layers)
+        divergence = _finite(self.divergence / self.chosen.count)
+        return PrecisionError(precision, rules, *self.logits.numbers(), *self.chosen.numbers(), divergence, layers)
 
 
 def _finite(value: float) -> float:

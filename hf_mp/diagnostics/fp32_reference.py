@@ -18,7 +18,6 @@ from hf_mp.diagnostics.given_batches import by_name, call
 from hf_mp.diagnostics.kept_state import untouched
 
 IGNORED = -100  # of Transformers and torch: a label that does not count
-EXACT = 1e-5  # relative: two sums of the same loss in FP32
 # What torch may be told to compute in TF32 or BF16 where its tensors are FP32.
 _BACKENDS: Any = torch.backends
 _LOWERED = (
@@ -34,6 +33,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     def walk(module: nn.Module, prefix: str) -> None:
         for name, child in module.named_children():
             if name.isdecimal() or next(child.children(), None) is None:
+                # A tied module is one layer, by its first name.
                 found.setdefault(child, prefix + name)
             else:
                 walk(child, f"{prefix}{name}.")
@@ -58,7 +58,6 @@ class Reference:
     logits: Tensor  # (positions, classes)
     counts: Tensor  # bool, (positions,)
     chosen: Tensor  # int64, (positions,): below 0 where none is
-    is_shift_guessed: bool  # whether the model's loss left open if it shifts the labels
     head: str | None
     calls: dict[str, list[LayerCall]]
 
@@ -112,9 +111,10 @@ def run_in_fp32(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any, n
             f"{type(model).__name__} is inf or NaN in FP32 for batch {number}, so that no precision can be compared "
             "with it: the cause is the model or its data, look for weights that are not finite"
         )
-    counts, chosen, is_guessed = _what_counts(model, logits, outputs, by_name(model, batch))
+    counts, chosen = _what_counts(model, logits, by_name(model, batch))
+    # Of a model that is none of Transformers', the head is what makes outputs of the logits' width last.
     last = next((name for name, width in reversed(linear) if width == logits.shape[-1:]), None)
-    return Reference(name, rows, counts, chosen, is_guessed, _output_embeddings(model) or last, calls)
+    return Reference(name, rows, counts, chosen, _output_embeddings(model) or last, calls)
 
 
 def _output_embeddings(model: nn.Module) -> str | None:
@@ -140,45 +140,28 @@ def in_rows(logits: Tensor) -> Tensor:
     return logits.detach().reshape(-1, logits.shape[-1] if logits.dim() > 1 else 1)
 
 
-def _what_counts(
-    model: nn.Module, logits: Tensor, outputs: Any, arguments: Mapping[str, Any]
-) -> tuple[Tensor, Tensor, bool]:
-    """Which positions count, the token chosen at each (below 0 for none), and whether a shift of labels is guessed."""
-    shape = logits.shape[:-1] if logits.dim() > 1 else logits.shape
+def _what_counts(model: nn.Module, logits: Tensor, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Which positions count, and the token chosen at each, below 0 for none."""
     prefix = "decoder_" if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else ""
-
-    def fitting(name: str) -> Tensor | None:
-        found = arguments.get(name)
-        is_integer = isinstance(found, Tensor) and not found.is_floating_point() and found.shape == shape
-        return found if is_integer and logits.dim() > 1 and logits.shape[-1] > 1 else None
-
-    generates, is_guessed = getattr(model, "can_generate", bool)(), False
-    mask = fitting(f"{prefix}attention_mask")
+    shape = logits.shape[:-1] if logits.dim() > 1 else logits.shape
+    generates = getattr(model, "can_generate", bool)()
+    mask = _fitting(arguments.get(f"{prefix}attention_mask"), logits)
     counts = torch.ones(shape, dtype=torch.bool, device=logits.device) if mask is None else mask.bool()
-    nothing = torch.full(shape, IGNORED, device=logits.device)
-    if (labels := fitting("labels")) is not None:
-        chosen, is_guessed = _as_the_loss_does(logits, labels.long(), outputs, shifts=not prefix if generates else None)
-    elif (ids := fitting(f"{prefix}input_ids")) is not None and generates:
+    labels, ids = (_fitting(arguments.get(name), logits) for name in ("labels", f"{prefix}input_ids"))
+    chosen = torch.full(shape, IGNORED, device=logits.device)
+    if labels is not None:
+        # Transformers' losses of decoders shift labels by one; those of encoder-decoders and classifiers do not.
+        chosen = _next(labels.long()) if generates and not prefix else labels.long()
+    elif ids is not None and generates:
         chosen = _next(ids.masked_fill(~counts, IGNORED))
-    else:
-        chosen = nothing
-    return counts.flatten(), chosen.flatten(), is_guessed
+    return counts.flatten(), chosen.flatten()
 
 
-def _as_the_loss_does(logits: Tensor, labels: Tensor, outputs: Any, shifts: bool | None) -> tuple[Tensor, bool]:
-    """The labels, shifted by one if that reproduces the model's loss, and whether this is guessed.
-
-    If neither reproduces it (the loss has a router's term, or another divisor): as ``shifts`` says, or, where that is
-    None, whichever comes closer.
-    """
-    loss = next((t.item() for t in tensors_in(outputs) if t.is_floating_point() and not t.dim()), None)
-    if loss is None or labels.dim() < 2:
-        return labels, False
-    found = [labels, _next(labels)]
-    off = [abs(F.cross_entropy(in_rows(logits).float(), one.flatten()).item() - loss) for one in found]
-    is_known = min(off) < EXACT * abs(loss)
-    closer = off[1] < off[0]
-    return found[closer if is_known or shifts is None else shifts], not is_known and shifts is None
+def _fitting(found: Any, logits: Tensor) -> Tensor | None:
+    """An argument if it has an integer for each of ``logits``' positions; else None."""
+    if not isinstance(found, Tensor) or found.is_floating_point() or logits.dim() < 2 or logits.shape[-1] < 2:
+        return None
+    return found if found.shape == logits.shape[:-1] else None
 
 
 def _next(ids: Tensor) -> Tensor:

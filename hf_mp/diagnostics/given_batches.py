@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from hf_mp.casting.nested import named_tensors
 
@@ -17,20 +17,21 @@ def checked(batches: Iterable[Any]) -> list[Any]:
         raise ValueError("batches is empty: give at least one, such as next(iter(loader))")
     for number, batch in enumerate(given, 1):
         for name, tensor in named_tensors(batch):
+            # Else its inf or NaN would be taken for what the model does.
             if tensor.is_floating_point() and not tensor.isfinite().all():
                 raise ValueError(f"batch {number} contains inf or NaN: {name or 'its tensor'!r}; clean the data")
     return given
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """What ``model`` returns for a mapping of arguments, a tuple of them, or one tensor."""
+    """What ``model`` returns for a mapping of arguments, a tuple or list of them, or one argument."""
     if isinstance(batch, Mapping):
         return model(**batch)
-    return model(batch) if isinstance(batch, Tensor) else model(*batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
 def by_name(model: nn.Module, batch: Any) -> Mapping[str, Any]:
     """The arguments in ``batch`` by the names that the model's forward has for them."""
     if isinstance(batch, Mapping):
         return batch
-    return inspect.signature(model.forward).bind(*((batch,) if isinstance(batch, Tensor) else batch)).arguments
+    return inspect.signature(model.forward).bind(*(batch if isinstance(batch, (tuple, list)) else [batch])).arguments

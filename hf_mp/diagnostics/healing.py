@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from transformers.utils import logging
 
-from hf_mp.casting.nested import named_tensors
 from hf_mp.diagnostics.calibration import find_rules, fp32_share
 from hf_mp.diagnostics.kept_state import KeptBackward, KeptCall, RandomStates
-from hf_mp.diagnostics.looks import look
-from hf_mp.diagnostics.overflow import OverflowExplainer, explain_overflows, runtime_of, suspects_of
+from hf_mp.diagnostics.looks import Look, look
+from hf_mp.diagnostics.overflow import OverflowExplainer, explain_overflows, observing, runtime_of, suspects_of
 from hf_mp.diagnostics.ranges import OpRange
 from hf_mp.diagnostics.remedies import (
     CannotHealError,
@@ -55,7 +54,8 @@ class Healed:
         largest: their largest magnitude; FP16 ends at 65504.
         fp32_share: share of the forward's floating point operations that are out of 16 bits since.
         scale: for gradients, the loss scale at which they came to ``largest``; None for values of the forward.
-        expert: of stacked experts, the one whose rows left it, such as ``"gate_up_proj[5]"``; else ``""``.
+        expert: of stacked experts, the one whose rows left it, such as
+            ``"model.layers.3.mlp.experts.gate_up_proj[5]"``; else ``""``.
     """
 
     step: int
@@ -67,6 +67,15 @@ class Healed:
     fp32_share: float
     scale: float | None = None
     expert: str = ""
+
+    @classmethod
+    def of(cls, planned: Planned, step: int, share: float, scale: float) -> Healed:
+        """A remedy that step ``step`` has put in place; ``scale`` is 0 for values of the forward."""
+        remedy, rules, found = planned
+        largest = math.inf if found.cuts and not found.is_origin else found.largest
+        if scale:
+            largest = scale * (found.fp16_gradient or 0.0)
+        return cls(step, remedy, rules, found.module, found.op, largest, share, scale or None, found.expert)
 
     def __str__(self) -> str:
         where = f"{self.op!r} in {f'module {self.module!r}' if self.module else 'the model itself'}"
@@ -92,15 +101,16 @@ class Healer(StepObserver):
         healed: a :class:`Healed` for each remedy, oldest first; those of an earlier run are in ``runtime.remedies``.
         max_fp32_share: of :func:`heal_overflows`.
         clip: what a loop does to the gradients before it steps, given an optimizer; None where that is not known.
+        loss_again: number and loss of the last step that ran again, the mean over the processes; None without one.
     """
 
     def __init__(self, runtime: MixedPrecision, max_fp32_share: float = MAX_FP32_SHARE) -> None:
         check_healing("heal", runtime.policy, max_fp32_share, in_backward=runtime.uses_up_gradients)
         self._runtime, self.max_fp32_share = runtime, max_fp32_share
-        known = [observer for observer in runtime.observers if isinstance(observer, OverflowExplainer)]
-        self._explainer = known[0] if known else explain_overflows(runtime)
+        self._explainer = observing(runtime, OverflowExplainer) or explain_overflows(runtime)
         self.healed: list[Healed] = []
         self.clip: Callable[[Optimizer], None] | None = None
+        self.loss_again: tuple[int, float] | None = None
         self._said: set[str] = set()
         self._ddp: Any = None
 
@@ -116,8 +126,9 @@ class Healer(StepObserver):
         runtime = self._runtime
         model = runtime.model
         if model is None or is_sharded(model):
-            self._say("the model is sharded, and one forward needs all processes")
+            self._give_up("the model is sharded, and one forward needs all processes")
             return None
+        # Its level comes from steps that were taken: what is tried in between is not to count.
         report, state = None, runtime.scaler.state
         for tries in range(MOST_TRIES):
             if not self._heal(may_guess=tries < MOST_GUESSES):
@@ -132,6 +143,7 @@ class Healer(StepObserver):
     def _heal(self, *, may_guess: bool) -> bool:
         """Put in place what helps, on all ranks alike; whether the step can run again with it."""
         runtime = self._runtime
+        # All ranks come here, since they agree on the verdict; each looks at its own batches.
         found = runtime.ranks.gather(self._find(list(self._explainer.backwards)))
         if first := next((one.error for one in found if one.error), None):
             raise CannotHealError(first)
@@ -148,6 +160,7 @@ class Healer(StepObserver):
         scaler = self._runtime.scaler
         before = scaler.get_scale()
         scales = [one.scale for one in found if one.scale is not None]
+        # One rank that does not know what helps would overflow again.
         if len(scales) < len(found):
             return False
         scale = min(before, *scales)
@@ -169,20 +182,20 @@ class Healer(StepObserver):
             )
         return False
 
-    def _say(self, reason: str) -> None:
+    def _give_up(self, reason: str) -> _Found:
         if reason not in self._said:
             self._said.add(reason)
             logger.warning(f"on_overflow='heal': not healed: {reason}")
+        return _Found({}, None)
 
     # What overflowed, and what helps
 
     def _find(self, backwards: list[KeptBackward]) -> _Found:
         """What helps against the overflow of these micro-batches; rules are put in place."""
         for backward in suspects_of(backwards):
-            for name, tensor in (named for call in backward.calls for named in call.inputs()):
+            for name, tensor in backward.inputs():
                 if finiteness(tensor) is Finiteness.NOT_FINITE:
-                    self._say(f"the batch contains inf or NaN: {name!r}. Clean the data")
-                    return _Found({}, None)
+                    return self._give_up(f"the batch contains inf or NaN: {name!r}. Clean the data")
             try:
                 found = self._in_forward(backward) or self._in_backward(backward)
             except CannotHealError as error:
@@ -195,70 +208,52 @@ class Healer(StepObserver):
         """What keeps the forward of a micro-batch in range; None where it is."""
         runtime = self._runtime
         seen, scale = look(runtime, backward), runtime.scaler.get_scale()
-
-        def find(places: Callable[[Sequence[OpRange]], list[OpRange]]) -> dict[str, str]:
-            after, placed = find_rules(
-                runtime, seen.ranges, lambda: look(runtime, backward).ranges, places, has_bf16=_has_bf16(backward)
-            )
-            return self._take(placed, after)
-
-        if rules := find(leaving_range):
+        if rules := self._place(backward, seen, leaving_range):
             return _Found(rules, scale)
         if seen.is_finite:
             return None
         if not look(runtime, backward, dtype=torch.float32).is_finite:
-            self._say("the forward is inf or NaN in FP32, too: the cause is the model or its data")
-        elif rules := find(cutting):
+            return self._give_up("the forward is inf or NaN in FP32, too: the cause is the model or its data")
+        if rules := self._place(backward, seen, cutting):
             return _Found(rules, scale)
-        else:
-            self._say("the forward is finite in FP32 and not in BF16, and nothing was rounded to -inf: train in FP32")
-        return _Found({}, None)
+        return self._give_up(
+            "the forward is finite in FP32 and not in BF16, and nothing was rounded to -inf: train in FP32"
+        )
 
     def _in_backward(self, backward: KeptBackward) -> _Found | None:
         """The loss scale that keeps the backward in range, with rules where it does not alone; None if unknown."""
-        if any(incoming.gradient is None or finiteness(incoming.gradient) for incoming in backward.incoming):
+        if not backward.is_kept() or backward.is_spoilt():
             return None
         runtime, scaler = self._runtime, self._runtime.scaler
         seen = look(runtime, backward, with_gradients=True)
         if not seen.is_finite:
-            self._say("the backward is inf or NaN in FP32's range, too: the cause is the model or its data")
-            return _Found({}, None)
+            return self._give_up("the backward is inf or NaN in FP32's range, too: the cause is the model or its data")
         scale = scale_range(seen.ranges, scaler.get_scale()).best(scaler.get_scale(), scaler.smallest_scale)
         if runtime.policy.is_lean:  # the weights' gradients themselves are in 16 bits
             scale = min(scale, scale_with_headroom(seen.largest_gradient or 1.0, 1.0))
-        after, placed = find_rules(
-            runtime,
-            seen.ranges,
-            lambda: look(runtime, backward, with_gradients=True).ranges,
-            functools.partial(leaving_range_in_backward, scale=scale),
-            has_bf16=_has_bf16(backward),
-            scale=scale,
-        )
-        return _Found(self._take(placed, after, scale), scale)
+        places = functools.partial(leaving_range_in_backward, scale=scale)
+        return _Found(self._place(backward, seen, places, scale), scale)
 
-    def _take(self, placed: list[Planned], after: Sequence[OpRange], scale: float | None = None) -> dict[str, str]:
-        """Log the remedies that were put in place; returns their rules."""
+    def _place(
+        self, backward: KeptBackward, seen: Look, places: Callable[[Any], list[OpRange]], scale: float = 0.0
+    ) -> dict[str, str]:
+        """Put remedies in place against what leaves the range, and log them; returns their rules.
+
+        ``scale`` is that of gradients, 0 where the forward is looked at.
+        """
+
+        def again() -> Sequence[OpRange]:
+            return look(self._runtime, backward, with_gradients=scale > 0.0).ranges
+
+        after, placed = find_rules(self._runtime, seen.ranges, again, places, has_bf16=_has_bf16(backward), scale=scale)
         if not placed:
             return {}
         step, share = self._runtime.stats.steps + 1, fp32_share(after)
-        new = [
-            Healed(
-                step,
-                one.remedy,
-                one.rules,
-                one.found.module,
-                one.found.op,
-                _largest(one.found, scale),
-                share,
-                scale,
-                one.found.expert,
-            )
-            for one in placed
-        ]
+        new = [Healed.of(one, step, share, scale) for one in placed]
         self.healed += new
         lines = "\n".join(f"  {one}" for one in new)
         logger.warning(
-            f"Step {step} left FP16's range in its {'forward' if scale is None else 'backward'}, and is run again "
+            f"Step {step} left FP16's range in its {'backward' if scale else 'forward'}, and is run again "
             f"with:\n{lines}\n  {share:.2%} of the forward's FLOPs are out of 16 bits now."
         )
         if share > self.max_fp32_share:
@@ -276,49 +271,45 @@ class Healer(StepObserver):
         parameters = list(runtime.check.parameters())
         for parameter in parameters:
             parameter.grad = None
+        # The verdict of the first try was measured when its backward ended.
         runtime.check.forget()
         self._explainer.backwards.clear()
+        loss = 0.0
+        # DDP's own forward would wait for ranks whose batches are others in number; gradients are averaged below.
         with nullcontext() if self._ddp is None else self._ddp._inside_ddp_forward():
             for backward in backwards:
-                outputs = {id(call): dict(named_tensors(_call_again(call))) for call in backward.calls}
-                leaving = [outputs[id(incoming.call)][incoming.output] for incoming in backward.incoming]
-                torch.autograd.backward(leaving, [incoming.gradient for incoming in backward.incoming])
+                with torch.enable_grad():
+                    leaving = backward.through(backward.again(_make))
+                gradients = [incoming.gradient for incoming in backward.incoming]
+                torch.autograd.backward(leaving, gradients)
+                # Its gradient is what a loop has multiplied a loss with.
+                for one, by in zip(leaving, gradients, strict=True):
+                    loss += float(one.detach() * by)  # type: ignore[operator]  # they are kept
+        losses = runtime.ranks.gather(loss)
+        self.loss_again = runtime.stats.steps + 1, sum(losses) / len(losses)
         random_states.restore()
         if self._ddp is not None:
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            runtime.ranks.average(gradients)
+            runtime.ranks.average([parameter.grad for parameter in parameters if parameter.grad is not None])
             runtime.check.measure(parameters)
         if self.clip is not None:
             for guard in runtime._guards:  # their gradients were all made again, also those of an optimizer yet to step
                 self.clip(guard.optimizer)
 
 
-def _call_again(call: KeptCall) -> Any:
-    call.random_states.restore()
-    with torch.enable_grad():
-        return call.forward.module()(*call.args, **call.kwargs)
+def _make(call: KeptCall, args: Any, kwargs: Any) -> Any:
+    return call.forward.module()(*args, **kwargs)
 
 
 def _has_known_gradients(backward: KeptBackward) -> bool:
     """Whether another forward would get the same incoming gradients: finite ones, of losses alone."""
-    return all(
-        incoming.output in incoming.call.losses
-        and isinstance(incoming.gradient, Tensor)
-        and incoming.gradient._version == incoming.version
-        and not finiteness(incoming.gradient)
-        for incoming in backward.incoming
-    )
-
-
-def _largest(found: OpRange, scale: float | None) -> float:
-    if scale is not None:
-        return scale * (found.fp16_gradient or 0.0)
-    return math.inf if found.cuts and not found.is_origin else found.largest
+    are_losses = all(incoming.output in incoming.call.losses for incoming in backward.incoming)
+    is_as_it_came = backward.is_kept() and not any(incoming.is_changed() for incoming in backward.incoming)
+    return are_losses and is_as_it_came and not backward.is_spoilt()
 
 
 def _has_bf16(backward: KeptBackward) -> bool:
-    inputs = (tensor for call in backward.calls for _, tensor in call.inputs())
-    device = next((tensor.device for tensor in inputs), torch.device("cpu"))
+    # A GPU before Ampere computes BF16 by emulation, which is slower than FP32.
+    device = next((tensor.device for _, tensor in backward.inputs()), torch.device("cpu"))
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
@@ -375,7 +366,7 @@ def heal_overflows(
     runtime = runtime_of(model, "heal_overflows")
     if clip is not None and not callable(clip):
         raise TypeError(f"clip={clip!r} must be a function: clip=lambda optimizer: clip_grad_norm_(..., {clip!r})")
-    healer = next((observer for observer in runtime.observers if isinstance(observer, Healer)), None)
+    healer = observing(runtime, Healer)
     if max_fp32_share is None:
         max_fp32_share = MAX_FP32_SHARE if healer is None else healer.max_fp32_share
     check_healing("heal", runtime.policy, max_fp32_share)

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.nested import named_tensors, tensors_in
+from hf_mp.diagnostics.values import finiteness
 from hf_mp.weights.lean.split_parameter import SplitParameter, open_master
 
 _GRAD: Any = Tensor.grad  # the property itself, which split parameters override
@@ -22,23 +23,23 @@ _GRAD: Any = Tensor.grad  # the property itself, which split parameters override
 
 @dataclass(frozen=True)
 class RandomStates:
-    others: tuple[Any, Any] | None  # Python's and NumPy's; None if not kept
+    python: Any
+    numpy: Any
     cpu: Tensor
     cuda: list[Tensor]  # by device
 
     @classmethod
-    def now(cls, *, torch_only: bool = False) -> RandomStates:
+    def now(cls) -> RandomStates:
         """The current states, without a synchronization: a GPU generator's state is on the host."""
         has_context = torch.cuda.is_available() and torch.cuda.is_initialized()
+        # While a graph is captured, torch refuses to read the state.
         keeps_cuda = has_context and not torch.cuda.is_current_stream_capturing()
-        # Few models use Python's and NumPy's, which are slow to copy.
-        others = None if torch_only else (random.getstate(), np.random.get_state())
-        return cls(others, torch.get_rng_state(), torch.cuda.get_rng_state_all() if keeps_cuda else [])
+        on_cuda = torch.cuda.get_rng_state_all() if keeps_cuda else []
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), on_cuda)
 
     def restore(self) -> None:
-        if self.others is not None:
-            random.setstate(self.others[0])
-            np.random.set_state(self.others[1])
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
         torch.cuda.set_rng_state_all(self.cuda)
 
@@ -65,7 +66,16 @@ class KeptCall:
             return named_tensors(self.args) + named_tensors(self.kwargs)
         return named_tensors(bound.arguments)
 
+    def again(self, make: Callable[..., Any]) -> dict[str, Tensor]:
+        """The outputs by name of what ``make`` gives for the call, with the random numbers that it had."""
+        module = self.forward.module()
+        if module.training != self.is_training:  # else a part in another mode stays in it
+            module.train(self.is_training)
+        self.random_states.restore()
+        return dict(named_tensors(make(self, self.args, self.kwargs)))
+
     def versions_now(self) -> tuple[int, ...]:
+        # Inference tensors have no version counter, and torch raises.
         return tuple(-1 if t.is_inference() else t._version for t in tensors_in((self.args, self.kwargs)))
 
 
@@ -77,6 +87,17 @@ class IncomingGradient:
     output: str
     gradient: Tensor | None
     version: int = 0
+
+    def is_changed(self) -> bool:
+        """Whether it was written to since it came in."""
+        return self.gradient is not None and self.gradient._version != self.version
+
+    def is_spoilt(self) -> bool:
+        """Whether it is here, and not finite."""
+        return self.gradient is not None and bool(finiteness(self.gradient))
+
+
+Outputs = dict[tuple[int, str], Tensor]  # by the identity of the call, and by name
 
 
 @dataclass
@@ -91,33 +112,63 @@ class KeptBackward:
     def calls(self) -> list[KeptCall]:
         return list({id(entry.call): entry.call for entry in reversed(self.incoming)}.values())
 
+    def inputs(self) -> list[tuple[str, Tensor]]:
+        """The input tensors by name; of several calls, with the number of the call from 1."""
+        if len(calls := self.calls) == 1:
+            return calls[0].inputs()
+        return [(f"call-{n}.{name}", tensor) for n, call in enumerate(calls, 1) for name, tensor in call.inputs()]
+
+    def is_kept(self) -> bool:
+        """Whether all gradients that entered are here."""
+        return all(entry.gradient is not None for entry in self.incoming)
+
+    def is_spoilt(self) -> bool:
+        """Whether a gradient that entered is not finite."""
+        return any(entry.is_spoilt() for entry in self.incoming)
+
+    def has_bad_loss(self) -> bool:
+        """Whether a loss or its gradient is not finite: then the scale is not the cause."""
+        return self.is_spoilt() or any(finiteness(loss) for call in self.calls for loss in call.losses.values())
+
+    def again(self, make: Callable[..., Any]) -> Outputs:
+        """The outputs of all calls, each made again by ``make(call, args, kwargs)``."""
+        return {(id(call), name): output for call in self.calls for name, output in call.again(make).items()}
+
+    def through(self, outputs: Outputs) -> list[Tensor]:
+        """Of :meth:`again`'s outputs, those that the gradients came in through."""
+        return [outputs[id(entry.call), entry.output] for entry in self.incoming]
+
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Restore, bit for bit, what a forward of ``model`` changes: buffers, tensors and counters of modules, their
     training mode, and the states of random generators."""
     random_states = RandomStates.now()
-    modules = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    held = [(name, v) for _, attributes, buffers in modules for name, v in (*attributes.items(), *buffers.items())]
+    registries = [found for module in model.modules() for found in (vars(module), module._buffers)]
+    entries: list[Any] = [(registry, dict(registry)) for registry in registries]
+    held: list[tuple[str, Any]] = [(name, value) for registry in registries for name, value in registry.items()]
     tensors = {t: t.detach().clone() for _, t in held if isinstance(t, Tensor) and not t.is_inference()}
-    containers: list[Any] = [(v, v.copy()) for name, v in held if type(v) in (list, dict) and name[0] != "_"]
+    own = [value for name, value in held if name[0] != "_"]  # else of torch's
+    containers: list[Any] = [(value, value.copy()) for value in own if type(value) in (list, dict)]
     try:
+        # Restored values are those that the graph of the training has saved; a new version would make its backward
+        # raise.
         with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
             try:
                 yield
             finally:
-                for module, attributes, buffers in modules:
-                    for registry, entries in ((vars(module), attributes), (module._buffers, buffers)):
-                        registry.clear()
-                        registry.update(entries)
                 with torch.no_grad():
                     for tensor, value in tensors.items():
                         tensor.copy_(value)
-                for container, items in containers:
-                    container.clear()
-                    container.extend(items) if isinstance(container, list) else container.update(items)
+                for container, items in entries + containers:
+                    _refill(container, items)
     finally:
         random_states.restore()
+
+
+def _refill(container: Any, items: Any) -> None:
+    container.clear()
+    container.extend(items) if isinstance(container, list) else container.update(items)
 
 
 @contextlib.contextmanager
@@ -139,6 +190,7 @@ def gradients_set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
 @contextlib.contextmanager
 def weights_kept(model: nn.Module) -> Iterator[None]:
     """Give parameters and buffers the memory and dtype back that they have now, into which nothing may write."""
+    # Aliases, not copies: what writes makes memory of its own, so this costs no second model.
     parameters = [(parameter, parameter.data, parameter.grad_dtype) for parameter in model.parameters()]
     buffers = [(buffer, buffer.data) for buffer in model.buffers()]
     try:
@@ -156,9 +208,10 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def masters_in_place(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[dict[int, nn.Parameter]]:
-    """Replace split parameters by their FP32 masters, in ``dtype``; yields them by the parameters' ids."""
+def masters_in_place(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Replace split parameters by their FP32 masters, in ``dtype``."""
     masters: dict[int, nn.Parameter] = {}
+    # _parameters and not setattr, which registers a parameter anew and moves it to the end.
     places = [(module, name, p) for module in model.modules() for name, p in module._parameters.items()]
     try:
         for module, name, parameter in places:
@@ -166,7 +219,7 @@ def masters_in_place(model: nn.Module, dtype: torch.dtype = torch.float32) -> It
                 if id(parameter) not in masters:
                     masters[id(parameter)] = nn.Parameter(open_master(parameter).to(dtype), parameter.requires_grad)
                 module._parameters[name] = masters[id(parameter)]
-        yield masters
+        yield
     finally:
         for module, name, parameter in places:
             module._parameters[name] = parameter
@@ -174,4 +227,5 @@ def masters_in_place(model: nn.Module, dtype: torch.dtype = torch.float32) -> It
 
 def eagerly() -> contextlib.AbstractContextManager[Any]:
     """To run a compiled model in as it was written, so that hooks see its modules."""
+    # Only where the compiler is loaded: its import takes a second.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()

@@ -1,19 +1,26 @@
-"""A look at a kept micro-batch: one forward, and a backward, with BF16 in FP16's place, op by op."""
+"""A look at a kept micro-batch: one forward, and a backward, in another precision or by other rules, op by op."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.mode import autocast
-from hf_mp.casting.nested import apply_to_tensors, named_tensors
-from hf_mp.diagnostics.kept_state import KeptBackward, eagerly, gradients_set_aside, masters_in_place, untouched
+from hf_mp.casting.nested import apply_to_tensors
+from hf_mp.diagnostics.kept_state import (
+    KeptBackward,
+    KeptCall,
+    eagerly,
+    gradients_set_aside,
+    masters_in_place,
+    untouched,
+)
 from hf_mp.diagnostics.ranges import STAND_IN, OpRange, RangeRecorder
 from hf_mp.diagnostics.values import finiteness
-from hf_mp.kernels.gradient_scan import largest_magnitude
+from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude
 from hf_mp.step.mixed_precision import MixedPrecision
 
 
@@ -26,35 +33,47 @@ class Look(NamedTuple):
 
 
 def look(
-    runtime: MixedPrecision, backward: KeptBackward, *, dtype: torch.dtype = STAND_IN, with_gradients: bool = False
+    runtime: MixedPrecision,
+    backward: KeptBackward,
+    *,
+    dtype: torch.dtype = STAND_IN,
+    rules: Mapping[str, str] | None = None,
+    scale: float = 1.0,
+    with_gradients: bool = False,
 ) -> Look:
-    """Run a micro-batch in ``dtype`` (BF16 in FP16's place, or FP32), without side effects.
+    """Run a micro-batch in ``dtype``, without side effects.
 
-    Gradients are those that the micro-batch was given, unscaled; ``with_gradients`` needs that all were kept.
+    Args:
+        runtime, backward: of the run.
+        dtype: BF16 in FP16's place (the default), FP32, or FP16.
+        rules: further rules than the run's; in FP32 there are none.
+        scale: what the gradients that the micro-batch was given are multiplied with.
+        with_gradients: also differentiate, for which all of these must have been kept.
     """
     model = runtime.model
     assert model is not None  # it was called
-    recorder, outputs = RangeRecorder(backward=with_gradients), dict[tuple[int, str], Tensor]()
+    recorder = RangeRecorder(backward=with_gradients)
+    # A rule in FP32 would only say again what autocast does there.
+    in_force = None if dtype is torch.float32 else {**runtime.rules, **(rules or {})}
     with untouched(model), masters_in_place(model, dtype), torch.set_grad_enabled(with_gradients), eagerly():
-        rules = runtime.rules if dtype is STAND_IN else None
-        mode = autocast(dtype, tables=runtime.region.tables, rules=rules, model=model)
-        for call in backward.calls:
-            module = call.forward.module()
-            module.train(call.is_training)
-            call.random_states.restore()
-            args, kwargs = apply_to_tensors(entered, (call.args, call.kwargs))
+        mode = autocast(dtype, tables=runtime.region.tables, rules=in_force, model=model)
+
+        def make(call: KeptCall, args: Any, kwargs: Any) -> Any:
+            args, kwargs = apply_to_tensors(entered, (args, kwargs))
             with runtime.region.running(None), mode, recorder.recording(mode, model):
-                found = module(*args, **kwargs)
-            outputs.update({(id(call), name): tensor for name, tensor in named_tensors(found)})
-        leaving = [outputs[id(incoming.call), incoming.output] for incoming in backward.incoming]
+                return call.forward.module()(*args, **kwargs)
+
+        leaving = backward.through(backward.again(make))
         gradients: list[Tensor | None] = []
         if with_gradients:
-            given = [incoming.gradient.to(one.dtype) for incoming, one in zip(backward.incoming, leaving, strict=True)]  # type: ignore[union-attr]
+            pairs = zip(backward.incoming, leaving, strict=True)
+            given = [(incoming.gradient * scale).to(one.dtype) for incoming, one in pairs]  # type: ignore[operator, union-attr]
             parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
             gradients = differentiate(leaving, given, parameters).gradients
     made = [gradient for gradient in gradients if gradient is not None]
-    is_finite = not any(map(finiteness, [*leaving, *made]))
-    return Look(recorder.ranges(), is_finite, largest_magnitude(made).item() if made else 0.0)
+    largest = largest_magnitude(made).item() if made else 0.0
+    is_finite = not any(map(finiteness, leaving)) and largest < SQUARES_BELOW * scale
+    return Look(recorder.ranges(), is_finite, largest)
 
 
 def entered(tensor: Tensor) -> Tensor:
@@ -77,9 +96,11 @@ def differentiate(
 ) -> Differentiated:
     """The gradients of ``parameters``, which accumulate nowhere; ``read`` reads one that ``backward()`` has given."""
     try:
+        # Not .backward(): gradients that wait for the step, in FP32 or scaled, are not to be touched.
         found = torch.autograd.grad(outputs, parameters, gradients, retain_graph=True, allow_unused=True)
         return Differentiated(list(found), False)
     except RuntimeError as error:
+        # torch refuses autograd.grad with reentrant checkpoints, by this sentence alone.
         if "use_reentrant" not in str(error):
             raise
     with gradients_set_aside(parameters):

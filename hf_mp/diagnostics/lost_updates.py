@@ -118,6 +118,18 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> TrainingCheck:
         TypeError: for anything but a module and an optimizer.
         ValueError: if no parameter of the optimizer belongs to the model, and for one without values (``meta``).
     """
+    optimizer, trained = _trained(model, optimizer)
+    evidence = Evidence(beta2=beta2_of(group for _, _, group in trained), is_training=True)
+    evidence.learning_rate = max(filter(None, (learning_rate_of(group) for _, _, group in trained)), default=None)
+    found = tuple(_look_at(*one, optimizer, evidence) for one in trained)
+    evidence.keeps_bits = not all(one.has_master for one in found) and keeps_small_updates(optimizer)
+    if evidence.keeps_bits:
+        found = tuple(one if one.has_master else replace(one, lost_share=0.0) for one in found)
+    return TrainingCheck(found, evidence.learning_rate, find_risks(evidence), evidence.keeps_bits)
+
+
+def _trained(model: Any, optimizer: Any) -> tuple[Optimizer, list[tuple[str, nn.Parameter, dict[str, Any]]]]:
+    """The optimizer itself, and its parameters in the model, each with its name and group."""
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"check_training takes a model and its optimizer, not {type(model).__name__} and "
@@ -131,13 +143,7 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> TrainingCheck:
             f"no trainable parameter of this {type(model).__name__} is in the {type(optimizer).__name__}: make the "
             "optimizer from model.parameters()"
         )
-    evidence = Evidence(beta2=beta2_of(groups.values()), is_training=True)
-    evidence.learning_rate = max(filter(None, (learning_rate_of(groups[id(one)]) for _, one in named)), default=None)
-    found = tuple(_look_at(name, parameter, groups[id(parameter)], optimizer, evidence) for name, parameter in named)
-    evidence.keeps_bits = not all(one.has_master for one in found) and keeps_small_updates(optimizer)
-    if evidence.keeps_bits:
-        found = tuple(one if one.has_master else replace(one, lost_share=0.0) for one in found)
-    return TrainingCheck(found, evidence.learning_rate, find_risks(evidence), evidence.keeps_bits)
+    return optimizer, [(name, one, groups[id(one)]) for name, one in named]
 
 
 def keeps_small_updates(optimizer: Any) -> bool:
@@ -149,6 +155,7 @@ def keeps_small_updates(optimizer: Any) -> bool:
     group = optimizer.param_groups[0]
     weight = nn.Parameter(torch.ones(32, 32, dtype=torch.bfloat16, device=local_part(group["params"][0]).device))
     rate = torch.tensor(2.0**-16) if isinstance(group.get("lr"), Tensor) else 2.0**-16
+    # Its class and settings without its state: a deep copy would hold a second set of moments.
     trial = object.__new__(type(optimizer))
     vars(trial).update({key: value for key, value in vars(optimizer).items() if key != "step" and "_hooks" not in key})
     for hooks in (key for key in vars(optimizer) if "_hooks" in key):
@@ -171,6 +178,7 @@ def _look_at(
         raise ValueError(f"{name} is on the meta device, without values: load the weights first")
     is_narrow, local = parameter.dtype in LOWER_PRECISION_DTYPES, local_part(parameter)
     has_master = not is_narrow or isinstance(parameter, SplitParameter) or getattr(optimizer, "keeps_masters", False)
+    # A lean parameter's 16 bits say nothing of its master, which is FP32.
     values = sample(local).float() if has_master else sample(local)
     inner = getattr(optimizer, "optimizer", optimizer)
     lost = _lost(values, parameter, learning_rate_of(group), is_sgd=isinstance(inner, SGD))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from hf_mp.casting.experts import expert_counts
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import nearest_modules
+from hf_mp.casting.uncompiled import is_compiled
 from hf_mp.casting.watching import watching
 from hf_mp.diagnostics.magnitudes import SAMPLE_ELEMENTS, histogram, sample, sampling_stride, swamped
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
@@ -106,7 +106,7 @@ class MagnitudeCollector:
             self._weights = _trainable(layers)
             # Before the backward: an optimizer-in-backward updates during it.
             self._samples = {(Kind.WEIGHTS, *key): weight.master() for key, weight in self._weights.items()}
-        if _is_compiled(model):
+        if is_compiled(model):
             self._notes = (*self._notes, COMPILED)
             return
         entry = forward.module()  # what it returns has left the scaled region
@@ -117,6 +117,7 @@ class MagnitudeCollector:
         tensor = next((t for t in tensors_in(output) if t.is_floating_point()), None)
         if tensor is None or not self.is_active:
             return
+        # Several calls, or a recomputation: the first one counts.
         if (key := (Kind.ACTIVATIONS, name, "")) not in self._samples:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 self._samples[key] = _Sampled.of(tensor)
@@ -129,6 +130,8 @@ class MagnitudeCollector:
         key = (Kind.ACTIVATION_GRADIENTS, name, "")
         if gradient is not None and self.is_active and key not in self._samples:
             with torch._C.DisableTorchFunction(), torch.no_grad():
+                # Inside of the model gradients are scaled; histograms are of true ones, and shift by log2 of the
+                # scale.
                 inverse = self._runtime.inverse(gradient.device, None, ())
                 self._samples[key] = _Sampled.of(gradient, inverse)
 
@@ -184,22 +187,15 @@ def _trainable(layers: Mapping[str, nn.Module]) -> dict[tuple[str, str], _Weight
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.requires_grad or not parameter.is_floating_point() or id(parameter) in seen:
                 continue
+            # A tied weight has one update, in the layer that has it first.
             seen.add(id(parameter))
             if name not in counts:
                 found[layer, name] = _Weight(parameter)
                 continue
+            # As many as of any other weight in all, but enough of each to see a dead or a large one.
             limit = max(SAMPLE_ELEMENTS // counts[name], LEAST_OF_EXPERT)
             found.update({(layer, f"{name}[{i}]"): _Weight(parameter, i, limit) for i in range(counts[name])})
     return found
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile compiles a part of ``model`` or its caller."""
-    if any(getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod") for m in model.modules()):
-        return True
-    callers = (frame.f_code for frame, _ in traceback.walk_stack(None))
-    dynamo = (code.co_qualname for code in callers if code.co_filename.endswith("_dynamo/eval_frame.py"))
-    return any("DisableContext" not in name for name in dynamo)
 
 
 def select_layers(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:

@@ -73,6 +73,7 @@ class Histogram:
 
     def by_octave(self) -> dict[int, int]:
         """The number of finite values by k = floor(log2 |value|), without zeros; k is -127 for all below 2**-126."""
+        # Exact powers and what lies above them are one octave; the first pair holds the zeros, too.
         octaves = self.counts[_SUBNORMAL - 1 : _INF].reshape(-1, 2).sum(axis=1)
         octaves[0] -= self.counts[_ZERO]
         return {int(e) - _BIAS: int(octaves[e]) for e in np.flatnonzero(octaves)}
@@ -126,6 +127,7 @@ def swamped(weights: Tensor, updates: Tensor, dtype: torch.dtype = torch.float16
     limits = torch.finfo(dtype)
     working = weights.detach().to(dtype).to(torch.float32)
     power = (working.contiguous().view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    # The exponent's bits alone are the power of two below a weight; subnormal numbers have a spacing of their own.
     half_ulp = power.clamp_(min=limits.smallest_normal).mul_(limits.eps / 2)
     sizes = updates.detach().to(torch.float32).abs()
     counted = (sizes > 0.0) & sizes.isfinite() & working.isfinite()
@@ -152,6 +154,7 @@ def sampling_stride(shape: tuple[int, ...], limit: int = SAMPLE_ELEMENTS) -> int
     if elements <= limit:
         return 1
     stride = -(-elements // limit)
+    # A stride that divides a dimension would look at the same columns in each row.
     while elements % stride == 0 or any(stride % divisor == 0 for divisor in range(2, math.isqrt(stride) + 1)):
         stride += 1
     return stride

@@ -7,7 +7,6 @@ inherits the origin of its input. So an inf that is dropped, for example by ``to
 from __future__ import annotations
 
 import bisect
-import functools
 import math
 import re
 import threading
@@ -35,7 +34,7 @@ _MASKING = frozenset(
 # These overwrite their target.
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
 
-_UNKNOWN: Any = object()
+_UNKNOWN: Any = object()  # the origin of what was not finite before
 
 
 class Site(NamedTuple):
@@ -63,6 +62,7 @@ class CallSites:
     def __init__(self, model: nn.Module, entry: nn.Module) -> None:
         self._model = model
         # What a forward uses of a parameter is an alias of it.
+        # A working copy has memory of its own: it is called "input 1", and its range says what it holds.
         self._names = {(_memory(parameter), parameter.shape): name for name, parameter in model.named_parameters()}
         modules = {id(module): name for name, module in model.named_modules()}
         self.base = Site(modules.get(id(entry), ""))
@@ -70,6 +70,7 @@ class CallSites:
         self.calls: list[Call] = []
         self._experts = ExpertCalls(model)
         self._thread = threading.get_ident()
+        # torch numbers the nodes of each thread apart, and on a GPU autograd recomputes checkpoints in its own threads.
         self._marks: dict[int, tuple[list[int], list[Site]]] = {}
         self._mark()
 
@@ -86,6 +87,7 @@ class CallSites:
 
     def _mark(self) -> None:
         starts, sites = self._marks.setdefault(threading.get_ident(), ([], []))
+        # of torch, private: no public call tells which node comes next, and a hook for each node would cost a step
         starts.append(torch.autograd._get_sequence_nr())
         sites.append(self.current)
 
@@ -121,6 +123,7 @@ class CallSites:
             self.calls.pop()
             self._leave()
         self._experts.made(module, func, args, result)
+        # What a user sees is the call, with the names of parameters; what overflowed is an op somewhere inside of it.
         if call.origins and not name.endswith("_"):  # in-place functions have changed what they were called with
             with torch._C.DisableTorchFunction():
                 outputs = _numbered_ranges("output", tensors_in(result))
@@ -155,19 +158,22 @@ class Origin:
 
 
 class OriginTracker(TorchDispatchMode):
-    """Tracks the origin of non-finite values by storage, while active; slow, because it reads all values.
+    """Tracks the origin of non-finite values by storage, while active; slow, because it reads all values."""
 
-    Results from ``limit`` on count as inf; those of inputs that count as inf, from ``carried_limit`` on.
-    """
-
-    def __init__(self, sites: CallSites, limit: float = math.inf, carried_limit: float | None = None) -> None:
+    def __init__(self, sites: CallSites) -> None:
         super().__init__()
         self._sites = sites
-        self._limit = limit
-        self._finiteness = functools.partial(finiteness, limit=limit if carried_limit is None else carried_limit)
+        self._limit = self._carried_limit = math.inf  # of gradients, from which on they count as inf
         self._origins: dict[int, Origin | None] = {}  # by storage; None: uninitialized memory
         self._count = 0
         self.backward_task = -1
+
+    def limit_gradients(self, limit: float, scale: float) -> None:
+        """From now on, also find gradients whose true magnitude is ``limit`` or more; inside, they are scaled."""
+        self._limit, self._carried_limit = limit * scale, min(limit * scale, limit)
+
+    def _finiteness(self, tensor: Tensor) -> Finiteness:
+        return finiteness(tensor, self._carried_limit)
 
     def of(self, tensor: Tensor) -> Origin | None:
         """The origin of the inf or NaN in ``tensor``; None without one, or if it was there before."""
@@ -181,53 +187,52 @@ class OriginTracker(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
+            # Reading values here must not come back to this mode, nor to autocast's.
             written = _written(func, args, kwargs)
             forgets = _op_name(func) in _OVERWRITES or any(argument.is_out for argument in func._schema.arguments)
             before = {id(tensor): Finiteness.FINITE if forgets else self._finiteness(tensor) for tensor in written}
             result = func(*args, **kwargs)
-            self._look(func, args, kwargs, result if result is not None else written, before)
+            inputs, written = [*tensors_in(_read(func, args, kwargs))], written if result is None else result
+            self._look(func, inputs, [*tensors_in(written)], before)
         return result
 
-    def _look(self, func: Any, args: Any, kwargs: Any, result: Any, before: dict[int, Finiteness]) -> None:
-        outputs = list(tensors_in(result))
-        inputs = list(tensors_in(_read(func, args, kwargs)))
+    def _look(self, func: Any, inputs: list[Tensor], outputs: list[Tensor], before: dict[int, Finiteness]) -> None:
         if _op_name(func) in UNINITIALISED:
             self._origins.update({_memory(output): None for output in outputs})
             return
+        # An op that writes makes its target new, although the memory is known.
         known = set() if func._schema.is_mutable else {_memory(tensor) for tensor in inputs}
-        made = [output for output in outputs if _memory(output) not in known]  # views say nothing new
-        states = [self._finiteness(output) for output in made]
-        origin = self._origin(func, inputs, outputs, max(states), before) if any(states) else None
-        for output, state in zip(made, states, strict=True):
-            if state and origin is not None:
+        made = {id(output): self._finiteness(output) for output in outputs if _memory(output) not in known}
+        state = max(made.values(), default=Finiteness.FINITE)  # views say nothing new
+        origin = self._origin(func, inputs, outputs, state, before) if state else None
+        for output in outputs:
+            if origin is not None and made.get(id(output)):
                 self._origins[_memory(output)] = origin
-            elif id(output) not in before:
+            elif id(output) in made.keys() - before.keys():
                 self._origins.pop(_memory(output), None)
 
     def _origin(
         self, func: Any, inputs: list[Tensor], outputs: list[Tensor], state: Finiteness, before: dict[int, Finiteness]
     ) -> Origin | None:
-        came = [before[id(tensor)] if id(tensor) in before else self._finiteness(tensor) for tensor in inputs]
-        shown = [tensor for tensor in inputs if id(tensor) not in before]  # what it wrote to is no longer what it read
-        memories = [_memory(tensor) for found, tensor in zip(came, inputs, strict=True) if found]
-        # Uninitialized memory is not read: `baddbmm(empty, q, k, beta=0)`.
-        tainted = [origin for memory in memories if (origin := self._origins.get(memory, _UNKNOWN)) is not None]
-        guilty = self._guilty(inputs, came)
-        if guilty is not None:
+        tainted = self._tainted(inputs, before)
+        if (guilty := _worst(tainted)) is not None:
             return guilty
+        shown = [tensor for tensor in inputs if id(tensor) not in before]  # what it wrote to is no longer what it read
         if state is Finiteness.MINUS_INF and tainted:
-            known = tainted[0] if isinstance(tainted[0], Origin) else None
-            return known or self._make(func, shown, outputs, is_mask=True)
+            first = tainted[0][1]
+            return first if first is not _UNKNOWN else self._make(func, shown, outputs, is_mask=True)
+        # Inputs count as spoilt from the smaller limit on, results of finite inputs from the larger one.
         if not any(finiteness(output, self._limit) for output in outputs):
             return None
         is_mask = state is Finiteness.MINUS_INF and _op_name(func) in _MASKING
         return self._make(func, shown, outputs, is_mask=is_mask)
 
-    def _guilty(self, inputs: list[Tensor], came: list[Finiteness]) -> Origin | None:
-        """The origin of what an op was given that is not finite, and no mask: of the worst, the first."""
-        known = [(-found, self._origins.get(_memory(tensor))) for found, tensor in zip(came, inputs, strict=True)]
-        guilty = [(found, one.order, one) for found, one in known if found and one is not None and not one.is_mask]
-        return min(guilty, key=lambda entry: entry[:2])[2] if guilty else None
+    def _tainted(self, inputs: list[Tensor], before: dict[int, Finiteness]) -> list[tuple[Finiteness, Any]]:
+        """What of ``inputs`` was not finite, and its origin."""
+        came = [before[id(tensor)] if id(tensor) in before else self._finiteness(tensor) for tensor in inputs]
+        origins = [self._origins.get(_memory(tensor), _UNKNOWN) for tensor in inputs]
+        # Uninitialized memory (None) is not read: `baddbmm(empty, q, k, beta=0)`.
+        return [pair for pair in zip(came, origins, strict=True) if all(pair)]
 
     def _make(self, func: Any, inputs: list[Tensor], outputs: list[Tensor], *, is_mask: bool) -> Origin:
         phase, site, node = self._where()
@@ -251,14 +256,24 @@ class OriginTracker(TorchDispatchMode):
         return names[0] if names else "", note_of_others(names)
 
     def _where(self) -> tuple[Phase, Site, str | None]:
+        # of torch, private: the only way to ask which node's backward runs
         node = torch._C._current_autograd_node()
         if node is None or self._sites.current != self._sites.base:  # also a recomputation during backward
             return "forward", self._sites.current, None
         name = node.name()
+        # The border multiplies by the loss scale, which belongs to no module.
         if name.endswith("OutputBorderBackward"):
             return "backward", self._sites.base, "loss scaling"
+        # Reentrant checkpoints run a backward inside of the backward, of nodes that this thread has just made.
         nested = torch._C._current_graph_task_id() != self.backward_task
         return "backward", self._sites.of_node(node, nested=nested), re.sub(r"Backward\d*$", "", name)
+
+
+def _worst(tainted: list[tuple[Finiteness, Any]]) -> Origin | None:
+    """The origin of what an op was given that is not finite, and no mask: of the worst, the first."""
+    known = [(-found, origin.order, origin) for found, origin in tainted if origin is not _UNKNOWN]
+    guilty = [entry for entry in known if not entry[2].is_mask]
+    return min(guilty, key=lambda entry: entry[:2])[2] if guilty else None
 
 
 def _numbered_ranges(name: str, tensors: Iterable[Tensor]) -> tuple[TensorRange, ...]:

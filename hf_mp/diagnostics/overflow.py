@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -17,7 +17,6 @@ from hf_mp.casting.nested import named_tensors
 from hf_mp.diagnostics.kept_state import IncomingGradient, KeptBackward, KeptCall, RandomStates
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.replay import Replay
-from hf_mp.diagnostics.values import finiteness
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import ScaleRule, StepReport
@@ -27,6 +26,7 @@ from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.attachable import runtimes_of
 from hf_mp.weights.ranks.placement import get_rank, is_running
 
+_Observer = TypeVar("_Observer", bound=StepObserver)
 logger = logging.get_logger(__name__)
 
 MOST_SKIPS = 10_000  # beyond that, training does not stop in any practical sense
@@ -53,7 +53,7 @@ class OverflowExplainer(StepObserver):
 
     def forward(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep the call; returns a callback for its outputs."""
-        call = KeptCall(forward, args, kwargs, RandomStates.now(torch_only=not self._keeps_all))
+        call = KeptCall(forward, args, kwargs, RandomStates.now())
 
         def forward_ended(outputs: Any) -> None:
             for name, output in named_tensors(outputs):
@@ -67,10 +67,12 @@ class OverflowExplainer(StepObserver):
         return forward_ended
 
     def _gradient_arrives(self, call: KeptCall, name: str, is_kept: bool, gradient: Tensor | None) -> None:
+        # check_gradients runs backwards of its own, with the run's observers taken away.
         if self not in self._runtime.observers:  # a backward that is none of the training's
             return
         if gradient is None:  # DDP looking for unused parameters hands one on for each output that has none
             return
+        # of torch, private: outputs of one forward may get their gradients in several backwards, and the reverse
         task = torch._C._current_graph_task_id()
         if not self.backwards or self.backwards[-1].task != task:
             self.backwards.append(KeptBackward(task))
@@ -91,9 +93,10 @@ class OverflowExplainer(StepObserver):
             return
         suspects = suspects_of(backwards)
         expected = is_finding_its_level(scaler.state, scaler.smallest_scale, self._clean_scale)
-        if expected and not any(_has_bad_loss(backward) for backward in suspects):
+        if expected and not any(backward.has_bad_loss() for backward in suspects):
             return
         self._unclean_steps += 1
+        # A run that fails at every step is not to spend its time on replays.
         if suspects and self._unclean_steps & (self._unclean_steps - 1) == 0:  # the 1st, 2nd, 4th, 8th, ... in a row
             self._publish(self._explain(suspects, backwards))
 
@@ -141,12 +144,11 @@ class OverflowExplainer(StepObserver):
             skips_until_stop=skips_until_error(scaler),
         )
         try:
-            found = Replay(self._runtime, backward).run()
+            report = Replay(self._runtime, backward, place).run()
         except Exception as error:  # training goes on whatever the replay meets, and the report tells
             return replace(place, notes=(f"the replay failed: {type(error).__name__}: {error}",))
         # What was not kept may be why: it is, for the next failure.
-        self._keeps_all = self._keeps_all or found.origin is None
-        report = found.completing(place)
+        self._keeps_all = self._keeps_all or report.phase == "not found"
         if self._keep_batches is not None:
             self._save(self._keep_batches, report, backward)
         return report
@@ -156,18 +158,14 @@ class OverflowExplainer(StepObserver):
             return
         known = {earlier.culprit for earlier in self.reports}
         self.reports.append(report)
+        # The same place overflows at many steps: it is one message.
         if report.culprit not in known:
             logger.warning(report.to_text())
 
     def _save(self, directory: Path, report: OverflowReport, backward: KeptBackward) -> None:
         rank = f"-rank-{report.rank}" if is_running() else ""
         folder = directory / f"step-{report.step}-micro-batch-{report.micro_batch}{rank}"
-        calls = backward.calls
-        tensors = {
-            (name if len(calls) == 1 else f"call-{number}.{name}"): tensor.detach().cpu().contiguous().clone()
-            for number, call in enumerate(calls, 1)
-            for name, tensor in call.inputs()
-        }
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in backward.inputs()}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(tensors, folder / "batch.safetensors")
@@ -202,19 +200,23 @@ def explain_overflows(
     if not runtime.policy.is_mixed:
         raise ValueError(f"precision={str(runtime.policy)!r} skips no steps: there is nothing to explain")
     directory = None if keep_batches is None else Path(keep_batches)
-    for observer in runtime.observers:
-        if isinstance(observer, OverflowExplainer):
-            if observer._keep_batches != directory:
-                raise ValueError(
-                    f"overflows of this model are explained already, with keep_batches={observer._keep_batches}: "
-                    f"say keep_batches={directory} there"
-                )
-            return observer
+    if (known := observing(runtime, OverflowExplainer)) is not None:
+        if known._keep_batches != directory:
+            raise ValueError(
+                f"overflows of this model are explained already, with keep_batches={known._keep_batches}: "
+                f"say keep_batches={directory} there"
+            )
+        return known
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
     explainer = OverflowExplainer(runtime, directory)
     runtime.observers.insert(0, explainer)  # before a recorder, which writes down what is found of the same step
     return explainer
+
+
+def observing(runtime: MixedPrecision, kind: type[_Observer]) -> _Observer | None:
+    """The observer of this kind that a runtime has."""
+    return next((observer for observer in runtime.observers if isinstance(observer, kind)), None)
 
 
 def runtime_of(model: Any, caller: str) -> MixedPrecision:
@@ -244,13 +246,7 @@ def suspects_of(backwards: list[KeptBackward]) -> list[KeptBackward]:
     if all(backward.largest is not None for backward in backwards):
         bad = [b for b in backwards if b.largest is not None and not b.largest.item() < SQUARES_BELOW]
         return bad[:1] or backwards
-    return sorted(backwards, key=lambda backward: not _has_bad_loss(backward))
-
-
-def _has_bad_loss(backward: KeptBackward) -> bool:
-    """Whether a loss or its gradient is not finite: then the scale is not the cause."""
-    losses = [loss for call in backward.calls for loss in call.losses.values()]
-    return any(map(finiteness, losses + [g for entry in backward.incoming if (g := entry.gradient) is not None]))
+    return sorted(backwards, key=lambda backward: not backward.has_bad_loss())
 
 
 def is_finding_its_level(state: ScaleRule, smallest_scale: float, clean_scale: float | None) -> bool:
@@ -263,6 +259,7 @@ def is_finding_its_level(state: ScaleRule, smallest_scale: float, clean_scale: f
 
 def skips_until_error(scaler: LossScaler[Any]) -> int | None:
     """Skipped steps in a row from now until :class:`LossScaleError`; None if it is not raised in practice."""
+    # By trial, so that a rule of somebody else's is counted right; a copy would make tensors on the device.
     probe = object.__new__(type(scaler))
     probe.__dict__.update(scaler.__dict__, _tensors={})
     for skips in range(1, MOST_SKIPS):

@@ -11,6 +11,9 @@ from hf_mp.diagnostics.values import TensorRange
 from hf_mp.policy import LOWER_PRECISION_DTYPES, needs_loss_scale
 from hf_mp.scaling.rules import scale_text
 
+# What needs a loss scale, as ranges spell it.
+_NARROW = {str(dtype).removeprefix("torch.") for dtype in LOWER_PRECISION_DTYPES if needs_loss_scale(dtype)}
+
 Phase = Literal["input", "weight", "forward", "backward", "loss outside of the model", "not found"]
 
 
@@ -114,47 +117,52 @@ class OverflowReport:
         """What to do; empty if nothing."""
         if self.phase == "not found":
             return ""
-        until = self.largest_finite_scale
         if self.smaller_scale_helps:
-            ends = "and the scaler goes there"
-            if until is not None and until < self.smallest_scale:
-                ends = f"and the scaler goes no lower than {scale_text(self.smallest_scale)}: give it a smaller one"
-            at = "" if until is None else f", up to {scale_text(until)}"
-            return f"A smaller loss scale helps: the same backward is finite{at}, {ends}."
-        stops = ""
-        if self.skips_until_stop is not None:
-            stops = f" Training stops after {self.skips_until_stop} such steps in a row, this one included."
-        if until is not None and self.needed_scale is not None:
-            return (
-                f"No loss scale holds this backward as a whole: it is finite up to {scale_text(until)}, and other "
-                f"gradients are lost below {scale_text(self.needed_scale)}. on_overflow='heal' gives modules scales of "
-                f"their own.{stops}"
+            return self._smaller_scale
+        advice = f"No smaller loss scale helps. {self._remedy}"
+        if self.largest_finite_scale is not None and self.needed_scale is not None:
+            until, lost = scale_text(self.largest_finite_scale), scale_text(self.needed_scale)
+            advice = (
+                f"No loss scale holds this backward as a whole: it is finite up to {until}, and other gradients are "
+                f"lost below {lost}. on_overflow='heal' gives modules scales of their own."
             )
-        in_fp32 = self._way_out
-        what = {
-            "input": "Clean the data.",
-            "weight": in_fp32 if self._in_16_bits else "Go back to an earlier checkpoint, or load other weights.",
-            "loss outside of the model": "Scale the loss down."
-            if self.is_too_large
-            else "Look for a division by zero, or a logarithm or root of zero, in the loss.",
-        }.get(self.phase, f"FP32 was not tried; it may be finite there. {in_fp32}")
+        if self.skips_until_stop is not None:
+            advice += f" Training stops after {self.skips_until_stop} such steps in a row, this one included."
+        return advice
+
+    @property
+    def _smaller_scale(self) -> str:
+        until, ends = self.largest_finite_scale, "and the scaler goes there"
+        if until is not None and until < self.smallest_scale:
+            ends = f"and the scaler goes no lower than {scale_text(self.smallest_scale)}: give it a smaller one"
+        at = "" if until is None else f", up to {scale_text(until)}"
+        return f"A smaller loss scale helps: the same backward is finite{at}, {ends}."
+
+    @property
+    def _remedy(self) -> str:
+        if self.finite_in_fp32 is False:
+            return "In FP32 the same micro-batch is not finite either: the cause is the model or its data."
         if self.finite_in_fp32:
-            what = f"In FP32 the same micro-batch is finite. {in_fp32}"
-        elif self.finite_in_fp32 is not None:
-            what = "In FP32 the same micro-batch is not finite either: the cause is the model or its data."
-        return f"No smaller loss scale helps. {what}{stops}"
+            return f"In FP32 the same micro-batch is finite. {self._way_out}"
+        if self.phase == "input":
+            return "Clean the data."
+        # One that is above FP16's end is as good as ever in FP32.
+        if self.phase == "weight":
+            return self._way_out if self._in_16_bits else "Go back to an earlier checkpoint, or load other weights."
+        if self.phase == "loss outside of the model":
+            division = "Look for a division by zero, or a logarithm or root of zero, in the loss."
+            return "Scale the loss down." if self.is_too_large else division
+        return f"FP32 was not tried; it may be finite there. {self._way_out}"
 
     @property
     def _way_out(self) -> str:
         """The ways out of FP16's range that were not tried in vain."""
         rules = ({self.module: "fp32"} if self.module else None) if self.rules is None else self.rules
-        ways = (
-            ["let on_overflow='heal' keep it in range"]
-            if rules == {}
-            else [f"compute it in FP32 ({f'rules={rules}' if rules else 'a rule for that op'})"]
-        )
-        narrow = {str(dtype).removeprefix("torch.") for dtype in LOWER_PRECISION_DTYPES if needs_loss_scale(dtype)}
-        if any(found.dtype in narrow for found in (*self.inputs, *self.outputs)) and self.finite_in_bf16 is not False:
+        what = "compute it in FP32" if {"fp32"}.issuperset((rules or {}).values()) else "divide its numbers in FP16"
+        rule = f"{what} ({f'rules={rules}' if rules else 'a rule for that op'})"
+        ways = ["let on_overflow='heal' keep it in range" if rules == {} else rule]
+        is_narrow = not _NARROW.isdisjoint(found.dtype for found in (*self.inputs, *self.outputs))
+        if is_narrow and self.finite_in_bf16 is not False:
             ways.append("train in bf16")
         found = " or ".join(ways)
         also = " In BF16 it is not finite." if self.finite_in_bf16 is False else ""

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from hf_mp.diagnostics.contract.table import PrecisionContract
 from hf_mp.diagnostics.healing import Healer
 from hf_mp.diagnostics.magnitude_collector import MagnitudeCollector
-from hf_mp.diagnostics.overflow import OverflowExplainer, is_finding_its_level, runtime_of
+from hf_mp.diagnostics.overflow import OverflowExplainer, is_finding_its_level, observing, runtime_of
 from hf_mp.diagnostics.overflow_report import OverflowReport
-from hf_mp.diagnostics.predicted_memory import predicted_record
 from hf_mp.diagnostics.run_log import VERSION, RunLog
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, as_record
 from hf_mp.environment.machine import describe_hardware, package_versions
@@ -33,8 +30,6 @@ SEARCH = "the loss scale is finding its level"
 UNEXPLAINED = "a gradient was inf or NaN; the cause was not examined"
 ELSEWHERE = "a gradient was inf or NaN; this process found no cause, another one may have logged it"
 NOT_REPLAYED = "a gradient was inf or NaN; of skipped steps in a row, only the 1st, 2nd, 4th, 8th, ... are replayed"
-
-_STATM = Path("/proc/self/statm")
 
 
 class Settings(NamedTuple):
@@ -69,33 +64,23 @@ class PrecisionRecorder(StepObserver):
         self._has_begun = False
         self._written_reports = self._written_remedies = 0
         self._clean_scale: float | None = None
-        self._memory: list[tuple[str, int]] = []
-        self._batch_shape: tuple[int, ...] | None = None
 
-    def forward(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._batch_shape is None and isinstance(ids := kwargs.get("input_ids"), Tensor):
-            self._batch_shape = tuple(ids.shape)
-        if not self._collector.is_active:
-            if self._runtime.stats.steps < self._due:
-                return None
+    def forward(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._collector.is_active and self._runtime.stats.steps >= self._due:
             self._due = self._runtime.stats.steps + self.asked.histogram_steps
             self._collector.begin(forward)
-            self._memory = []
-            self._note_memory("before forward")
-        return lambda outputs: self._note_memory("after forward")
 
     def backward_ended(self, largest: Tensor | None) -> None:
-        if self._collector.is_active:
-            self._note_memory("after backward")
-            self._collector.backward_ended()
+        self._collector.backward_ended()
 
     def stepped(self, report: StepReport) -> None:
         self._begin()
         scaler, step = self._runtime.scaler, self._runtime.stats.steps + 1
         scale = scaler.get_scale()
         largest = report.largest_gradient
+        # The explainer does not replay such a step, so that nobody else says what it was.
         searching = report.overflow and is_finding_its_level(scaler.state, scaler.smallest_scale, self._clean_scale)
-        reports = self._new_reports()
+        reports = self._write_new()
         self._log.write(
             "step",
             step=step,
@@ -104,33 +89,15 @@ class PrecisionRecorder(StepObserver):
             skipped=report.overflow,
             cause=self._cause(reports, searching) if report.overflow else "",
         )
-        for found in reports:
-            self._log.write("overflow", report=asdict(found))
-        self._write_healed()
         if not report.overflow:
             self._clean_scale = max(self._clean_scale or 0.0, scale)
         if self._collector.is_active:
-            self._note_memory("after the update")
             self.latest = self._collector.finish(report)
             self._log.write("magnitudes", **as_record(self.latest))
-            source = "tensors in CUDA's allocator" if self._device.type == "cuda" else "resident memory of the process"
-            self._log.write("memory", step=step, source=source, points=self._memory)
 
     def detached(self) -> None:
         self._collector.abandon()
         self._log.close()
-
-    def predict_memory(self, **settings: Any) -> None:
-        """Record the predicted memory over a step by category, for the run's first batch; takes seconds.
-
-        Args:
-            settings: as for :func:`hf_mp.estimate_training_memory`: ``optimizer``, ``accumulation_steps``,
-                ``gradient_checkpointing``, ``free_gradients``.
-        """
-        runtime, device = self._runtime, self._device.type
-        self._begin()
-        record = predicted_record(runtime.model, runtime.policy, self._batch_shape, device=device, **settings)
-        self._log.write("predicted memory", **record)
 
     def note_contract(self, contract: PrecisionContract) -> None:
         """Record the run's precision contract."""
@@ -140,8 +107,7 @@ class PrecisionRecorder(StepObserver):
     def end(self) -> None:
         """Record the end of the run."""
         self._begin()
-        for found in self._new_reports():
-            self._log.write("overflow", report=asdict(found))
+        self._write_new()
         self._log.write("end", date=_now())
         self._log.close()
         self._has_begun = False  # a second train() is another start
@@ -164,6 +130,7 @@ class PrecisionRecorder(StepObserver):
             return
         self._has_begun = True
         runtime, model = self._runtime, self._runtime.model
+        parameters = [] if model is None else [*model.parameters()]
         self._log.write(
             "run",
             version=VERSION,
@@ -171,8 +138,8 @@ class PrecisionRecorder(StepObserver):
             precision=str(runtime.policy),
             loss_scaler=runtime.scaler.kind,
             model=type(model).__name__,
-            parameters=0 if model is None else sum(p.numel() for p in model.parameters()),
-            device=str(self._device),
+            parameters=sum(p.numel() for p in parameters),
+            device=str(next((p.device for p in parameters), "cpu")),
             histogram_steps=self.asked.histogram_steps,
             histogram_layers=self.asked.histogram_layers,
             settings=self._settings,
@@ -180,30 +147,18 @@ class PrecisionRecorder(StepObserver):
             hardware=dict(describe_hardware()),
         )
 
-    @property
-    def _device(self) -> torch.device:
-        model = self._runtime.model
-        parameter = None if model is None else next(model.parameters(), None)
-        return torch.device("cpu") if parameter is None else parameter.device
-
-    def _note_memory(self, moment: str) -> None:
-        if self._device.type == "cuda":
-            self._memory.append((moment, torch.cuda.memory_allocated(self._device)))
-        elif _STATM.exists():
-            self._memory.append((moment, int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")))
-
-    def _new_reports(self) -> list[OverflowReport]:
-        explainers = [observer for observer in self._runtime.observers if isinstance(observer, OverflowExplainer)]
-        new = [report for explainer in explainers for report in explainer.reports][self._written_reports :]
-        self._written_reports += len(new)
-        return new
-
-    def _write_healed(self) -> None:
-        healers = [observer for observer in self._runtime.observers if isinstance(observer, Healer)]
-        new = [healed for healer in healers for healed in healer.healed][self._written_remedies :]
-        self._written_remedies += len(new)
-        for healed in new:
-            self._log.write("healed", healed=asdict(healed))
+    def _write_new(self) -> list[OverflowReport]:
+        """Write what was explained and healed since, and give the reports."""
+        explainer, healer = observing(self._runtime, OverflowExplainer), observing(self._runtime, Healer)
+        reports = [] if explainer is None else explainer.reports[self._written_reports :]
+        healed = [] if healer is None else healer.healed[self._written_remedies :]
+        self._written_reports += len(reports)
+        self._written_remedies += len(healed)
+        for report in reports:
+            self._log.write("overflow", report=asdict(report))
+        for one in healed:
+            self._log.write("healed", healed=asdict(one))
+        return reports
 
     def _cause(self, reports: list[OverflowReport], searching: bool) -> str:
         if reports:
@@ -236,7 +191,7 @@ def record_precision(
     """Record the precision of a run in ``RUN_DIR/precision_log.jsonl``.
 
     Every step: loss scale, headroom, whether it was skipped and why. Every ``histogram_steps`` steps: the magnitudes of
-    activations, their gradients, weights, weight gradients and updates by layer, and the memory in use.
+    activations, their gradients, weights, weight gradients and updates by layer.
     ``recorder.write_report()`` and ``hf-mp report RUN_DIR`` write a page from it. Training is bit for bit the same.
 
     Activations and their gradients are those of a step's first micro-batch; with several optimizers, the first one to
@@ -263,10 +218,11 @@ def record_precision(
     if not runtime.policy.is_mixed:
         raise ValueError(f"precision={str(runtime.policy)!r} is FP32 throughout: there is nothing to record")
     check_interval("histogram_steps", histogram_steps)
+    # Here, where the caller sees it, and not at the first record.
     json.dumps(settings, allow_nan=False)
     layers = histogram_layers if histogram_layers is None or isinstance(histogram_layers, str) else [*histogram_layers]
     asked = Settings(Path(run_directory), histogram_steps, layers)  # type: ignore[arg-type]  # a string is refused below
-    known = next((observer for observer in runtime.observers if isinstance(observer, PrecisionRecorder)), None)
+    known = observing(runtime, PrecisionRecorder)
     if known is not None and known.asked != asked:
         raise ValueError(
             "the precision of this model is recorded already, with run_directory="

@@ -12,6 +12,7 @@ from typing import Any
 from hf_mp.casting.rules import match_modules, parse_rules
 from hf_mp.casting.tables import TABLES
 from hf_mp.diagnostics.ranges import OpRange
+from hf_mp.diagnostics.tables import for_json, printed, table
 
 RULES_NAME = "precision_rules.json"
 CLOSE_DOUBLINGS = 2.0
@@ -59,13 +60,7 @@ class RangeReport:
 
     def to_json(self) -> str:
         """All fields, as a JSON object; NaN is written as null."""
-        values = {"kind": _KIND, "version": _VERSION, **asdict(self)}
-        for op in values["ops"]:
-            op["largest"] = op["largest"] if math.isfinite(op["largest"]) else None
-            for name in ("gradient", "fp16_gradient", "least", "largest_weight"):
-                if op[name] is not None and not math.isfinite(op[name]):
-                    op[name] = None
-        return json.dumps(values, indent=2, allow_nan=False)
+        return json.dumps({"kind": _KIND, "version": _VERSION, **for_json(asdict(self))}, indent=2, allow_nan=False)
 
     def save(self, path: str | Path) -> Path:
         """Write ``precision_rules.json``; returns its path.
@@ -76,7 +71,7 @@ class RangeReport:
         Raises:
             OSError: if it cannot be written.
         """
-        file = Path(path) / RULES_NAME if Path(path).is_dir() else Path(path)
+        file = _file(path)
         file.write_text(self.to_json() + "\n", encoding="utf-8")
         return file
 
@@ -93,7 +88,7 @@ class RangeReport:
             ValueError: for a file that is no such report, or rules of another model; the message names those that match
                 no module.
         """
-        file = Path(path) / RULES_NAME if Path(path).is_dir() else Path(path)
+        file = _file(path)
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
             if values.pop("kind") != _KIND or values.pop("version") != _VERSION:
@@ -108,34 +103,21 @@ class RangeReport:
 
     @classmethod
     def _of(cls, values: Mapping[str, Any]) -> RangeReport:
-        finite = ("largest", "least", "largest_weight")
-        ops = tuple(
-            OpRange(**{**op, **{name: _finite(op[name]) for name in finite if name in op}}) for op in values["ops"]
-        )
+        ops = []
+        for op in values["ops"]:
+            numbers = {name: op[name] for name in ("largest", "least", "largest_weight") if name in op}
+            ops.append(OpRange(**{**op, **{name: _finite(value) for name, value in numbers.items()}}))
         read = {"rules": dict(values["rules"]), "notes": tuple(values["notes"])}
-        return cls(**{**values, "ops": ops, "fp32_share": float(values["fp32_share"]), **read})
+        return cls(**{**values, "ops": tuple(ops), "fp32_share": float(values["fp32_share"]), **read})
 
     def to_text(self, *, every_op: bool = False, width: int = 150) -> str:
         """A table of what overflows and what comes close, or of every op, and the rules."""
-        from rich.console import Console  # printing alone needs them
-        from rich.table import Table
-
         shown = self.ops if every_op else [op for op in self.ops if op.overflows or op.is_within(CLOSE_DOUBLINGS)]
-        table = Table(title=f"{self.model} in {self.precision}, {self.batches} batches")
-        for column in ("module", "op"):
-            table.add_column(column, overflow="fold")
-        for column in ("largest", "headroom", "largest gradient"):
-            table.add_column(column, justify="right")
-        table.add_column("in FP16")
-        for op in shown:
-            table.add_row(f"{op.module}.{op.expert}" if op.expert else op.module, op.op, *_cells(op))
-        console = Console(width=width)
-        with console.capture() as text:
-            if shown:
-                console.print(table)
-            for line in self.sentences():
-                console.print(line, highlight=False, markup=False, soft_wrap=True)
-        return text.get()
+        header = ("module or expert", "op", "largest", "headroom", "largest gradient", "in FP16")
+        rows = [(op.expert or op.module, op.op, *_cells(op)) for op in shown]
+        title = f"{self.model} in {self.precision}, {self.batches} batches"
+        text = printed(title, table(header, rows, names=2), width=width) if rows else ""
+        return text + "".join(f"{sentence}\n" for sentence in self.sentences())  # rules are to be copied: no line ends
 
     __str__ = to_text
 
@@ -156,6 +138,10 @@ class RangeReport:
         return [*lines, f"rules={{{rules}}}", f"They take {self.fp32_share:.2%} of the forward's FLOPs out of 16 bits."]
 
 
+def _file(path: str | Path) -> Path:
+    return Path(path) / RULES_NAME if Path(path).is_dir() else Path(path)
+
+
 def _finite(value: Any) -> float:
     found = math.nan if value is None else abs(float(value))
     return found if math.isfinite(found) else math.nan
@@ -163,13 +149,7 @@ def _finite(value: Any) -> float:
 
 def _cells(op: OpRange) -> tuple[str, str, str, str]:
     largest = "inf or NaN" if math.isnan(op.largest) else f"{op.largest:.4g}"
-    headroom = "" if not op.is_fp16 or not math.isfinite(op.headroom) else f"{op.headroom:+.1f}"
+    headroom = f"{op.headroom:+.1f}" if op.is_fp16 and math.isfinite(op.headroom) else ""
     gradient = "" if op.gradient is None else f"{op.gradient:.3g}"
-    if not op.is_fp16:
-        return largest, headroom, gradient, "FP32"
-    return (
-        largest,
-        headroom,
-        gradient,
-        "overflows" if op.overflows else "close" if op.is_within(CLOSE_DOUBLINGS) else "",
-    )
+    verdict = "overflows" if op.overflows else "close" if op.is_within(CLOSE_DOUBLINGS) else ""
+    return largest, headroom, gradient, verdict if op.is_fp16 else "FP32"

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
-from hf_mp.casting.experts import ExpertCall, ExpertCalls, ExpertRows
+from hf_mp.casting.experts import ExpertCall, ExpertCalls
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import SCALABLE, WITH_WEIGHTS, Product
 from hf_mp.casting.tables import CastRule
+from hf_mp.casting.uncompiled import is_compiled
 from hf_mp.casting.watching import WatchedCall, watching
 from hf_mp.diagnostics.values import UNINITIALISED
 from hf_mp.kernels.gradient_scan import real_values
@@ -49,8 +50,8 @@ class OpRange:
         cuts: whether rounding to 16 bits made -inf of a finite number, as of ``finfo(float32).min`` in a mask.
         flops: floating point operations of all calls.
         fp32_flops: of these, the ones that are not in 16 bits.
-        expert: of stacked experts, whose rows it is about: the weight of the last product and the index, such as
-            ``"gate_up_proj[5]"``; ``""`` for all other calls.
+        expert: of stacked experts, whose rows it is about, by the weight of the last product, such as
+            ``"model.layers.3.mlp.experts.gate_up_proj[5]"``; ``""`` for all other calls.
     """
 
     module: str
@@ -92,16 +93,16 @@ class RangeRecorder:
 
     def __init__(self, limit: float = FP16_MAX, *, backward: bool = False) -> None:
         self._limit, self._backward = limit, backward
-        self._rows: dict[tuple[str, str, str], dict[str, Any]] = {}  # by module, op and expert
+        self._rows: dict[tuple[str, str, str], _Row] = {}  # by module, op and expert
         self._flops = FlopCounterMode(display=False)
         self._hooks: list[RemovableHandle] = []
 
     @contextmanager
     def recording(self, mode: Any, model: nn.Module) -> Iterator[None]:
         """To run forwards of ``model`` and backwards in, under the autocast ``mode``."""
-        is_compiled = any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
         # The compiler cannot follow a rule for one expert: there a layer's are looked at, and healed, together.
-        self._experts = ExpertCalls(nn.Identity() if is_compiled else model)
+        self._experts = ExpertCalls(nn.Identity() if is_compiled(model) else model)
+        # Counted op by op, since a rule may move one op of a module out of 16 bits.
         with watching(dict(model.named_modules()), mode, self._record), self._flops:
             yield
 
@@ -110,7 +111,9 @@ class RangeRecorder:
         for hook in self._hooks:  # parameters keep theirs else
             hook.remove()
         self._hooks.clear()
-        return tuple(OpRange(module, op, expert=expert, **row) for (module, op, expert), row in self._rows.items())
+        return tuple(
+            OpRange(module, op, expert=expert, **vars(row)) for (module, op, expert), row in self._rows.items()
+        )
 
     def _record(self, call: WatchedCall) -> Any:
         """Make a call and take it down."""
@@ -129,57 +132,73 @@ class RangeRecorder:
             if outputs or is_product:
                 flops = self._flops.get_total_flops() - flops
                 for part, largest in zip(given.parts_of(outputs), operands, strict=False):
-                    row = self._rows.setdefault((call.module, name, part.name), {})
-                    self._take(row, given, part, largest, outputs, round(flops * part.share))
+                    row = self._rows.setdefault((call.module, name, part.name), _Row())
+                    row.take(given, part, largest, outputs, self._limit)
+                    row.count(round(flops * part.share), outputs)
+                    if self._backward:
+                        self._hooks += row.watch_gradients(given, part, outputs)
         return result
 
-    def _take(
-        self, row: dict[str, Any], given: _Given, part: _Part, operands: tuple[float, float], outputs: list[Tensor],
-        flops: int,
-    ) -> None:  # fmt: skip
+
+class _Row:
+    """What is known of one op in one module: the fields of :class:`OpRange`, as its calls come."""
+
+    def __init__(self) -> None:
+        self.largest = self.largest_weight = 0.0
+        # as long as no call was seen
+        self.least = math.inf
+        self.is_fp16 = self.is_origin = self.cuts = False
+        self.gradient: float | None = None
+        self.fp16_gradient: float | None = None
+        self.flops = self.fp32_flops = 0
+
+    def take(
+        self, given: _Given, part: _Part, operands: tuple[float, float], outputs: list[Tensor], limit: float
+    ) -> None:
+        """Take down a call."""
         found = [part.of(output) for output in outputs]
         in_16_bits = [output for output in found if output.dtype is STAND_IN]
         made = _largest(in_16_bits)
         held = max_of([*operands, made])
         if given.is_product or in_16_bits:
             # What FP16 did not have to hold before is of no account.
-            largest = row.get("largest", 0.0) if row.get("is_fp16") else 0.0
-            row.update(is_fp16=True, largest=max_of([largest, held]))
-        elif not row.get("is_fp16"):
-            row["largest"] = max_of([row.get("largest", 0.0), _largest(found)])
-        row["least"] = min(row.get("least", made), made)
-        row["largest_weight"] = max(row.get("largest_weight", 0.0), operands[1])
-        if not held <= self._limit and not row.get("is_origin"):
-            came = _largest(part.of(t) for t in given.computed if t.dtype is STAND_IN)
-            row["is_origin"] = came <= self._limit
-        if not row.get("cuts") and _has_minus_inf(in_16_bits):
-            row["cuts"] = not _has_minus_inf(given.floating)
-        row["flops"] = row.get("flops", 0) + flops
-        row["fp32_flops"] = row.get("fp32_flops", 0) + (flops if outputs and not in_16_bits else 0)
-        if self._backward:
-            self._watch_gradients(row, given, part, outputs)
+            self.largest, self.is_fp16 = max_of([self.largest if self.is_fp16 else 0.0, held]), True
+        elif not self.is_fp16:
+            self.largest = max_of([self.largest, _largest(found)])
+        self.least = min(self.least, made)
+        self.largest_weight = max(self.largest_weight, operands[1])
+        is_within = held <= limit  # not if it is NaN
+        self.is_origin = self.is_origin or (not is_within and given.largest_input(part) <= limit)
+        self.cuts = self.cuts or (_has_minus_inf(in_16_bits) and not _has_minus_inf(given.floating))
 
-    def _watch_gradients(self, row: dict[str, Any], given: _Given, part: _Part, outputs: list[Tensor]) -> None:
-        self._watch(row, "gradient", outputs, part)
-        self._watch(row, "fp16_gradient", [output for output in outputs if output.dtype is STAND_IN], part)
-        self._watch(row, "fp16_gradient", given.floating if given.is_product else [], part)
+    def count(self, flops: int, outputs: list[Tensor]) -> None:
+        """Count operations, which were in FP32 if no result is in 16 bits."""
+        self.flops += flops
+        if outputs and not any(output.dtype is STAND_IN for output in outputs):
+            self.fp32_flops += flops
 
-    def _watch(self, row: dict[str, Any], name: str, tensors: Iterable[Tensor], part: _Part) -> None:
-        def take(gradient: Tensor | None, *, of_weight: bool) -> None:
-            if gradient is not None:
-                with torch._C.DisableTorchFunction(), torch.no_grad():
-                    row[name] = max_of([row.get(name) or 0.0, _largest([part.of(gradient, of_weight=of_weight)])])
+    def watch_gradients(self, given: _Given, part: _Part, outputs: list[Tensor]) -> Iterator[RemovableHandle]:
+        """Hooks that take down gradients of results and, for a product, of what it reads."""
+        in_16_bits = [output for output in outputs if output.dtype is STAND_IN]
+        held = [*in_16_bits, *(given.floating if given.is_product else ())]
+        for name, tensors in (("gradient", outputs), ("fp16_gradient", held)):
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    yield tensor.register_hook(
+                        functools.partial(self._take_gradient, name, part, tensor is part.weight)
+                    )
 
-        for tensor in tensors:
-            if tensor.requires_grad:
-                hook = functools.partial(take, of_weight=tensor is part.weight)
-                self._hooks.append(tensor.register_hook(hook))
+    def _take_gradient(self, name: str, part: _Part, of_weight: bool, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                largest = _largest([part.of(gradient, of_weight=of_weight)])
+                setattr(self, name, max_of([getattr(self, name) or 0.0, largest]))
 
 
 class _Part(NamedTuple):
     """All of a call, or in one of stacked experts what belongs to one of them."""
 
-    name: str = ""  # of the expert's weight in its module
+    name: str = ""  # full one of the expert's weight
     expert: int = 0
     rows: Tensor | None = None  # bool: which are the expert's; None for all of the call
     share: float = 1.0  # of the rows
@@ -213,7 +232,7 @@ class _Given(NamedTuple):
         place = experts.place
         weight = None if place is None else args[place] if isinstance(place, int) else kwargs[place]
         computed = [tensor for tensor in floating if tensor is not weight]
-        return cls(floating, computed, [] if weight is None else [weight], _parts_of(experts.rows, weight), is_product)
+        return cls(floating, computed, [] if weight is None else [weight], _parts_of(experts, weight), is_product)
 
     def largest_operands(self, part: _Part) -> tuple[float, float]:
         """The largest magnitudes of what a product reads: of its input, and of all else; 0 for another call."""
@@ -223,19 +242,23 @@ class _Given(NamedTuple):
         read = [part.of(tensor) for tensor in self.computed if id(tensor) not in factors]
         return _largest(read), _largest(map(part.of, self.factors))
 
+    def largest_input(self, part: _Part) -> float:
+        """The largest magnitude that FP16 holds of what the model has computed."""
+        return _largest(part.of(tensor) for tensor in self.computed if tensor.dtype is STAND_IN)
+
     def parts_of(self, outputs: list[Tensor]) -> list[_Part]:
         """The parts in which results are to be looked at: of other rows than the experts', all of them together."""
         are_rows = all(part.rows is None or len(output) == len(part.rows) for part in self.parts for output in outputs)
         return self.parts if are_rows else [_Part()]
 
 
-def _parts_of(rows: ExpertRows, weight: Tensor | None) -> list[_Part]:
-    """What belongs to each expert of a call whose rows these are, and which is given ``weight``."""
-    parts = []
+def _parts_of(call: ExpertCall, weight: Tensor | None) -> list[_Part]:
+    """What belongs to each expert of a call, which is given ``weight``."""
+    parts, rows = [], call.rows
     for expert in rows.experts[rows.experts >= 0].unique().tolist():
         its = rows.experts == expert
         share, whole = its.double().mean().item(), weight if rows.is_whole else None
-        parts.append(_Part(f"{rows.weight}[{expert}]", expert, its, share, whole))
+        parts.append(_Part(call.expert(expert), expert, its, share, whole))
     return parts
 
 
@@ -264,6 +287,7 @@ def is_in_place(op: str) -> bool:
 
 def _made(result: Any, given: Any) -> list[Tensor]:
     """The floating tensors in ``result`` that are no views of what the call was given."""
+    # A view has the range of what it shows, which its own op has told.
     found = [tensor for tensor in _floating(result) if tensor.numel()]
     known = {t.untyped_storage()._cdata for t in tensors_in(given) if t.layout is torch.strided} if found else ()
     return [t for t in found if t.untyped_storage()._cdata not in known]
@@ -276,6 +300,7 @@ def _largest(tensors: Iterable[Tensor]) -> float:
 
 def _largest_of(tensor: Tensor) -> float:
     values = real_values(tensor.detach())
+    # One pass, and two numbers: .abs() would copy each activation.
     smallest, largest = (found.item() for found in torch.aminmax(values))
     if smallest < MASK:
         kept = values[values >= MASK]

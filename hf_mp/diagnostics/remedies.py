@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hf_mp.casting.rules import MOST_SCALED, SCALABLE, Divisors
 from hf_mp.casting.tables import BEYOND_TORCH
@@ -54,13 +54,11 @@ class Planned(NamedTuple):
 def _divided_product(at: Situation) -> dict[str, str]:
     """The product, or its backward, of numbers divided by powers of two; of stacked experts, for one of them."""
     found = at.found
-    key = f"{found.module}.{found.expert}" if found.expert else f"{found.module}:{found.op}"
+    key = found.expert or f"{found.module}:{found.op}"
+    before = Divisors.parse(at.rules[key]) if key in at.rules else Divisors()
     is_product = found.op in SCALABLE or (bool(found.expert) and found.op in BEYOND_TORCH)
-    divisors = Divisors.parse(at.rules.get(key, ""))
-    is_ruled_otherwise = key in at.rules and divisors is None
-    if not is_product or is_ruled_otherwise or not math.isfinite(at.excess):
+    if before is None or not is_product or not math.isfinite(at.excess):  # None: it is ruled otherwise
         return {}
-    before = divisors or Divisors()
     by = _divided_further(before, at)
     # What is divided already was larger. The smallest results are to stay normal in FP16.
     is_normal = by.input * by.weight <= MOST_DIVIDED * max(1.0, found.least * before.input * before.weight)
@@ -72,6 +70,7 @@ def _divided_further(before: Divisors, at: Situation) -> Divisors:
     """Divisors that bring in range what is not with those ``before``: a gradient, a weight or an input."""
     if at.scale:
         return before._replace(gradient=before.gradient * _power_for(at.excess))
+    # What makes a result too large is to be divided; an input that is small would vanish.
     weight = at.found.largest_weight
     if weight > FP16_MAX or weight >= at.found.largest > 0.0:
         return before._replace(weight=before.weight * _power_for(weight / FP16_MAX))
@@ -83,6 +82,7 @@ def _power_for(excess: float) -> int:
 
 
 def _op_in_fp32(at: Situation) -> dict[str, str]:
+    # The target of an op in place stays what it is, in 16 bits.
     return {} if is_in_place(at.found.op) else {f"{at.found.module}:{at.found.op}": "fp32"}
 
 
@@ -93,6 +93,7 @@ def _module_in_fp32(at: Situation) -> dict[str, str]:
 def _branch_in_fp32(at: Situation) -> dict[str, str]:
     """The child of the innermost numbered block: ``model.layers.3.mlp`` of ``model.layers.3.mlp.down_proj``."""
     parts = at.found.module.split(".")
+    # A residual branch has no name of its own: it is what a block calls and adds to its stream.
     blocks = [place for place, part in enumerate(parts[:-1]) if part.isdecimal()]
     return {".".join(parts[: blocks[-1] + 2]): "fp32"} if blocks else {}
 
@@ -117,15 +118,22 @@ REMEDIES = (
 )
 
 
-def rules_in_fp32(module: str) -> list[dict[str, str]]:
-    """Rules by which a module runs in FP32, the smallest first."""
-    at = Situation(OpRange(module, ""), {}, (), has_bf16=False)
-    return [rules for remedy in (_module_in_fp32, _branch_in_fp32) if (rules := remedy(at))]
+def rules_to_try(module: str, ranges: Sequence[OpRange], runtime: Any, scale: float = 0.0) -> list[dict[str, str]]:
+    """Rules that may keep ``module`` in range, the smallest first; ``scale`` as in :class:`Situation`.
+
+    Of stacked experts, those whose numbers leave the range are divided; all else runs in FP32.
+    """
+    places = leaving_range_in_backward(ranges, scale) if scale else leaving_range(ranges)
+    experts = [found for found in places if found.expert and found.module == module]
+    at = Situation(OpRange(module, ""), runtime.rules, (), has_bf16=False, is_lean=runtime.policy.is_lean, scale=scale)
+    divided = merged(_divided_product(at._replace(found=found)) for found in experts)
+    return [rules for rules in (divided, _module_in_fp32(at), _branch_in_fp32(at)) if rules]
 
 
 def next_remedy(at: Situation) -> Planned | None:
     """The smallest remedy that was not tried for this place; None where none is left."""
     offers = [(remedy.name, remedy.rules(at)) for remedy in REMEDIES]
+    # What holds already has not helped, and neither has what is smaller.
     held = [place for place, (_, rules) in enumerate(offers) if rules and rules.items() <= at.rules.items()]
     left = [offer for offer in offers[max(held, default=-1) + 1 :] if offer[1]]
     return Planned(*left[0], at.found) if left else None
@@ -193,6 +201,7 @@ def scale_range(ranges: Iterable[OpRange], scale: float) -> ScaleRange:
     sizes = [found.fp16_gradient for found in ranges if found.fp16_gradient]
     if not sizes:
         return ScaleRange(scale, 0.0)
+    # What FP16 lost before is no loss now.
     held = [size for size in sizes if scale * size >= FP16_NORMAL]
     needs = -power_of_two_below(-FP16_LOST / min(held)) if held else 0.0
     return ScaleRange(scale_with_headroom(max(sizes), 1.0), needs)

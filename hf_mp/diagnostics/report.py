@@ -14,9 +14,7 @@ from hf_mp.diagnostics.magnitudes import Histogram, Swamped
 from hf_mp.diagnostics.report_charts import percent
 from hf_mp.diagnostics.run_log import RunRecords, StepRecord, read_run
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, StepShares
-from hf_mp.memory import page as memory_page
 from hf_mp.memory.html_page import check_writable, page_template, write_whole
-from hf_mp.memory.ledger import Category
 from hf_mp.scaling.rules import FP16_MAX, scale_text
 
 PAGE_NAME = "precision_report.html"
@@ -32,8 +30,7 @@ def write_report(run_directory: str | Path, path: str | Path | None = None) -> P
     """Write the page of a run, and return its path.
 
     Args:
-        run_directory: of a run recorded by :func:`hf_mp.record_precision` or our Trainer. For any other run with
-            checkpoints, the page shows their logs and names what is missing.
+        run_directory: of a run recorded by :func:`hf_mp.record_precision` or our Trainer; what is missing is named.
         path: of the page; default ``precision_report.html`` in the run directory.
 
     Raises:
@@ -61,7 +58,7 @@ def render_report(run: RunRecords) -> str:
     updated = run.latest_updated
     latest = updated or run.latest  # a step that overflowed has hardly a value to draw
     skipped = [step for step in run.steps.values() if step.skipped]
-    predicted = run.predicted_memory
+    # The template escapes what it is given: names of modules and paths come from outside.
     return page_template("diagnostics/report.html.j2").render(
         name=run.directory.resolve().name,
         start=run.start,
@@ -78,7 +75,6 @@ def render_report(run: RunRecords) -> str:
         contract=run.contract,
         contract_header=HEADER,
         ranges=run.ranges,
-        range_bars=charts.range_bars(run.ranges) if run.ranges else [],
         fp16_max=FP16_MAX,
         scale_text=scale_text,
         latest=latest,
@@ -86,13 +82,6 @@ def render_report(run: RunRecords) -> str:
         shares=charts.share_history(_shares_over_time(list(run.shares.values()))),
         updated=updated,
         swamped=[] if updated is None else swamped_rows(updated),
-        memory=run.memory[max(run.memory)] if run.memory else None,
-        predicted=predicted,
-        timeline=predicted
-        and memory_page.timeline("training step", predicted.timeline, predicted.peak_bytes, predicted.peak_phase),
-        timeline_width=memory_page.WIDTH,
-        timeline_height=memory_page.HEIGHT,
-        category_list=list(Category),
         charts=charts,
         open_rows=OPEN_ROWS,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -106,22 +95,11 @@ def findings(
     healed: Sequence[Healed] = (),
 ) -> list[str]:
     """The findings of the run in a few sentences."""
-    found = []
-    if steps:
-        scales = [step.loss_scale for step in steps.values()]
-        headrooms = [step.headroom for step in steps.values() if step.headroom is not None]
-        found.append(f"{sum(step.skipped for step in steps.values()):,} of {len(steps):,} steps skipped.")
-        first, last, least, most = map(scale_text, (scales[0], scales[-1], min(scales), max(scales)))
-        found.append(f"Loss scale from {first} to {last} (range {least} to {most}).")
-        if headrooms:
-            found.append(
-                f"Headroom {headrooms[-1]:.1f} at the end, {min(headrooms):.1f} at its smallest: doublings of the "
-                "scale between the largest gradient and an overflow."
-            )
+    found = _findings_of_steps(steps) if steps else []
     if healed:
         share = healed[-1].fp32_share
         found.append(
-            f"{len(healed)} places left FP16's range in the forward and were healed; {percent(share)} of the forward's "
+            f"{len(healed)} places left FP16's range and were healed; {percent(share)} of the forward's "
             "FLOPs are out of 16 bits."
         )
     if latest is not None and (gradients := latest.of(Kind.WEIGHT_GRADIENTS)).finite_nonzero:
@@ -135,6 +113,22 @@ def findings(
         found.append(
             f"Of the updates of step {updated.step}, weights stored in FP16 without masters would lose "
             f"{percent(fp16.share)}, weights in BF16 {percent(bf16.share)}."
+        )
+    return found
+
+
+def _findings_of_steps(steps: Mapping[int, StepRecord]) -> list[str]:
+    scales = [step.loss_scale for step in steps.values()]
+    headrooms = [step.headroom for step in steps.values() if step.headroom is not None]
+    first, last, least, most = map(scale_text, (scales[0], scales[-1], min(scales), max(scales)))
+    found = [
+        f"{sum(step.skipped for step in steps.values()):,} of {len(steps):,} steps skipped.",
+        f"Loss scale from {first} to {last} (range {least} to {most}).",
+    ]
+    if headrooms:
+        found.append(
+            f"Headroom {headrooms[-1]:.1f} at the end, {min(headrooms):.1f} at its smallest: doublings of the "
+            "scale between the largest gradient and an overflow."
         )
     return found
 

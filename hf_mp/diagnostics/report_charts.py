@@ -9,9 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from hf_mp.diagnostics.magnitudes import FP16_OVERFLOW, FP16_SMALLEST, FP16_SMALLEST_NORMAL, Histogram
-from hf_mp.diagnostics.range_report import CLOSE_DOUBLINGS, RangeReport
 from hf_mp.diagnostics.run_log import StepRecord
-from hf_mp.scaling.rules import FP16_MAX
 
 Line = tuple[str, str, Sequence[tuple[int, float]]]  # colour, name, and a value at each step
 
@@ -53,40 +51,10 @@ def silhouette(histogram: Histogram, log2_scale: int = 0) -> str:
     lowest, highest = min(heights), max(heights.values())
     path = [f"M{OCTAVE_WIDTH * (lowest - LOWEST)},{HEIGHT}"]
     for place in range(lowest, max(heights) + 1):
+        # Rounded up, so that a single value among millions is seen.
         y, end = HEIGHT - math.ceil(HEIGHT * heights[place] / highest), OCTAVE_WIDTH * (place + 1 - LOWEST)
         path.append(f"V{y}H{end}")
     return "".join([*path, f"V{HEIGHT}"])
-
-
-class RangeBar(NamedTuple):
-    module: str
-    op: str
-    colour: str
-    percent: float  # of its end on an axis of log2 |value| from RANGE_LOWEST to RANGE_HIGHEST
-    text: str
-
-
-RANGE_LOWEST, RANGE_HIGHEST = -8, 24
-
-
-def range_percent(log2: float) -> float:
-    return 100 * (min(max(log2, RANGE_LOWEST), RANGE_HIGHEST) - RANGE_LOWEST) / (RANGE_HIGHEST - RANGE_LOWEST)
-
-
-RANGE_LIMIT = range_percent(math.log2(FP16_MAX))
-
-
-def range_bars(report: RangeReport) -> list[RangeBar]:
-    """What FP16 has to hold of a model, the least headroom first."""
-    held = [op for op in report.ops if op.is_fp16 and op.largest]
-    bars = []
-    for op in sorted(held, key=lambda op: -math.inf if math.isnan(op.largest) else op.headroom):
-        colour = "skip" if op.overflows else "fp16" if op.is_within(CLOSE_DOUBLINGS) else "scaled"
-        is_known = math.isfinite(op.largest)
-        text = f"{op.largest:,.4g} ({op.headroom:+.1f})" if is_known else "inf or NaN"
-        log2 = math.log2(op.largest) if is_known else RANGE_HIGHEST
-        bars.append(RangeBar(op.module or "the model itself", op.op, colour, range_percent(log2), text))
-    return bars
 
 
 class Curve(NamedTuple):
@@ -113,18 +81,20 @@ def scale_history(steps: Mapping[int, StepRecord]) -> ScaleHistory | None:
     """The history of a run; None without steps."""
     if not steps:
         return None
-    log2 = [(step.step, math.log2(step.loss_scale)) for step in steps.values()]
-    left = [(step.step, step.headroom) for step in steps.values() if step.headroom is not None]
-    ends = log2[0][0], log2[-1][0]
-    low, high = math.floor(min(y for _, y in log2)) - 1, math.ceil(max(y for _, y in log2)) + 1
-    stairs = [(step, y) for (_, old), (step, new) in pairwise(log2) for y in (old, new)]
-    scale = _frame([("scale", "loss scale", log2[:1] + stairs)], ends, (low, high), (f"2^{low}", f"2^{high}"))
-    headroom = None
-    if left:
-        bottom, top = min(0, math.floor(min(y for _, y in left))), math.ceil(max(y for _, y in left)) + 1
-        headroom = _frame([("headroom", "headroom", left)], ends, (bottom, top), (str(bottom), str(top)))
-    skips = {round(_place(step.step, *ends), 1) for step in steps.values() if step.skipped}
-    return ScaleHistory(scale, headroom, tuple(sorted(skips)))
+    ends = min(steps), max(steps)
+    log2 = [(number, math.log2(step.loss_scale)) for number, step in steps.items()]
+    # A scale holds until it changes: a slope between two steps would show scales that never were.
+    stairs = log2[:1] + [(step, y) for (_, old), (step, new) in pairwise(log2) for y in (old, new)]
+    bottom, top = math.floor(min(y for _, y in log2)) - 1, math.ceil(max(y for _, y in log2)) + 1
+    scale = _frame([("scale", "loss scale", stairs)], ends, (bottom, top), (f"2^{bottom}", f"2^{top}"))
+    skips = {round(_place(number, *ends), 1) for number, step in steps.items() if step.skipped}
+    left = [(number, step.headroom) for number, step in steps.items() if step.headroom is not None]
+    return ScaleHistory(scale, _headroom_frame(left, ends) if left else None, tuple(sorted(skips)))
+
+
+def _headroom_frame(left: Sequence[tuple[int, float]], ends: tuple[int, int]) -> Frame:
+    bottom, top = min(0, math.floor(min(y for _, y in left))), math.ceil(max(y for _, y in left)) + 1
+    return _frame([("headroom", "headroom", left)], ends, (bottom, top), (str(bottom), str(top)))
 
 
 def share_history(shares: Sequence[Line]) -> Frame | None:

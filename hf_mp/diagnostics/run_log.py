@@ -3,8 +3,8 @@
 ``RUN_DIR/precision_log.jsonl`` holds one JSON object a line. Its ``record`` is ``run`` (settings and versions, once
 for each start), ``step`` (loss scale, headroom, whether it was skipped and why), ``overflow`` (an overflow report),
 ``healed`` (a remedy), ``contract`` (dtypes, from the first step of each start),
-``magnitudes`` (histograms), ``memory``, ``predicted memory`` or ``end``. Each line is written at once, so a killed
-process loses at most the one that it was writing.
+``magnitudes`` (histograms) or ``end``. Each line is written at once, so a killed process loses at most the one that it
+was writing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +21,6 @@ from transformers.utils import logging
 
 from hf_mp.diagnostics.healing import Healed
 from hf_mp.diagnostics.overflow_report import OverflowReport
-from hf_mp.diagnostics.predicted_memory import PredictedMemory
-from hf_mp.diagnostics.predicted_memory import from_record as from_memory_record
 from hf_mp.diagnostics.range_report import RULES_NAME, RangeReport
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, StepShares, from_record
 
@@ -59,6 +57,7 @@ class RunLog:
 
     def _open(self) -> Any:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        # A run directory may be somebody else's: what is shown is not to come from outside of it.
         if not self.path.resolve().is_relative_to(self.path.parent.resolve()):
             raise OSError("it is a link out of the run directory, which would not be read either")
         file = self.path.open("ab+", buffering=0)  # nothing is left to write when it is closed
@@ -101,9 +100,6 @@ class RunRecords:
     shares: dict[int, StepShares] = field(default_factory=dict)  # by step
     latest: StepMagnitudes | None = None
     latest_updated: StepMagnitudes | None = None  # of a step that was not skipped
-    memory: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # records of the memory in use, by step
-    predicted_memory: PredictedMemory | None = None  # the training step by category, if predicted
-    why_no_memory: str = ""  # why it was not predicted
     has_ended: bool = False  # whether the last start reached its end
     missing: list[str] = field(default_factory=list)  # one sentence for each thing that is missing or unreadable
 
@@ -113,7 +109,7 @@ class NoRunError(ValueError):
 
 
 def read_run(directory: Path) -> RunRecords:
-    """Read a run directory: our log, else the state in its newest checkpoint, kept overflow reports, a calibration.
+    """Read a run directory: our log, kept overflow reports, a calibration.
 
     Nothing outside ``directory`` is read: links that lead out of it count as missing.
     """
@@ -121,41 +117,27 @@ def read_run(directory: Path) -> RunRecords:
         raise NoRunError(f"{directory} is not a directory: name the output directory of a training run")
     run = RunRecords(directory)
     has_log = _read_log(run)
-    has_state = not run.steps and _read_trainer_state(run)
     for path in _files(run, "overflows/*/report.json"):
-        try:
-            _take_overflow(run, json.loads(path.read_bytes()))
-        except _DAMAGED as error:
-            run.missing.append(f"{path.relative_to(directory)} cannot be read: {error}")
+        _take_file(run, path, lambda path: _take_overflow(run, json.loads(path.read_bytes())))
     for path in _files(run, RULES_NAME):
-        try:
-            run.ranges = RangeReport.load(path)
-        except _DAMAGED as error:
-            run.missing.append(f"{RULES_NAME} cannot be read: {error}")
-    if not (has_log or has_state or run.overflows or run.ranges):
-        raise _no_run(run)
-    if not has_log:
-        run.missing.append(
-            f"{LOG_NAME} is not there, so there are no histograms, memory, settings or single steps: "
-            "precision_report=True has a run write it"
-        )
+        run.ranges = _take_file(run, path, RangeReport.load)
+    if has_log:
+        return run
+    writes = "MixedPrecisionArguments(precision_report=True) or hf_mp.record_precision(model, RUN_DIR) writes it"
+    if not (run.overflows or run.ranges):
+        found = "".join(f"; {sentence}" for sentence in run.missing)
+        raise NoRunError(f"{directory} holds no run: neither {LOG_NAME} ({writes}) nor overflows/*/report.json{found}")
+    run.missing.append(f"{LOG_NAME} is not there, so there are no steps, histograms and settings: {writes}")
     return run
 
 
-def _no_run(run: RunRecords) -> NoRunError:
-    """What a directory lacks that nothing could be read from."""
-    found = "".join(f"; {sentence}" for sentence in run.missing)
-    writes = "MixedPrecisionArguments(precision_report=True) or hf_mp.record_precision(model, RUN_DIR) writes it"
-    if states := _files(run, "checkpoint-*/trainer_state.json"):
-        return NoRunError(
-            f"{run.directory} has nothing about precision: {states[-1].relative_to(run.directory)} logged no "
-            "loss_scale (a Trainer without hf_mp, or fewer steps than logging_steps), and there is no "
-            f"{LOG_NAME} ({writes}){found}"
-        )
-    return NoRunError(
-        f"{run.directory} holds no run: neither {LOG_NAME} ({writes}), nor checkpoint-*/trainer_state.json, nor "
-        f"overflows/*/report.json{found}"
-    )
+def _take_file(run: RunRecords, path: Path, take: Callable[[Path], Any]) -> Any:
+    """What ``take`` gives of a file; None for a damaged one, which is named."""
+    try:
+        return take(path)
+    except _DAMAGED as error:
+        run.missing.append(f"{path.relative_to(run.directory)} cannot be read: {error}")
+        return None
 
 
 def _files(run: RunRecords, pattern: str) -> list[Path]:
@@ -176,6 +158,7 @@ def _read_log(run: RunRecords) -> bool:
             for number, line in enumerate(file, start=1):
                 try:
                     _take(run, json.loads(line))
+                # A log is read after crashes: what is whole in it is worth showing.
                 except _DAMAGED:
                     damaged.append(number)
     if damaged:
@@ -187,8 +170,6 @@ def _read_log(run: RunRecords) -> bool:
 
 
 def _say_what_is_missing(run: RunRecords, *, is_empty: bool) -> None:
-    if run.why_no_memory:
-        run.missing.append(f"the memory over the step by category is not there: {run.why_no_memory}")
     if is_empty:
         run.missing.append(f"{LOG_NAME} is empty")
         return
@@ -211,11 +192,7 @@ def _say_what_is_missing(run: RunRecords, *, is_empty: bool) -> None:
 def _take(run: RunRecords, record: Mapping[str, Any]) -> None:
     match record["record"]:
         case "run":
-            if record["version"] != VERSION:
-                raise ValueError(f"version {record['version']!r}")
-            run.restarts += bool(run.start)
-            run.start = {key: value for key, value in record.items() if key not in ("record", "version")}
-            run.has_ended = False
+            _take_start(run, record)
         case "step":
             _take_step(run, record)
         case "overflow":
@@ -223,25 +200,32 @@ def _take(run: RunRecords, record: Mapping[str, Any]) -> None:
         case "healed":
             run.healed.append(Healed(**record["healed"]))
         case "magnitudes":
-            run.latest = step = from_record(record)
-            run.shares[step.step] = step.shares()
-            run.latest_updated = run.latest_updated if step.skipped else step
-        case "memory":
-            run.memory[record["step"]] = record
-        case "predicted memory":
-            run.why_no_memory = record.get("reason", "")
-            run.predicted_memory = None if run.why_no_memory else from_memory_record(record)
+            _take_magnitudes(run, from_record(record))
         case "contract":
-            run.contract = [list(map(str, row)) for row in record["rows"]]
+            run.contract = record["rows"]
         case "end":
             run.has_ended = True
         case unknown:
             raise ValueError(f"record {unknown!r}")
 
 
+def _take_start(run: RunRecords, record: Mapping[str, Any]) -> None:
+    if record["version"] != VERSION:
+        raise ValueError(f"version {record['version']!r}")
+    run.restarts += bool(run.start)
+    run.start = {key: value for key, value in record.items() if key not in ("record", "version")}
+    run.has_ended = False
+
+
+def _take_magnitudes(run: RunRecords, step: StepMagnitudes) -> None:
+    run.latest, run.shares[step.step] = step, step.shares()
+    run.latest_updated = run.latest_updated if step.skipped else step
+
+
 def _take_step(run: RunRecords, record: Mapping[str, Any]) -> None:
-    scale = float(record["loss_scale"])  # another Trainer may have logged none
+    scale = float(record["loss_scale"])
     step = StepRecord(*({**record, "loss_scale": scale}[name] for name in StepRecord._fields))
+    # A resumed run takes steps again from its checkpoint on: the later ones count.
     if run.steps and next(reversed(run.steps)) >= step.step:
         _take_back(run, step.step)
     if step.step == 1:
@@ -253,7 +237,6 @@ def _take_back(run: RunRecords, step: int) -> None:
     """Forget everything from ``step`` on: the run was resumed before it, or restarted."""
     run.steps = {number: found for number, found in run.steps.items() if number < step}
     run.shares = {number: found for number, found in run.shares.items() if number < step}
-    run.memory = {number: found for number, found in run.memory.items() if number < step}
     run.overflows = {key: found for key, found in run.overflows.items() if key[0] < step}
     run.healed = [found for found in run.healed if found.step < step]
     run.latest = run.latest if run.latest and run.latest.step < step else None
@@ -263,29 +246,3 @@ def _take_back(run: RunRecords, step: int) -> None:
 def _take_overflow(run: RunRecords, fields: Mapping[str, Any]) -> None:
     report = OverflowReport.from_dict(fields)
     run.overflows[report.step, report.micro_batch, report.rank] = report
-
-
-def _read_trainer_state(run: RunRecords) -> bool:
-    """Loss scale and skips at the logging steps, from the newest checkpoint that has them."""
-    states = _files(run, "checkpoint-*/trainer_state.json")
-    for path in sorted(states, key=lambda path: (len(path.parent.name), path.parent.name), reverse=True):
-        try:
-            _take_history(run, json.loads(path.read_bytes())["log_history"])
-        except _DAMAGED as error:
-            run.steps.clear()  # what was read before the damage
-            run.missing.append(f"{path.relative_to(run.directory)} cannot be read: {error}")
-            continue
-        if run.steps:
-            run.missing.append(f"steps are those that {path.relative_to(run.directory)} logged, not every one")
-            return True
-    return False
-
-
-def _take_history(run: RunRecords, history: list[Mapping[str, Any]]) -> None:
-    skipped = 0
-    for entry in history:
-        if "loss_scale" in entry:
-            now = int(entry.get("skipped_steps", 0))
-            cause = f"{now - skipped} skipped since the log before" if now > skipped else ""
-            _take_step(run, {"headroom": None, **entry, "skipped": now > skipped, "cause": cause})
-            skipped = now

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_mp.diagnostics.given_batches import call
 from hf_mp.diagnostics.kept_state import RandomStates, gradients_set_aside, untouched
 from hf_mp.diagnostics.magnitudes import sample
 from hf_mp.diagnostics.overflow import runtime_of
@@ -57,10 +58,7 @@ def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callabl
     with gradients_set_aside(parameters), torch.enable_grad():
 
         def backward() -> None:
-            if isinstance(batch, Mapping):
-                outputs = attached(**batch)
-            else:
-                outputs = attached(*batch) if isinstance(batch, (tuple, list)) else attached(batch)
+            outputs = call(attached, batch)
             if loss is not None:
                 outputs = loss(outputs)
             elif isinstance(outputs, (Mapping, tuple, list)):
@@ -95,6 +93,7 @@ _Samples = list[dict[str, Tensor]]  # of the gradients by name, at one scale eac
 def _samples(runtime: MixedPrecision, backward: Callable[[], None]) -> tuple[tuple[float, ...], _Samples] | None:
     """The scales that were tried, and the gradients at each; None where all are 0, or inf whatever the scale is."""
     assert runtime.model is not None
+    # The run's observers would keep these backwards for replays and histograms.
     with untouched(runtime.model), _alone(runtime):
         states = RandomStates.now()
         scale = runtime.scaler.get_scale()
@@ -105,6 +104,7 @@ def _samples(runtime: MixedPrecision, backward: Callable[[], None]) -> tuple[tup
             scale *= 2.0**-8
         if not 0.0 < largest < math.inf:
             return None
+        # Not the scale in force, which may be far from where gradients are best seen.
         larger = scale_with_headroom(largest, HEADROOM)
         scales = (larger, larger / APART, *TINY_SCALES)
         return scales, [_gradients_at(runtime, scale, states, backward)[0] for scale in scales]

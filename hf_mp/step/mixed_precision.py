@@ -219,14 +219,13 @@ class MixedPrecision:
         crossings: Crossings,
         *,
         has_grad: bool = True,
-        in_fp32: bool = False,
         kind: Hashable = None,
     ) -> Slots:
         """The weights of one forward of ``model``, of this ``kind``, whose borders ask ``crossings``."""
         # DDP takes a parameter for ready as soon as the border that it shares has run.
         elements = 1 if self.uses_up_gradients or self._is_under_ddp else GROUP_ELEMENTS
-        uses, made_earlier = None if in_fp32 else self.region.uses, self.region.made_earlier
-        return Slots(self.layout, model, crossings, has_grad, self.check.is_scaled, uses, made_earlier, elements, kind)
+        uses, made_earlier, is_scaled = self.region.uses, self.region.made_earlier, self.check.is_scaled
+        return Slots(self.layout, model, crossings, has_grad, is_scaled, uses, made_earlier, elements, kind)
 
     def _use_layout_for(self, parameters: Iterable[Tensor], placement: Placement) -> None:
         model, before = self.model, self.layout

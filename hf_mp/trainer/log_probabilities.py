@@ -148,7 +148,7 @@ def _drawn(
 ) -> _Found:
     prompt, mask = batch["input_ids"], _mask(batch)
     settings = {"do_sample": True, "top_k": 0, "use_cache": True, **settings}
-    random_states = RandomStates.now(torch_only=True)
+    random_states = RandomStates.now()
     try:
         drawn = generator.generate(
             prompt,

@@ -96,13 +96,6 @@ class TrainerReporting:
         """Training has come to its end: write the page, if that was asked for."""
         if self.recorder is None:
             return
-        if self._settings.precision_report:
-            self.recorder.predict_memory(
-                optimizer=_readable(args.optim),
-                accumulation_steps=args.gradient_accumulation_steps,
-                gradient_checkpointing=args.gradient_checkpointing,
-                free_gradients=getattr(args, "free_gradients", "step"),
-            )
         self.recorder.end()
         if self._settings.precision_report:
             from hf_mp.diagnostics.run_log import NoRunError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import pickle
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,6 +35,7 @@ from hf_mp.weights.ranks.placement import placement_of
 from hf_mp.weights.reading_layout import ReadingLayout
 
 if TYPE_CHECKING:  # what not every training asks for is imported where it does
+    from hf_mp.diagnostics.healing import Healer
     from hf_mp.diagnostics.overflow_report import OverflowReport
     from hf_mp.trainer.logged_gap import LoggedGap
 
@@ -63,6 +65,9 @@ class TrainerSession:
         if self.runtime is None and settings.log_probability_gap_steps:
             logger.warning("log_probability_gap_steps measures an attached model, and with fp32 none is: no logp_gap")
         self.overflow_reports: list[OverflowReport] = []
+        self._healer: Healer | None = None
+        self._norm_again: Tensor | None = None  # of the last step that ran again
+        self._logged_steps = 0
         self.reporting = TrainerReporting(settings)
         self.contract: PrecisionContract | None = None
         self._watch: ContractWatch | None = None  # until the first step has ended
@@ -127,7 +132,7 @@ class TrainerSession:
             from hf_mp.diagnostics.healing import heal_overflows
 
             clip = functools.partial(self._clip_again, model)
-            heal_overflows(runtime, max_fp32_share=settings.max_fp32_share, clip=clip)
+            self._healer = heal_overflows(runtime, max_fp32_share=settings.max_fp32_share, clip=clip)
         if settings.log_probability_gap_steps and self._gap not in runtime.observers:
             from hf_mp.trainer.logged_gap import LoggedGap
 
@@ -224,8 +229,9 @@ class TrainerSession:
     def _clip_again(self, model: nn.Module, optimizer: Optimizer) -> None:
         """What the Trainer did to the gradients of a step that ran again since."""
         max_norm = self.args.max_grad_norm
-        if max_norm and max_norm > 0 and self.clip_grad_norm(model, optimizer, max_norm) is None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        limit = max_norm if max_norm and max_norm > 0 else math.inf  # which measures the norm alone
+        norm = self.clip_grad_norm(model, optimizer, limit)
+        self._norm_again = torch.nn.utils.clip_grad_norm_(model.parameters(), limit) if norm is None else norm
 
     def after_step(self, optimizer: Any, callbacks: Iterable[TrainerCallback], step: int) -> None:
         """Show optimizer step ``step``, which has just ended; the first that is not skipped shows the contract."""
@@ -244,8 +250,20 @@ class TrainerSession:
         """Entries to add to ``logs``: the stats, if these are training logs."""
         if self.runtime is None or "loss" not in logs:
             return {}
-        entries = {**self.runtime.stats.log_entries(), **self.reporting.log_entries()}
+        entries = {**self.runtime.stats.log_entries(), **self.reporting.log_entries(), **self._of_healed_step(logs)}
         return entries if self._gap is None else {**entries, **self._gap.log_entries()}
+
+    def _of_healed_step(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """Loss and norm of the last step if it ran again: the Trainer has those of its first try, inf or NaN."""
+        steps = self.runtime.stats.steps if self.runtime is not None else 0
+        logged, self._logged_steps = self._logged_steps, steps
+        again = None if self._healer is None else self._healer.loss_again
+        if again is None or again[0] != steps:
+            return {}
+        entries = {"loss": again[1]} if logged == steps - 1 else {}  # else a mean over more steps
+        if "grad_norm" in logs and self._norm_again is not None:
+            entries["grad_norm"] = self._norm_again.item()
+        return entries
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:

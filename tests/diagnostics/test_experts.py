@@ -97,6 +97,13 @@ def test_all_experts_that_overflow_in_one_product_are_named(implementation: str)
     assert f"so it is with {EXPERTS}.gate_up_proj[3]" in report.notes
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rules_for_the_experts_that_overflow_are_proposed(implementation: str) -> None:
+    report = skipped("Mixtral", implementation, lambda layer: beyond_fp16(layer, 1, 2))
+    assert report.rules == {f"{EXPERTS}.gate_up_proj[{expert}]": "scaled/64" for expert in (1, 2)}
+    assert f"Divide its numbers in FP16 (rules={report.rules})" in report.to_text()
+
+
 @pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
 def test_a_weight_that_is_not_finite_is_that_of_an_expert(precision: str) -> None:
     def plant(layer: Any) -> None:
@@ -143,10 +150,10 @@ def test_one_expert_is_scaled_where_one_overflows(kind: str, implementation: str
         optimizer.zero_grad()
     healer = hf_mp.heal_overflows(runtime)
     assert runtime.stats.skipped_steps == 0 and loss.isfinite()
-    assert [healed.expert for healed in healer.healed] == ["gate_up_proj[1]", "gate_up_proj[2]"]
+    assert [healed.expert for healed in healer.healed] == [f"{EXPERTS}.gate_up_proj[{expert}]" for expert in (1, 2)]
     assert runtime.remedies == {f"{EXPERTS}.gate_up_proj[{expert}]": "scaled/64" for expert in (1, 2)}
     assert healer.healed[-1].fp32_share < 0.02
-    assert f"module {EXPERTS!r}, gate_up_proj[1], came to" in str(healer.healed[0])
+    assert f"module {EXPERTS!r}, {EXPERTS}.gate_up_proj[1], came to" in str(healer.healed[0])
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
@@ -180,11 +187,15 @@ def test_calibrate_tells_the_experts_apart(kind: str, implementation: str) -> No
     model = make(kind, implementation)
     beyond_fp16(model.model.layers[1], 2)
     report = hf_mp.calibrate(model, [{"input_ids": batch(), "labels": batch()}])
-    products = [op for op in report.ops if op.module == EXPERTS and op.expert.startswith("gate_up_proj")]
-    assert {op.expert for op in products} == {f"gate_up_proj[{expert}]" for expert in range(4)}
-    assert {op.expert for op in report.overflows if op.expert} == {"gate_up_proj[2]"}
+    names = [f"{EXPERTS}.gate_up_proj[{expert}]" for expert in range(4)]
+    products = [op for op in report.ops if op.module == EXPERTS and op.expert in names]
+    assert {op.expert for op in products} == {*names}
+    assert {op.expert for op in report.overflows if op.expert} == {names[2]}
+    assert all(
+        hasattr(model.get_submodule(op.expert.rpartition(".")[0]), "down_proj") for op in report.ops if op.expert
+    )
     largest = {op.expert: op.largest for op in products if op.op in ("_grouped_mm", "bmm", "linear", "matmul")}
-    assert largest["gate_up_proj[2]"] > 65504 > 1000 > max(largest[f"gate_up_proj[{other}]"] for other in (0, 1, 3))
+    assert largest[names[2]] > 65504 > 1000 > max(largest[name] for name in names if name != names[2])
     assert all(op.gradient is not None for op in products if op.op in ("_grouped_mm", "bmm", "linear", "matmul"))
     assert f"{EXPERTS}.gate_up_proj[2]" in report.rules and f"{EXPERTS}.gate_up_proj[1]" not in report.rules
     assert f"{EXPERTS}.gate_up_proj[2]" in report.to_text()
@@ -194,7 +205,7 @@ def test_calibrate_tells_the_experts_apart(kind: str, implementation: str) -> No
 
 
 def test_a_backward_has_a_divisor_by_expert_too() -> None:
-    found = OpRange("experts", "_grouped_mm", fp16_gradient=1e3, expert="gate_up_proj[5]")
+    found = OpRange("experts", "_grouped_mm", fp16_gradient=1e3, expert="experts.gate_up_proj[5]")
     at = Situation(found, {}, ["experts"], has_bf16=True, scale=2.0**10)
     planned = next_remedy(at)
     assert planned is not None and planned.rules == {"experts.gate_up_proj[5]": "scaled/1/512"}
@@ -238,8 +249,14 @@ def test_many_experts_are_sampled_as_one_weight() -> None:
     assert [name for _, name in weights][:2] == ["gate_up_proj[0]", "gate_up_proj[1]"]
 
 
-def test_experts_of_a_compiled_model_are_looked_at_together() -> None:
+def test_experts_of_a_compiled_model_are_looked_at_together_and_have_no_rules() -> None:
     model = make("Mixtral")
+    rules = {f"{EXPERTS}.gate_up_proj[2]": "scaled/16"}
+    later = torch.compile(hf_mp.MixedPrecision("fp16", rules=rules).attach(make("Mixtral")), backend="aot_eager")
+    with pytest.raises(ValueError, match="a rule for one expert is for a model that is not compiled"):
+        later(input_ids=batch())
     model.compile(backend="aot_eager")  # a diagnosis runs it as it is written
+    with pytest.raises(ValueError, match="or give a rule for the module of all experts"):
+        hf_mp.MixedPrecision("fp16", rules=rules).attach(model)
     report = hf_mp.calibrate(model, [{"input_ids": batch(), "labels": batch()}])
     assert not any(op.expert for op in report.ops) and any(op.module == EXPERTS for op in report.ops)

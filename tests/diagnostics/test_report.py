@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 import subprocess
@@ -24,7 +23,6 @@ from hf_mp.cli import app
 from hf_mp.diagnostics import report_charts as charts
 from hf_mp.diagnostics.magnitudes import Histogram, Swamped, histogram
 from hf_mp.diagnostics.overflow_report import OverflowReport
-from hf_mp.diagnostics.ranges import OpRange
 from hf_mp.diagnostics.report import OPEN_ROWS, PAGE_NAME, findings, render_report, swamped_rows, write_report
 from hf_mp.diagnostics.run_log import LOG_NAME, RunRecords, StepRecord, read_run
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
@@ -82,7 +80,7 @@ def test_the_page_tells_what_happened(page: str) -> None:
     assert "The loss is computed outside the model" in text and "Step 3" in text
     for kind in Kind:
         assert f"{kind.value} of all layers" in page or f"{kind.value} of all" in page
-    assert "after backward" in text and version("torch") in text and "Swamped updates" in text
+    assert version("torch") in text and "Swamped updates" in text
     assert "Missing" not in text
 
 
@@ -133,11 +131,8 @@ def test_too_many_layers_are_folded_and_counted(tmp_path: Path) -> None:
     assert page.count(f"<summary>{150 - OPEN_ROWS} more layers</summary>") == len(Kind) + 1
     assert page.count("<code>h.149</code>") == len(Kind) + 1
     assert len(page) < 2**20
-
-
-def test_few_layers_are_not_folded(tmp_path: Path) -> None:
-    step = many_layers(OPEN_ROWS)
-    assert "more layers" not in render_report(RunRecords(tmp_path, latest=step, latest_updated=step))
+    few = many_layers(OPEN_ROWS)
+    assert "more layers" not in render_report(RunRecords(tmp_path, latest=few, latest_updated=few))
 
 
 def test_layers_that_lose_most_come_first() -> None:
@@ -268,7 +263,7 @@ def test_reading_gives_the_run(run_directory: Path) -> None:
 
 
 class TestCalibration:
-    """``precision_rules.json`` in the run directory: a chart of what FP16 has to hold."""
+    """``precision_rules.json`` in the run directory: a table of what FP16 has to hold."""
 
     @pytest.fixture(scope="class")
     def calibrated(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -288,16 +283,11 @@ class TestCalibration:
         recorder.write_report()
         return path
 
-    def test_the_least_headroom_comes_first_and_healed_places_are_shown(self, calibrated: Path) -> None:
+    def test_its_table_and_healed_places_are_shown(self, calibrated: Path) -> None:
         page = Outline((calibrated / PAGE_NAME).read_text(encoding="utf-8"))
         ranges = hf_mp.RangeReport.load(calibrated)
-        bars = charts.range_bars(ranges)
-        assert len(bars) == sum(op.is_fp16 for op in ranges.ops)
-        ends = [bar.percent for bar in bars]
-        assert ends == sorted(ends, reverse=True) and ends[0] > charts.RANGE_LIMIT > ends[-1]
-        assert {bar.op for bar in bars if bar.colour == "skip"} == {op.op for op in ranges.overflows}
         assert "What FP16 has to hold" in page.text and "Healed places" in page.text
-        assert f"{bars[0].module}: {bars[0].op}" in page.text and ranges.sentences()[-1] in page.text
+        assert ranges.to_text(every_op=True) in page.text and ranges.sentences()[-1] in page.text
         assert not page.open
 
     def test_it_is_a_page_of_its_own(self, calibrated: Path, tmp_path: Path) -> None:
@@ -313,8 +303,3 @@ class TestCalibration:
         (tmp_path / "precision_rules.json").write_text(re.sub(r'"largest": [\d.]+', f'"largest": {largest}', text))
         page = write_report(tmp_path).read_text(encoding="utf-8")
         assert "precision_rules.json cannot be read" in page and "What FP16 has to hold" not in page
-
-    def test_what_is_nan_is_drawn_to_the_end(self) -> None:
-        op = OpRange("a", "linear", math.nan, is_fp16=True)
-        (bar,) = charts.range_bars(hf_mp.RangeReport("Mlp", "fp16", 1, (op,), {}))
-        assert (bar.percent, bar.text, bar.colour) == (100.0, "inf or NaN", "skip")

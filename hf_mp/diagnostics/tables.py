@@ -1,0 +1,47 @@
+"""Records as text: tables of a console, and JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, names: int = 1, least_width: int = 8) -> Any:
+    """A table of rich; the first ``names`` columns are names, of at least that width, and fold; all others numbers."""
+    from rich.box import SIMPLE_HEAD  # printing alone needs rich
+    from rich.table import Table
+
+    found = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    for number, name in enumerate(header):
+        is_name = number < names
+        width = least_width if is_name else None
+        found.add_column(name, overflow="fold", justify="left" if is_name else "right", min_width=width)
+    for row in rows:
+        found.add_row(*row)
+    return found
+
+
+def printed(*parts: Any, width: int) -> str:
+    """Tables and sentences as text; sentences are wrapped."""
+    from rich.console import Console
+
+    console = Console(width=width, highlight=False, markup=False)
+    with console.capture() as text:
+        for part in parts:
+            console.print(part)
+    return text.get()
+
+
+def listed(rules: dict[str, str]) -> str:
+    """Rules in a cell of a table."""
+    return ", ".join(f"{key}: {value}" for key, value in rules.items())
+
+
+def for_json(value: Any) -> Any:
+    """``value``, of mappings and sequences, with None for inf and NaN."""
+    if isinstance(value, dict):
+        return {key: for_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [for_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
