@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_mp.casting.cpu.upcast import map_tensors, run_through_fp32
-from hf_mp.casting.handlers import CASTABLE, Plan
+from hf_mp.casting.handlers import CASTABLE, Plan, cast_all
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.tables import OPS, CastRule, TableName
 
@@ -54,8 +54,7 @@ def sum_in_fp64(
         return out.copy_(mode.call_unlisted(func, tuple(map(wide, args)), given))
     if any(one.dtype is torch.float64 for one in tensors_in((args, kwargs))):  # as it is, like every call with FP64
         return func(*args, **kwargs)
-    args = [mode.cast(arg, dtype) for arg in args]
-    kwargs = {key: mode.cast(arg, dtype) for key, arg in kwargs.items()}
+    args, kwargs = cast_all(mode, dtype, args, kwargs)
     return run_through_fp32(func, args, kwargs, dtype, torch.float64)
 
 

@@ -39,10 +39,16 @@ def _call_in(dtype: torch.dtype, mode: autocast, func: Callable[..., Any], args:
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
         if value.dtype is not dtype if kind in _TENSORS else kind not in _WITHOUT_TENSORS and not is_shape(value):
-            args = [mode.cast(arg, dtype) for arg in args]
-            kwargs = {key: mode.cast(arg, dtype) for key, arg in kwargs.items()}
+            args, kwargs = cast_all(mode, dtype, args, kwargs)
             break
     return func(*args, **kwargs)
+
+
+def cast_all(mode: autocast, dtype: torch.dtype, args: Any, kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+    """The arguments of a call, with the eligible tensors in ``dtype``."""
+    plain, cast = _WITHOUT_TENSORS, mode.cast
+    cast_args = [arg if type(arg) in plain else cast(arg, dtype) for arg in args]
+    return cast_args, {key: arg if type(arg) in plain else cast(arg, dtype) for key, arg in kwargs.items()}
 
 
 def is_shape(value: Any) -> bool:

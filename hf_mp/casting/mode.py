@@ -32,8 +32,9 @@ ALLOWED_DTYPES = (*LOWER_PRECISION_DTYPES, torch.float32)
 
 # Held by all autocasts that are active. Constants: to look an enum member up costs as much as a small op.
 ALWAYS_HELD = (CastRule.COMPOSITE, CastRule.UNLISTED)
-# Functions that ask in Python which mode takes them: where they call an op of the tables, and where none.
+# Functions that ask in Python which mode takes them: where they call one op of the tables, and where none.
 _ASKING = {getattr(F, name): getattr(torch, name) for name in ("layer_norm", "group_norm", "rms_norm")}
+_ASKING[F.cross_entropy] = torch._C._nn.cross_entropy_loss
 _LEAVES = {f: PlannedCall(CastRule.UNLISTED, "", as_given) for f in (F.dropout, F.embedding, F.silu, F.relu)}
 
 
@@ -178,7 +179,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             entry = _LEAVES.get(func)
         if entry is None or entry.handler not in WHOLE_CALLS or self.observer is not None or not self.is_alone:
             return None
-        if any([type(tensor) not in self.plain_types for tensor in tensors]) or self.must_see(tensors):
+        if not self.plain_types.issuperset(map(type, tensors)) or self.must_see(tensors):
             return None
         return entry
 

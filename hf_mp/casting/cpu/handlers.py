@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_mp.casting.cpu.attention import ATTENTION, attend, read_attention
 from hf_mp.casting.cpu.products import OWN_ELEMENTS, PRODUCTS, Operand, Product, multiply, read_product
 from hf_mp.casting.cpu.upcast import must_be_plain, run_through_fp32
-from hf_mp.casting.handlers import Plan, PlannedCall, lower_precision
+from hf_mp.casting.handlers import Plan, PlannedCall, cast_all, lower_precision
 from hf_mp.scaling.borders import behind_border
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ def through_fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any,
         return lower_precision(mode, name, func, args, kwargs)
     if (product := read_product(name, func, args, kwargs)) is not None:
         return _multiply(mode, product, native=False)
-    args = [mode.cast(arg, mode.dtype) for arg in args]
-    kwargs = {key: mode.cast(arg, mode.dtype) for key, arg in kwargs.items()}
+    args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
     if func in ATTENTION and (found := _attend(args, kwargs, native=False)) is not None:
         return found
     return run_through_fp32(func, args, kwargs, mode.dtype)
@@ -33,17 +32,18 @@ def through_fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any,
 
 def large_product(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a product that the CPU has; of a large weight, with a function that writes the weight's gradient itself."""
-    if torch.is_grad_enabled() and _has_large((*args, *kwargs.values())):
-        product = read_product(name, func, args, kwargs)
-        if product is not None and product.weight.numel() >= OWN_ELEMENTS:
-            return _multiply(mode, product, native=True)
+    for value in (*args, *kwargs.values()) if torch.is_grad_enabled() else ():
+        if isinstance(value, Tensor) and value.numel() >= OWN_ELEMENTS:
+            product = read_product(name, func, args, kwargs)
+            if product is not None and product.weight.numel() >= OWN_ELEMENTS:
+                return _multiply(mode, product, native=True)
+            break
     return lower_precision(mode, name, func, args, kwargs)
 
 
 def native_attention(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make an attention on a CPU that multiplies in 16 bits: in the way that takes less time or memory."""
-    args = [mode.cast(arg, mode.dtype) for arg in args]
-    kwargs = {key: mode.cast(arg, mode.dtype) for key, arg in kwargs.items()}
+    args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
     found = _attend(args, kwargs, native=True)
     return func(*args, **kwargs) if found is None else found
 
@@ -62,10 +62,6 @@ def _attend(args: Any, kwargs: Any, *, native: bool) -> Tensor | None:
     attention = None if must_be_plain() else read_attention(args, kwargs, native)
     # Also without grad, as what a checkpoint computes again and a generated token.
     return None if attention is None else attend(attention)
-
-
-def _has_large(values: Iterable[Any]) -> bool:
-    return any([isinstance(value, Tensor) and value.numel() >= OWN_ELEMENTS for value in values])
 
 
 def _device_type(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
