@@ -24,21 +24,25 @@ def apply_to_tensors(function: Callable[[Tensor], Any], value: Any, *, objects: 
     too, in place: they are what others hold. Modules, functions and Transformers' caches are left alone, and what a
     generator or a closure holds is out of reach.
     """
-    done: dict[int, Any] = {}  # by identity: objects may refer to each other
+    return _applied(function, value, objects, {})
 
-    def applied(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return function(value)
-        if isinstance(value, _ATOMS):
-            return value
-        if id(value) not in done:
-            done[id(value)] = value
-            entries = _attributes(value) if objects and _is_object(value) else _entries(value)
-            changed = {key: new for key, old in entries if (new := applied(old)) is not old}
-            done[id(value)] = _with_entries(value, entries, changed) if changed else value
-        return done[id(value)]
 
-    return applied(value)
+def _applied(function: Callable[[Tensor], Any], value: Any, objects: bool, done: dict[int, Any]) -> Any:
+    """``done``: what was found for objects, which may refer to each other, by identity.
+
+    No closure that calls itself: a cycle of references would keep the outputs of a model, and its graph, until the
+    garbage collector runs.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, _ATOMS):
+        return value
+    if id(value) not in done:
+        done[id(value)] = value
+        entries = _attributes(value) if objects and _is_object(value) else _entries(value)
+        changed = {key: new for key, old in entries if (new := _applied(function, old, objects, done)) is not old}
+        done[id(value)] = _with_entries(value, entries, changed) if changed else value
+    return done[id(value)]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

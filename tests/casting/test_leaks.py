@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from hf_mp.casting.mode import active_autocast, autocast
+from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.step.mixed_precision import MixedPrecision
 
 FP16 = torch.float16
@@ -148,3 +150,14 @@ def test_fifty_deep() -> None:
     for mode in reversed(modes):
         mode.__exit__(None, None, None)
     assert active_autocast() is None and _get_current_function_mode_stack() == []
+
+
+def test_outputs_that_were_looked_through_go_at_once() -> None:
+    gc.collect()
+    gc.disable()  # a cycle of references would live on
+    try:
+        outputs = {"logits": [torch.ones(2)]}
+        gone = weakref.ref(apply_to_tensors(lambda tensor: tensor * 2, outputs, objects=True)["logits"][0])
+        assert gone() is None
+    finally:
+        gc.enable()
