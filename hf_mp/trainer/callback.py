@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
 from hf_mp.casting.rules import Rules
@@ -21,8 +19,10 @@ from hf_mp.trainer.calling_trainer import (
     compile_by_blocks,
     forget_prepared,
     refuse_compiled_whole,
+    resumed_checkpoint,
 )
-from hf_mp.trainer.checkpoints.stock_trainer import checkpoint_of, clear_up, extend_saves, refuse_damaged
+from hf_mp.trainer.checkpoints.saves import Saves
+from hf_mp.trainer.checkpoints.stock_trainer import check_resumed, clear_up
 from hf_mp.trainer.model_card import extend_card
 from hf_mp.trainer.refusals import (
     refuse_late_masters,
@@ -37,20 +37,20 @@ from hf_mp.trainer.settings import PrecisionOptions, SessionSettings
 
 logger = logging.get_logger(__name__)
 
-# Without those of what a Trainer does itself: its saves and its optimizer.
+# Without those of what a Trainer does itself: its optimizer, and what becomes of signals.
 _OPTIONS = {option.name for option in fields(PrecisionOptions)} - {
-    *("precision", "loss_scale", "free_gradients", "save_failure", "save_in_background", "handle_preemption")
+    *("precision", "loss_scale", "free_gradients", "save_in_background", "handle_preemption")
 }
 
 
-class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
+class MixedPrecisionCallback(OfSession, TrainerCallback):
     """Mixed precision for a Trainer that is stock, subclassed, or of another library: its code stays as it is.
 
     ``Trainer(..., callbacks=[MixedPrecisionCallback("fp16")])`` trains as :class:`MixedPrecisionTrainer` does, bit for
     bit. The model is attached when the Trainer is made, before its optimizer; a reference model in the Trainer's
-    ``ref_model`` (TRL) when training begins. Each checkpoint's ``trainer_state.json`` has the state of the loss scale,
-    training logs have ``loss_scale``, ``skipped_steps`` and ``headroom``. When training ends, the models are ordinary
-    ones; after an error, or to take the callback off a Trainer, call :meth:`detach`.
+    ``ref_model`` (TRL) when training begins. Each checkpoint has the state of the loss scale in
+    ``mixed_precision.json``, training logs have ``loss_scale``, ``skipped_steps`` and ``headroom``. When training ends,
+    the models are ordinary ones; after an error, or to take the callback off a Trainer, call :meth:`detach`.
 
     SIGTERM and SIGUSR1 end the run without a checkpoint; :class:`MixedPrecisionTrainer` saves one.
 
@@ -60,10 +60,11 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         tables, rules: as for :class:`hf_mp.autocast`; default ``"compact"`` and none.
         keep_attached: leave the model attached after ``train()``, so that evaluation and ``generate`` run under
             autocast; default False.
-        options: by name, those of :class:`MixedPrecisionArguments` that say nothing of how the Trainer saves or steps:
+        options: by name, those of :class:`MixedPrecisionArguments` that say nothing of how the Trainer steps:
             ``loss_scaler_settings``, ``fp32_head``, ``exact_generation``, ``log_probability_gap_steps``,
-            ``on_overflow``, ``max_fp32_share``, ``explain_overflows``, ``keep_overflow_batches``, ``check_gradients``,
-            ``histogram_steps``, ``histogram_layers``, ``precision_report``, ``precision_contract``, ``save_dtype``.
+            ``on_overflow``, ``max_fp32_share``, ``save_failure``, ``explain_overflows``,
+            ``keep_overflow_batches``, ``check_gradients``, ``histogram_steps``, ``histogram_layers``,
+            ``precision_report``, ``precision_contract``, ``save_dtype``.
             Default, or None: what the Trainer's arguments say, else as there.
 
     Raises:
@@ -85,22 +86,20 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         if unknown := options.keys() - _OPTIONS:
             raise TypeError(
                 f"{min(unknown)} is no option of MixedPrecisionCallback, which has {', '.join(sorted(_OPTIONS))}; how "
-                "a Trainer saves and steps is up to MixedPrecisionTrainer"
+                "a Trainer steps and ends is up to MixedPrecisionTrainer"
             )
-        self._saved_settings: dict[str, Any] = {"tables": tables, **options}
-        self.precision, self.rules, self.keep_attached = precision, rules, keep_attached
+        self._given = {"precision": precision, "tables": tables, "rules": rules, **options}
+        self.keep_attached = keep_attached
         self._callbacks: list[TrainerCallback] = []  # of the Trainer, while it trains
         self._trains_with: TrainingArguments | None = None
         self._warned_of_order = False
-        json.dumps(self._saved_settings)  # the Trainer writes them into its checkpoints; refuse what it cannot now
-        settings = SessionSettings.of(None, {"precision": precision, **self._saved_settings})
+        settings = SessionSettings.of(None, self._given)
         refuse_lean(settings.policy)
         if precision is not None:
             settings.make_scaler()
 
     def _session_for(self, args: TrainingArguments) -> TrainerSession:
-        given = {"precision": self.precision, "rules": self.rules, **self._saved_settings}
-        settings = SessionSettings.of(args, given)
+        settings = SessionSettings.of(args, self._given)
         refuse_lean(settings.policy)
         if self.session is None or self.session.args is not args or self.session.settings != settings:
             self.detach()
@@ -133,14 +132,12 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         trainer, session = calling_trainer(self), self._session_for(args)
         self._trains_with = args
         self._come_first(trainer)
-        # The Trainer expects an entry here for each callback, also in the state of a checkpoint that has none.
-        entry = state.stateful_callbacks.setdefault(type(self).__name__, {})
         if session.runtime is None:
             session.watch_contract(model)
             return
         refuse_missing(model, optimizer, trainer)
-        if state.global_step > 0:
-            refuse_damaged(args, state)
+        if (checkpoint := resumed_checkpoint(trainer)) is not None:
+            check_resumed(checkpoint, args)
         refuse_compiled_whole(trainer)
         if session.runtime.model is not model:
             refuse_other_precision(args, session.settings.policy)
@@ -152,9 +149,8 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         if trainer is not None:
             session.take_reference(getattr(trainer, "ref_model", None))
             session.check_first_backward(trainer.accelerator)
-        if state.global_step > 0:
-            saved = entry.get("attributes", {}).get("saved_state")
-            session.resume(saved, checkpoint_of(args, state), state.global_step)
+        if checkpoint is not None:
+            session.load(checkpoint)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse to do nothing, where training had begun before this callback was added."""
@@ -196,19 +192,13 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         if self.session is not None:
             self.session.detach()
 
-    def state(self) -> dict[str, Any]:
-        """What the Trainer writes into ``trainer_state.json`` for this callback."""
-        precision = None if self.precision is None else str(self.precision)
-        saved = {} if self.mixed_precision is None else {"saved_state": self.mixed_precision.state_dict()}
-        args = {"precision": precision, **self._saved_settings, "keep_attached": self.keep_attached}
-        return {"args": args, "attributes": saved}
-
     def _come_first(self, trainer: Trainer | None) -> None:
         if trainer is not None:
             self._callbacks = come_first(self, trainer)
             extend_card(trainer, self)
             extend_save(trainer, self)
-            extend_saves(trainer, _session_of)
+            if "_save_checkpoint" not in vars(trainer):
+                Saves(trainer, lambda: _session_of(trainer))
         elif not self._warned_of_order:
             self._warned_of_order = True
             logger.warning(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 from accelerate.utils import DynamoBackend
@@ -17,12 +19,10 @@ logger = logging.get_logger(__name__)
 
 def calling_trainer(callback: TrainerCallback) -> Trainer | None:
     """Found where the call comes from; None where no Trainer with this callback calls."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
+    for variables in _callers():
+        caller = variables.get("self")
         if isinstance(caller, Trainer) and callback in caller.callback_handler.callbacks:
             return caller
-        frame = frame.f_back
     return None
 
 
@@ -31,6 +31,24 @@ def extend_method(trainer: Trainer, name: str, around: Callable[..., None]) -> N
     if name not in vars(trainer):
         own = getattr(trainer, name)
         vars(trainer)[name] = functools.wraps(own)(functools.partial(around, own))
+
+
+def resumed_checkpoint(trainer: Trainer | None) -> Path | None:
+    """What a training of ``trainer`` that begins is resumed from, which a callback is not told."""
+    for variables in _callers() if trainer is not None else ():
+        # The argument of train() and of its inner loop, which has it as a path.
+        checkpoint = variables.get("resume_from_checkpoint")
+        if variables.get("self") is trainer and isinstance(checkpoint, (str, os.PathLike)):
+            return Path(checkpoint)
+    return None
+
+
+def _callers() -> Iterator[dict[str, Any]]:
+    """The variables of each function that waits for this one, the innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame.f_locals
+        frame = frame.f_back
 
 
 def come_first(callback: TrainerCallback, trainer: Trainer) -> list[TrainerCallback]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainingArguments
-from transformers.trainer import SCALER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import SCALER_NAME
 from transformers.utils import logging
 
 from hf_mp.diagnostics.contract.table import PrecisionContract
@@ -204,6 +204,11 @@ class TrainerSession:
     # In the run
 
     @property
+    def is_stuck(self) -> bool:
+        """Whether the last two steps were skipped: a single one is how a scaler finds its level."""
+        return self.runtime is not None and self.runtime.scaler.state.consecutive_skips > 1
+
+    @property
     def uses_gradients_up(self) -> bool:
         """Whether the parameters are updated inside backward, so that no gradient is left to look at."""
         return self.runtime is not None and self.runtime.uses_up_gradients
@@ -307,26 +312,6 @@ class TrainerSession:
                 logger.warning(f"{checkpoint} has no {STATE_NAME}: the loss scale starts anew")
         except (ValueError, TypeError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(f"cannot resume the loss scale from {path}: {error}") from error
-
-    def resume(self, saved: Mapping[str, Any] | None, checkpoint: Path | None, step: int) -> None:
-        """Take over the loss scale from what a callback saved in the Trainer's state, else as :meth:`load`.
-
-        Raises:
-            ValueError: for what is no such state; the message says where it was.
-        """
-        if self.runtime is not None and saved is not None:
-            try:
-                self.runtime.load_state_dict(saved)
-            except ValueError as error:
-                raise ValueError(f"cannot resume the loss scale from {TRAINER_STATE_NAME}: {error}") from error
-        elif checkpoint is not None:  # one of MixedPrecisionTrainer has a file of its own
-            self.load(checkpoint)
-        else:
-            logger.warning(
-                f"the checkpoint of step {step} has no state of a MixedPrecisionCallback, and it is not in "
-                f"{self.args.output_dir}, where one of MixedPrecisionTrainer would be found: the loss scale starts "
-                "anew. Name the checkpoint in TrainingArguments(resume_from_checkpoint=...) too, to have it found"
-            )
 
     # End
 

@@ -74,11 +74,7 @@ class PrecisionOptions:
         "save tries again) or stop.",
         choices=SAVE_FAILURES,
     )
-    save_in_background: bool = _option(
-        False,
-        "Once the files of a checkpoint are written, sync them and write the manifest (their checksums) in a thread, "
-        "while training goes on; the next save and the end of training wait for it.",
-    )
+    save_in_background: bool = _option(False, "Gone: a save returns when its checkpoint is whole.")
     handle_preemption: bool = _option(True, "Have SIGTERM and SIGUSR1 end the run in a checkpoint, with exit code 75.")
     # On by default: good steps pay nothing for it, and the need for it shows only after the overflow.
     explain_overflows: bool = _option(
@@ -156,6 +152,8 @@ class SessionSettings(PrecisionOptions):
             check_healing(self.on_overflow, self.policy, self.max_fp32_share, in_backward=in_backward)
         if isinstance(self.histogram_layers, str):
             raise TypeError(f"histogram_layers={self.histogram_layers!r} is one string: write a list of patterns")
+        if self.save_in_background:
+            raise ValueError("save_in_background=True is gone: leave it out, or save less often (save_steps)")
         for name, choices in (("save_failure", SAVE_FAILURES), ("save_dtype", SAVE_DTYPES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")

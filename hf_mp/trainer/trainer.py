@@ -27,7 +27,6 @@ from hf_mp.trainer.checkpoints.optimizer_shards import see_shards
 from hf_mp.trainer.checkpoints.sharded_trainer import LeanShards
 from hf_mp.trainer.model_card import add_to_card
 from hf_mp.trainer.refusals import refuse_other_precision
-from hf_mp.trainer.relative_step import read_learning_rate_from_state
 from hf_mp.trainer.save_dtype import extend_save
 from hf_mp.trainer.session import OfSession, TrainerSession
 from hf_mp.trainer.settings import SessionSettings
@@ -93,8 +92,6 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
         _warn_of_little_effect(settings, args)
         for given in (*positional, *named.values()):
             _refuse_callbacks(given if isinstance(given, (list, tuple)) else ())
-        self.save_failure, self.save_in_background = settings.save_failure, settings.save_in_background
-        self.handle_preemption = settings.handle_preemption
         self.session = TrainerSession(settings, args)
         if model is not None:
             self.session.check(model)
@@ -106,12 +103,6 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
             compile_by_blocks(self)
         extend_save(self, self)
         super().add_callback(_AfterSteps(self))
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether the last two steps were skipped: a single one is how a scaler finds its level."""
-        runtime = self.mixed_precision
-        return runtime is not None and runtime.scaler.state.consecutive_skips > 1
 
     # Begin and end
 
@@ -167,7 +158,6 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
         """As the stock Trainer's, over FP32 masters and with a guarded ``step``."""
         self._attach()
-        read_learning_rate_from_state(self.lr_scheduler)
         # A second train() gets accelerate's wrapper of the first one back.
         self.optimizer = self.session.take_optimizer(super().create_optimizer(*args, **kwargs))
         return self.optimizer
@@ -205,11 +195,6 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
         super().add_callback(callback)
 
     # Checkpoints
-
-    def _save_scaler(self, output_dir: str) -> None:
-        super()._save_scaler(output_dir)
-        if self.args.should_save:
-            self.session.save(Path(output_dir))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self.mixed_precision is None:

@@ -25,7 +25,6 @@ from torch.multiprocessing import get_context, start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_mp
-from hf_mp.trainer.checkpoints.blockwise_state import in_fp32
 
 LIMIT_SECONDS = 5
 EIGHT_BITS = "fp16-lean with 8-bit states"
@@ -53,12 +52,25 @@ def made(precision: str, wrap: str, seed: int = 3) -> tuple[nn.Module, Any, hf_m
     return wrapped, runtime.attach_optimizer(optimizer), runtime
 
 
+def moments(entry: dict[str, Any]) -> dict[str, Any]:
+    """What an entry of an optimizer's state stands for, 8-bit codes as the FP32 values that they are."""
+    found = dict(entry)
+    for number in (name[-1] for name in entry if name.startswith("absmax")):
+        from bitsandbytes.functional import dequantize_blockwise
+
+        table, scales = found.pop(f"qmap{number}"), found.pop(f"absmax{number}")
+        found[f"state{number}"] = dequantize_blockwise(
+            found[f"state{number}"], absmax=scales, code=table, blocksize=256
+        )
+    return found
+
+
 def state(model: nn.Module, optimizer: Any, runtime: hf_mp.MixedPrecision) -> dict[str, Any]:
     """Weights, moments and loss scale, whole, on every rank."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     found = {name: whole(value.detach()).clone() for name, value in inner.state_dict().items()}
     for name, parameter in inner.named_parameters():
-        for key, value in in_fp32(optimizer.state.get(getattr(parameter, "local", parameter), {})).items():
+        for key, value in moments(optimizer.state.get(getattr(parameter, "local", parameter), {})).items():
             if not isinstance(value, Tensor):
                 value = torch.tensor(value)
             if value.dim() and hasattr(parameter, "local"):
@@ -96,7 +108,11 @@ def load(folder: Path, wrap: str) -> dict[str, Any]:
     found = {}
     for precision in LAYOUTS:
         parts = made(precision, wrap, seed=7)
-        step, extra = hf_mp.load_checkpoint(folder / precision / "checkpoint-2", parts[0], parts[1])
+        try:
+            step, extra = hf_mp.load_checkpoint(folder / precision / "checkpoint-2", parts[0], parts[1])
+        except hf_mp.CheckpointError as error:
+            found[precision] = {"said": str(error)}
+            continue
         kept = state(*parts)
         losses = steps(*parts, 2, 3)
         found[precision] = {"state": kept, "step": step, "extra": extra, "losses": losses, "end": state(*parts)}

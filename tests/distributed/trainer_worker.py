@@ -171,11 +171,11 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 RESUMED: dict[str, dict[str, Any]] = {
     "resume": {},
-    "lean": {**LEAN, "save_in_background": True},
+    "lean": LEAN,
     "eight_bits_resume": {**LEAN, **EIGHT_BITS},
     "fsdp_resume_full": FULL,
     "fsdp_resume_sharded": SHARDED,
-    "fsdp_lean_resume": {**LEAN, "save_in_background": True, **SHARDED},
+    "fsdp_lean_resume": {**LEAN, **SHARDED},
     "fsdp_lean_resume_full": {**LEAN, **FULL},
     "fsdp_eight_bits_resume": {**LEAN, **EIGHT_BITS, **fsdp()},
 }

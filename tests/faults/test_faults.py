@@ -24,7 +24,6 @@ QUICK_HOSTILE = {
     "a zip bomb as optimizer.pt",
     "a config nested too deeply",
     "a loss scale that is NaN",
-    "a trainer state with a negative step",
     "weights of another model's names",
     "weights that are NaN",
     "a state of the optimizer with moments of another shape",

@@ -397,14 +397,9 @@ def test_what_is_refused_when_the_callback_is_made(settings: dict[str, Any], mes
 
 def test_options_that_it_has_not() -> None:
     with pytest.raises(
-        TypeError, match=r"save_failure is no option .*has check_gradients.*up to MixedPrecisionTrainer"
+        TypeError, match=r"handle_preemption is no option .*has check_gradients.*up to MixedPrecisionTrainer"
     ):
-        MixedPrecisionCallback("fp16", save_failure="stop")
-
-
-def test_settings_that_a_checkpoint_cannot_hold() -> None:
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        MixedPrecisionCallback("fp16", loss_scaler_settings={"headroom": torch.tensor(4.0)})
+        MixedPrecisionCallback("fp16", handle_preemption=False)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,13 @@
     run/checkpoint-20.unfinished            from before the first file of a save to after its manifest
     run/_saving/replaced-checkpoint-20      meanwhile, an older checkpoint of that name
 
-A kill at any moment leaves a whole checkpoint, or one with that mark, which :func:`clear_up` finishes or removes. In
-its place, because the Trainer looks for the best checkpoint, and for those to remove, next to the one that it writes.
+A kill at any moment leaves a checkpoint with a manifest, or one with that mark alone, which :func:`clear_up` removes.
+It is written in its place, because the Trainer looks for the best checkpoint, and for those to remove, next to it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 from pathlib import Path
 
@@ -28,13 +27,13 @@ from hf_mp.trainer.checkpoints.atomic import (
     sync_folder,
     write_synced,
 )
-from hf_mp.trainer.checkpoints.inspection import find_problems, mark_of, marked_in
-from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, finish
+from hf_mp.trainer.checkpoints.inspection import find_problems, is_finished, mark_of, marked_in
+from hf_mp.trainer.checkpoints.manifest import finish
 
 logger = logging.get_logger(__name__)
 
 
-def begin(checkpoint: Path, world_size: int) -> None:
+def begin(checkpoint: Path) -> None:
     """Make the directory of a checkpoint, marked; an older one of that name is kept until this one is whole.
 
     Raises:
@@ -45,7 +44,7 @@ def begin(checkpoint: Path, world_size: int) -> None:
     if checkpoint.exists() or checkpoint.is_symlink():  # before the mark, which would be taken for the older one's
         set_aside(checkpoint)
     mark_of(checkpoint).unlink(missing_ok=True)  # a link in a stranger's directory would lead the writing elsewhere
-    write_synced(mark_of(checkpoint), json.dumps({"world_size": world_size}))
+    write_synced(mark_of(checkpoint), "")
     checkpoint.mkdir()
 
 
@@ -61,53 +60,24 @@ def complete(checkpoint: Path, *, step: int, world_size: int, precision: str) ->
     discard(staging_folder(checkpoint.parent) / (REPLACED + checkpoint.name))
 
 
-def take_back(checkpoint: Path, *, keeps_whole: bool = False) -> None:
-    """Remove what a failed save has written, and put back what it was to replace; where the disk fails, later.
-
-    ``keeps_whole``: but not what is whole, as those before it may be removed by now.
-    """
+def take_back(checkpoint: Path) -> None:
+    """Remove what a failed save has written, and put back what it was to replace; where the disk fails, later."""
     with contextlib.suppress(OSError):  # the mark stays, and the next save or the next start clears up
-        is_kept = keeps_whole and not _problems_of(checkpoint)
-        if not is_kept:
-            shutil.rmtree(checkpoint, ignore_errors=True)
-        if is_kept or not checkpoint.exists():
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        if not checkpoint.exists():
             clear_up(checkpoint.parent)
 
 
 def clear_up(run_directory: Path) -> None:
-    """Finish or remove what was left half-written in the directory of a run, and say so.
+    """Remove what was left half-written in the directory of a run, and say so.
 
     Raises:
         OSError: where the disk fails.
     """
     for checkpoint in marked_in(run_directory):
-        if checkpoint.is_dir():
-            _finish_or_remove(checkpoint)
+        if checkpoint.is_dir() and not is_finished(checkpoint):
+            logger.warning(f"{checkpoint} is half-written by a run that was killed: it is removed")
+            remove(checkpoint)
         mark_of(checkpoint).unlink()
     for checkpoint in recover(run_directory, lambda path: not find_problems(path)):
         logger.warning(f"{checkpoint} is put back: the save that was to replace it did not come to its end")
-
-
-def _finish_or_remove(checkpoint: Path) -> None:
-    if problems := _problems_of(checkpoint):
-        logger.warning(f"{checkpoint} is half-written by a run that was killed ({problems[0]}): it is removed")
-        remove(checkpoint)
-    else:
-        logger.warning(f"{checkpoint} was written to its end by a run that was killed before it could say so")
-
-
-def _problems_of(checkpoint: Path) -> list[str]:
-    """Why a marked checkpoint is not whole; its manifest is the last that is written."""
-    if problems := find_problems(checkpoint, marked=True):
-        return problems
-    return [] if (checkpoint / MANIFEST_NAME).is_file() else _missing_random_numbers(checkpoint)
-
-
-def _missing_random_numbers(checkpoint: Path) -> list[str]:
-    """Each process writes its own, the last of them perhaps after the state of the Trainer."""
-    try:
-        expected = int(json.loads(mark_of(checkpoint).read_text())["world_size"])
-    except (OSError, ValueError, TypeError, KeyError):
-        expected = 1
-    found = len(list(checkpoint.glob("rng_state*.pth")))
-    return [f"it has {found} of {expected} rng_state files"] if 0 < found < expected else []

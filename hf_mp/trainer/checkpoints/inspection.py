@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-import zipfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from safetensors import safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from hf_mp.trainer.checkpoints.atomic import remove
-from hf_mp.trainer.checkpoints.manifest import CheckpointError, find_damage, read_manifest
-from hf_mp.trainer.checkpoints.untrusted import find_hazards, find_in_files, find_out_of_place, read_json
+from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, CheckpointError, find_damage, read_manifest
+from hf_mp.trainer.checkpoints.untrusted import find_flipped_bits, find_hazards, find_out_of_place
 
 logger = logging.get_logger(__name__)
 
@@ -50,11 +48,11 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: step_of(path) or 0)
 
 
-def find_problems(checkpoint: Path, *, marked: bool = False) -> list[str]:
+def find_problems(checkpoint: Path) -> list[str]:
     """Why not to load a checkpoint: damage, then hazards; one line a file, empty where there is none.
 
     With a manifest every file is read and compared. Without one (the stock Trainer's) each file is checked for what its
-    format can tell: a missing end, and in files of torch.save a flipped bit. ``marked``: also if marked as unfinished.
+    format can tell: a missing end, and in files of torch.save a flipped bit.
     """
     try:
         if out_of_place := find_out_of_place(checkpoint):
@@ -65,11 +63,22 @@ def find_problems(checkpoint: Path, *, marked: bool = False) -> list[str]:
     if manifest is not None:
         return find_damage(checkpoint, manifest) or find_hazards(checkpoint)
     mark = next((path for path in (mark_of(checkpoint), checkpoint / _JIT_MARK) if path.exists()), None)
-    if mark is not None and not marked:
+    if mark is not None:
         return [f"{mark.name} is there: it was never finished"]
     if not (checkpoint / TRAINER_STATE_NAME).is_file():
         return [f"{TRAINER_STATE_NAME} is missing, which is written last"]
-    return find_in_files(checkpoint, _damage_without_manifest) or find_hazards(checkpoint)
+    return find_hazards(checkpoint) or find_flipped_bits(checkpoint)
+
+
+def refuse_problems(checkpoint: Path) -> None:
+    """Raise a CheckpointError where a checkpoint is damaged or could do harm; the newest that is whole is named."""
+    if checkpoint.is_dir() and (problems := find_problems(checkpoint)):
+        has_manifest = (checkpoint / MANIFEST_NAME).is_file()
+        raise CheckpointError(
+            f"{checkpoint.name}: {'; '.join(problems)}\n{checkpoint} is not trained on: resume from another checkpoint "
+            f"({newest_whole_of(checkpoint.parent)})"
+            + (f". If you changed a file yourself, remove {MANIFEST_NAME}" if has_manifest else "")
+        )
 
 
 def warn_of_missing_state(checkpoint: Path, world_size: int) -> None:
@@ -91,11 +100,13 @@ def warn_of_missing_state(checkpoint: Path, world_size: int) -> None:
     logger.warning(f"{checkpoint} has no {', '.join(sorted(missing))}: {' and '.join(anew)} start anew")
 
 
-def find_newest_whole(run_directory: Path) -> tuple[Path | None, str]:
-    """The newest checkpoint of a run without a problem; and which were passed over for it and why, one line each."""
+def find_newest_whole(
+    checkpoints: Sequence[Path], look: Callable[[Path], list[str]] = find_problems
+) -> tuple[Path | None, str]:
+    """The last of ``checkpoints`` without a problem; and which were passed over for it and why, one line each."""
     passed_over: list[str] = []
-    for checkpoint in reversed(list_checkpoints(run_directory)):
-        if not (problems := find_problems(checkpoint)):
+    for checkpoint in reversed(checkpoints):
+        if not (problems := look(checkpoint)):
             return checkpoint, "\n".join(passed_over)
         passed_over.append(f"  {checkpoint.name}: {'; '.join(problems)}")
     return None, "\n".join(passed_over)
@@ -104,7 +115,7 @@ def find_newest_whole(run_directory: Path) -> tuple[Path | None, str]:
 def newest_whole_of(run_directory: Path) -> str:
     """The newest whole checkpoint of a run, for a message."""
     try:
-        newest, _ = find_newest_whole(run_directory)
+        newest, _ = find_newest_whole(list_checkpoints(run_directory))
     except OSError as error:
         return f"which checkpoint in {run_directory} is whole is not known ({error})"
     if newest is None:
@@ -150,19 +161,3 @@ def is_damaged(checkpoint: Path) -> bool:
         return any((checkpoint / name).stat().st_size != entry.size_bytes for name, entry in manifest.files.items())
     except (CheckpointError, OSError):
         return True
-
-
-def _damage_without_manifest(path: Path) -> str | None:
-    try:
-        if path.suffix == ".json":
-            read_json(path)
-        elif path.suffix == ".safetensors":
-            with safe_open(path, "pt"):
-                pass
-        elif path.suffix in (".pt", ".pth", ".bin"):
-            with zipfile.ZipFile(path) as archive:
-                if (broken := archive.testzip()) is not None:
-                    return f"is damaged (the checksum of {broken} does not match)"
-    except Exception as error:  # whatever damaged bytes bring about: the file is named
-        return f"is damaged ({str(error)[:200] or type(error).__name__})"
-    return None

@@ -200,17 +200,13 @@ def _find(directory: Path) -> Path:
     found = [directory / name for name in together(names)]
     if not found:
         raise NoCheckpointError(f"there is no checkpoint in {directory} yet: train from the start")
-    passed_over: list[str] = []
-    for checkpoint in sorted(found, key=lambda path: inspection.step_of(path) or 0, reverse=True):
-        if not (problems := together(_problems(checkpoint))):
-            if passed_over:
-                newer = "; ".join(passed_over)
-                warnings.warn(f"resuming from {checkpoint}; newer ones were passed over: {newer}", stacklevel=3)
-            return checkpoint
-        passed_over.append(f"{checkpoint.name}: {', '.join(problems)}")
-    raise CheckpointError(
-        f"nothing is loaded from {directory}: {'; '.join(passed_over)}. Resume from another checkpoint"
-    )
+    found.sort(key=lambda path: inspection.step_of(path) or 0)
+    chosen, passed_over = inspection.find_newest_whole(found, lambda checkpoint: together(_problems(checkpoint)))
+    if chosen is None:
+        raise CheckpointError(f"nothing is loaded from {directory}:\n{passed_over}\nResume from another checkpoint")
+    if passed_over:
+        warnings.warn(f"resuming from {chosen}; newer ones were passed over:\n{passed_over}", stacklevel=3)
+    return chosen
 
 
 def _candidates(directory: Path) -> list[str]:

@@ -1,8 +1,8 @@
 """The state of an optimizer by the names of its parameters: tensors for shards, plain values for JSON.
 
 What is saved does not depend on the number of ranks, the memory layout or the wrapper that the optimizer ran with:
-moments are saved as whole FP32 tensors, as the weights are, and sharded by the mesh that loads them. Only 8-bit moments
-of whole parameters stay as they are, until a mesh loads them.
+moments are saved as whole FP32 tensors, as the weights are, and sharded by the mesh that loads them. Only bitsandbytes'
+moments of shards are saved by rank: their blocks of 256 elements, each with a scale, begin at a rank's first element.
 """
 
 from __future__ import annotations
@@ -14,17 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from hf_mp.trainer.checkpoints.blockwise_state import (
-    KEYS,
-    as_optimizer_keeps,
-    blockwise_moments,
-    in_fp32,
-    innermost,
-)
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
 from hf_mp.weights.lean.outside_reads import as_stored
-from hf_mp.weights.ranks.placement import is_dtensor, local_part
+from hf_mp.weights.ranks.placement import get_rank, is_dtensor, local_part
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -68,18 +62,20 @@ def take_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[
         )
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
+    is_cut_into_blocks = _is_of_bitsandbytes(optimizer)
     for one in itertools.chain(*groups):
-        entry = optimizer.state.get(one.inside, {})
-        for key, value in (in_fp32(entry) if is_dtensor(one.whole) else entry).items():
+        suffix = f"@{get_rank()}{_of_mesh(one)}" if is_cut_into_blocks and is_dtensor(one.whole) else ""
+        for key, value in optimizer.state.get(one.inside, {}).items():
             if isinstance(value, Tensor):
-                tensors[f"{PREFIX}{one.name}/{key}"] = _whole(one, key, value).contiguous()
+                saved = value if suffix else _whole(one, key, value)
+                tensors[f"{PREFIX}{one.name}/{key}{suffix}"] = saved.contiguous()
             else:
                 values.setdefault(one.name, {})[key] = value
     settings = [
         {**{key: _plain(value) for key, value in group.items()}, "params": [one.name for one in owned]}
         for group, owned in zip(optimizer.param_groups, groups, strict=True)
     ]
-    return tensors, {"kind": type(innermost(optimizer)).__name__, "groups": settings, "values": values}
+    return tensors, {"kind": type(_innermost(optimizer)).__name__, "groups": settings, "values": values}
 
 
 def make_room(
@@ -95,7 +91,7 @@ def make_room(
     """
     groups = _by_group(optimizer, names)
     _check_groups([[one.name for one in owned] for owned in groups], [group["params"] for group in plain["groups"]])
-    _check_kind(innermost(optimizer), plain)
+    _check_kind(_innermost(optimizer), plain)
     owned_by_name = {one.name: one for one in itertools.chain(*groups)}
     found: dict[str, Tensor] = {}
     for name, stored in layout.items():
@@ -107,9 +103,35 @@ def make_room(
                 f"the checkpoint has {key} of {parameter}, which the optimizer does not have: resume with the "
                 "optimizer that was saved"
             )
-        is_quantized = key in KEYS and f"{PREFIX}{parameter}/absmax1" in layout
-        found[name] = _empty(owned_by_name[parameter], stored, cut_later=is_quantized)
+        if "@" not in key or _is_of_this_rank(owned_by_name[parameter], key):
+            found[name] = _empty(owned_by_name[parameter], stored, whole="@" not in key)
     return found
+
+
+def _of_mesh(one: _Owned) -> str:
+    return f"of{'x'.join(map(str, one.whole.device_mesh.shape))}"
+
+
+def _is_of_this_rank(one: _Owned, key: str) -> bool:
+    """Whether state that was saved by rank is this one's; raises where the ranks were others."""
+    rank, _, mesh = key.partition("@")[2].partition("of")
+    if not is_dtensor(one.whole) or f"of{mesh}" != _of_mesh(one):
+        raise CheckpointError(
+            f"{one.name} has moments of bitsandbytes, whose blocks fit the {mesh} ranks of FSDP2 that saved them: "
+            "resume on as many ranks, or train with torch.optim.AdamW, whose moments resume on any number"
+        )
+    return int(rank) == get_rank()
+
+
+def _innermost(optimizer: Any) -> Any:
+    """The optimizer in the wrappers of accelerate and of master weights."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def _is_of_bitsandbytes(optimizer: Any) -> bool:
+    return hasattr(_innermost(optimizer), "init_state") and hasattr(_innermost(optimizer), "check_overrides")
 
 
 def _check_groups(here: list[list[str]], saved: list[list[str]]) -> None:
@@ -140,29 +162,26 @@ def put_state(
     entries: dict[str, dict[str, Any]] = {name: dict(values) for name, values in plain["values"].items()}
     for name, tensor in tensors.items():
         parameter, key = _parameter_and_key(name)
-        entries.setdefault(parameter, {})[key] = tensor
+        entries.setdefault(parameter, {})[key.partition("@")[0]] = tensor
     state: dict[int, dict[str, Any]] = {}
     settings: list[dict[str, Any]] = []
     numbers = itertools.count()
     groups = zip(_by_group(optimizer, names), optimizer.param_groups, plain["groups"], strict=True)
-    for group_index, (owned, group, saved) in enumerate(groups):
+    for owned, group, saved in groups:
         kept = {key: _like(group.get(key), value) for key, value in saved.items() if key != "params"}
         settings.append({**kept, "params": []})
-        for position, one in enumerate(owned):
+        for one in owned:
             settings[-1]["params"].append(number := next(numbers))
             if one.name in entries:
-                entry = _inside(one, entries[one.name])
-                state[number] = as_optimizer_keeps(optimizer, one.inside, (group_index, position), entry)
+                state[number] = _inside(one, entries[one.name])
     optimizer.load_state_dict({"state": state, "param_groups": settings})
 
 
 def _inside(one: _Owned, entry: dict[str, Any]) -> dict[str, Any]:
     """What this rank's optimizer keeps of the state of a parameter."""
-    if not is_dtensor(one.inside):
-        entry = {key: local_part(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
-    if is_dtensor(one.whole) and blockwise_moments(entry):  # saved of a whole parameter
-        entry = {key: _cut(one, value) for key, value in in_fp32(entry).items()}
-    return entry
+    if is_dtensor(one.inside):
+        return entry
+    return {key: local_part(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
 
 
 def _parameter_and_key(name: str) -> tuple[str, str]:
@@ -210,29 +229,17 @@ def _whole(one: _Owned, key: str, value: Any) -> Tensor:
     )
 
 
-def _empty(one: _Owned, stored: TensorStorageMetadata, *, cut_later: bool) -> Tensor:
+def _empty(one: _Owned, stored: TensorStorageMetadata, *, whole: bool) -> Tensor:
     dtype, like = stored.properties.dtype, one.whole
-    if is_dtensor(like) and cut_later:  # once it is in FP32
-        return torch.empty(stored.size, dtype=dtype)
-    if is_dtensor(like) and stored.size == like.shape and stored.size:
+    if is_dtensor(like) and whole and stored.size == like.shape and stored.size:
         return _on_mesh(like, torch.empty_like(local_part(like), dtype=dtype))
-    if is_dtensor(like) and stored.size:
+    if is_dtensor(like) and whole and stored.size:
         raise CheckpointError(
             f"a state of {one.name} has shape {tuple(stored.size)}, and the parameter {tuple(like.shape)} is sharded "
-            "here: resume with the optimizer that was saved"
+            "here: resume with the optimizer that was saved, and without FSDP2 if that was"
         )
     # A counter stays on the CPU, as optimizers make it, until they move it themselves.
     return torch.empty(stored.size, dtype=dtype, device=like.device if stored.size else "cpu")
-
-
-def _cut(one: _Owned, value: Any) -> Any:
-    """This rank's part of a ``value`` of the parameter's shape; others as they are."""
-    if not isinstance(value, Tensor) or value.shape != one.whole.shape:
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh, placements = one.whole.device_mesh, one.whole.placements
-    return local_part(distribute_tensor(value, mesh, placements, src_data_rank=None))
 
 
 def _on_mesh(like: Tensor, part: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import pickle
 import re
@@ -23,7 +22,6 @@ from typing import IO, Any
 import torch
 from safetensors import safe_open
 from torch.serialization import get_unsafe_globals_in_checkpoint
-from transformers import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
 from hf_mp.trainer.checkpoints.manifest import is_inside
@@ -31,7 +29,6 @@ from hf_mp.trainer.checkpoints.manifest import is_inside
 MAX_JSON_BYTES = 256 * 2**20  # a trainer_state.json with a million log entries has 200 MiB
 MAX_PICKLE_BYTES = 64 * 2**20  # names and shapes in a file of torch.save; those of 10,000 parameters take 5 MB
 
-_COUNTERS = ("global_step", "max_steps", "num_train_epochs", "epoch", "total_flos", "save_steps")
 # What the metadata of shards may name, besides all that torch.distributed.checkpoint.metadata defines.
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _SHARD_NAMES = {
@@ -50,6 +47,11 @@ class Hazard(ValueError):
 def find_hazards(directory: Path) -> list[str]:
     """Why a checkpoint must not be loaded: one line a file, empty where nothing was found."""
     return find_out_of_place(directory) or find_in_files(directory, _hazard)
+
+
+def find_flipped_bits(directory: Path) -> list[str]:
+    """Files of ``torch.save`` whose checksums do not match: one line a file."""
+    return find_in_files(directory, _flipped_bit)
 
 
 def find_out_of_place(directory: Path) -> list[str]:
@@ -133,6 +135,14 @@ def _check_archive(file: IO[bytes]) -> None:
         raise _runs_code(names)
 
 
+def _flipped_bit(path: Path) -> str | None:
+    if path.suffix not in (".pt", ".pth", ".bin"):
+        return None
+    with zipfile.ZipFile(path) as archive:
+        broken = archive.testzip()
+    return None if broken is None else f"is damaged (the checksum of {broken} does not match)"
+
+
 def _runs_code(names: Iterable[str]) -> Hazard:
     return Hazard(
         f"holds pickled objects that may run code when they are loaded ({', '.join(sorted(names))[:200]}): refused. If "
@@ -144,19 +154,6 @@ def _check_index(path: Path) -> None:
     shards = set(read_json(path)["weight_map"].values())
     if outside := [shard for shard in shards if not (isinstance(shard, str) and is_inside(shard))]:
         raise Hazard(f"names a shard outside of the checkpoint: {outside[0]!r:.200}")
-
-
-def _check_trainer_state(path: Path) -> None:
-    content = read_json(path)
-    TrainerState(**content)  # a TypeError for what no state of a Trainer has
-    wrong = [name for name in _COUNTERS if not _counts(content.get(name))]
-    if wrong or not isinstance(content.get("log_history", []), list):
-        name = (*wrong, "log_history")[0]
-        raise Hazard(f"says {name}={content[name]!r:.100}, which no Trainer writes")
-
-
-def _counts(value: Any) -> bool:
-    return value is None or (isinstance(value, (int, float)) and 0 <= value < math.inf)
 
 
 def _check_safetensors(path: Path) -> None:
@@ -209,7 +206,6 @@ _CHECKS: tuple[tuple[str, str, Callable[[Path], Any]], ...] = (
     ),
     (r"(__\d+)?\.metadata", "metadata of shards", _check_shards),
     (r".*\.index\.json", "index of shards", _check_index),
-    (r"trainer_state\.json", "state of a Trainer", _check_trainer_state),
     (r".*\.json", "JSON", read_json),
     (r".*\.safetensors", "whole file of safetensors", _check_safetensors),
 )

@@ -9,9 +9,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from traceback import StackSummary
@@ -29,8 +26,8 @@ from transformers import TrainerCallback
 import hf_mp.trainer.checkpoints.crash_safe_trainer as crash_safe_trainer
 import hf_mp.trainer.checkpoints.in_place as in_place
 from hf_mp import CheckpointError, LossScaleError, MixedPrecisionArguments, NoCheckpointError, Preempted
-from hf_mp.trainer.checkpoints import lock, shards
-from hf_mp.trainer.checkpoints.inspection import find_problems, list_checkpoints, mark_of, rotate
+from hf_mp.trainer.checkpoints import lock, saves, shards
+from hf_mp.trainer.checkpoints.inspection import find_problems, list_checkpoints, rotate
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from hf_mp.trainer.checkpoints.preemption import PREEMPTED_EXIT_CODE, SIGNALS, SignalWatch
 
@@ -71,8 +68,8 @@ def names(folder: Path) -> list[str]:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is logged."""
     found: list[str] = []
-    for level in ("warning", "error"):
-        monkeypatch.setattr(crash_safe_trainer.logger, level, found.append)
+    for module, level in ((crash_safe_trainer, "warning"), (saves, "error")):
+        monkeypatch.setattr(module.logger, level, found.append)
     return found
 
 
@@ -190,7 +187,7 @@ class Failing(TrainerCallback):
 def test_a_run_goes_on_after_a_save_that_failed(tmp_path: Path, number: int, trained: Trained) -> None:
     messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch, pytest.MonkeyPatch.context() as logged:
-        logged.setattr(crash_safe_trainer.logger, "error", messages.append)
+        logged.setattr(saves.logger, "error", messages.append)
         trainer = make(tmp_path / "run", callbacks=[Failing(patch, 4, number)], save_total_limit=1)
         trainer.train()
     (message,) = messages
@@ -207,88 +204,6 @@ def test_a_run_stops_after_a_save_that_failed_where_it_is_to(tmp_path: Path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
 
-# Saves that a thread finishes
-
-
-def test_training_goes_on_while_a_save_is_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[str], trained: Trained
-) -> None:
-    straight, seen = trained()[0], []  # trained before `finish` is replaced
-    finish, may_finish = in_place.finish, threading.Event()
-
-    def slow(checkpoint: Path, *, step: int, **about: Any) -> None:
-        assert threading.current_thread() is not threading.main_thread()
-        if step == 2:
-            assert may_finish.wait(60)
-        if step == 4:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        finish(checkpoint, step=step, **about)
-
-    class Look(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 3:
-                seen.append(find_problems(tmp_path / "checkpoint-2"))
-                may_finish.set()
-
-    monkeypatch.setattr(in_place, "finish", slow)
-    trainer = make(tmp_path, save_in_background=True, callbacks=[Look()])
-    trainer.train()
-    assert seen == [["checkpoint-2.unfinished is there: it was never finished"]]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-6"]
-    assert not any(find_problems(path) for path in list_checkpoints(tmp_path))
-    (message,) = told
-    assert re.search("checkpoint-4 could not be saved: .*No space left.* is .*checkpoint-2. Training goes on", message)
-    assert same(straight, weights(trainer.model))
-
-
-def test_an_error_that_ends_training_waits_for_the_save(tmp_path: Path) -> None:
-    def fail(args: Any, state: Any, *rest: Any, **named: Any) -> None:
-        if state.global_step == 3:
-            raise KeyError("ours")
-
-    callback = TrainerCallback()
-    callback.on_step_end = fail  # type: ignore[method-assign]
-    with pytest.raises(KeyError, match="ours"):
-        make(tmp_path, save_in_background=True, callbacks=[callback]).train()
-    assert names(tmp_path) == ["checkpoint-2"] and not find_problems(tmp_path / "checkpoint-2")
-
-
-KILLED = """
-import os, signal, sys, threading
-from pathlib import Path
-sys.path[:0] = [{shared!r}, {here!r}]
-import test_crash_safe_trainer as tests
-from transformers import TrainerCallback
-
-write = tests.in_place.finish
-def killed(checkpoint, *, step, **about):
-    if step == 4:
-        (checkpoint / "optimizer.pt").write_bytes(b"not on disk yet")
-        threading.Event().wait()
-    write(checkpoint, step=step, **about)
-
-class Kill(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-tests.in_place.finish = killed
-tests.make(Path({folder!r}), save_in_background=True, callbacks=[Kill()]).train()
-"""
-
-
-@pytest.mark.exhaustive
-def test_a_kill_while_a_save_is_finished_costs_that_save_only(tmp_path: Path) -> None:
-    here = Path(__file__).parent
-    code = KILLED.format(shared=str(here.parents[1] / "shared"), here=str(here), folder=str(tmp_path))
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == -signal.SIGKILL
-    assert (tmp_path / "checkpoint-4" / "model.safetensors").is_file() and mark_of(tmp_path / "checkpoint-4").exists()
-    resumed = make(tmp_path, save_in_background=True)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed._resumed_from == tmp_path / "checkpoint-2"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-
-
 def test_an_error_of_the_program_is_no_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(tmp_path)
     monkeypatch.setattr(trainer.model, "save_pretrained", lambda *args, **kwargs: {}["x"])
@@ -300,19 +215,28 @@ def test_an_error_of_the_program_is_no_failed_save(tmp_path: Path, monkeypatch: 
 def test_a_full_disk_under_shards_is_a_failed_save(tmp_path: Path, error: Exception, is_failure: bool) -> None:
     with pytest.raises(CheckpointError) as caught, shards._as_checkpoint_error(tmp_path):
         raise CheckpointException("save", {1: (error, StackSummary())})
-    assert crash_safe_trainer._is_write_failure(caught.value) is is_failure
+    assert saves.is_write_failure(caught.value) is is_failure
 
 
-def test_another_save_failure_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="save_failure='ignore': choose one of continue, stop"):
-        MixedPrecisionArguments(output_dir=str(tmp_path), save_failure="ignore", use_cpu=True)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"save_failure": "ignore"}, "save_failure='ignore': choose one of continue, stop"),
+        ({"save_in_background": True}, "save_in_background=True is gone: leave it out"),
+    ],
+    ids=str,
+)
+def test_settings_of_saves_that_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MixedPrecisionArguments(output_dir=str(tmp_path), use_cpu=True, **settings)
 
 
 # Rotation
 
 
+@pytest.mark.parametrize("contender", ["subclass", "callback"])
 def test_older_ones_are_removed_only_when_the_newer_one_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contender: str
 ) -> None:
     finish, seen = in_place.finish, []
 
@@ -321,7 +245,7 @@ def test_older_ones_are_removed_only_when_the_newer_one_is_whole(
         finish(checkpoint, **about)
 
     monkeypatch.setattr(in_place, "finish", look)
-    trainer = make(tmp_path, save_total_limit=1)
+    trainer = make(tmp_path, contender, save_total_limit=1)
     trainer.train()
     assert seen == [["checkpoint-2"], ["checkpoint-2", "checkpoint-4"], ["checkpoint-4", "checkpoint-6"]]
     assert names(tmp_path) == ["checkpoint-6"]
@@ -371,7 +295,7 @@ class Signal(TrainerCallback):
 
 @pytest.mark.parametrize(
     ("settings", "number"),
-    covering([{}, {"save_strategy": "no"}, {"precision": "fp32"}, {"save_in_background": True}], SIGNALS, together=1),
+    covering([{}, {"save_strategy": "no"}, {"precision": "fp32"}], SIGNALS, together=1),
     ids=str,
 )
 def test_a_signal_ends_the_run_in_a_checkpoint(
@@ -387,12 +311,10 @@ def test_a_signal_ends_the_run_in_a_checkpoint(
     assert same(trained(**settings)[0], weights(resumed.model))
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-def test_a_preempted_run_keeps_its_checkpoint_beside_the_best(tmp_path: Path, in_background: bool) -> None:
+def test_a_preempted_run_keeps_its_checkpoint_beside_the_best(tmp_path: Path) -> None:
     best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
-    settings = {**best, "save_in_background": in_background, "eval_dataset": token_rows(4)}
     with pytest.raises(Preempted):
-        make(tmp_path, **settings, callbacks=[Signal(2, signal.SIGTERM)]).train()
+        make(tmp_path, **best, eval_dataset=token_rows(4), callbacks=[Signal(2, signal.SIGTERM)]).train()
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
 
 
@@ -525,14 +447,6 @@ def test_training_that_cannot_go_on_keeps_what_the_last_good_step_left(tmp_path:
     if strategy == "steps":  # saved at 2, 4, 6: the one of step 4 is the last before two steps in a row were skipped
         assert names(tmp_path / "run") == ["checkpoint-4", "checkpoint-7"]
         assert any("checkpoint-4" in note for note in caught.value.__notes__)
-
-
-def test_a_save_in_a_thread_counts_as_the_last_from_before_steps_were_skipped(tmp_path: Path) -> None:
-    settings = {"loss_scaler_settings": {"max_consecutive_skips": 2}, "save_steps": 3, "save_total_limit": 1}
-    with pytest.raises(LossScaleError) as caught:
-        stuck_from(3, tmp_path, save_in_background=True, **settings).train()
-    *_, last, before = caught.value.__notes__
-    assert "checkpoint-4" in last and "checkpoint-3 is the last checkpoint from before" in before
 
 
 def test_a_run_that_could_not_go_on_does_when_the_cause_is_gone(tmp_path: Path) -> None:

@@ -273,3 +273,44 @@ def test_a_late_failure_is_logged_though_nobody_asks(
     assert "No space left" in str(saved.exception())
     assert "could not be saved: rank 0" in caplog.text and "No space left" in caplog.text
     loops._last.clear()
+
+
+def test_a_loop_resumes_8_bit_states_bit_for_bit(tmp_path: Path) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+
+    def pair(seed: int) -> tuple[nn.Module, Any]:
+        torch.manual_seed(seed)
+        model = nn.Linear(128, 64)
+        return hf_mp.prepare(model, bnb.optim.AdamW8bit(model.parameters(), lr=1e-2), precision="bf16-lean")
+
+    def step(model: nn.Module, optimizer: Any) -> Tensor:
+        loss = model(torch.ones(4, 128)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    model, optimizer = pair(0)
+    step(model, optimizer)
+    hf_mp.save_checkpoint(tmp_path / "checkpoint-1", model, optimizer, 1)
+    other_model, other = pair(1)
+    hf_mp.load_checkpoint(tmp_path, other_model, other)
+    assert any(entry["state1"].dtype is torch.uint8 for entry in other.state.values())
+    assert [step(model, optimizer) for _ in range(3)] == [step(other_model, other) for _ in range(3)]
+
+
+def test_states_of_other_libraries_are_refused(tmp_path: Path) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    model = nn.Linear(128, 64)
+    optimizers = {
+        "bitsandbytes": bnb.optim.AdamW8bit(model.parameters()),
+        "torch": torch.optim.AdamW(model.parameters()),
+    }
+    for name, optimizer in optimizers.items():
+        model(torch.ones(1, 128)).sum().backward()
+        optimizer.step()
+        hf_mp.save_checkpoint(tmp_path / name / "checkpoint-1", model, optimizer, 1)
+    with pytest.raises(hf_mp.CheckpointError, match=r"the state of AdamW8bit, without what AdamW needs \(amsgrad"):
+        hf_mp.load_checkpoint(tmp_path / "bitsandbytes", model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(hf_mp.CheckpointError, match=r"the state of AdamW, without what AdamW8bit needs \(alpha"):
+        hf_mp.load_checkpoint(tmp_path / "torch", model, bnb.optim.AdamW8bit(model.parameters()))

@@ -1,0 +1,164 @@
+"""The saves of one Trainer, stock or ours: in place, marked until they have a manifest, taken back where they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from hf_mp.trainer.checkpoints import in_place, inspection
+from hf_mp.trainer.checkpoints.lock import DirectoryLock
+from hf_mp.trainer.checkpoints.manifest import CheckpointError
+from hf_mp.trainer.session import TrainerSession
+from hf_mp.weights.ranks.placement import is_running
+
+logger = logging.get_logger(__name__)
+
+OTHER_PROCESS = "the process that saves said why"
+
+
+class Saves:
+    """Stands around the saves of ``trainer`` from now on.
+
+    Older checkpoints are removed, and anything is pushed to the hub, once the new one has its manifest. A save that
+    fails is taken back in all processes, and logged; with ``save_failure="stop"`` it ends the training.
+
+    Args:
+        trainer: stock, of another library, or ours.
+        session: gives that of the run; None for saves that are left to the Trainer alone.
+        lock: of a run's directory, held during each save.
+
+    Attributes:
+        has_failed: whether the last save did.
+        before_trouble: the last checkpoint that was saved while steps were not being skipped.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        session: Callable[[], TrainerSession | None],
+        lock: Callable[[Path], AbstractContextManager[Any]] = DirectoryLock,
+    ) -> None:
+        self.has_failed = False
+        self.before_trouble: Path | None = None
+        self._trainer, self._session, self._lock = trainer, session, lock
+        self._errors: list[BaseException] | None = None  # of the save in progress, in this process
+        self._own_save, self._own_save_model = trainer._save_checkpoint, trainer.save_model
+        self._own_push = trainer._push_from_checkpoint
+        # On the instance: it may be of any class, and a subclass may override each of them.
+        vars(trainer).update(_save_checkpoint=self._save, save_model=self._save_model, _push_from_checkpoint=self._push)
+
+    def _save(self, model: Any, trial: Any, *more: Any) -> None:
+        if (session := self._session()) is None:
+            self._own_save(model, trial, *more)
+            return
+        state, args = self._trainer.state, self._trainer.args
+        checkpoint = Path(self._trainer._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        limit, best_before, is_stuck = args.save_total_limit, state.best_model_checkpoint, session.is_stuck
+        errors: list[BaseException] = []
+        self.has_failed, self._errors = True, errors
+        try:
+            with ExitStack() as at_end:
+                # Each part is begun when the one before it went well in every process.
+                self.has_failed = not (
+                    self._went_well(lambda: self._begin(checkpoint, at_end), args.should_save)
+                    and self._went_well(lambda: self._own_save(model, trial, *more))
+                    and self._went_well(lambda: self._complete(checkpoint, session), args.should_save)
+                )
+        finally:
+            self._errors, args.save_total_limit = None, limit
+        if self.has_failed:
+            state.best_model_checkpoint = best_before
+            self._tell(checkpoint, session, errors)
+            return
+        self.before_trouble = self.before_trouble if is_stuck else checkpoint
+        if args.push_to_hub:
+            self._own_push(str(checkpoint))
+        if args.should_save:
+            self._rotate(checkpoint)
+
+    def _begin(self, checkpoint: Path, at_end: ExitStack) -> None:
+        at_end.enter_context(self._lock(checkpoint.parent))
+        at_end.callback(lambda: in_place.take_back(checkpoint) if self.has_failed else None)
+        in_place.begin(checkpoint)
+
+    def _complete(self, checkpoint: Path, session: TrainerSession) -> None:
+        args = self._trainer.args
+        if not args.save_only_model:
+            session.save(checkpoint)
+        about = {"world_size": args.world_size, "precision": str(session.settings.policy)}
+        in_place.complete(checkpoint, step=self._trainer.state.global_step, **about)
+
+    def _went_well(self, part: Callable[[], None], is_mine: bool = True) -> bool:
+        """Do a part of a save, if it is this process's; whether all parts so far went well in every process."""
+        if is_mine:
+            with self._noting_failures():
+                part()
+        return not largest(len(self._errors or ()), self._trainer)
+
+    @contextmanager
+    def _noting_failures(self) -> Iterator[None]:
+        assert self._errors is not None
+        try:
+            yield
+        except BaseException as error:
+            if not (is_write_failure(error) or (self._errors and isinstance(error, Exception))):
+                raise
+            self._errors.append(error)
+
+    def _save_model(self, *args: Any, **kwargs: Any) -> None:
+        is_part = self._errors is not None and kwargs.get("_internal_call", False)
+        # A process that left here would leave the others at the barrier that follows.
+        with self._noting_failures() if is_part else nullcontext():
+            self._own_save_model(*args, **kwargs)
+        if is_part:
+            # From here on, when training_args.bin has it: the Trainer would remove older ones before this one is whole.
+            self._trainer.args.save_total_limit = None
+
+    def _push(self, checkpoint_folder: str) -> None:
+        if self._errors is None:  # else once it is whole
+            self._own_push(checkpoint_folder)
+
+    def _tell(self, checkpoint: Path, session: TrainerSession, errors: list[BaseException]) -> None:
+        first = errors[0] if errors else None
+        message = f"{checkpoint} could not be saved: {first or OTHER_PROCESS}"
+        if self._trainer.args.should_save:
+            message += f"; {inspection.newest_whole_of(checkpoint.parent)}"
+        if session.settings.save_failure == "stop":
+            raise CheckpointError(f"{message}. The run ends here (save_failure='stop')") from first
+        logger.error(f"{message}. Training goes on and tries again at the next save (save_failure='stop' would end it)")
+
+    def _rotate(self, written: Path) -> None:
+        best = self._trainer.state.best_model_checkpoint
+        keep = [Path(path) for path in (best, self.before_trouble) if path]
+        try:
+            inspection.rotate(written.parent, self._trainer.args.save_total_limit, written=written, keep=keep)
+        except OSError as error:
+            logger.warning(f"older checkpoints in {written.parent} could not be removed ({error})")
+
+
+def largest(number: int, trainer: Trainer) -> int:
+    """The largest of ``number`` over all processes."""
+    if not is_running():
+        return number
+    tensor = torch.tensor([number], device=trainer.args.device)
+    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+    return int(tensor.item())
+
+
+def is_write_failure(error: BaseException) -> bool:
+    """Whether ``error`` comes from the disk, in the words of Python, safetensors, torch.save or its sharded form."""
+    if isinstance(error, RuntimeError):
+        text = str(error)
+        return any(part in text for part in ("inline_container", "PytorchStreamWriter", "iostream", "Parent directory"))
+    shards: Any = getattr(error.__cause__ or error, "failures", None)  # of torch.distributed.checkpoint, by rank
+    if isinstance(shards, dict):
+        return any(is_write_failure(failure[0]) for failure in shards.values())
+    return isinstance(error, (OSError, SafetensorError))
