@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +52,16 @@ class Part:
     measured: dict[str, Any] = field(default_factory=dict)
 
 
+Work = Callable[[], Part]
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of the table: what is struck, how many cases are the whole of it, and their pieces of work."""
 
     title: str
     cases: int
-    parts: Callable[[Context, int, int], Iterator[Callable[[], Part]]]
+    parts: Callable[[Context, int, int], list[Work]]
 
 
 @dataclass(frozen=True)
@@ -68,12 +73,11 @@ class Context:
     stock: Cases
 
 
-def one_by_one(case: Callable[[Context, int], Outcome]) -> Callable[[Context, int, int], Iterator[Callable[[], Part]]]:
-    def parts(context: Context, first: int, cases: int) -> Iterator[Callable[[], Part]]:
-        for seed in range(first, first + cases):
-            yield lambda seed=seed: Part([case(context, seed)], 1)  # type: ignore[misc]
+def one_by_one(case: Callable[[Context, int], Outcome]) -> Callable[[Context, int, int], list[Work]]:
+    def one(context: Context, seed: int) -> Part:
+        return Part([case(context, seed)], 1)
 
-    return parts
+    return lambda context, first, cases: [partial(one, context, seed) for seed in range(first, first + cases)]
 
 
 def ranks_of(seed: int) -> int:
@@ -81,58 +85,55 @@ def ranks_of(seed: int) -> int:
     return 2 if seed % 8 in (2, 5) else 1
 
 
-def full_disks(context: Context, first: int, cases: int) -> Iterator[Callable[[], Part]]:
+def full_disks(context: Context, first: int, cases: int) -> list[Work]:
     """One run each: full, read-only and failing disks of one process, and of each of two."""
+
+    def run(ranks: int, struck: int, fault: str) -> Part:
+        outcomes = context.ours.full_disk(ranks=ranks, struck=struck, fault=fault)
+        return Part(outcomes, len(outcomes))
+
     runs = [(1, 0, "ENOSPC"), (2, 0, "ENOSPC"), (2, 1, "ENOSPC"), (1, 0, "EROFS"), (1, 0, "EIO"), (1, 0, "ESTALE")]
-    for ranks, struck, fault in runs if context.ours.strikes_exactly else []:
-        yield lambda r=ranks, s=struck, f=fault: _of_run(context.ours.full_disk(ranks=r, struck=s, fault=f))  # type: ignore[misc]
+    return [partial(run, *one) for one in runs] if context.ours.strikes_exactly else []
 
 
-def _of_run(outcomes: list[Outcome]) -> Part:
-    return Part(outcomes, len(outcomes))
-
-
-def numeric(context: Context, first: int, steps: int) -> Iterator[Callable[[], Part]]:
+def numeric(context: Context, first: int, steps: int) -> list[Work]:
     """Six of ten steps in one process, the others in two; a segment is a run of 100."""
+
+    def run(seed: int, segments: int, ranks: int) -> Part:
+        outcomes = context.ours.numeric(seed, segments=segments, steps=SEGMENT_STEPS, ranks=ranks)
+        counts = {
+            name: sum(int(found) for one in outcomes for found in re.findall(rf"{name} (\d+)", one.where))
+            for name in ("struck", "skipped")
+        }
+        return Part(outcomes, segments * SEGMENT_STEPS, counts)
+
     segments = max(2, steps // SEGMENT_STEPS)
-    for ranks, share in ((1, 0.6), (2, 0.4)):
-        number = max(1, round(segments * share))
-        for begin in range(0, number, 10):
-            count = min(10, number - begin)
-            yield lambda b=begin, c=count, r=ranks: _of_segments(  # type: ignore[misc]
-                context.ours.numeric(first + b, segments=c, steps=SEGMENT_STEPS, ranks=r), c
-            )
+    shares = ((1, max(1, round(segments * 0.6))), (2, max(1, round(segments * 0.4))))
+    return [
+        partial(run, first + begin, min(10, number - begin), ranks)
+        for ranks, number in shares
+        for begin in range(0, number, 10)
+    ]
 
 
-def _of_segments(outcomes: list[Outcome], segments: int) -> Part:
-    counts: Counter[str] = Counter()
-    for outcome in outcomes:
-        for name in ("struck", "skipped"):
-            counts[name] += int(outcome.where.partition(f"{name} ")[2].partition(",")[0] or 0)
-    return Part(outcomes, segments * SEGMENT_STEPS, dict(counts))
+def hostile(context: Context, first: int, cases: int) -> list[Work]:
+    return [partial(lambda name: Part([context.ours.hostile(name)], 1), name) for name in list(HOSTILE)[:cases]]
 
 
-def hostile(context: Context, first: int, cases: int) -> Iterator[Callable[[], Part]]:
-    for name in list(HOSTILE)[:cases]:
-        yield lambda name=name: Part([context.ours.hostile(name)], 1)  # type: ignore[misc]
+def fuzz(context: Context, first: int, cases: int) -> list[Work]:
+    def run(seed: int) -> Part:
+        counts, lost = context.ours.fuzz(seed, min(FUZZ_AT_ONCE, first + cases - seed))
+        return Part(lost, sum(counts.values()), counts)
+
+    return [partial(run, seed) for seed in range(first, first + cases, FUZZ_AT_ONCE)]
 
 
-def fuzz(context: Context, first: int, cases: int) -> Iterator[Callable[[], Part]]:
-    for seed in range(first, first + cases, FUZZ_AT_ONCE):
-        number = min(FUZZ_AT_ONCE, first + cases - seed)
-        yield lambda seed=seed, number=number: _of_fuzz(*context.ours.fuzz(seed, number))  # type: ignore[misc]
-
-
-def _of_fuzz(counts: dict[str, int], lost: list[Outcome]) -> Part:
-    return Part(lost, sum(counts.values()), counts)
-
-
-def soak(context: Context, first: int, steps: int) -> Iterator[Callable[[], Part]]:
+def soak(context: Context, first: int, steps: int) -> list[Work]:
     def run() -> Part:
         measured, outcome = context.ours.soak(steps)
         return Part([outcome], 1, measured)
 
-    yield run
+    return [run]
 
 
 # The longest piece first, so that nobody waits for it at the end.
@@ -173,20 +174,15 @@ def run_rows(arguments: argparse.Namespace, folder: Path, console: Console) -> d
     found: dict[str, Any] = {}
     with Harness(folder) as harness, ThreadPoolExecutor(arguments.jobs) as pool:
         context = Context(*(Cases(harness, kind) for kind in ("ours", "callback", "stock")))
-        _prepare(context, arguments.rows)
         rows_of: dict[Future[Part], str] = {}
         for name in [name for name in ROWS if name in arguments.rows]:
-            row = ROWS[name]
-            cases = max(1, round(row.cases * arguments.share))
-            for work in row.parts(context, arguments.seed, cases):
-                rows_of[pool.submit(_guarded, work, name)] = name
+            cases = max(1, round(ROWS[name].cases * arguments.share))
+            work = ROWS[name].parts(context, arguments.seed, cases)
+            rows_of.update({pool.submit(_guarded, one, name): name for one in work})
         left, parts = Counter(rows_of.values()), {name: list[Part]() for name in arguments.rows}
         for future in as_completed(rows_of):
-            name, part = rows_of[future], future.result()
-            parts[name].append(part)
-            for outcome in part.outcomes:
-                if outcome.lost and name != "stock":
-                    console.print(name, outcome)
+            name = rows_of[future]
+            parts[name].append(future.result())
             left[name] -= 1
             if not left[name]:
                 found[ROWS[name].title] = summarize(parts[name])
@@ -196,24 +192,7 @@ def run_rows(arguments: argparse.Namespace, folder: Path, console: Console) -> d
     return found
 
 
-def _prepare(context: Context, rows: Sequence[str]) -> None:
-    """Make what several cases need, before they run side by side."""
-    if set(rows) & {"kill", "damage", "terminate", "gone", "hostile"}:
-        context.ours.undisturbed()
-        if set(rows) & {"kill", "terminate"}:
-            context.ours.undisturbed(2)
-        if context.ours.strikes_exactly:
-            context.ours.operations()
-    for name, cases in (("callback", context.callback), ("stock", context.stock)):
-        if name in rows:
-            cases.undisturbed()
-            if cases.strikes_exactly:
-                cases.operations()
-    if "callback" in rows:
-        context.callback.undisturbed(2)
-
-
-def _guarded(work: Callable[[], Part], name: str) -> Part:
+def _guarded(work: Work, name: str) -> Part:
     try:
         return work()
     except Exception:  # such as a run that hangs: one lost case, and the others go on
@@ -268,7 +247,7 @@ def run_one(arguments: argparse.Namespace, folder: Path) -> Part:
         return Part([Outcome("fuzz", arguments.seed, name, lost)], 1, {"targets": len(TARGETS)})
     with Harness(folder) as harness:
         context = Context(*(Cases(harness, kind) for kind in ("ours", "callback", "stock")))
-        return next(ROWS[arguments.only].parts(context, arguments.seed, 1))()
+        return ROWS[arguments.only].parts(context, arguments.seed, 1)[0]()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

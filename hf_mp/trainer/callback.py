@@ -92,7 +92,6 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         self.keep_attached = keep_attached
         self._callbacks: list[TrainerCallback] = []  # of the Trainer, while it trains
         self._trains_with: TrainingArguments | None = None
-        self._warned_of_order = False
         settings = SessionSettings.of(None, self._given)
         refuse_lean(settings.policy)
         if precision is not None:
@@ -199,12 +198,6 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
             extend_save(trainer, self)
             if "_save_checkpoint" not in vars(trainer):
                 Saves(trainer, lambda: _session_of(trainer))
-        elif not self._warned_of_order:
-            self._warned_of_order = True
-            logger.warning(
-                "not called by a Trainer: reporters before this callback will not see the loss scale, and checkpoints "
-                "get no manifest"
-            )
 
 
 def _session_of(trainer: Trainer) -> TrainerSession | None:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import CONFIG_NAME
 
-from hf_mp.diagnostics.overflow import attached_runtime, runtime_of
+from hf_mp.diagnostics.overflow import runtime_of
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.checkpoints.atomic import discard, make_staging_folder, publish, sync_tree
 from hf_mp.weights.lean.outside_reads import stores_16_bits
-from hf_mp.weights.lean.split_parameter import SplitParameter, open_master
 from hf_mp.weights.ranks.placement import get_rank, is_dtensor, is_sharded
 
 _OF_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of activation checkpointing and torch.compile
@@ -93,48 +92,6 @@ def save_working_copies(model: nn.Module | MixedPrecision, directory: str | os.P
         _write(attached, state, runtime.policy.compute, target)
     if is_sharded(attached):
         torch.distributed.barrier()
-
-
-def check_handed_over(model: nn.Module, generator: nn.Module) -> None:
-    """Raise a ValueError where ``generator`` does not hold the weights that a forward of ``model`` reads.
-
-    Attached or not; the message names the first parameter that is stale, missing, or of another dtype than the config
-    of a generator says that is not attached.
-    """
-    is_attached = attached_runtime(generator) is not None  # then it computes in what its policy says
-    said = None if is_attached else getattr(getattr(generator, "config", None), "dtype", None)
-    theirs = dict(_weights_read(generator))
-    dtypes = {one.dtype for one in theirs.values()}
-    for (name, copy), parameter in zip(_weights_read(model), model.parameters(), strict=True):
-        if name not in theirs:
-            raise ValueError(f"generated, a {type(generator).__name__}, has no {name}: give a model of the same config")
-        held = theirs[name]
-        # An engine may keep some weights in FP32.
-        is_wide = held.dtype is torch.float32 and said in dtypes
-        if isinstance(said, torch.dtype) and held.dtype is not said and not is_wide:
-            raise ValueError(
-                f"generated says {said} (config.dtype), and its {name} is {held.dtype}: load it with dtype={said}, or "
-                "set config.dtype to what it computes in"
-            )
-        if not _is_rounded(held, copy) and not _is_rounded(held, _master(parameter)):
-            raise ValueError(
-                f"generated has stale weights: its {name} is not that of the model at this step. Hand them over after "
-                "each update: hf_mp.working_copies(model), or hf_mp.save_working_copies and from_pretrained"
-            )
-
-
-def _weights_read(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    if attached_runtime(model) is not None:
-        return working_copies(model)
-    return ((plain_name(name), parameter.detach()) for name, parameter in model.named_parameters())
-
-
-def _master(parameter: nn.Parameter) -> Tensor:
-    return open_master(parameter) if isinstance(parameter, SplitParameter) else parameter.detach()
-
-
-def _is_rounded(held: Tensor, value: Tensor) -> bool:
-    return torch.equal(held.to(value.device), value.to(held.dtype))
 
 
 def _runtime_of(model: Any, caller: str) -> MixedPrecision:

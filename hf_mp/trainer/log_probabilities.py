@@ -16,7 +16,6 @@ from hf_mp.casting.positions import positions_of
 from hf_mp.diagnostics.fp32_reference import IGNORED
 from hf_mp.diagnostics.kept_state import RandomStates
 from hf_mp.diagnostics.overflow import attached_runtime
-from hf_mp.trainer.hand_over import check_handed_over
 
 CLIP_RANGE = 0.2  # of the ratio in PPO and in TRL's GRPO
 _SEEN = ("input_ids", "attention_mask", "labels")  # by generation
@@ -52,7 +51,7 @@ class LogProbabilityGap:
 def log_probability_gap(
     model: Any,
     batch: Mapping[str, Any],
-    generated: Tensor | nn.Module | None = None,
+    generated: Tensor | None = None,
     *,
     new_tokens: int | None = None,
     clip: float = CLIP_RANGE,
@@ -70,8 +69,7 @@ def log_probability_gap(
             of the same shape, the tokens that have one (not -100) are compared: the training forward is given the
             whole batch as it is, TRL's ``fused_lm_head`` included, and generation the tokens one by one.
         generated: log-probabilities of the last N tokens of ``input_ids``, of shape (B, N), as an inference engine
-            returned them; NaN for a token that does not count. Or another model, which must hold the weights of
-            ``model`` and generates in its place. Default None: the model itself generates.
+            returned them; NaN for a token that does not count. Default None: the model itself generates.
         new_tokens: how many are drawn after each prompt in ``batch``, where it has no ``labels``; default 32. They are
             generated one by one, with a KV cache, and the global random state is as before afterwards.
         clip: half the range of the ratio in which PPO and GRPO do not clip; default 0.2.
@@ -85,23 +83,25 @@ def log_probability_gap(
         ValueError: for arguments of generation where nothing is generated; for log-probabilities of another shape,
             positive or infinite ones, and where no token counts; for a ``batch`` with labels of another shape, or with
             tensors that generation does not see (images, and ``position_ids`` other than those that the mask gives, as
-            of packed sequences); for another model whose weights are stale, or of another dtype than its config says
-            (the message names the first).
+            of packed sequences).
+        TypeError: for ``generated`` that is no tensor, such as another model.
     """
-    if "labels" in batch or isinstance(generated, Tensor):
+    if not isinstance(generated, Tensor | None):
+        raise TypeError(
+            f"generated is a {type(generated).__name__}: give the log-probabilities that it returned for the last N "
+            "tokens of input_ids, as a tensor of shape (B, N)"
+        )
+    if "labels" in batch or generated is not None:
         _refuse_drawing(new_tokens, generation)
-    generator = generated if isinstance(generated, nn.Module) else model
-    if generator is not model:
-        check_handed_over(model, generator)
-    with _without_dropout(model), _without_dropout(generator):
-        if isinstance(generated, Tensor):
+    with _without_dropout(model):
+        if generated is not None:
             found = _as_given(model, batch, generated)
         elif "labels" in batch:
-            found = _of_labels(model, generator, batch, temperature)
+            found = _of_labels(model, batch, temperature)
         else:
-            found = _drawn(model, generator, batch, 32 if new_tokens is None else new_tokens, generation)
+            found = _drawn(model, batch, 32 if new_tokens is None else new_tokens, generation)
     before = found.generated[found.counts].double()
-    dtype = generated.dtype if isinstance(generated, Tensor) else _dtype_of(generator)
+    dtype = _dtype_of(model) if generated is None else generated.dtype
     return _compare(found.trained[found.counts].double() - before, before, clip, str(dtype).removeprefix("torch."))
 
 
@@ -113,9 +113,9 @@ def _refuse_drawing(new_tokens: int | None, generation: Mapping[str, Any]) -> No
         )
 
 
-def _dtype_of(generator: nn.Module) -> torch.dtype:
-    runtime = attached_runtime(generator)
-    return next(generator.parameters()).dtype if runtime is None else runtime.policy.compute
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    runtime = attached_runtime(model)
+    return next(model.parameters()).dtype if runtime is None else runtime.policy.compute
 
 
 class _Found(NamedTuple):
@@ -143,14 +143,12 @@ def _as_given(model: Any, batch: Mapping[str, Tensor], generated: Tensor) -> _Fo
     return _Found(_trained(model, ids, _mask(batch), generated.shape[1]), generated, ~generated.isnan())
 
 
-def _drawn(
-    model: Any, generator: Any, batch: Mapping[str, Tensor], new_tokens: int, settings: dict[str, Any]
-) -> _Found:
+def _drawn(model: Any, batch: Mapping[str, Tensor], new_tokens: int, settings: dict[str, Any]) -> _Found:
     prompt, mask = batch["input_ids"], _mask(batch)
     settings = {"do_sample": True, "top_k": 0, "use_cache": True, **settings}
     random_states = RandomStates.now()
     try:
-        drawn = generator.generate(
+        drawn = model.generate(
             prompt,
             attention_mask=mask,
             min_new_tokens=new_tokens,
@@ -167,7 +165,7 @@ def _drawn(
     return _Found(_trained(model, ids, mask, new_tokens), found, torch.ones_like(found, dtype=torch.bool))
 
 
-def _of_labels(model: Any, generator: Any, batch: Mapping[str, Any], temperature: float) -> _Found:
+def _of_labels(model: Any, batch: Mapping[str, Any], temperature: float) -> _Found:
     ids, labels = batch["input_ids"], batch["labels"]
     check_labels(batch)
     counts = counted(batch)
@@ -180,7 +178,7 @@ def _of_labels(model: Any, generator: Any, batch: Mapping[str, Any], temperature
         inputs = {name: value for name, value in batch.items() if name not in ("labels", "logits_to_keep")}
         logits = model(**{**inputs, "use_cache": False}).logits
         trained, temperature = _of_chosen(logits[:, first - 1 : -1], ids[:, first:]), 1.0
-    generated = _generated_again(generator, ids, _mask(batch), first, temperature)
+    generated = _generated_again(model, ids, _mask(batch), first, temperature)
     return _Found(trained, generated, counts[:, first:])
 
 

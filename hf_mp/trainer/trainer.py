@@ -25,7 +25,7 @@ from hf_mp.trainer.calling_trainer import compile_by_blocks, forget_prepared
 from hf_mp.trainer.checkpoints.crash_safe_trainer import CrashSafe
 from hf_mp.trainer.checkpoints.optimizer_shards import see_shards
 from hf_mp.trainer.checkpoints.sharded_trainer import LeanShards
-from hf_mp.trainer.model_card import add_to_card
+from hf_mp.trainer.model_card import extend_card
 from hf_mp.trainer.refusals import refuse_other_precision
 from hf_mp.trainer.save_dtype import extend_save
 from hf_mp.trainer.session import OfSession, TrainerSession
@@ -102,6 +102,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
         if policy.is_mixed:
             compile_by_blocks(self)
         extend_save(self, self)
+        extend_card(self, self)
         super().add_callback(_AfterSteps(self))
 
     # Begin and end
@@ -183,11 +184,6 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the stock Trainer's; training logs also carry ``loss_scale`` and ``skipped_steps``."""
         super().log({**logs, **self.session.log_entries(logs)}, *args, **kwargs)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """As the stock Trainer's, with a section on precision: loss scaling, skipped steps, memory by dtype."""
-        super().create_model_card(*args, **kwargs)
-        add_to_card(self, self.session)
 
     def add_callback(self, callback: Any) -> None:
         """As the stock Trainer's; refuses a :class:`MixedPrecisionCallback`."""

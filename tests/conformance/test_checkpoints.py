@@ -260,19 +260,20 @@ def test_resuming_the_last_checkpoint_of_the_subclass(tmp_path: Path) -> None:
     assert resumed.state.global_step == 6
 
 
+@pytest.mark.parametrize("contender", OURS)
 def test_a_checkpoint_of_the_stock_trainer_resumes_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contender: str
 ) -> None:
     stock = make("stock", tmp_path, max_steps=2)
     stock.train()
-    unscaled = make("callback", tmp_path / "fp32", "fp32")
+    unscaled = make(contender, tmp_path / "fp32", "fp32")
     unscaled.train(resume_from_checkpoint=str(checkpoint(stock, 2)))
     messages: list[str] = []
     monkeypatch.setattr(hf_mp.trainer.session.logger, "warning", messages.append)
-    resumed = make("callback", tmp_path)
+    resumed = make(contender, tmp_path)
     resumed.train(resume_from_checkpoint=str(checkpoint(stock, 2)))
     assert any("has no mixed_precision.json: the loss scale starts anew" in message for message in messages)
-    again = make("callback", tmp_path / "again")
+    again = make(contender, tmp_path / "again")
     again.train(resume_from_checkpoint=str(checkpoint(resumed, 4)))
     assert same(weights(resumed.model), weights(again.model))
 

@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -222,6 +223,7 @@ class Cases:
             self._settings["precision"] = "fp32"
         self._undisturbed: dict[int, tuple[str, float, Path]] = {}
         self._operations = 0
+        self._lock = threading.RLock()  # cases that run side by side need the same undisturbed run
 
     @property
     def strikes_exactly(self) -> bool:
@@ -235,16 +237,16 @@ class Cases:
 
     def undisturbed(self, ranks: int = 1) -> tuple[str, float, Path]:
         """The end of a run that nothing struck, the seconds from its begin to its end, and its folder."""
-        if ranks in self._undisturbed:
+        with self._lock:
+            if ranks not in self._undisturbed:
+                folder = self._new(f"undisturbed-{ranks}")
+                run = self._harness.start(folder, ranks=ranks, save_total_limit=None, **self._settings)
+                run.wait_for("begins")
+                begin = time.monotonic()
+                run.wait()
+                assert run.finished is not None, run.text
+                self._undisturbed[ranks] = (run.finished, time.monotonic() - begin, folder)
             return self._undisturbed[ranks]
-        folder = self._new(f"undisturbed-{ranks}")
-        run = self._harness.start(folder, ranks=ranks, save_total_limit=None, **self._settings)
-        run.wait_for("begins")
-        begin = time.monotonic()
-        run.wait()
-        assert run.finished is not None, run.text
-        self._undisturbed[ranks] = (run.finished, time.monotonic() - begin, folder)
-        return self._undisturbed[ranks]
 
     def _resumed(self, fault: str, seed: int, where: str, folder: Path, ranks: int, *, named: str = "") -> Outcome:
         """Go on after a fault: the run must end as the undisturbed one, and tell what it found."""
@@ -262,10 +264,11 @@ class Cases:
 
     def operations(self) -> int:
         """How many operations on its output directory a run makes."""
-        if not self._operations:
-            run = self._harness.train(self._new("count"), kill_at=10**9, **self._settings)
-            self._operations = int(re.findall(r"^operations (\d+)$", run.text, re.MULTILINE)[0])
-        return self._operations
+        with self._lock:
+            if not self._operations:
+                run = self._harness.train(self._new("count"), kill_at=10**9, **self._settings)
+                self._operations = int(re.findall(r"^operations (\d+)$", run.text, re.MULTILINE)[0])
+            return self._operations
 
     def _wait_at_random(self, folder: Path, chance: random.Random, ranks: int) -> tuple[Run, str]:
         """Start a run and wait for a step and a part of the next: says which."""

@@ -17,7 +17,6 @@ from trainer_runs import (
     arguments,
     logged,
     make_trainer,
-    poisoned,
     same,
     tiny_gpt2,
     token_rows,
@@ -52,33 +51,16 @@ def is_plain(model: nn.Module) -> bool:
 
 
 class Watch(TrainerCallback):
-    """Notes what the other callbacks and the optimizer look like."""
+    """Notes the logs that it is given."""
 
     def __init__(self) -> None:
-        self.seen: list[dict[str, Any]] = []
         self.logs: list[dict[str, Any]] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        rate = kwargs["lr_scheduler"].get_last_lr()[0]
-        overflow = kwargs["optimizer"].step_was_skipped
-        self.seen.append({"weights": weights(kwargs["model"]), "rate": rate, "skipped": overflow})
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.logs.append(dict(kwargs["logs"]))
 
 
 # Attaching and letting go
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_masters_are_made_before_the_optimizer(tmp_path: Path, dtype: torch.dtype) -> None:
-    trainer = trainer_with(MixedPrecisionCallback("fp16"), tmp_path, tiny_gpt2(dtype), optim="adamw_torch")
-    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
-    assert trainer.optimizer is None
-    trainer.train()
-    moments = next(iter(trainer.optimizer.state_dict()["state"].values()))
-    assert moments["exp_avg"].dtype is moments["exp_avg_sq"].dtype is torch.float32
-    assert is_plain(trainer.model)
 
 
 def test_the_model_is_plain_after_training_or_stays_attached(tmp_path: Path) -> None:
@@ -218,30 +200,6 @@ def test_a_forward_that_a_library_puts_over_ours(tmp_path: Path) -> None:
     assert trainer.model.forward.__func__ is over
 
 
-# Steps that are skipped
-
-
-@pytest.mark.parametrize(("contender", "optim"), [("callback", "sgd"), ("subclass", "adamw_torch")])
-def test_a_skipped_step_is_invisible_to_weights_and_lr_scheduler(tmp_path: Path, contender: str, optim: str) -> None:
-    watch = Watch()
-    trainer = make_trainer(
-        contender,
-        "fp16",
-        tiny_gpt2(),
-        arguments(tmp_path, optim=optim, learning_rate=1e-2, max_steps=8),
-        poisoned(Trainer, (3,)),
-        train_dataset=token_rows(),
-        callbacks=[watch],
-    )
-    trainer.train()
-    before, skipped, after = watch.seen[2:5]
-    assert [step["skipped"] for step in watch.seen] == [False, False, False, True, False, False, False, False]
-    assert same(before["weights"], skipped["weights"]) and before["rate"] == skipped["rate"]
-    assert not same(skipped["weights"], after["weights"]) and after["rate"] < skipped["rate"]
-    assert logged(trainer, "skipped_steps") == [0, 0, 0, 1, 1, 1, 1, 1]
-    assert trainer.state.global_step == 8
-
-
 # Logs
 
 
@@ -259,18 +217,6 @@ def test_the_entries_are_in_the_history_and_reach_callbacks_on_both_sides(tmp_pa
     ]
     assert before.logs == after.logs
     assert not any(OURS & set(entry) for entry in trainer.state.log_history if "loss" not in entry)
-
-
-@pytest.mark.parametrize("contender", ["callback", "subclass"])
-def test_tensorboard_gets_the_scale(tmp_path: Path, contender: str) -> None:
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    args = arguments(tmp_path, report_to=["tensorboard"], max_steps=2)
-    make_trainer(contender, "fp16", tiny_gpt2(), args, train_dataset=token_rows()).train()
-    (events,) = tmp_path.rglob("events.out.tfevents*")
-    accumulator = event_accumulator.EventAccumulator(str(events))
-    accumulator.Reload()
-    assert {"train/loss_scale", "train/skipped_steps", "train/headroom"} <= set(accumulator.Tags()["scalars"])
-    assert accumulator.Scalars("train/loss_scale")[0].value == 8192.0
 
 
 def test_a_loss_of_zero_in_the_log_is_explained_on_the_page_about_nan(
@@ -295,19 +241,6 @@ def test_the_scale_is_readable_where_the_trainer_prints_it(
     trainer.train()
     assert "'loss_scale': 16384," in "".join(capsys.readouterr())
     assert logged(trainer, "loss_scale") == [16384]
-
-
-def test_where_the_callbacks_order_cannot_be_seen_it_says_so_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    messages: list[str] = []
-    monkeypatch.setattr(hf_mp.trainer.callback.logger, "warning", messages.append)
-    callback = MixedPrecisionCallback("fp16")
-    trainer = Trainer(tiny_gpt2(), arguments(tmp_path), train_dataset=token_rows())
-    for _ in range(2):
-        callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
-    (message,) = messages
-    assert "reporters before this callback will not see the loss scale" in message
 
 
 def test_moving_to_the_front_leaves_no_callback_out(tmp_path: Path) -> None:
@@ -424,12 +357,6 @@ def test_fp16_of_the_trainer_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(tiny_gpt2(), arguments(tmp_path), train_dataset=token_rows())
     with pytest.raises(ValueError, match=r"fp16=True switches accelerate's.*say precision='fp16', or leave hf_mp out"):
         MixedPrecisionCallback("fp16").on_init_end(args, trainer.state, trainer.control, model=trainer.model)
-
-
-def test_the_environment_of_accelerate_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    with pytest.raises(ValueError, match=r"ACCELERATE_MIXED_PRECISION='bf16' in the environment.*unset it"):
-        trainer_with(MixedPrecisionCallback("fp16"), tmp_path)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

@@ -18,7 +18,7 @@ from torch import nn
 from trainer_runs import arguments, callback_of, make_trainer, poisoned, same, tiny_gpt2, token_rows, weights
 from transformers import Trainer, TrainerCallback
 
-from hf_mp import LossScaleError, MixedPrecisionTrainer, memory_footprint, prepare
+from hf_mp import LossScaleError, memory_footprint, prepare
 
 pytestmark = pytest.mark.usefixtures("without_first_check")
 
@@ -253,10 +253,3 @@ def test_a_last_skipped_step_does_not_freeze_the_next_training(tmp_path: Path, c
     trainer.train()
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     assert len(set(rates)) == 4
-
-
-def test_a_model_that_is_attached_by_hand_is_refused(tmp_path: Path) -> None:
-    model = tiny_gpt2()
-    prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match=r"attached to a MixedPrecision already: call hf_mp\.detach\(model\) first"):
-        MixedPrecisionTrainer(model, arguments(tmp_path), train_dataset=token_rows())

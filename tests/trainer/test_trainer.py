@@ -17,9 +17,8 @@ import pytest
 import torch
 from accelerate.utils import TorchDynamoPlugin
 from torch import Tensor, nn
-from trainer_runs import quick_arguments, same, token_rows
+from trainer_runs import quick_arguments, token_rows
 from transformers import (
-    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     HfArgumentParser,
@@ -34,8 +33,6 @@ import hf_mp.step.gradients
 import hf_mp.trainer.session
 from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer, PrecisionPolicy
 from hf_mp.trainer.calling_trainer import compile_by_blocks, refuse_compiled_whole
-from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME
-from hf_mp.trainer.session import STATE_NAME
 
 Rows = list[dict[str, Tensor]]
 
@@ -124,71 +121,7 @@ def test_people_override_log_without_start_time(tmp_path: Path, gpt2_config: GPT
     Quiet(model_of(gpt2_config), arguments(tmp_path), train_dataset=rows).log({"loss": 1.0})
 
 
-def test_a_checkpoint_without_our_state_resumes_with_a_warning(
-    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = arguments(tmp_path, TrainingArguments, max_steps=2, save_strategy="steps", save_steps=2)
-    Trainer(model_of(gpt2_config), args, train_dataset=rows).train()
-    checkpoint = str(Path(args.output_dir) / "checkpoint-2")
-    ours = MixedPrecisionTrainer(model_of(gpt2_config), arguments(tmp_path / "b", max_steps=4), train_dataset=rows)
-    messages: list[str] = []
-    monkeypatch.setattr(hf_mp.trainer.session.logger, "warning", messages.append)
-    ours.train(resume_from_checkpoint=checkpoint)
-    assert any(f"has no {STATE_NAME}: the loss scale starts anew" in message for message in messages)
-    assert ours.state.global_step == 4
-
-
-def test_a_broken_state_file_is_named(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows) -> None:
-    args = arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
-    MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows).train()
-    state = Path(args.output_dir) / "checkpoint-2" / STATE_NAME
-    (state.parent / MANIFEST_NAME).unlink()
-    state.write_text('{"version": 1}')
-    again = MixedPrecisionTrainer(model_of(gpt2_config), arguments(tmp_path / "b", max_steps=4), train_dataset=rows)
-    with pytest.raises(ValueError, match=f"cannot resume the loss scale from .*{STATE_NAME}"):
-        again.train(resume_from_checkpoint=str(state.parent))
-
-
 # Models and checkpoints
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_fine_tuning_from_a_checkpoint_stored_in_fp16(
-    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, dtype: torch.dtype
-) -> None:
-    model_of(gpt2_config).to(dtype).save_pretrained(tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert model.dtype is dtype
-    args = arguments(tmp_path, precision="fp16" if dtype is torch.float16 else "bf16", max_steps=20)
-    trainer = MixedPrecisionTrainer(model, args, train_dataset=rows, eval_dataset=rows)
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    assert trainer.evaluate()["eval_loss"] < before - 0.01
-    moments = trainer.optimizer.state_dict()["state"][0]
-    assert moments["exp_avg"].dtype is moments["exp_avg_sq"].dtype is torch.float32
-    trainer.save_model()
-    loaded = AutoModelForCausalLM.from_pretrained(args.output_dir)
-    assert loaded.dtype is torch.float32
-    assert same(weights(loaded), weights(trainer.model))
-
-
-def test_model_init_and_a_second_train(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows) -> None:
-    attached: list[bool] = []
-
-    class Watch(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            attached.append(trainer.mixed_precision is not None and trainer.mixed_precision.model is model)
-
-    trainer = MixedPrecisionTrainer(
-        args=arguments(tmp_path, max_steps=3),
-        model_init=lambda: model_of(gpt2_config),
-        train_dataset=rows,
-        callbacks=[Watch()],
-    )
-    trainer.train()
-    first = weights(trainer.model)
-    trainer.train()
-    assert same(first, weights(trainer.model)) and attached == [True] * 6
 
 
 # Arguments and refusals

@@ -64,18 +64,28 @@ def take_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[
     values: dict[str, dict[str, Any]] = {}
     is_cut_into_blocks = _is_of_bitsandbytes(optimizer)
     for one in itertools.chain(*groups):
-        suffix = f"@{get_rank()}{_of_mesh(one)}" if is_cut_into_blocks and is_dtensor(one.whole) else ""
-        for key, value in optimizer.state.get(one.inside, {}).items():
-            if isinstance(value, Tensor):
-                saved = value if suffix else _whole(one, key, value)
-                tensors[f"{PREFIX}{one.name}/{key}{suffix}"] = saved.contiguous()
-            else:
-                values.setdefault(one.name, {})[key] = value
-    settings = [
-        {**{key: _plain(value) for key, value in group.items()}, "params": [one.name for one in owned]}
-        for group, owned in zip(optimizer.param_groups, groups, strict=True)
-    ]
-    return tensors, {"kind": type(_innermost(optimizer)).__name__, "groups": settings, "values": values}
+        by_rank = is_cut_into_blocks and is_dtensor(one.whole)
+        entry = optimizer.state.get(one.inside, {})
+        found = {key: value for key, value in entry.items() if isinstance(value, Tensor)}
+        tensors.update(_by_rank(one, found) if by_rank else _by_name(one, found))
+        if plain := {key: value for key, value in entry.items() if key not in found}:
+            values[one.name] = plain
+    kind = type(_innermost(optimizer)).__name__
+    settings = [_settings(group, owned) for group, owned in zip(optimizer.param_groups, groups, strict=True)]
+    return tensors, {"kind": kind, "groups": settings, "values": values}
+
+
+def _settings(group: Mapping[str, Any], owned: list[_Owned]) -> dict[str, Any]:
+    return {**{key: _plain(value) for key, value in group.items()}, "params": [one.name for one in owned]}
+
+
+def _by_name(one: _Owned, entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{PREFIX}{one.name}/{key}": _whole(one, key, value).contiguous() for key, value in entry.items()}
+
+
+def _by_rank(one: _Owned, entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    suffix = f"@{get_rank()}{_of_mesh(one)}"
+    return {f"{PREFIX}{one.name}/{key}{suffix}": value.contiguous() for key, value in entry.items()}
 
 
 def make_room(

@@ -101,28 +101,6 @@ def test_nothing_stays_of_a_lock_and_two_processes_never_hold_it_at_once(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lock_on_a_file_that_was_removed_meanwhile_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fcntl = pytest.importorskip("fcntl")
-    first, second, third = (DirectoryLock(tmp_path, wait_seconds=0.1) for _ in range(3))
-    first.__enter__()
-    with monkeypatch.context() as patch:
-        real = fcntl.flock
-
-        def others_come_first(descriptor: int, operation: int) -> None:
-            patch.undo()
-            first.__exit__(None, None, None)
-            third.__enter__()
-            real(descriptor, operation)
-
-        patch.setattr(fcntl, "flock", others_come_first)  # the second has opened the file of the first
-        with pytest.raises(CheckpointError, match="in use by another run"):
-            second.__enter__()
-    third.__exit__(None, None, None)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_where_nothing_can_be_locked_the_run_goes_on_with_a_warning(tmp_path: Path, warnings: list[str]) -> None:
     (tmp_path / "file").write_text("in the way")
     with DirectoryLock(tmp_path / "file" / "run"):
