@@ -35,15 +35,18 @@ class MixedPrecisionArguments(PrecisionOptions, TrainingArguments):
     ]
 
     def __post_init__(self) -> None:
-        if isinstance(self.precision, torch.dtype):  # it is saved as text
+        # TrainingArguments are written as JSON, which has no torch.dtype.
+        if isinstance(self.precision, torch.dtype):
             self.precision = spell(self.precision)
         super().__post_init__()
         if not torch.accelerator.is_available():
-            self.dataloader_pin_memory = False  # torch warns, and pins nothing
+            # Without an accelerator torch pins nothing, and warns at each DataLoader.
+            self.dataloader_pin_memory = False
         settings = SessionSettings.of(self, {})
         policy = settings.policy
         if policy.is_mixed:
-            settings.make_scaler()  # refuse wrong settings now
+            # For its errors: wrong settings are refused before a model is loaded.
+            settings.make_scaler()
         else:
             if self.loss_scale is not None or self.loss_scaler_settings:
                 logger.warning("loss_scale has no effect with precision='fp32': nothing is scaled")
@@ -60,8 +63,10 @@ class MixedPrecisionArguments(PrecisionOptions, TrainingArguments):
     @property
     def device(self) -> torch.device:
         """As the stock property, which every training reads: one that would not be in mixed precision ends here."""
+        # A stock Trainer reads no precision and calls no hook of its arguments but this property, in each train().
         caller = sys._getframe(1).f_locals.get("self")
-        if isinstance(caller, Trainer) and getattr(caller, "is_in_train", False):  # which it has not from the start
+        # The attribute is set late in Trainer.__init__, which reads the device before.
+        if isinstance(caller, Trainer) and getattr(caller, "is_in_train", False):
             self._refuse_fp32(caller)
         return super().device
 
@@ -69,7 +74,8 @@ class MixedPrecisionArguments(PrecisionOptions, TrainingArguments):
         is_ours = any(isinstance(one, OfSession) for one in (trainer, *trainer.callback_handler.callbacks))
         if is_ours or not self.precision_policy.is_mixed:
             return
-        trainer.is_in_train = False  # it can still evaluate
+        # train() has set it and does not end here as usual: evaluate() would take the model for one in training.
+        trainer.is_in_train = False
         raise ValueError(
             f"{type(trainer).__name__} does not read precision={self.precision!r}, and would train in FP32: use "
             "MixedPrecisionTrainer, or give it callbacks=[hf_mp.MixedPrecisionCallback()]; if FP32 is what you want, "

@@ -37,7 +37,7 @@ from hf_mp.trainer.settings import PrecisionOptions, SessionSettings
 
 logger = logging.get_logger(__name__)
 
-# Without those of what a Trainer does itself: its optimizer, and what becomes of signals.
+# A callback can neither replace the Trainer's optimizer nor end its training in a checkpoint.
 _OPTIONS = {option.name for option in fields(PrecisionOptions)} - {
     *("precision", "loss_scale", "free_gradients", "save_in_background", "handle_preemption")
 }
@@ -134,6 +134,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         if session.runtime is None:
             session.watch_contract(model)
             return
+        # The Trainer has made its optimizer and loaded a checkpoint by now: what it read is checked before it trains.
         refuse_missing(model, optimizer, trainer)
         if (checkpoint := resumed_checkpoint(trainer)) is not None:
             check_resumed(checkpoint, args)
@@ -175,6 +176,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         """Add the loss scale and its statistics to a training log, also in the history and for later callbacks."""
         if self.session is None or logs is None:
             return
+        # Trainer.log has copied `logs` to the history already, and hands this very dict to the callbacks that follow.
         logs.update(entries := self.session.log_entries(logs))
         latest = state.log_history[-1] if state.log_history else {}
         if "loss" in latest and latest.get("step") == state.global_step:
@@ -196,6 +198,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
             self._callbacks = come_first(self, trainer)
             extend_card(trainer, self)
             extend_save(trainer, self)
+            # Each event may be the first that a callback sees which was added late; once is enough.
             if "_save_checkpoint" not in vars(trainer):
                 Saves(trainer, lambda: _session_of(trainer))
 

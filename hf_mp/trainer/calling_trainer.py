@@ -36,7 +36,7 @@ def extend_method(trainer: Trainer, name: str, around: Callable[..., None]) -> N
 def resumed_checkpoint(trainer: Trainer | None) -> Path | None:
     """What a training of ``trainer`` that begins is resumed from, which a callback is not told."""
     for variables in _callers() if trainer is not None else ():
-        # The argument of train() and of its inner loop, which has it as a path.
+        # Trainer.train and its inner loop have it under this name, the inner one as a path also where True was given.
         checkpoint = variables.get("resume_from_checkpoint")
         if variables.get("self") is trainer and isinstance(checkpoint, (str, os.PathLike)):
             return Path(checkpoint)
@@ -77,6 +77,7 @@ def forget_prepared(trainer: Trainer | None) -> None:
     """
     if trainer is None or trainer.is_in_train or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return
+    # accelerate's prepare_model returns a model with this attribute as it is, without DDP around it.
     if trainer.model_wrapped is trainer.model:
         vars(trainer.model).pop("_is_accelerate_prepared", None)
 

@@ -46,6 +46,7 @@ def check_first_backward(runtime: MixedPrecision, args: TrainingArguments, accel
             refuse_leaks(runtime, lambda: backward(loss, **{**kwargs, "retain_graph": True}))
         backward(loss, **kwargs)
 
+    # On the instance: Trainer.training_step calls accelerator.backward, for which accelerate has no hook.
     accelerator.backward = checked
     return restore
 

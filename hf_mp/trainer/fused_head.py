@@ -37,6 +37,7 @@ def keep_fused_heads_in_fp32(model: nn.Module) -> Callable[[], None]:
 
 def _options(module: nn.Module) -> Iterator[CellType]:
     """The variable of each fused forward among those that ``module`` has over its own."""
+    # TRL's function reads its option from a closure: there is no attribute to set. Others may have wrapped it since.
     forward: Any = module.__dict__.get("forward")
     while forward is not None:
         function = getattr(forward, "__func__", forward)

@@ -44,7 +44,8 @@ class TrainerReporting:
         """Have ``runtime`` recorded if that is asked for, on the first process alone; once for each runtime."""
         settings = self._settings
         if settings.histogram_layers and not settings.histogram_steps and not self._has_warned:
-            self._has_warned = True  # it is told again of the same runtime
+            # begin() is called again at each train(), and where a library has replaced a forward.
+            self._has_warned = True
             logger.warning("histogram_layers has no effect with histogram_steps=0: no histograms are taken")
         self.recorder = None
         if settings.records and args.process_index == 0:
@@ -65,7 +66,7 @@ class TrainerReporting:
     def show_contract(self, contract: PrecisionContract, risks: str, args: TrainingArguments) -> None:
         """Print the contract of a run and its risks, and record it for the page; on the first process alone."""
         if args.process_index == 0:
-            # above the progress bar
+            # tqdm writes it above the progress bar; print would tear the bar apart.
             tqdm.write("\n".join(filter(None, ("precision contract of this run:", str(contract), risks))))
             if self.recorder is not None:
                 self.recorder.note_contract(contract)

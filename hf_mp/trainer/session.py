@@ -100,6 +100,7 @@ class TrainerSession:
             model: of the Trainer.
             measures_norm: have the norm of the gradients measured along with their check, for :meth:`clip_grad_norm`.
         """
+        # save_dtype="original" rounds to what each weight was loaded in, which attaching replaces by FP32.
         if self._model is None or self._model() is not model:
             held = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
             self._loaded_in = {name: one.dtype for name, one in held if one.is_floating_point()}
@@ -222,7 +223,8 @@ class TrainerSession:
         runtime = self.runtime
         if runtime is None:
             return None
-        if runtime.uses_up_gradients:  # they are clipped and used already
+        # An update inside backward has clipped and used them already.
+        if runtime.uses_up_gradients:
             return next(observer.norm for observer in runtime.observers if observer.uses_up_gradients)
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = runtime.layout.clip_grad_norm(given, max_norm)
@@ -240,6 +242,7 @@ class TrainerSession:
 
     def after_step(self, optimizer: Any, callbacks: Iterable[TrainerCallback], step: int) -> None:
         """Show optimizer step ``step``, which has just ended; the first that is not skipped shows the contract."""
+        # A skipped step updated nothing: it does not show in which dtype moments are kept.
         if self._watch is not None and not self._watch.was_skipped:
             model = self._watch.model
             self.contract = self._watch.contract(optimizer, self.saved_dtypes)
@@ -358,5 +361,5 @@ def release(model: nn.Module) -> None:
 
 
 def _runtimes_of(model: nn.Module) -> list[MixedPrecision]:
-    # What a user attached is left alone: attaching again says what to do.
+    # A model that a user attached stays attached: attaching it a second time raises and says what to do.
     return [runtime for runtime in runtimes_of(model) if runtime.is_of_session]

@@ -97,7 +97,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
             self.session.check(model)
         if positional:
             super().__init__(model, args, *positional, **named)
-        else:  # by name: in DPOTrainer, the arguments are not the second parameter
+        else:  # by name: the second parameter of TRL's DPOTrainer is the reference model
             super().__init__(model=model, args=args, **named)
         if policy.is_mixed:
             compile_by_blocks(self)
@@ -113,14 +113,15 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
         try:
             world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
             if world is not None and self.args.parallel_mode is ParallelMode.DISTRIBUTED:
-                # Now: where dtypes differ, DDP fails in torch when it is made.
+                # Before DDP is made, which broadcasts weights of different dtypes into an abort of gloo.
                 compare_settings(world, {"precision": str(self.precision_policy)})
             return super().train(*args, **kwargs)
         finally:
             self.session.end()
 
     def _attach(self) -> None:
-        # Code of one's own may write gradients so that no version counter rises (`.data`, NumPy).
+        # The norm is measured when the backward ends. A training_step or a callback of one's own may change gradients
+        # after that, through `.data` or NumPy, which raises no version counter: then it is measured at the step again.
         writes_late = any(
             type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
             for callback in self.callback_handler.callbacks
@@ -129,10 +130,12 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
         self.session.begin(cast(nn.Module, self.model), measures_norm=is_stock and not writes_late)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        if self.is_in_train:  # a model that model_init made in FP16 would round the weights
+        # train() makes the model anew where there is a model_init: one in FP16 would round the loaded FP32 weights.
+        if self.is_in_train:
             self._attach()
         self._restore_split()
-        if self.is_fsdp_enabled:  # which came after attaching, and loading into 16-bit shards would round
+        # FSDP2 has sharded the stored 16 bits after the model was attached: loading into those would round.
+        if self.is_fsdp_enabled:
             see_shards(self.mixed_precision)
         super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
@@ -141,7 +144,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
         super()._load_best_model()
 
     def _restore_split(self) -> None:
-        # peft makes new FP32 parameters of what is FP16, the halves.
+        # PEFT's loader replaces FP16 parameters by new FP32 ones, and would take the stored halves for such.
         if self.session.settings.policy.is_lean and not self.is_fsdp_enabled:
             self.session.detach()
 
@@ -159,7 +162,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
         """As the stock Trainer's, over FP32 masters and with a guarded ``step``."""
         self._attach()
-        # A second train() gets accelerate's wrapper of the first one back.
+        # super() gives accelerate's wrapper of the first training back in a second train().
         self.optimizer = self.session.take_optimizer(super().create_optimizer(*args, **kwargs))
         return self.optimizer
 

@@ -269,21 +269,26 @@ def main(output_dir: str, settings: dict[str, Any]) -> None:
     limit = _virtual_bytes() + 8 * 2**30
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     signal.alarm(SECONDS)
-    lost: str | None = "it was loaded"
-    try:
-        trainer.train(resume_from_checkpoint=str(checkpoint))
-        lost = None if name in RESUMES else lost
-    except (CheckpointError, ValueError) as error:
-        named = file in str(error) or name.startswith(("weights", "a state", "random"))
-        lost = None if named and len(str(error)) < 4000 else f"the error does not name {file}: {str(error)[:200]}"
-    except BaseException as error:
-        lost = f"{type(error).__name__}: {str(error)[:200]}"
+    lost = resumed(trainer, checkpoint, name)
     signal.alarm(0)
     if touched.exists():
         lost = "code was run"
     elif lost is None and _peak_mib() - before > MOST_MIB:
         lost = f"took {_peak_mib() - before:.0f} MiB"
     print("hostile " + json.dumps(lost), flush=True)
+
+
+def resumed(trainer: Any, checkpoint: Path, name: str) -> str | None:
+    """What goes wrong where a checkpoint is resumed that must be refused by an error which names its file."""
+    file = HOSTILE[name][0]
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    except (CheckpointError, ValueError) as error:
+        named = file in str(error) or name.startswith(("weights", "a state", "random"))
+        return None if named and len(str(error)) < 4000 else f"the error does not name {file}: {str(error)[:200]}"
+    except BaseException as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return None if name in RESUMES else "it was loaded"
 
 
 def build_manifest_of_files(checkpoint: Path) -> str:

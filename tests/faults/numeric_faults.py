@@ -225,9 +225,24 @@ class Run:
         return digest.hexdigest()
 
     def _check(self, number: int, skipped: bool) -> None:
-        masters, copies = self._masters(), {}
+        masters = self._masters()
+        copies = self._check_copies(number, masters)
+        for what, values in {"master": masters, "moment": self._moments(), "working copy": copies}.items():
+            for name, value in values.items():
+                assert value.isfinite().all(), f"step {number}: {what} {name} is not finite"
+        self._check_scale(number)
+        if self.world_size > 1:
+            sums = [float(value.double().sum()) for value in masters.values()]
+            mine = [float(skipped), self.runtime.scaler.get_scale(), *sums]
+            theirs = [torch.zeros(len(mine), dtype=torch.float64) for _ in range(self.world_size)]
+            dist.all_gather(theirs, torch.tensor(mine, dtype=torch.float64))
+            assert all(torch.equal(theirs[0], other) for other in theirs), f"step {number}: processes differ: {theirs}"
+
+    def _check_copies(self, number: int, masters: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The working copies, each of which must be its master's rounding."""
+        copies = {}
+        lean = PrecisionPolicy.parse(self.segment.precision).is_lean
         for name, parameter in self.net.named_parameters():
-            lean = PrecisionPolicy.parse(self.segment.precision).is_lean
             with as_stored():  # the 16 bits of a lean parameter
                 copies[name] = parameter.detach() if lean else self.runtime.layout.copies.get(parameter)
             rounded = masters[name].to(copies[name].dtype)
@@ -235,20 +250,15 @@ class Run:
             # the split BF16 rounds ties away from zero: half a unit, and not both ways
             allowed = 0.0 if not lean else rounded.float().abs() * 2.0**-7
             assert (distance <= allowed).all(), f"step {number}: the working copy of {name} is not its master's"
-        for what, values in {"master": masters, "moment": self._moments(), "working copy": copies}.items():
-            for name, value in values.items():
-                assert value.isfinite().all(), f"step {number}: {what} {name} is not finite"
+        return copies
+
+    def _check_scale(self, number: int) -> None:
         scale, settings = self.runtime.scaler.get_scale(), SCALERS[self.segment.loss_scale]
         constant = 1024.0 if self.segment.loss_scale == "1024" else 1.0
         low, high = settings.get("min_scale", constant), settings.get("max_scale", constant)
         assert low <= scale <= high, f"step {number}: loss scale {scale} is not within {low} and {high}"
         stats = self.runtime.stats
         assert (stats.steps, stats.skipped_steps) == (number + 1, self.skipped), f"step {number}: {stats}"
-        if self.world_size > 1:
-            mine = [float(skipped), scale, *(float(value.double().sum()) for value in masters.values())]
-            theirs = [torch.zeros(len(mine), dtype=torch.float64) for _ in range(self.world_size)]
-            dist.all_gather(theirs, torch.tensor(mine, dtype=torch.float64))
-            assert all(torch.equal(theirs[0], other) for other in theirs), f"step {number}: processes differ: {theirs}"
 
 
 def run_segment(seed: int, steps: int) -> dict[str, Any]:

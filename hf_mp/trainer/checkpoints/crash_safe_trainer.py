@@ -44,7 +44,7 @@ class CrashSafe(_Base):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # train() holds the lock.
+        # Without a lock of its own: train() holds that of the directory, and nobody else gets it.
         self._saves = Saves(self, lambda: self.session, lock=lambda folder: nullcontext())
         self._preemption = PreemptionCallback(SignalWatch(), self._largest)
         self.add_callback(self._preemption)
@@ -63,7 +63,7 @@ class CrashSafe(_Base):
                     watch.start()
                 output = super().train(checkpoint, *args, **kwargs)
                 if not self._preemption.requested and self._largest(int(watch.received is not None)):
-                    # After the last step, as during its save; the best weights may be in the place of the last.
+                    # A signal after the last step: saved as it is, unless the best weights have replaced the last ones.
                     self._preemption.requested = bool(self._last_checkpoint(save=not self.args.load_best_model_at_end))
             except self.stuck_errors as error:
                 self._keep_last_state(error)
@@ -72,7 +72,8 @@ class CrashSafe(_Base):
                 watch.stop()
         if self._preemption.requested:
             self._end_preempted()
-        if watch.received is not None:  # after the last step, whose state is no longer there: as without us
+        # It came when the state of the last step was gone: it does what it would have done without us.
+        if watch.received is not None:
             signal.raise_signal(getattr(signal, watch.received))
         return output
 
@@ -92,7 +93,7 @@ class CrashSafe(_Base):
                 inspection.refuse_problems(Path(wanted))
             return 0
 
-        # The lowest, where each node has a directory of its own.
+        # With save_on_each_node each node has a directory of its own: the lowest step is the one that all of them have.
         step = self._for_all(begin)
         checkpoint = str(run_directory / f"{PREFIX_CHECKPOINT_DIR}-{step}") if wanted is True else wanted
         self._resumed_from = Path(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else None
@@ -138,7 +139,7 @@ class CrashSafe(_Base):
         raise preempted
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        # The stock loop looks whether it is at its end after a step only: resumed there, it would train one step more.
+        # The stock loop asks only after a step whether it is at its end: resumed there, it would take one step more.
         if 0 < self.state.max_steps <= self.state.global_step:
             self.control.should_training_stop = True
         else:
@@ -226,7 +227,7 @@ def _warn_of_other_world_size(checkpoint: Path, world_size: int) -> None:
     try:
         manifest = read_manifest(checkpoint)
     except CheckpointError:
-        return  # of another node: the process that saves has checked it
+        return  # another node's, which this one cannot read: the process that saves there has checked it
     if manifest is not None and manifest.world_size != world_size:
         logger.warning(
             f"{checkpoint} was saved by {manifest.world_size} processes and this run has {world_size}: it goes on, but "

@@ -41,9 +41,11 @@ def begin(checkpoint: Path) -> None:
     """
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     clear_up(checkpoint.parent)
-    if checkpoint.exists() or checkpoint.is_symlink():  # before the mark, which would be taken for the older one's
+    # Before the mark is there, which after a kill in between would have the older one removed.
+    if checkpoint.exists() or checkpoint.is_symlink():
         set_aside(checkpoint)
-    mark_of(checkpoint).unlink(missing_ok=True)  # a link in a stranger's directory would lead the writing elsewhere
+    # A link of that name in a stranger's directory would lead the writing elsewhere.
+    mark_of(checkpoint).unlink(missing_ok=True)
     write_synced(mark_of(checkpoint), "")
     checkpoint.mkdir()
 

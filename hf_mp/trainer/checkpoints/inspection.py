@@ -146,7 +146,8 @@ def rotate(run_directory: Path, limit: int | None, *, written: Path, keep: Colle
     checkpoints = list_checkpoints(run_directory)
     kept = {path.resolve() for path in (written, *keep)}
     removable = [path for path in checkpoints if path.resolve() not in kept]
-    # The step decides where the file system has no times.
+    # By time, as the Trainer removes them: an earlier run may have left higher steps. File systems without times give
+    # equal ones, and the step decides.
     removable.sort(key=lambda path: (not is_damaged(path), path.stat().st_mtime, step_of(path)))
     for checkpoint in removable[: max(0, len(checkpoints) - limit)]:
         remove(checkpoint)

@@ -13,7 +13,7 @@ from hf_mp.trainer.checkpoints.manifest import CheckpointError
 logger = logging.get_logger(__name__)
 
 LOCK_NAME = "_hf_mp.lock"  # a name that the Trainer does not push to the hub
-# A DataLoader's worker holds its run's lock as well, and looks every five seconds whether the run is there.
+# DataLoader's workers inherit the lock of a killed run, and look every five seconds whether their parent is there.
 ORPHAN_SECONDS = 15.0
 
 

@@ -90,7 +90,8 @@ def save_checkpoint(
             {"step": step, "extra": _with_str_keys(extra or {}), "optimizer": plain, "mixed_precision": scale}
         )
     with refused_together():
-        if get_rank() == 0:  # the others wait for it at the end of this block
+        # refused_together() ends with a collective call: the other ranks write when the folder is there.
+        if get_rank() == 0:
             _make_room_for(staged, target)
 
     def complete(files: Mapping[str, FileEntry]) -> None:
@@ -212,7 +213,8 @@ def _find(directory: Path) -> Path:
 def _candidates(directory: Path) -> list[str]:
     """Names of the checkpoints in the directory of a run; "." where it is itself one."""
     if not directory.is_dir() and directory.parent.is_dir():
-        recover(directory.parent, inspection.is_finished)  # a kill between two renames
+        # A kill between the two renames of publish() has left it in the staging folder.
+        recover(directory.parent, inspection.is_finished)
     if not directory.is_dir():
         return []
     if (directory / MANIFEST_NAME).exists() or (directory / SHARDS_FOLDER).exists():

@@ -200,7 +200,7 @@ def _parameter_and_key(name: str) -> tuple[str, str]:
 
 
 def _by_group(optimizer: Any, names: Mapping[str, nn.Parameter]) -> list[list[_Owned]]:
-    # A lean layout's optimizer may still have a shard where it will have this rank's part.
+    # Until the first forward, a lean layout's optimizer has FSDP2's shard in the place of this rank's part of it.
     known = {id(_inside_of(p)): _Owned(name, _inside_of(p), p) for name, p in names.items()}
     for number, group in enumerate(optimizer.param_groups):
         if unknown := [p for p in group["params"] if id(_inside_of(p)) not in known]:

@@ -73,7 +73,7 @@ class SignalWatch:
         name, now = signal.Signals(number).name, time.monotonic()
         if self.received is None:
             self.received, self._since = name, now
-            # Not by logging: the signal may have come while it held its lock.
+            # os.write and not logging: the signal may have come while this thread holds the lock of a log handler.
             _say(f"{name}: saving a checkpoint after this step, then ending; a second signal ends at once\n")
         elif "TORCHELASTIC_RUN_ID" not in os.environ or now - self._since > _FORWARDED_SECONDS:
             _say(f"{name}: a second signal, ending at once\n")

@@ -52,7 +52,8 @@ class Saves:
         self._errors: list[BaseException] | None = None  # of the save in progress, in this process
         self._own_save, self._own_save_model = trainer._save_checkpoint, trainer.save_model
         self._own_push = trainer._push_from_checkpoint
-        # On the instance: it may be of any class, and a subclass may override each of them.
+        # Transformers has no hook before a save, nor between its last file and the removal of older ones. They are set
+        # on the instance, around what its class and subclasses of it do.
         vars(trainer).update(_save_checkpoint=self._save, save_model=self._save_model, _push_from_checkpoint=self._push)
 
     def _save(self, model: Any, trial: Any, *more: Any) -> None:
@@ -115,11 +116,12 @@ class Saves:
 
     def _save_model(self, *args: Any, **kwargs: Any) -> None:
         is_part = self._errors is not None and kwargs.get("_internal_call", False)
-        # A process that left here would leave the others at the barrier that follows.
+        # After it, the stock save waits for all processes at a barrier: one that left here would hang the others.
         with self._noting_failures() if is_part else nullcontext():
             self._own_save_model(*args, **kwargs)
         if is_part:
-            # From here on, when training_args.bin has it: the Trainer would remove older ones before this one is whole.
+            # The Trainer would remove older ones before this one has its manifest. Not sooner than here: the model is
+            # saved along with training_args.bin, which is to say what the user said.
             self._trainer.args.save_total_limit = None
 
     def _push(self, checkpoint_folder: str) -> None:

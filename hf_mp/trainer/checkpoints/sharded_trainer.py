@@ -51,7 +51,7 @@ class LeanShards(_Base):
                 f"{resume_from_checkpoint} has the shards of a lean layout under FSDP2: resume with FSDP2, on any "
                 "number of processes"
             )
-        # Loaded along with the optimizer's state, once that is there.
+        # Nothing now: weights and moments are in one set of shards, read when the optimizer is there.
 
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint), _FOLDER)

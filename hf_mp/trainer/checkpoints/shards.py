@@ -66,7 +66,8 @@ def write_shards(
                 upload.result()
             done.set_result(None)
         except BaseException as error:  # whatever ended the thread: the caller's result() raises it
-            logger.error(str(error))  # that of the last save may never be asked for
+            # Logged as well: nobody may ask for the result of the last save.
+            logger.error(str(error))
             done.set_exception(error)
 
     with _as_checkpoint_error(folder), _quiet():

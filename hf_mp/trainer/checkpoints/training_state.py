@@ -38,7 +38,8 @@ def put(folder: Path, model: nn.Module, optimizer: Any, plain: Mapping[str, Any]
 
 def _load(folder: Path, model: nn.Module, optimizer: Any | None, plain: Mapping[str, Any]) -> None:
     with refused_together(), loaded_state.naming(folder, "the state"):
-        tensors, first = model_tensors(model)  # FSDP2 shards what a forward left whole, before it is asked for names
+        # First the state dict: FSDP2 then shards again what a forward left whole, and parameters by name are others.
+        tensors, first = model_tensors(model)
         names, layout = named_parameters(model), read_layout(folder)
         compare(tensors, layout)
         state = {} if optimizer is None else make_room(optimizer, names, layout, plain)

@@ -161,6 +161,7 @@ def _check_safetensors(path: Path) -> None:
         pass
 
 
+# torch reads this file with the plain unpickler (FileSystemReader.read_metadata), so what it names is looked at before.
 class _ShardMetadataReader(pickle.Unpickler):
     """Reads the metadata of ``torch.distributed.checkpoint``, and refuses every other class or function."""
 
