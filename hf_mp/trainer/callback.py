@@ -198,13 +198,11 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
             self._callbacks = come_first(self, trainer)
             extend_card(trainer, self)
             extend_save(trainer, self)
-            # Each event may be the first that a callback sees which was added late; once is enough.
-            if "_save_checkpoint" not in vars(trainer):
-                Saves(trainer, lambda: _session_of(trainer))
+            Saves(trainer, lambda: _session_of(trainer))
 
 
 def _session_of(trainer: Trainer) -> TrainerSession | None:
-    """That of the callback that ``trainer`` has now, which it may have made anew from a checkpoint; None with FP32."""
+    """That of the callback that ``trainer`` has now; None without one, and with FP32."""
     callbacks = trainer.callback_handler.callbacks
     found = next((callback for callback in callbacks if isinstance(callback, MixedPrecisionCallback)), None)
     return None if found is None or found.mixed_precision is None else found.session

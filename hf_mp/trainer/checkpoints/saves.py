@@ -13,6 +13,7 @@ from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from hf_mp.trainer.calling_trainer import extend_method
 from hf_mp.trainer.checkpoints import in_place, inspection
 from hf_mp.trainer.checkpoints.lock import DirectoryLock
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
@@ -50,15 +51,14 @@ class Saves:
         self.before_trouble: Path | None = None
         self._trainer, self._session, self._lock = trainer, session, lock
         self._errors: list[BaseException] | None = None  # of the save in progress, in this process
-        self._own_save, self._own_save_model = trainer._save_checkpoint, trainer.save_model
-        self._own_push = trainer._push_from_checkpoint
-        # Transformers has no hook before a save, nor between its last file and the removal of older ones. They are set
-        # on the instance, around what its class and subclasses of it do.
-        vars(trainer).update(_save_checkpoint=self._save, save_model=self._save_model, _push_from_checkpoint=self._push)
+        # Transformers has no hook before a save, nor between its last file and the removal of older ones.
+        extend_method(trainer, "_save_checkpoint", self._save)
+        extend_method(trainer, "save_model", self._save_model)
+        extend_method(trainer, "_push_from_checkpoint", self._push)
 
-    def _save(self, model: Any, trial: Any, *more: Any) -> None:
+    def _save(self, own: Callable[..., None], model: Any, trial: Any, *more: Any) -> None:
         if (session := self._session()) is None:
-            self._own_save(model, trial, *more)
+            own(model, trial, *more)
             return
         state, args = self._trainer.state, self._trainer.args
         checkpoint = Path(self._trainer._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
@@ -70,7 +70,7 @@ class Saves:
                 # Each part is begun when the one before it went well in every process.
                 self.has_failed = not (
                     self._went_well(lambda: self._begin(checkpoint, at_end), args.should_save)
-                    and self._went_well(lambda: self._own_save(model, trial, *more))
+                    and self._went_well(lambda: own(model, trial, *more))
                     and self._went_well(lambda: self._complete(checkpoint, session), args.should_save)
                 )
         finally:
@@ -81,7 +81,7 @@ class Saves:
             return
         self.before_trouble = self.before_trouble if is_stuck else checkpoint
         if args.push_to_hub:
-            self._own_push(str(checkpoint))
+            self._trainer._push_from_checkpoint(str(checkpoint))
         if args.should_save:
             self._rotate(checkpoint)
 
@@ -114,19 +114,19 @@ class Saves:
                 raise
             self._errors.append(error)
 
-    def _save_model(self, *args: Any, **kwargs: Any) -> None:
+    def _save_model(self, own: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         is_part = self._errors is not None and kwargs.get("_internal_call", False)
         # After it, the stock save waits for all processes at a barrier: one that left here would hang the others.
         with self._noting_failures() if is_part else nullcontext():
-            self._own_save_model(*args, **kwargs)
+            own(*args, **kwargs)
         if is_part:
             # The Trainer would remove older ones before this one has its manifest. Not sooner than here: the model is
             # saved along with training_args.bin, which is to say what the user said.
             self._trainer.args.save_total_limit = None
 
-    def _push(self, checkpoint_folder: str) -> None:
+    def _push(self, own: Callable[..., None], checkpoint_folder: str) -> None:
         if self._errors is None:  # else once it is whole
-            self._own_push(checkpoint_folder)
+            own(checkpoint_folder)
 
     def _tell(self, checkpoint: Path, session: TrainerSession, errors: list[BaseException]) -> None:
         first = errors[0] if errors else None
