@@ -9,8 +9,6 @@ from fuzzing import TARGETS, Target, run_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_mp import PrecisionPolicy
-
 pytestmark = pytest.mark.filterwarnings("ignore")
 SLOW = {"config files": 15, "checkpoint files": 40, "optimizer states": 60}
 
@@ -25,17 +23,6 @@ def test_our_errors_only(name: str) -> None:
             assert run_case(name, seed) is None
 
     check()
-
-
-@settings(max_examples=200, deadline=None, database=None)
-@given(st.text() | st.lists(st.sampled_from(["params", "compute", "=", ",", "fp16", "loss_scale", "1e5"])).map("".join))
-def test_any_text_is_a_policy_or_a_value_error(text: str) -> None:
-    try:
-        policy = PrecisionPolicy.parse(text)
-    except ValueError as error:
-        assert str(error)
-    else:
-        assert PrecisionPolicy.parse(str(policy)) == policy
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), AttributeError("x"), ValueError("")])
