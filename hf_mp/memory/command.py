@@ -19,8 +19,8 @@ from hf_mp.memory.html_page import check_writable, write_whole
 from hf_mp.memory.page import render_page
 from hf_mp.memory.parallel import Bandwidth
 from hf_mp.memory.precisions import SHOWN_PRESETS, TRAINING_PRESETS, parse_preset
+from hf_mp.memory.report import MemoryReport, gather_report
 from hf_mp.memory.report import as_json as report_as_json
-from hf_mp.memory.report import gather_report
 from hf_mp.memory.sizes import parse_size
 from hf_mp.memory.tables import render
 from hf_mp.policy import spell
@@ -41,44 +41,51 @@ def run(
     **settings: Any,
 ) -> str:
     """Gather the report and return the text to print; with ``html``, also write the page."""
-    if as_json and html is not None:
-        raise ValueError("--json and --html are both given: choose one, or run twice")
     if html is not None:
+        if as_json:
+            raise ValueError("--json and --html are both given: choose one, or run twice")
         check_writable(html)
-    gpu_bytes = None if gpu is None else parse_size(gpu)
-    rates = None if bandwidth is None else Bandwidth.parse(bandwidth)
-    if settings["ranks"] == 1 and (rates is not None or settings["parallel"] != "fsdp2"):
+    if settings["ranks"] == 1 and (bandwidth, settings["parallel"]) != (None, "fsdp2"):
         raise ValueError("--bandwidth and --parallel are for several ranks: say how many, as --ranks 64")
-    presets = _presets(precision)
-    train = train or gpu is not None or precision is not None or settings["ranks"] > 1
     quiet_libraries()
     with _told_progress() as tell:
         report = gather_report(
             model,
             config_only=config_only,
-            train=train,
+            train=any((train, gpu, precision, settings["ranks"] > 1)),
             measure=measure,
-            gpu_bytes=gpu_bytes,
-            bandwidth=rates,
-            presets=presets,
+            gpu_bytes=None if gpu is None else parse_size(gpu),
+            bandwidth=None if bandwidth is None else Bandwidth.parse(bandwidth),
+            presets=_presets(precision),
             progress=tell,
-            device=device or ("cuda" if not measure or torch.cuda.is_available() else "cpu"),
+            device=device or _default_device(measure),
             **settings,
         )
     if as_json:
         return json.dumps(report_as_json(report), indent=2, allow_nan=False) + "\n"
-    console = Console()
-    with console.capture() as capture:
-        console.print(render(report, console.width))
-    lines = capture.get().splitlines()
-    if precision is None and (train or measure):
-        others = [name for name in TRAINING_PRESETS if name not in presets]
-        sentence = f"{len(others)} more with --precision all, or one by its name: {', '.join(others)}"
-        lines += ["", *textwrap.wrap(sentence, console.width, break_on_hyphens=False)]
+    lines = _printed(report, others=precision is None)
     if html is not None:
         write_whole(html, render_page(report))
         lines.append(f"{html} is written: {html.stat().st_size / 1024:,.0f} KiB, open it in a browser")
-    return "".join(f"{line.rstrip()}\n" for line in lines)
+    return "\n".join([*lines, ""])
+
+
+def _default_device(measure: bool) -> str:
+    """What is predicted for: a GPU, except where steps are also taken and there is none."""
+    return "cpu" if measure and not torch.cuda.is_available() else "cuda"
+
+
+def _printed(report: MemoryReport, *, others: bool) -> list[str]:
+    """The lines of the tables, and where ``others`` is true those that name the presets that were not asked for."""
+    console = Console()
+    with console.capture() as capture:
+        console.print(render(report, console.width))
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    if others and report.training:
+        left = [name for name in TRAINING_PRESETS if name not in SHOWN_PRESETS]
+        sentence = f"{len(left)} more with --precision all, or one by its name: {', '.join(left)}"
+        lines += ["", *textwrap.wrap(sentence, console.width, break_on_hyphens=False)]
+    return lines
 
 
 def _presets(precision: Sequence[str] | None) -> tuple[str, ...]:

@@ -65,21 +65,32 @@ def _attention(
     width = query.shape[-1]
     is_flash = query.dtype in LOWER_PRECISION_DTYPES and attn_mask is None
     if is_flash and value.shape[-1] == width <= _FLASH_HEAD_DIM:  # DeepSeek's heads have narrower values
-        scale = width**-0.5 if scale is None else scale
-        padded = [F.pad(tensor, (0, -width % 8)) if width % 8 else tensor for tensor in (query, key, value)]
-        flash = torch.ops.aten._scaled_dot_product_flash_attention.default
-        output = flash(*padded, dropout_p, is_causal, False, scale=scale)[0]
-        return output[..., :width] if width % 8 else output
+        return _flash_attention(query, key, value, dropout_p, is_causal, scale)
     if enable_gqa and query.shape[-3] != key.shape[-3]:  # only the flash kernel shares heads
         mathematics = torch.ops.aten._scaled_dot_product_attention_math.default
         return mathematics(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
-    if attn_mask is not None:
-        if attn_mask.dtype is torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask.logical_not(), -torch.inf)
-        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    bias = None if attn_mask is None else _as_bias(attn_mask, query.dtype).expand(*query.shape[:-1], key.shape[-2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    return efficient(query, key, value, attn_mask, needs_gradient, dropout_p, is_causal, scale=scale)[0]
+    return efficient(query, key, value, bias, needs_gradient, dropout_p, is_causal, scale=scale)[0]
+
+
+def _flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None
+) -> Tensor:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    if not (missing := -query.shape[-1] % 8):
+        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    # The kernel takes heads whose width is a multiple of 8.
+    padded = [F.pad(tensor, (0, missing)) for tensor in (query, key, value)]
+    return flash(*padded, dropout_p, is_causal, False, scale=scale)[0][..., :-missing]
+
+
+def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as the memory-efficient kernel takes it: added to the scores."""
+    if mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask.logical_not(), -torch.inf)
 
 
 class FakeSplitParameter(SplitParameter, FakeTensor):
@@ -108,33 +119,38 @@ class AnswerAsIfAllWentWell(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_dtensors(types):
             return NotImplemented
+        answer = self._answer(func, args, kwargs or {})
+        if answer is not None:
+            return answer
+        result = func(*args, **(kwargs or {}))
+        self._follow(result, func, args)
+        return result
+
+    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a call gives that a fake tensor, or its meta function, has no answer to; None for all others."""
         if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return _scalar(args[0])
         if func is _aten.equal.default and isinstance(args[0], FakeTensor):
-            return not args[1].is_floating_point() or args[1].untyped_storage()._cdata in self._exact_in_16_bits
+            return not args[1].is_floating_point() or _storage(args[1]) in self._exact_in_16_bits
         if func is _aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
-            return _grouped_product(*args, **(kwargs or {}))
-        if func.namespace == "bitsandbytes" and (found := _without_outliers(func, args)) is not None:
-            return found
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            if result.dtype is torch.float32:
-                self._follow(result, func, args)
-        else:  # new memory, which may lie where some lay that is gone
-            self._exact_in_16_bits.difference_update(t.untyped_storage()._cdata for t in tensors_in(result))
-        return result
+            return _grouped_product(*args, **kwargs)
+        return _without_outliers(func, args) if func.namespace == "bitsandbytes" else None
 
-    def _follow(self, result: Tensor, func: Any, args: Any) -> None:
-        key = result.untyped_storage()._cdata
+    def _follow(self, result: Any, func: Any, args: Any) -> None:
+        """Note which memory holds what was cast from 16 bits; new memory may lie where some lay that is gone."""
         source = args[0] if args and isinstance(args[0], Tensor) else None
-        source_key = None if source is None else source.untyped_storage()._cdata
-        exact = self._exact_in_16_bits
-        if source_key == key:
-            return
-        if source is not None and func in _COPIES and (source.dtype in LOWER_PRECISION_DTYPES or source_key in exact):
-            exact.add(key)
-        else:
-            exact.discard(key)  # it may lie where one did that is gone
+        from_16_bits = source is not None and (
+            source.dtype in LOWER_PRECISION_DTYPES or _storage(source) in self._exact_in_16_bits
+        )
+        for made in tensors_in(result):
+            if from_16_bits and func in _COPIES:
+                self._exact_in_16_bits.add(_storage(made))
+            elif source is None or _storage(made) != _storage(source):
+                self._exact_in_16_bits.discard(_storage(made))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _scalar(tensor: FakeTensor) -> bool | float:

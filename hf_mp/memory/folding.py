@@ -67,24 +67,16 @@ def left_in_16_bits(footprints: Mapping[str, MemoryFootprint]) -> dict[str, list
     }
 
 
-def kept_shares(footprints: Mapping[str, MemoryFootprint]) -> dict[str, float]:
-    """By quantized precision, the share of its bytes that stacked weights (of three dimensions) have in 16 bits."""
-    return {
-        precision: sum(row.total_bytes for row in rows if len(row.shape) > 2) / footprints[precision].total_bytes
-        for precision, rows in left_in_16_bits(footprints).items()
-    }
-
-
 def kept_sentences(footprints: Mapping[str, MemoryFootprint]) -> list[str]:
     """One sentence for each quantized precision that leaves stacked weights, of three dimensions, as they were."""
-    sentences, shares = [], kept_shares(footprints)
+    sentences = []
     for precision, rows in left_in_16_bits(footprints).items():
         if kept := [row for row in rows if len(row.shape) > 2]:
+            share = sum(row.total_bytes for row in kept) / footprints[precision].total_bytes
             names = ", ".join(row.name for row in kept[:4]) + (f" and {len(kept) - 4} more" if len(kept) > 4 else "")
             sentences.append(
-                f"{PRECISIONS[precision].label}: {shares[precision]:.0%} of these bytes stay in {kept[0].dtype}. "
-                "bitsandbytes quantizes the weights of linear layers, and these are stacked experts or the like: "
-                f"{names}"
+                f"{PRECISIONS[precision].label}: {share:.0%} of these bytes stay in {kept[0].dtype}. bitsandbytes "
+                f"quantizes the weights of linear layers, and these are stacked experts or the like: {names}"
             )
     return sentences
 

@@ -201,18 +201,28 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, str, Kind, Tensor]]:
             yield name, path, Kind.BUFFER, buffer
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(path, recurse=False, remove_duplicate=False):
-            for gradient in gradients_of(parameter):
-                yield f"{name}.grad", path, Kind.GRADIENT, gradient
-            kind = Kind.MASTER_WEIGHTS if isinstance(parameter, SplitParameter) else Kind.QUANTIZATION_STATE
-            kept = {key: value for key, value in vars(parameter).items() if key not in _GRADIENTS}
-            for suffix, tensor in _inside(kept):
+            for suffix, kind, tensor in _beside(parameter):
                 yield f"{name}.{suffix}", path, kind, tensor
-        for name, value in vars(module).items():
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
+        for name, kind, tensor in _attributes(module):
+            yield _join(path, name), path, kind, tensor
+
+
+def _beside(parameter: nn.Parameter) -> Iterator[tuple[str, Kind, Tensor]]:
+    """What a parameter holds besides its value: gradients, remainders of a split one, bitsandbytes' state."""
+    for gradient in gradients_of(parameter):
+        yield "grad", Kind.GRADIENT, gradient
+    kind = Kind.MASTER_WEIGHTS if isinstance(parameter, SplitParameter) else Kind.QUANTIZATION_STATE
+    for name, tensor in _inside({key: value for key, value in vars(parameter).items() if key not in _GRADIENTS}):
+        yield name, kind, tensor
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Kind, Tensor]]:
+    """The tensors in plain attributes of a module."""
+    for attribute, value in vars(module).items():
+        if attribute not in ("_parameters", "_buffers", "_modules"):
             kind = Kind.QUANTIZATION_STATE if _is_bitsandbytes(value) else Kind.ATTRIBUTE
-            for suffix, tensor in _inside({name: value}):
-                yield _join(path, suffix), path, kind, tensor
+            for name, tensor in _inside({attribute: value}):
+                yield name, kind, tensor
 
 
 def gradients_of(parameter: nn.Parameter) -> list[Tensor]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -15,7 +14,6 @@ import torch
 import transformers
 from huggingface_hub import HfApi
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.quantizers import AutoHfQuantizer
@@ -36,10 +34,8 @@ _TASKS = (
     modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-# Larger than any existing model: DeepNet has 1,000 layers; the largest have 10^13 parameters in 200,000 tensors.
+# DeepNet, the deepest model, has 1,000. A configuration lists its layers as soon as it is made, before a model is.
 MOST_LAYERS = 10_000
-MOST_TENSORS = 500_000
-MOST_ELEMENTS = 10**15
 _COUNTS = re.compile(r"(n|num)_.*(layers?|blocks?|experts?)|.*_layers|depth")
 
 # Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", table 2, and the released checkpoints.
@@ -153,27 +149,6 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     )
 
 
-@contextlib.contextmanager
-def _counted_parameters() -> Iterator[None]:
-    """Raise ValueError while a model is created with more tensors or elements than any model has."""
-    tensors = elements = 0
-
-    def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        nonlocal tensors, elements
-        tensors, elements = tensors + 1, elements + (0 if parameter is None else parameter.numel())
-        if tensors > MOST_TENSORS or elements > MOST_ELEMENTS:
-            raise ValueError(
-                f"a model of more than {MOST_TENSORS:,} parameter tensors, or {MOST_ELEMENTS:,} parameters, is larger "
-                "than any: look at its configuration"
-            )
-
-    handle = register_module_parameter_registration_hook(count)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def skeleton(config: PreTrainedConfig, precision: str, *, double_quant: bool = False) -> PreTrainedModel:
     """The model that :func:`hf_mp.load` would load, on the meta device.
 
@@ -182,7 +157,7 @@ def skeleton(config: PreTrainedConfig, precision: str, *, double_quant: bool = F
     dtype = parse_precision(precision).dtype
     kind = model_class(config)
     try:
-        with torch.device("meta"), _counted_parameters():
+        with torch.device("meta"):
             model: PreTrainedModel = kind._from_config(copy.deepcopy(config), dtype=dtype)
     except RuntimeError as error:  # a tensor with more bytes than torch can count
         raise ValueError(f"no {kind.__name__} of this configuration: {first_line(error)}") from error
@@ -261,26 +236,12 @@ def load(
 
 def replace_tensors(model: nn.Module, device: torch.device) -> nn.Module:
     """Give a model new tensors of the same shapes on ``device``, with the same ties; fake in a FakeTensorMode."""
-    memo: dict[int, Tensor] = {}
+    renewed: dict[int, Tensor] = {}
 
-    def renew(tensor: Any) -> Tensor:
-        if id(tensor) not in memo:
-            whole = tensor.detach()
-            local = local_part(whole)
-            new = torch.empty_strided(local.shape, local.stride(), dtype=tensor.dtype, device=device)
-            if is_dtensor(whole):
-                layout = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-                new = type(whole).from_local(new, whole.device_mesh, whole.placements, **layout)
-            if isinstance(tensor, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-                storage = tensor.untyped_storage()._cdata
-                for name, value in vars(tensor).items():  # bitsandbytes keeps codes and scales there
-                    if isinstance(value, Tensor):  # and the weight itself by a second name
-                        is_weight = value.shape == tensor.shape and value.untyped_storage()._cdata == storage
-                        value = new.detach() if is_weight else renew(value)
-                    setattr(new, name, value)
-            memo[id(tensor)] = new
-        return memo[id(tensor)]
+    def renew(tensor: Tensor) -> Tensor:
+        if id(tensor) not in renewed:
+            renewed[id(tensor)] = _renewed(tensor, device, renew)
+        return renewed[id(tensor)]
 
     for module in model.modules():
         for registry in (module._parameters, module._buffers, vars(module)):
@@ -288,3 +249,30 @@ def replace_tensors(model: nn.Module, device: torch.device) -> nn.Module:
                 if isinstance(value, Tensor):
                     registry[name] = renew(value)  # type: ignore[assignment]
     return model
+
+
+def _renewed(tensor: Tensor, device: torch.device, renew: Callable[[Tensor], Tensor]) -> Tensor:
+    """A tensor like this one, or a parameter with its attributes, of which ``renew`` makes new tensors."""
+    new = _empty_like(tensor, device)
+    if not isinstance(tensor, nn.Parameter):
+        return new
+    new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+    storage = tensor.untyped_storage()._cdata
+    for name, value in vars(tensor).items():
+        if isinstance(value, Tensor):
+            # bitsandbytes keeps codes and scales there, and the weight itself by a second name.
+            is_weight = value.shape == tensor.shape and value.untyped_storage()._cdata == storage
+            value = new.detach() if is_weight else renew(value)
+        setattr(new, name, value)
+    return new
+
+
+def _empty_like(tensor: Any, device: torch.device) -> Tensor:
+    """Memory on ``device`` that is laid out as ``tensor``, also as the part of a DTensor."""
+    whole = tensor.detach()
+    local = local_part(whole)
+    new = torch.empty_strided(local.shape, local.stride(), dtype=tensor.dtype, device=device)
+    if not is_dtensor(whole):
+        return new
+    layout = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+    return cast(Tensor, type(whole).from_local(new, whole.device_mesh, whole.placements, **layout))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hf_mp.environment.machine import describe_hardware, package_versions
 from hf_mp.memory import tables
@@ -42,30 +42,12 @@ class Timeline(NamedTuple):
 
 def render_page(report: MemoryReport) -> str:
     """The page as text, with all input escaped."""
-    estimates = {preset: row.estimate for preset, row in report.training.items()}
     return page_template("memory/page.html.j2").render(
+        **_loaded(report),
+        **_trained(report),
         report=report,
-        loaded=[
-            (PRECISIONS[name].label, footprint.total_bytes, sorted(footprint.by_dtype.items()))
-            for name, footprint in report.footprints.items()
-        ],
-        loaded_scale=1.02 * max([1, *(footprint.total_bytes for footprint in report.footprints.values())]),
-        dtypes=sorted({dtype for footprint in report.footprints.values() for dtype in footprint.by_dtype}),
-        trained=[
-            (TRAINING_PRESETS[name].label, estimate.peak_bytes, estimate.bytes_by_category.items())
-            for name, estimate in estimates.items()
-        ],
-        trained_scale=1.02 * max([report.gpu_bytes or 1, *(step.peak_bytes for step in estimates.values())]),
         slug=slug,
-        categories=_categories([moment for estimate in estimates.values() for moment in estimate.timeline]),
-        timelines=[
-            timeline(TRAINING_PRESETS[name].label, step.timeline, step.peak_bytes, step.peak_phase)
-            for name, step in estimates.items()
-        ],
-        first=next(iter(estimates.values()), None),
         tables=tables,
-        parameter_header=[PRECISIONS[name].label for name in report.footprints],
-        trees=[(PRECISIONS[name].label, fold_tree(footprint.tree)) for name, footprint in report.footprints.items()],
         presets=TRAINING_PRESETS,
         category_list=list(Category),
         width=WIDTH,
@@ -74,6 +56,30 @@ def render_page(report: MemoryReport) -> str:
         versions=package_versions(),
         hardware=describe_hardware(),
     )
+
+
+def _loaded(report: MemoryReport) -> dict[str, Any]:
+    """What the page shows of the loaded model, by precision."""
+    found = {PRECISIONS[name].label: footprint for name, footprint in report.footprints.items()}
+    return {
+        "loaded": [(label, one.total_bytes, sorted(one.by_dtype.items())) for label, one in found.items()],
+        "loaded_scale": 1.02 * max([1, *(one.total_bytes for one in found.values())]),
+        "dtypes": sorted({dtype for one in found.values() for dtype in one.by_dtype}),
+        "parameter_header": list(found),
+        "trees": [(label, fold_tree(one.tree)) for label, one in found.items()],
+    }
+
+
+def _trained(report: MemoryReport) -> dict[str, Any]:
+    """What the page shows of a training step, by preset."""
+    steps = {TRAINING_PRESETS[name].label: row.estimate for name, row in report.training.items()}
+    return {
+        "first": next(iter(steps.values()), None),
+        "trained": [(label, step.peak_bytes, step.bytes_by_category.items()) for label, step in steps.items()],
+        "trained_scale": 1.02 * max([report.gpu_bytes or 1, *(step.peak_bytes for step in steps.values())]),
+        "categories": _categories([moment for step in steps.values() for moment in step.timeline]),
+        "timelines": [timeline(label, s.timeline, s.peak_bytes, s.peak_phase) for label, s in steps.items()],
+    }
 
 
 def timeline(label: str, moments: Sequence[Moment], peak_bytes: int, peak_phase: Phase) -> Timeline:

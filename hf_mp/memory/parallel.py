@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from hf_mp.casting.nested import tensors_in
 from hf_mp.weights.ranks.placement import check_heads, has_dtensors
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ class CommunicationRecorder(TorchDispatchMode):
             nodes = {rank // self._node_size for rank in torch.distributed.get_process_group_ranks(group)}
             name, passes = _kind(func)
             tensor_bytes = self._ops.get_comm_tensor_size(func, result, args, kwargs or {})
-            key = name, ranks, str(_first_dtype(args)).removeprefix("torch."), len(nodes) == 1
+            dtype = next((tensor.dtype for tensor in tensors_in(args)), None)
+            key = name, ranks, str(dtype).removeprefix("torch."), len(nodes) == 1
             calls, sent = self._found.get(key, (0, 0))
             self._found[key] = calls + 1, sent + passes * tensor_bytes * (ranks - 1) // ranks
         return result
@@ -117,41 +119,24 @@ _KINDS = {
 }
 
 
-def _first_dtype(values: Any) -> torch.dtype | None:
-    for value in values:
-        if isinstance(value, Tensor):
-            return value.dtype
-        if isinstance(value, (list, tuple)) and (found := _first_dtype(value)) is not None:
-            return found
-    return None
-
-
-class Rank:
-    """Rank 0 of a :class:`Spread`, as far as a training step is concerned."""
-
-    def __init__(self, spread: Spread, mesh: DeviceMesh | None) -> None:
-        self._spread, self._mesh = spread, mesh
-        self.communication = CommunicationRecorder(spread.node_size) if spread.ranks > 1 else None
-
-    def shard(self, model: nn.Module) -> nn.Module:
-        """``model`` under FSDP2, block by block, as accelerate's plugin wraps it; under others as it is."""
-        if self._mesh is None:
-            return model
-        from torch.distributed.fsdp import fully_shard
-
-        for block in blocks_of(model):
-            fully_shard(block, mesh=self._mesh)
-        fully_shard(model, mesh=self._mesh)
+def shard(model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
+    """``model`` under FSDP2, block by block, as accelerate's plugin wraps it; without a mesh as it is."""
+    if mesh is None:
         return model
+    from torch.distributed.fsdp import fully_shard
 
-    def reduce_gradients(self, forward: Any, *, has_hook: bool) -> Any:
-        """The forward of a model under DDP, with ``has_hook`` of its layout's own reduction; under others as it is."""
-        if self._spread.ranks == 1 or self._spread.parallel != "ddp":
-            return forward
-        ddp = DistributedDataParallel(forward, init_sync=False)
-        if not has_hook:
-            ddp.register_comm_hook(None, lambda state, bucket: _all_reduce(bucket.buffer()))
-        return ddp
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def reduce_gradients(forward: Any, *, has_hook: bool) -> Any:
+    """The forward of a model under DDP, with ``has_hook`` of its layout's own reduction."""
+    ddp = DistributedDataParallel(forward, init_sync=False)
+    if not has_hook:
+        ddp.register_comm_hook(None, lambda state, bucket: _all_reduce(bucket.buffer()))
+    return ddp
 
 
 def _make_tensor_parallel(model: PreTrainedModel, ranks: int) -> None:
@@ -181,15 +166,18 @@ def _all_reduce(gradients: Tensor) -> torch.futures.Future[Tensor]:
 
 
 @contextlib.contextmanager
-def one_rank_of(spread: Spread, device: torch.device, model: nn.Module) -> Iterator[Rank]:
+def one_rank_of(spread: Spread, device: torch.device, model: nn.Module) -> Iterator[DeviceMesh | None]:
     """Be rank 0 of ``spread.ranks``, of which no other exists, on ``device``; ``model``, on meta, is spread for "tp".
+
+    Yields:
+        The mesh that FSDP2 shards over, None without it.
 
     Raises:
         ValueError: for a model that cannot be tensor parallel on so many ranks.
         RuntimeError: where this process is one of several that do exist.
     """
     if spread.ranks == 1:
-        yield Rank(spread, None)
+        yield None
         return
     import torch.distributed as distributed
 
@@ -201,7 +189,7 @@ def one_rank_of(spread: Spread, device: torch.device, model: nn.Module) -> Itera
             if spread.parallel == "tp":
                 _make_tensor_parallel(cast(PreTrainedModel, model), spread.ranks)
             with _accepted_by_torch(device):
-                yield Rank(spread, make_mesh(spread))
+                yield make_mesh(spread)
         finally:
             distributed.destroy_process_group()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import warnings
 from collections.abc import Callable, Sequence
@@ -70,32 +69,22 @@ def gather_report(
     if measure and spread.ranks > 1:
         raise ValueError(f"measure=True takes a step in this process alone, not on {spread.ranks} ranks: leave out one")
     unavailable: dict[str, str] = {}
-    training: dict[str, TrainingRow] = {}
     footprints: dict[str, MemoryFootprint] = {}
-    refused: Exception | None = None
     for precision in precisions:
         progress(f"counting the bytes of {PRECISIONS[precision].label}")
         try:
             footprints[precision] = _footprint(model, config, precision, config_only)
         except ImportError as error:
             unavailable[precision] = str(error)
-    for number, preset in enumerate(presets if train or measure else (), start=1):
+
+    def row_of(number: int, preset: str) -> TrainingRow:
         where = f"{TRAINING_PRESETS[preset].label} ({number} of {len(presets)})"
-        tell = functools.partial(lambda where, step: progress(f"{step} in {where}"), where)
-        try:
-            training[preset] = _training_row(model, preset, measure, gpu_bytes, settings, tell)
-        except ImportError as error:
-            unavailable[preset] = str(error)
-        except (ValueError, RuntimeError) as error:  # what training on real ranks would raise as well
-            if spread.ranks == 1:
-                raise
-            unavailable[preset] = f"not on several ranks: {error}"
-            refused = refused or error
-    if refused is not None and not training:
-        raise ValueError(str(refused)) from refused
+        return _training_row(model, preset, measure, gpu_bytes, settings, lambda step: progress(f"{step} in {where}"))
+
+    training = _training_rows(presets, row_of, spread, unavailable) if train or measure else {}
     planned = skeleton(config, "fp32")
     return MemoryReport(
-        model=model if isinstance(model, str) else model.name if isinstance(model, Path) else type(planned).__name__,
+        model=model if isinstance(model, str) else getattr(model, "name", type(planned).__name__),
         architecture=model_class(config).__name__,
         parameters=planned.num_parameters(),
         counted_from="configuration" if config_only else "loaded weights",
@@ -105,6 +94,31 @@ def gather_report(
         gpu_bytes=gpu_bytes,
         bandwidth=bandwidth,
     )
+
+
+def _training_rows(
+    presets: Sequence[str], row_of: Callable[[int, str], TrainingRow], spread: Spread, unavailable: dict[str, str]
+) -> dict[str, TrainingRow]:
+    """The rows of all presets, the reasons for missing ones in ``unavailable``.
+
+    Raises:
+        ValueError: where several ranks refuse all of them; for one process, whatever a preset raises.
+    """
+    rows: dict[str, TrainingRow] = {}
+    refused: Exception | None = None
+    for number, preset in enumerate(presets, start=1):
+        try:
+            rows[preset] = row_of(number, preset)
+        except ImportError as error:
+            unavailable[preset] = str(error)
+        except (ValueError, RuntimeError) as error:  # what training on real ranks would raise as well
+            if spread.ranks == 1:
+                raise
+            unavailable[preset] = f"not on several ranks: {error}"
+            refused = refused or error
+    if refused is not None and not rows:
+        raise ValueError(str(refused)) from refused
+    return rows
 
 
 def _footprint(model: ModelLike, config: Any, precision: str, config_only: bool) -> MemoryFootprint:

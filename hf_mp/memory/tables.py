@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import textwrap
 from collections.abc import Iterator, Mapping
 
 from rich.box import SIMPLE_HEAD
@@ -11,12 +11,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hf_mp.memory.folding import fold_parameters, kept_sentences, kept_shares, left_in_16_bits
+from hf_mp.memory.folding import fold_parameters, kept_sentences, left_in_16_bits
 from hf_mp.memory.footprint import Kind, MemoryFootprint
 from hf_mp.memory.ledger import Category
+from hf_mp.memory.parallel import Collective
 from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS
 from hf_mp.memory.report import MemoryReport, TrainingRow
 from hf_mp.memory.sizes import in_one_unit, readable
+from hf_mp.memory.training import TrainingMemory
 from hf_mp.policy import compute_dtypes
 
 LOADED_HEADER = (
@@ -53,12 +55,8 @@ def loaded_rows(footprints: Mapping[str, MemoryFootprint]) -> list[tuple[str, ..
 
 
 def what_it_is(report: MemoryReport) -> str:
-    """Class and size of the model, and how much of its quantized forms are stacked experts in 16 bits."""
-    shares = [
-        f"{share:.0%} of {PRECISIONS[name].label}" for name, share in kept_shares(report.footprints).items() if share
-    ]
-    kept = f"; experts stay in 16 bits: {', '.join(shares)}" if shares else ""
-    return f"{report.architecture}, {report.parameters:,} parameters, from its {report.counted_from}{kept}"
+    """Class and size of the model, and what they were counted from."""
+    return f"{report.architecture}, {report.parameters:,} parameters, from its {report.counted_from}"
 
 
 def difference_rows(footprints: Mapping[str, MemoryFootprint]) -> list[tuple[str, ...]]:
@@ -127,18 +125,20 @@ def communication_rows(report: MemoryReport) -> list[tuple[str, ...]]:
     The agreement on one number is left out.
     """
     sent: dict[str, dict[str, str]] = {}
-    for preset, row in report.training.items():
-        for one in row.estimate.communication:
+    estimates = {preset: row.estimate for preset, row in report.training.items()}
+    for preset, estimate in estimates.items():
+        for one in estimate.communication:
             if one.sent_bytes >= 1024:
-                where = "" if one.within_node else " of several machines"
-                name = f"{one.name} of {one.ranks} ranks{where}, {_SENT.get(one.dtype, one.dtype)}"
-                sent.setdefault(name, {})[preset] = readable(one.sent_bytes)
-    rows = [(name, *(found.get(preset, "") for preset in report.training)) for name, found in sent.items()]
-    if report.bandwidth is not None and rows:
-        estimates = [row.estimate for row in report.training.values()]
-        times = [report.bandwidth.seconds(one.communication) for one in estimates]
-        rows.append(("time to send", *(_milliseconds(one) for one in times)))
+                sent.setdefault(_collective(one), {})[preset] = readable(one.sent_bytes)
+    rows = [(name, *(found.get(preset, "") for preset in estimates)) for name, found in sent.items()]
+    if rows and (rates := report.bandwidth) is not None:
+        rows.append(("time to send", *(_milliseconds(rates.seconds(one.communication)) for one in estimates.values())))
     return rows
+
+
+def _collective(one: Collective) -> str:
+    where = "" if one.within_node else " of several machines"
+    return f"{one.name} of {one.ranks} ranks{where}, {_SENT.get(one.dtype, one.dtype)}"
 
 
 def _milliseconds(seconds: float) -> str:
@@ -166,21 +166,21 @@ def render(report: MemoryReport, width: int) -> Iterator[RenderableType]:
         yield Text(f"{name} is missing: {reason}")
 
 
-def _training_parts(report: MemoryReport, width: int) -> Iterator[RenderableType]:
-    first = next(iter(report.training.values())).estimate
-    s = first.settings
-    place = "a GPU" if first.device == "cuda" else "a CPU"
+def _step_title(estimate: TrainingMemory) -> str:
+    s = estimate.settings
+    place = "a GPU" if estimate.device == "cuda" else "a CPU"
     title = f"One training step on {place}: {s.batch_size} x {s.seq_len} tokens"
     title += f", {s.accumulation_steps} micro-batches" if s.accumulation_steps > 1 else ""
     title += ", gradient checkpointing" if s.gradient_checkpointing else ""
-    title += f", one of {s.ranks} ranks, {s.parallel}" if s.ranks > 1 else ""
+    return title + (f", one of {s.ranks} ranks, {s.parallel}" if s.ranks > 1 else "")
+
+
+def _training_parts(report: MemoryReport, width: int) -> Iterator[RenderableType]:
+    first = next(iter(report.training.values())).estimate
     # Terminals are narrow: presets are columns, categories are rows.
     header = ("at the peak", *(TRAINING_PRESETS[preset].label for preset in report.training))
     rows = list(zip(TRAINING_HEADER, *training_rows(report.training), strict=True))[1:]
-    worst = [row.estimate.worst_routing_bytes for row in report.training.values()]
-    if any(worst):
-        rows.insert(1, ("with the worst routing", *(readable(size or 0) for size in worst)))
-    yield from _tables(title, header, rows, width)
+    yield from _tables(_step_title(first), header, rows, width)
     if rows := communication_rows(report):
         yield from _tables("Sent by each rank in a step, which receives as much", ("", *header[1:]), rows, width)
     if first.device == "cuda":
@@ -233,9 +233,5 @@ def _table(
 
 def _at_dots(name: str, width: int) -> str:
     """A name in lines of at most ``width`` characters that end at its dots, where there are enough of them."""
-    lines = [""]
-    for part in re.findall(r"[^.]+\.?", name):
-        if lines[-1] and len(lines[-1]) + len(part) > width:
-            lines.append("  ")
-        lines[-1] += part
-    return "\n".join(lines)
+    spaced = textwrap.fill(name.replace(".", ". "), width, subsequent_indent="  ", break_long_words=False)
+    return spaced.replace(". ", ".")

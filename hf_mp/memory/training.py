@@ -27,7 +27,15 @@ from hf_mp.environment.libraries import quiet_bitsandbytes
 from hf_mp.memory.fake_tensors import STAND_IN, AnswerAsIfAllWentWell, kernels_of_a_gpu
 from hf_mp.memory.ledger import Category, Phase, StepProfile, profile_step
 from hf_mp.memory.models import ModelLike, find_config, replace_tensors, skeleton
-from hf_mp.memory.parallel import Collective, CommunicationRecorder, Parallel, Spread, one_rank_of
+from hf_mp.memory.parallel import (
+    Collective,
+    CommunicationRecorder,
+    Parallel,
+    Spread,
+    one_rank_of,
+    reduce_gradients,
+    shard,
+)
 from hf_mp.memory.precisions import TrainingPreset, parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.sizes import largest_first, readable
@@ -76,8 +84,6 @@ class TrainingMemory(StepProfile):
         allocator_peak_bytes: the allocator's own peak, with the workspace of kernels; None if not requested.
         process_peak_bytes: peak resident memory of the process during the measurement; None for an estimate.
         communication: what one of several ranks sends and receives in a step, by collective.
-        worst_routing_bytes: the peak where all tokens choose the same experts, None without stacked experts. It is
-            ``peak_bytes``: grouped and batched products hold a row for each token and chosen expert, whichever it is.
     """
 
     model: str
@@ -88,7 +94,6 @@ class TrainingMemory(StepProfile):
     allocator_peak_bytes: int | None = None
     process_peak_bytes: int | None = None
     communication: tuple[Collective, ...] = ()
-    worst_routing_bytes: int | None = None
 
     def __repr__(self) -> str:
         step = f"{self.settings.batch_size} x {self.settings.seq_len} tokens"
@@ -187,11 +192,12 @@ def estimate_training_memory(
     planned = skeleton(config, preset.loaded)
     kind, parameters = type(planned), planned.num_parameters()
     prepared = prepare_model(planned, settings)
-    with one_rank_of(spread, target, prepared) as rank, _fake_tensors(target):
-        trainee = make_trainee(rank.shard(replace_tensors(prepared, target)), kind, settings, target)
-        has_hook = trainee.runtime is not None and trainee.runtime.policy.wire is not torch.float32
-        trainee.forward = rank.reduce_gradients(trainee.forward, has_hook=has_hook)
-        trainee.communication = rank.communication
+    communication = CommunicationRecorder(node_size) if ranks > 1 else None
+    with one_rank_of(spread, target, prepared) as mesh, _fake_tensors(target):
+        trainee = make_trainee(shard(replace_tensors(prepared, target), mesh), kind, settings, target)
+        trainee.communication = communication
+        if communication is not None and parallel == "ddp":
+            _reduce_gradients(trainee)
         if trainee.runtime is not None:  # a scaler keeps no fake tensors, and an update joins gradients of one scale
             scaler = trainee.runtime.scaler
             scaler.scale_tensors = functools.cache(scaler.scale_tensors)  # type: ignore[method-assign]
@@ -203,9 +209,14 @@ def estimate_training_memory(
         settings=settings,
         device=device,
         measured=False,
-        communication=() if rank.communication is None else rank.communication.collectives(),
-        worst_routing_bytes=profile.peak_bytes if any(map(has_stacked_experts, prepared.modules())) else None,
+        communication=() if communication is None else communication.collectives(),
     )
+
+
+def _reduce_gradients(trainee: Trainee) -> None:
+    """Put DDP around the forward; a runtime's layout may have its own reduction."""
+    has_hook = trainee.runtime is not None and trainee.runtime.policy.wire is not torch.float32
+    trainee.forward = reduce_gradients(trainee.forward, has_hook=has_hook)
 
 
 @contextlib.contextmanager
@@ -251,14 +262,7 @@ def make_settings(
     asked = TrainingSettings(
         spell(precision), batch_size, seq_len, optimizer=optimizer or preset.optimizer or default, **settings
     )
-    for name, least in {"batch_size": 1, "accumulation_steps": 1, "seq_len": 2}.items():
-        value = getattr(asked, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r} is not possible: use a whole number from {least} on")
-    if positions is not None and seq_len > positions:
-        raise ValueError(
-            f"seq_len={seq_len} is longer than the {positions} positions that the model has: use at most {positions}"
-        )
+    _check_sizes(asked, positions)
     if preset.optimizer not in (None, asked.optimizer):
         raise ValueError(
             f"precision={precision!r} is about optimizer={preset.optimizer!r}: leave optimizer out, or choose another "
@@ -271,6 +275,18 @@ def make_settings(
             "none: use 1 of them"
         )
     return asked
+
+
+def _check_sizes(settings: TrainingSettings, positions: int | None) -> None:
+    for name, least in {"batch_size": 1, "accumulation_steps": 1, "seq_len": 2}.items():
+        value = getattr(settings, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}={value!r} is not possible: use a whole number from {least} on")
+    if positions is not None and settings.seq_len > positions:
+        raise ValueError(
+            f"seq_len={settings.seq_len} is longer than the {positions} positions that the model has: use at most "
+            f"{positions}"
+        )
 
 
 def prepare_model(model: PreTrainedModel, settings: TrainingSettings) -> nn.Module:

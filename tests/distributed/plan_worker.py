@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedConfig
 
 from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
-from hf_mp.memory.parallel import Rank, Spread, make_mesh
+from hf_mp.memory.parallel import CommunicationRecorder, Spread, make_mesh, shard
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.training import make_settings, make_trainee, prepare_model, record_steps
 from hf_mp.weights.ranks.placement import has_dtensors
@@ -49,19 +49,17 @@ class LettingGo(TorchDispatchMode):
 def count(folder: str, parallel: Any, kind: str, preset: str) -> dict[str, Any]:
     spread = Spread(distributed.get_world_size(), parallel, NODE_SIZE)
     settings = make_settings(config(kind), preset, ranks=spread.ranks, parallel=parallel, node_size=NODE_SIZE)
-    rank = Rank(spread, make_mesh(spread))
     loaded: Any = tensor_parallel_worker.loaded(folder, kind) if kind else GPT2LMHeadModel(config(kind))
     if kind:  # on a CPU, Transformers loads the rows of a rank as a view of the whole weight
         loaded.load_state_dict({name: p.detach().clone() for name, p in loaded.named_parameters()}, assign=True)
-    model = rank.shard(prepare_model(loaded, settings))
+    model = shard(prepare_model(loaded, settings), make_mesh(spread))
     trainee = make_trainee(model, type(loaded), settings, torch.device("cpu"))
-    trainee.communication = rank.communication
+    trainee.communication = communication = CommunicationRecorder(NODE_SIZE)
     if parallel == "ddp":
         trainee.forward = DistributedDataParallel(model)
     with LettingGo():
         profile = record_steps(trainee, MemoryRecorder(torch.device("cpu")))
-    assert rank.communication is not None
-    return {"collectives": rank.communication.collectives(), "peak_bytes": profile.peak_bytes}
+    return {"collectives": communication.collectives(), "peak_bytes": profile.peak_bytes}
 
 
 def main() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_mp.memory.fake_tensors import AnswerAsIfAllWentWell
+from hf_mp.memory.fake_tensors import STAND_IN, AnswerAsIfAllWentWell, kernels_of_a_gpu
 
 FP16 = torch.float16
 
@@ -71,3 +74,82 @@ def test_grouped_products_have_the_shapes_of_their_kernels(dtype: torch.dtype) -
     assert shape((16, 32), (32, 24)) == [4, 16, 24]  # the gradient of the experts
     assert shape((4, 32, 16), (16, 32)) == [32, 32]
     assert shape((4, 32, 16), (4, 16, 24), offsets=False) == [4, 32, 24]
+
+
+class Called(TorchDispatchMode):
+    """The names of the ops that were called, and the arguments of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arguments: dict[str, tuple[Any, ...]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.arguments[func.overloadpacket.__name__] = args
+        return func(*args, **(kwargs or {}))
+
+
+FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "value_width", "mask", "kernel"),
+    [
+        (FP16, 16, 16, None, FLASH),
+        (FP16, 12, 12, None, FLASH),  # padded to 16
+        (FP16, 512, 512, None, EFFICIENT),
+        (FP16, 16, 8, None, EFFICIENT),
+        (FP16, 16, 16, torch.bool, EFFICIENT),
+        (FP16, 16, 16, FP16, EFFICIENT),
+        (torch.float32, 16, 16, None, EFFICIENT),
+    ],
+    ids=str,
+)
+def test_attention_runs_in_the_kernel_of_a_gpu(
+    dtype: torch.dtype, width: int, value_width: int, mask: torch.dtype | None, kernel: str
+) -> None:
+    query, key = (torch.empty(2, 4, 6, width, dtype=dtype, device=STAND_IN, requires_grad=True) for _ in range(2))
+    value = torch.empty(2, 4, 6, value_width, dtype=dtype, device=STAND_IN)
+    bias = None if mask is None else torch.empty(6, 6, dtype=mask, device=STAND_IN)
+    with kernels_of_a_gpu(), Called() as called:
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+    assert {FLASH, EFFICIENT} & called.arguments.keys() == {kernel}
+    assert (output.shape, output.dtype) == ((2, 4, 6, value_width), dtype)
+    if kernel == EFFICIENT:
+        _, _, _, added, keeps_sums, *_ = called.arguments[kernel]
+        assert keeps_sums and (added is None) == (mask is None)
+        assert added is None or (added.shape, added.dtype) == ((2, 4, 6, 6), dtype)
+    else:
+        assert called.arguments[kernel][0].shape[-1] == 16
+
+
+def test_only_the_flash_kernel_shares_heads_and_only_gradients_need_sums() -> None:
+    query, key = (torch.empty(2, heads, 6, 16, device=STAND_IN) for heads in (4, 2))
+    with kernels_of_a_gpu(), Called() as called:
+        assert F.scaled_dot_product_attention(query, key, key, enable_gqa=True).shape == (2, 4, 6, 16)
+        assert EFFICIENT not in called.arguments
+        F.scaled_dot_product_attention(query, query, query, enable_gqa=True)
+    assert called.arguments[EFFICIENT][4] is False
+
+
+def test_dropout_saves_a_mask_of_bytes_in_training_alone() -> None:
+    x = torch.empty(4, requires_grad=True, device=STAND_IN)
+    with kernels_of_a_gpu():
+        assert "NativeDropout" in type(F.dropout(x, 0.5).grad_fn).__name__
+        assert F.dropout(x, 0.5, training=False) is x and F.dropout(x, 0.0) is x
+
+
+def test_an_island_of_autocast_can_be_made() -> None:
+    is_available = torch.amp.autocast_mode.is_autocast_available
+    with kernels_of_a_gpu():
+        found = [torch.amp.autocast_mode.is_autocast_available(name) for name in (STAND_IN.type, "cpu", "fpga")]
+    assert found == [True, True, False] and not is_available(STAND_IN.type)
+
+
+def test_int8_finds_no_outliers() -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    codes, _, outliers = bitsandbytes.functional.int8_vectorwise_quant(torch.empty(3, 8, dtype=FP16), threshold=6.0)
+    assert (codes.shape, codes.dtype, outliers.numel()) == ((3, 8), torch.int8, 0)
+    x, weight, scales = torch.empty(3, 8, dtype=FP16), torch.empty(5, 8, dtype=torch.int8), torch.empty(5)
+    mixed = torch.ops.bitsandbytes.int8_mixed_scaled_mm.default
+    product, subset = mixed(x, codes, weight, torch.empty(3), scales, torch.empty(0, dtype=torch.long))
+    assert (product.shape, product.dtype, subset.numel()) == ((3, 5), FP16, 0)

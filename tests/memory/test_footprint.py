@@ -106,18 +106,12 @@ def test_offloaded_tensors_are_named(tmp_path):
 
 
 def test_the_tree_adds_up(gpt2):
-    footprint = memory_footprint(gpt2)
-    tree = footprint.tree
-    assert tree.total_bytes == footprint.total_bytes == gpt2.get_memory_footprint()
-
-    def check(node):
-        assert node.total_bytes >= sum(child.total_bytes for child in node.children)
-        for child in node.children:
-            check(child)
-
-    check(tree)
-    blocks = next(child for child in tree.children[0].children if child.name == "h").children
-    assert len(blocks) == 2 and blocks[0].total_bytes == blocks[1].total_bytes
+    tree = memory_footprint(gpt2).tree
+    assert tree.total_bytes == gpt2.get_memory_footprint()
+    transformer, _ = tree.children  # the head is tied
+    assert transformer.total_bytes == sum(child.total_bytes for child in transformer.children) == tree.total_bytes
+    blocks = next(child for child in transformer.children if child.name == "h").children
+    assert len(blocks) == 2 and blocks[0].total_bytes == blocks[1].total_bytes > 0
 
 
 def test_a_lean_model_shows_what_its_parameters_lack_of_fp32(gpt2):
@@ -202,8 +196,3 @@ def test_evaluated_by_itself_it_is_one_readable_line():
     assert repr(memory_footprint(nn.Identity())) == "<MemoryFootprint: 0 B in 0 tensors (none here)>"
     twelve = replace(footprint.tree, name="0 - 11", count=12)
     assert repr(twelve) == "<ModuleBytes 0 - 11 (Sequential): 12 of 1.00 MiB each, 2 inside>"
-
-
-def test_as_a_value_it_is_what_its_fields_are():
-    assert memory_footprint(nn.Linear(2, 2)) == memory_footprint(nn.Linear(2, 2))
-    assert memory_footprint(nn.Linear(2, 2)) != memory_footprint(nn.Linear(2, 3))

@@ -232,11 +232,8 @@ def test_an_architecture_that_is_no_model_is_not_used():
     [
         (GPT2Config, {"n_layer": 10**9}, "n_layer=1,000,000,000 is more than any model has"),
         (LlamaConfig, {"num_hidden_layers": 10**9}, "num_hidden_layers=1,000,000,000 is more"),
-        (BertConfig, {"num_hidden_layers": 10**30}, "num_hidden_layers=1,000,000.* is more"),
         (MixtralConfig, {"num_local_experts": 10**9}, "num_local_experts=1,000,000,000 is more"),
-        (GPT2Config, {"n_embd": 12 * 10**6, "n_layer": 10}, "larger than any: look at its configuration"),
         (GPT2Config, {"n_embd": 12 * 10**8, "n_layer": 1}, "no GPT2LMHeadModel of this configuration: .*overflow"),
-        (LlamaConfig, {"vocab_size": 10**14}, "larger than any: look at its configuration"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )

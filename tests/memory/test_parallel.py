@@ -15,7 +15,7 @@ from hf_mp import estimate_training_memory
 from hf_mp.cli import app
 from hf_mp.memory import parallel
 from hf_mp.memory.ledger import Category
-from hf_mp.memory.parallel import Bandwidth, Collective, Spread
+from hf_mp.memory.parallel import Bandwidth, Collective
 
 LAYERS, WIDTH = 3, 64
 
@@ -146,11 +146,6 @@ def test_bandwidth() -> None:
     for wrong in ("400", "fast,slow", "400,0", "-1,1", "inf,50"):
         with pytest.raises(ValueError, match=f"bandwidth '{wrong}' is not known: give GB/s"):
             Bandwidth.parse(wrong)
-
-
-def test_spread_needs_a_node() -> None:
-    with pytest.raises(ValueError, match="node_size=0"):
-        Spread(8, "fsdp2", 0)
 
 
 class TestCommand:
