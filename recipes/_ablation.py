@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
+
+from _pictures import new_picture, save_picture
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class Shares:
     activation_gradients: float
     weight_gradients: float
     updates: float
+
+
+def mean_shares(found: Sequence[Shares]) -> Shares:
+    return Shares(**{f.name: statistics.mean(getattr(one, f.name) for one in found) for f in fields(Shares)})
 
 
 @dataclass(frozen=True)
@@ -115,25 +120,26 @@ def summarize(
         variants: what each is: how it differs (``what``), and whether its time and memory are those of an emulation
             (``is_emulated``).
     """
-    fp32 = runs.get("fp32")
-    losses = [run.held_out_loss for run in fp32 or []]
+    fp32 = runs.get("fp32", [])
+    losses = [run.held_out_loss for run in fp32]
     spread = max(losses) - min(losses) if len(losses) > 1 else None
     rows = [make_row(name, found, fp32, peaks[name], variants[name]) for name, found in runs.items()]
     return Ablation(rows, spread, loss_before, runs)
 
 
-def make_row(name: str, runs: list[FineTuning], fp32: list[FineTuning] | None, peak: int, variant: Any) -> Row:
-    differences = [run.held_out_loss - other.held_out_loss for run, other in zip(runs, fp32 or [], strict=False)]
-    times = [run.step_seconds / other.step_seconds for run, other in zip(runs, fp32 or [], strict=False)]
+def make_row(name: str, runs: list[FineTuning], fp32: list[FineTuning], peak: int, variant: Any) -> Row:
+    pairs = list(zip(runs, fp32, strict=False))
+    differences = [run.held_out_loss - other.held_out_loss for run, other in pairs]
+    times = [run.step_seconds / other.step_seconds for run, other in pairs if not variant.is_emulated]
     return Row(
         variant=name,
         what=variant.what,
         held_out_loss=statistics.mean(run.held_out_loss for run in runs),
-        difference=statistics.mean(differences) if differences else None,
-        difference_range=(min(differences), max(differences)) if differences else None,
-        lost=Shares(**{f.name: statistics.mean(getattr(run.lost, f.name) for run in runs) for f in fields(Shares)}),
+        difference=statistics.mean(differences) if pairs else None,
+        difference_range=(min(differences), max(differences)) if pairs else None,
+        lost=mean_shares([run.lost for run in runs]),
         skipped_steps=sum(run.skipped_steps for run in runs),
-        time=statistics.median(times) if times and not variant.is_emulated else None,
+        time=statistics.median(times) if times else None,
         peak_mib=None if variant.is_emulated else peak / 2**20,
     )
 
@@ -186,25 +192,18 @@ def draw(ablation: Ablation, path: Path, window: int = 10) -> None:
 
     A point is the mean over the seeds and over ten steps, of which it stands at the first.
     """
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
     def curve(name: str) -> Tensor:
         mean = torch.tensor([run.losses for run in ablation.runs[name]]).mean(0)
         return mean.unfold(0, min(window, len(mean)), 1).mean(1)
 
-    figure, (losses, differences) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, (losses, differences) = new_picture(1, 2, figsize=(10, 4))
     for name, colour in zip(ablation.runs, COLOURS, strict=False):
         losses.plot(curve(name), color=colour, label=name)
         if "fp32" in ablation.runs:
             differences.plot(curve(name) - curve("fp32"), color=colour)
-    losses.set_ylabel("training loss")
-    differences.set_ylabel("difference to FP32 on the same batches")
+    losses.set(ylabel="training loss", xlabel="step")
+    differences.set(ylabel="difference to FP32 on the same batches", xlabel="step")
     differences.set_yscale("symlog", linthresh=1e-3)
-    for axes in (losses, differences):
-        axes.set_xlabel("step")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
     figure.legend(loc="outside upper center", ncols=7, frameon=False)
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
+    save_picture(figure, path)

@@ -23,7 +23,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -35,11 +35,12 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
-from transformers import AutoModelForCausalLM, GPT2Config, HfArgumentParser, PreTrainedModel, set_seed
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel, set_seed
 from transformers.pytorch_utils import Conv1D
 
 import hf_mp
-from _ablation import Ablation, FineTuning, Shares, ablation_table, draw, sentences, summarize
+from _ablation import Ablation, FineTuning, Shares, ablation_table, draw, mean_shares, sentences, summarize
+from _options import check_device, check_training, parse_options
 from _tensor_memory import peak_tensor_bytes
 from _text import make_blocks, python_documents, train_tokenizer, without_repetition
 
@@ -396,10 +397,11 @@ class Progress:
         self.losses.append(loss.item())
 
     def finish(self, held_out_loss: float) -> FineTuning:
-        lost = {f.name: statistics.mean(getattr(shares, f.name) for shares in self.shares) for f in fields(Shares)}
         scaler = self.training.scaler
         skipped = 0 if scaler is None else scaler.state.skipped_steps
-        return FineTuning(self.losses, held_out_loss, Shares(**lost), skipped, statistics.median(self.seconds))
+        return FineTuning(
+            self.losses, held_out_loss, mean_shares(self.shares), skipped, statistics.median(self.seconds)
+        )
 
 
 @dataclass(frozen=True)
@@ -464,21 +466,8 @@ class Options:
     output_dir: str = field(default="outputs/ablate_precision", metadata={"help": "For the picture and the numbers."})
 
     def __post_init__(self) -> None:
-        if self.seeds < 1:
-            raise ValueError(f"--seeds {self.seeds}: train under one seed at least, under two to see their spread")
-        if self.learning_rate <= 0:
-            raise ValueError(f"--learning_rate {self.learning_rate} must be positive")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda: torch sees no GPU here; leave --device away, or say --device cpu")
-
-
-def parse_options(arguments: Sequence[str] | None = None) -> Options:
-    parser = HfArgumentParser(cast(Any, Options), prog=Path(__file__).name, allow_abbrev=False)
-    try:
-        (options,) = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
-    except ValueError as error:
-        parser.error(str(error))
-    return options
+        check_training(self.seeds, self.learning_rate)
+        check_device(self.device)
 
 
 def ablate(options: Options, console: Console) -> Ablation:
@@ -505,7 +494,7 @@ def report(ablation: Ablation, console: Console) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parse_options(arguments)
+    options = parse_options(Options, arguments)
     console = Console(highlight=False)
     ablation = ablate(options, console)
     report(ablation, console)

@@ -19,15 +19,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import BertConfig, BertForSequenceClassification, HfArgumentParser, get_linear_schedule_with_warmup
+from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
 
 import hf_mp  # hf_mp
+from _options import parse_options
 from _text import python_documents, train_tokenizer
 
 
@@ -46,26 +46,30 @@ class Script:
     resume: bool = False
 
 
-def make_data(script: Script) -> tuple[TensorDataset, TensorDataset, int]:
-    """Pieces of 48 tokens with their labels, to train and to evaluate; and the size of the vocabulary."""
-    draw = random.Random(script.seed)
-    pieces: list[tuple[str, int]] = []
+def pieces_of_text() -> list[tuple[str, int]]:
+    """Of 40 words, at most 50 of a document; 1 for those of the language reference, 0 for docstrings."""
+    pieces = []
     for name, text in python_documents():
         words = text.split()
         cut = [" ".join(words[start : start + 40]) for start in range(0, len(words) - 40, 40)]
         pieces += [(piece, int(name.startswith("help topic"))) for piece in cut[:50]]
+    return pieces
+
+
+def make_data(script: Script) -> tuple[TensorDataset, TensorDataset, int]:
+    """Pieces of 48 tokens with their labels, to train and to evaluate; and the size of the vocabulary."""
+    draw = random.Random(script.seed)
+    pieces = pieces_of_text()
     kinds = [[piece for piece in pieces if piece[1] == label] for label in (0, 1)]
     chosen = [piece for kind in kinds for piece in draw.sample(kind, min(script.pieces // 2, len(kind)))]
     draw.shuffle(chosen)
-    tokenizer = train_tokenizer([text for text, _ in chosen], vocab_size=2000)
+    texts, labels = zip(*chosen, strict=True)
+    tokenizer = train_tokenizer(texts, vocab_size=2000)
     tokenizer.pad_token = tokenizer.eos_token
-    tokens = tokenizer(
-        [text for text, _ in chosen], truncation=True, max_length=48, padding="max_length", return_tensors="pt"
-    )
-    columns = (tokens.input_ids, tokens.attention_mask, torch.tensor([label for _, label in chosen]))
-    held_out = len(chosen) // 5
-    train = TensorDataset(*(column[held_out:] for column in columns))
-    return train, TensorDataset(*(column[:held_out] for column in columns)), len(tokenizer)
+    tokens = tokenizer(list(texts), truncation=True, max_length=48, padding="max_length", return_tensors="pt")
+    whole = TensorDataset(tokens.input_ids, tokens.attention_mask, torch.tensor(labels))
+    held_out = len(whole) // 5
+    return TensorDataset(*whole[held_out:]), TensorDataset(*whole[:held_out]), len(tokenizer)
 
 
 def make_model(vocab_size: int) -> torch.nn.Module:
@@ -134,8 +138,7 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
 
 
 def main(arguments: Sequence[str] | None = None) -> float:
-    parser = HfArgumentParser(cast(Any, Script), description=__doc__)
-    return train(*parser.parse_args_into_dataclasses(arguments))
+    return train(parse_options(Script, arguments))
 
 
 if __name__ == "__main__":

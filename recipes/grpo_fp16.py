@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import datasets
-import matplotlib
 import torch
 from datasets import Dataset
 from rich.box import SIMPLE_HEAD
@@ -34,7 +33,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    HfArgumentParser,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     PrinterCallback,
@@ -47,6 +45,8 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 import hf_mp
+from _options import check_training, parse_options
+from _pictures import new_picture, save_picture
 
 LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
@@ -288,20 +288,22 @@ class Row:
 
 
 def summarize(variant: str, runs: Sequence[Run]) -> Row:
-    tenth = max(1, len(runs[0].rewards) // 10)
-    lasts = [statistics.mean(run.rewards[-tenth:]) for run in runs]
+    rewards = torch.tensor([run.rewards for run in runs], dtype=torch.float64)
+    tenth = max(1, rewards.shape[1] // 10)
+    lasts = rewards[:, -tenth:].mean(1)
     gaps = [gap for run in runs for gap in run.gaps]
+    means = {key: statistics.mean(gap[key] for gap in gaps) for key in ("mean", "clipped", "alpha", "beta")}
     return Row(
         variant=variant,
         what=VARIANTS[variant].what,
-        first_reward=statistics.mean(reward for run in runs for reward in run.rewards[:tenth]),
-        last_reward=statistics.mean(lasts),
-        last_range=(min(lasts), max(lasts)),
-        gap=statistics.mean(gap["mean"] for gap in gaps),
+        first_reward=rewards[:, :tenth].mean().item(),
+        last_reward=lasts.mean().item(),
+        last_range=(lasts.min().item(), lasts.max().item()),
+        gap=means["mean"],
         largest_gap=max(gap["max"] for gap in gaps),
-        clipped=statistics.mean(gap["clipped"] for gap in gaps),
-        alpha=statistics.mean(gap["alpha"] for gap in gaps),
-        beta=statistics.mean(gap["beta"] for gap in gaps),
+        clipped=means["clipped"],
+        alpha=means["alpha"],
+        beta=means["beta"],
         moved_norms=statistics.mean(run.moved_norms for run in runs),
         skipped_steps=sum(run.skipped_steps for run in runs),
     )
@@ -336,10 +338,7 @@ COLOURS = {"fp32": "#4c566a", "bf16-stock": "#5e81ac", "bf16": "#8fae6e", "fp16"
 
 def draw(runs: Mapping[str, Sequence[Run]], path: Path, window: int = 10) -> None:
     """Rewards, gaps, shares that would be clipped and slopes of log r over the steps: means over the seeds."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, grid = pyplot.subplots(2, 2, figsize=(10, 6.5), layout="constrained")
+    figure, grid = new_picture(2, 2, figsize=(10, 6.5))
     for name, of_seeds in runs.items():
         rewards = torch.tensor([run.rewards for run in of_seeds]).mean(0)
         width = min(window, len(rewards))
@@ -352,16 +351,12 @@ def draw(runs: Mapping[str, Sequence[Run]], path: Path, window: int = 10) -> Non
             axes.plot(steps, values, **style)
     titles = (f"reward, mean of {window} steps", "mean |log r|", "share of tokens that r alone would clip", "β")
     for axes, title in zip(grid.flat, titles, strict=True):
-        axes.set_title(title)
-        axes.set_xlabel("step")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
+        axes.set(title=title, xlabel="step")
     grid[0, 1].set_yscale("log")
     grid[1, 0].set_ylim(bottom=0.0)
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(runs), frameon=False)
-    figure.savefig(path, dpi=100, facecolor="white")
-    pyplot.close(figure)
+    save_picture(figure, path)
 
 
 # The program
@@ -380,19 +375,7 @@ class Options:
     output_dir: str = field(default="outputs/grpo_fp16", metadata={"help": "For the picture and the numbers."})
 
     def __post_init__(self) -> None:
-        if self.seeds < 1:
-            raise ValueError(f"--seeds {self.seeds}: train under one seed at least")
-        if self.learning_rate <= 0:
-            raise ValueError(f"--learning_rate {self.learning_rate} must be positive")
-
-
-def parse_options(arguments: Sequence[str] | None = None) -> Options:
-    parser = HfArgumentParser(cast(Any, Options), prog=Path(__file__).name, allow_abbrev=False)
-    try:
-        (options,) = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
-    except ValueError as error:
-        parser.error(str(error))
-    return options
+        check_training(self.seeds, self.learning_rate)
 
 
 def compare(options: Options, console: Console) -> dict[str, list[Run]]:
@@ -417,7 +400,7 @@ def compare(options: Options, console: Console) -> dict[str, list[Run]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parse_options(arguments)
+    options = parse_options(Options, arguments)
     console = Console(highlight=False)
     runs = compare(options, console)
     rows = [summarize(name, of_seeds) for name, of_seeds in runs.items()]

@@ -28,7 +28,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -40,10 +39,10 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from tqdm import tqdm
-from transformers import HfArgumentParser
 
 import hf_mp
 from _agreement import Agreement, agreement_table, close, same
+from _options import check_device, parse_options
 from _tensor_memory import peak_tensor_bytes
 
 # The spacing of FP16 numbers is at most this part of them: a sum in another order may be rounded to the next one.
@@ -424,6 +423,9 @@ class Options:
         metadata={"choices": ["cpu", "cuda"], "help": "Default: cuda, if there is one."},
     )
 
+    def __post_init__(self) -> None:
+        check_device(self.device)
+
 
 @dataclass(frozen=True)
 class Results:
@@ -431,14 +433,6 @@ class Results:
 
     agreements: list[Agreement]
     mlps: dict[str, MlpRun]
-
-
-def parse_options(arguments: Sequence[str] | None = None) -> Options:
-    parser = HfArgumentParser(cast(Any, Options), prog=Path(__file__).name, allow_abbrev=False)
-    (options,) = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU here; leave --device away, or say --device cpu")
-    return options
 
 
 def run_loops(options: Options) -> Results:
@@ -449,7 +443,7 @@ def run_loops(options: Options) -> Results:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parse_options(arguments)
+    options = parse_options(Options, arguments)
     results = run_loops(options)
     console = Console(highlight=False)
     console.print(agreement_table(results.agreements))

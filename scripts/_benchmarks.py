@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from _results import alternate
 from hf_mp.casting.cpu.fp32_products import fp32_product
 from hf_mp.casting.cpu.upcast import runs_natively
 from hf_mp.memory.models import BUILT_IN
@@ -123,13 +123,6 @@ class Workload:
         """For a stored result."""
         return {**asdict(self), "parameters": self.parameters(), "tokens": self.tokens, "flops": self.flops()}
 
-    def __str__(self) -> str:
-        accumulated = "" if self.accumulation == 1 else f", {self.accumulation} micro-batches"
-        return (
-            f"GPT-2, {self.layers} layers of width {self.width}, vocabulary {self.vocab}, "
-            f"{self.batch} x {self.seq} tokens{accumulated}, dropout {self.dropout:g}, on {self.device}"
-        )
-
 
 @dataclass(frozen=True)
 class UpdateBytes:
@@ -197,7 +190,7 @@ def matmul_flops_per_second(dtype: torch.dtype, device: str, shapes: Iterable[tu
         as_it_is = torch.randn(inner, columns, device=device).to(dtype)
         transposed = torch.randn(columns, inner, device=device).to(dtype).t()
         for multiply, right in itertools.product(multiplications, (as_it_is, transposed)):
-            seconds = fastest_seconds(lambda: multiply(left, right), device)  # noqa: B023
+            seconds = fastest_seconds(lambda: multiply(left, right))  # noqa: B023
             rates.append(2 * rows * inner * columns / seconds)
     return max(rates)
 
@@ -206,19 +199,12 @@ def copy_bytes_per_second(device: str) -> float:
     """Bytes read and written by the fastest of several copies of a large tensor."""
     source = torch.ones(_COPIED_ELEMENTS[device], device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / fastest_seconds(lambda: target.copy_(source), device)
+    return 2 * source.nbytes / fastest_seconds(lambda: target.copy_(source))
 
 
-def fastest_seconds(call: Callable[[], Any], device: str) -> float:
+def fastest_seconds(call: Callable[[], Any]) -> float:
     """Of several calls, after one that is not counted; on a GPU until its work is done."""
-    seconds = []
-    for _ in range(1 + _REPETITIONS):
-        synchronize(device)
-        start = time.perf_counter()
-        call()
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
+    return min(alternate({"call": call}, rounds=_REPETITIONS)["call"])
 
 
 def synchronize(device: str) -> None:

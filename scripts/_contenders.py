@@ -91,6 +91,11 @@ class Contender(NamedTuple):
         return LEAN_UPDATE if self.precision.endswith("-lean") else MIXED_UPDATE
 
     @property
+    def needs_scaler(self) -> bool:
+        """Whether torch's GradScaler scales its loss."""
+        return "GradScaler" in self.extras or (self.kind.endswith("cast") and self.dtype == "fp16")
+
+    @property
     def policy(self) -> str:
         """The precision that ``hf_mp`` is given."""
         scaled = f"params=fp32,compute={self.precision},loss_scale=headroom"
@@ -102,6 +107,20 @@ class Contender(NamedTuple):
             return contextlib.nullcontext()
         dtype = DTYPES[self.dtype]
         return torch.autocast(device, dtype) if self.kind == "torch.autocast" else hf_mp.autocast(dtype)
+
+    def mode(self) -> Any:
+        """What a loop enters besides, to be a floor."""
+        return BareMode() if BARE in self.extras else contextlib.nullcontext()
+
+    def convert(self, model: Any, inputs: Mapping[str, Tensor]) -> tuple[Any, Mapping[str, Tensor]]:
+        """The model as this way has it, and its inputs."""
+        if BATCHED in self.extras:
+            model.set_experts_implementation(BATCHED)
+        if self.kind != "whole":
+            return model, inputs
+        dtype = DTYPES[self.dtype]
+        cast = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
+        return model.to(dtype), cast
 
 
 def find_contender(name: str) -> Contender:
@@ -180,25 +199,19 @@ def make_step(
     """
     contender = Contender.of(name)
     device = next(model.parameters()).device.type
-    if BATCHED in contender.extras:
-        model.set_experts_implementation(BATCHED)
-    if contender.kind == "whole":
-        dtype = DTYPES[contender.dtype]
-        model = model.to(dtype)
-        inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
+    model, inputs = contender.convert(model, inputs)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if contender.kind == "hf_mp":
         model, optimizer = hf_mp.prepare(model, optimizer, contender.policy, **settings)
     forward = torch.compile(model, backend=backend) if contender.is_compiled else model
-    needs_scaler = "GradScaler" in contender.extras or (contender.kind.endswith("cast") and contender.dtype == "fp16")
-    scaler = torch.amp.GradScaler(device, enabled=needs_scaler, init_scale=2.0**10)
-    casts, around = contender.casts(device), mode or (BareMode() if BARE in contender.extras else None)
+    scaler = torch.amp.GradScaler(device, enabled=contender.needs_scaler, init_scale=2.0**10)
+    casts, around = contender.casts(device), mode or contender.mode()
     clips_masters = clips_masters and isinstance(optimizer, hf_mp.MasterWeightOptimizer)
 
     def step() -> None:
         moments = [time.perf_counter()]
         for _ in range(accumulation):
-            with casts, around or contextlib.nullcontext():
+            with casts, around:
                 loss = forward(**inputs).loss
             moments.append(time.perf_counter())
             scaler.scale(loss if accumulation == 1 else loss / accumulation).backward()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
 
-matplotlib.use("Agg")
+from _pictures import COLOURS, new_picture, save_picture
 
-_COLOURS = ("#d08770", "#5e81ac", "#4c566a", "#a3be8c", "#b48ead", "#ebcb8b")
-_COLOURS_OF_RULES = ("#bf616a", *_COLOURS[1:], "#88c0d0")
+_COLOURS_OF_RULES = ("#bf616a", *COLOURS[1:], "#88c0d0")
 _COLOUR_OF_RUN = {
     "fp32": "#4c566a",
     "hf_mp fp16": "#d08770",
@@ -25,32 +26,25 @@ _COLOUR_OF_RUN = {
 _DRAWN_FROM = "Source"  # a keyword that PNG knows
 
 
-def draw_losses(result: Mapping[str, Any], path: Path) -> None:
+def draw_losses(result: Mapping[str, Any]) -> Any:
     """Training losses over the steps, and how far they are from those of ``fp32``: of compare_precisions.json."""
-    from matplotlib import pyplot
-
-    figure, (top, bottom) = pyplot.subplots(
-        2, 1, figsize=(8, 6.5), sharex=True, height_ratios=(3, 1), layout="constrained"
-    )
+    figure, (top, bottom) = new_picture(2, 1, figsize=(8, 6.5), sharex=True, height_ratios=(3, 1))
     reference = result["fp32"]["losses"]
     for name, curve in result.items():
         colour = _COLOUR_OF_RUN[name]
         top.plot(curve["steps"], curve["losses"], label=f"{name}: {curve['eval_loss']:.4f} held out", color=colour)
         difference = [100 * (ours / theirs - 1) for ours, theirs in zip(curve["losses"], reference, strict=True)]
         bottom.plot(curve["steps"], difference, color=colour)
-    top.set_ylabel("training loss")
+    top.set(ylabel="training loss")
     top.legend(frameon=False)
-    bottom.set_ylabel("off FP32, %")
-    bottom.set_xlabel("step")
-    _save(figure, (top, bottom), path, result)
+    bottom.set(ylabel="off FP32, %", xlabel="step")
+    return figure
 
 
-def draw_scales(result: Mapping[str, Any], path: Path) -> None:
+def draw_scales(result: Mapping[str, Any]) -> Any:
     """Loss scales over the steps, with a cross at each skipped one: of compare_scalers.json."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
-    for (name, found), colour in zip(result.items(), _COLOURS, strict=False):
+    figure, axes = new_picture(figsize=(8, 4))
+    for (name, found), colour in zip(result.items(), COLOURS, strict=False):
         changes, skipped_at = found["scale_changes"], found["skipped_at"]
         steps, scales = zip(*changes, (found["steps"], changes[-1][1]), strict=True)
         label = f"{name}: {len(skipped_at)} of {found['steps']:,} steps skipped"
@@ -58,24 +52,18 @@ def draw_scales(result: Mapping[str, Any], path: Path) -> None:
         used = [[scale for step, scale in changes if step <= skip][-1] for skip in skipped_at]
         axes.plot(skipped_at, used, "x", color=colour)
     axes.set_yscale("log", base=2)
-    axes.set_ylabel("loss scale")
-    axes.set_xlabel("step")
+    axes.set(ylabel="loss scale", xlabel="step")
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
-    _save(figure, (axes,), path, result)
+    return figure
 
 
-def draw_traces(result: Mapping[str, Any], path: Path) -> None:
+def draw_traces(result: Mapping[str, Any]) -> Any:
     """Skipped steps and underflow of every rule in each family, and what the best constants reach with hindsight.
 
     Of compare_scaler_traces.json. A rule is first on both counts in a family if nothing lies left of it or below it.
     """
-    from matplotlib import pyplot
-
     families = result["families"]
-    columns = 3
-    figure, grid = pyplot.subplots(
-        -(-len(families) // columns), columns, figsize=(11, 7), squeeze=False, layout="constrained"
-    )
+    figure, grid = new_picture(-(-len(families) // 3), 3, figsize=(11, 7), squeeze=False)
     for axes, (family, found) in zip(grid.flat, families.items(), strict=False):
         for number, (name, row) in enumerate(found["contenders"].items()):
             style = {"s": 130, "marker": "*", "zorder": 3} if number == 0 else {"s": 30}
@@ -85,47 +73,50 @@ def draw_traces(result: Mapping[str, Any], path: Path) -> None:
             skips, underflow = zip(*found["best_constants"], strict=True)
             left = [skip - found["unavoidable_skips"] for skip in skips]
             label = "best constant scales, with hindsight"
-            axes.plot(left, [100 * share for share in underflow], ":", color=_COLOURS[2], label=label)
+            axes.plot(left, [100 * share for share in underflow], ":", color=COLOURS[2], label=label)
         axes.set_xscale("symlog", linthresh=10)
-        axes.set_yscale("log")
-        axes.set_xlim(-0.5, 150)
-        axes.set_title(family)
-        axes.set_xlabel("avoidable skipped steps a run")
-        axes.set_ylabel("underflow, %")
+        axes.set(yscale="log", xlim=(-0.5, 150), title=family)
+        axes.set(xlabel="avoidable skipped steps a run", ylabel="underflow, %")
     handles, labels = grid.flat[1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    _save(figure, tuple(grid.flat), path, result)
+    return figure
 
 
-def draw_steps(result: Mapping[str, Any], path: Path) -> None:
+def draw_steps(result: Mapping[str, Any]) -> Any:
     """Seconds of a step with their spread, next to the floor, and peak memory: of bench_step.json.
 
     Contenders that take more than four times the median of all are left out: they would hide the others.
     """
-    from matplotlib import pyplot
-
     timed = {name: row for name, row in result["contenders"].items() if "median_seconds" in row}
-    middle = sorted(row["median_seconds"] for row in timed.values())[len(timed) // 2]
-    shown = {name: row for name, row in timed.items() if row["median_seconds"] <= 4 * middle}
-    names = list(reversed(shown))
-    rows = [shown[name] for name in names]
-    colours = [_COLOURS[0] if name.startswith("hf_mp") else _COLOURS[1] for name in names]
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(8, 0.9 + 0.32 * len(names)), sharey=True, width_ratios=(3, 2), layout="constrained"
-    )
-    left.barh(
-        names,
-        [row["median_seconds"] for row in rows],
-        xerr=[row["spread_seconds"] / 2 for row in rows],
-        color=colours,
-        error_kw={"ecolor": _COLOURS[2], "elinewidth": 1},
-    )
+    most = 4 * statistics.median_high(row["median_seconds"] for row in timed.values())
+    shown = {name: row for name, row in reversed(timed.items()) if row["median_seconds"] <= most}
+    names, rows = list(shown), list(shown.values())
+    colours = [COLOURS[not name.startswith("hf_mp")] for name in names]  # ours, others
+    figure, (left, right) = new_picture(
+        1, 2, figsize=(8, 0.9 + 0.32 * len(names)), sharey=True, width_ratios=(3, 2)
+    )  # fmt: skip
+    spreads = [row["spread_seconds"] / 2 for row in rows]
+    error = {"ecolor": COLOURS[2], "elinewidth": 1}
+    left.barh(names, [row["median_seconds"] for row in rows], xerr=spreads, color=colours, error_kw=error)
     left.plot([row["floor_seconds"] for row in rows], names, "|", color="black", markersize=11, label="floor")
     left.legend(frameon=False, loc="lower right")
-    left.set_xlabel("seconds a step")
+    left.set(xlabel="seconds a step")
     right.barh(names, [(row["peak_bytes"] or 0) / 2**20 for row in rows], color=colours)
-    right.set_xlabel("peak of all tensors, MiB")
-    _save(figure, (left, right), path, result)
+    right.set(xlabel="peak of all tensors, MiB")
+    return figure
+
+
+PICTURES = {
+    "bench_step": draw_steps,
+    "compare_precisions": draw_losses,
+    "compare_scalers": draw_scales,
+    "compare_scaler_traces": draw_traces,
+}
+
+
+def draw(name: str, result: Mapping[str, Any], path: Path) -> None:
+    """The picture of a result, as a PNG that says which result it is of."""
+    save_picture(PICTURES[name](result), path, {_DRAWN_FROM: digest(result)})
 
 
 def drawn_from(path: Path) -> str | None:
@@ -139,15 +130,3 @@ def drawn_from(path: Path) -> str | None:
 def digest(result: Mapping[str, Any]) -> str:
     """A short name for what a result holds."""
     return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _save(figure: Any, all_axes: tuple[Any, ...], path: Path, result: Mapping[str, Any]) -> None:
-    from matplotlib import pyplot
-
-    for axes in all_axes:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-        axes.set_axisbelow(True)
-    # white behind it, so that it can be read on a dark page
-    figure.savefig(path, dpi=120, facecolor="white", metadata={_DRAWN_FROM: digest(result)})
-    pyplot.close(figure)

@@ -41,38 +41,41 @@ def median_and_spread(seconds: Sequence[float]) -> Timing:
 
 
 def in_turns(
-    contenders: Mapping[str, Callable[[], None]],
+    contenders: Mapping[str, Callable[[], Any]],
     *,
     rounds: int,
     warmup: int = 1,
     untimed: int = 0,
-    before: Mapping[str, Callable[[], None]] | None = None,
+    before: Mapping[str, Callable[[], Any]] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[dict[str, list[float]]]:
     """Seconds of every call of every contender, in turns, so that a machine that slows down slows all of them.
 
     Each round calls each contender once, every second round in reverse order, and yields what there is so far. The
     first ``warmup`` rounds are not in it. ``untimed`` calls of a contender come before each that is timed: in training,
     a step follows another of its kind and finds that one's memory and caches. ``before`` has what is called before each
-    timed call of a contender. With CUDA, a call ends when the GPU has finished its work.
+    timed call of a contender, ``clock`` tells the seconds. With CUDA, a call ends when the GPU has finished its work.
     """
-    if not contenders or rounds < 1 or warmup < 0 or untimed < 0:
+    if not contenders or min(rounds - 1, warmup, untimed) < 0:
         raise ValueError(f"nothing to time: {len(contenders)} contenders, rounds={rounds}, warmup={warmup}")
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for round_number in range(warmup + rounds):
-        turns = list(contenders)
-        for name in turns if round_number % 2 == 0 else reversed(turns):
+        for name in list(contenders)[:: (-1) ** round_number]:
             for _ in range(untimed):
                 contenders[name]()
             if before is not None:
                 before[name]()
-            elapsed = _time_one(contenders[name])
+            _wait_for_gpu()
+            start = clock()
+            contenders[name]()
+            _wait_for_gpu()
             if round_number >= warmup:
-                seconds[name].append(elapsed)
+                seconds[name].append(clock() - start)
         if round_number >= warmup:
             yield seconds
 
 
-def alternate(contenders: Mapping[str, Callable[[], None]], **settings: Any) -> dict[str, list[float]]:
+def alternate(contenders: Mapping[str, Callable[[], Any]], **settings: Any) -> dict[str, list[float]]:
     """What there is after the last round of :func:`in_turns`."""
     *_, seconds = in_turns(contenders, **settings)
     return seconds
@@ -128,6 +131,31 @@ def _without_machine_path(argument: str, root: Path) -> str:
     return f"{option}{equals}{path.name}"
 
 
+def rows_of(
+    seconds: Mapping[str, Sequence[float]],
+    floors: Mapping[str, float] | float | None = None,
+    **peers: str | Mapping[str, str],
+) -> dict[str, dict[str, Any]]:
+    """A row for each contender, from the seconds of all: its median and spread, and how many there were.
+
+    Args:
+        seconds: of each contender, at least one.
+        floors: the least seconds that each or all can take, stored with the ratio to it.
+        peers: by the name of a ratio, the contender that its median is divided by, or that of each contender; None is
+            stored where that one was not measured.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for name, found in seconds.items():
+        row = rows[name] = {**median_and_spread(found)._asdict(), "rounds": len(found)}
+        for ratio, peer in peers.items():
+            other = seconds.get(peer if isinstance(peer, str) else peer[name])
+            row[ratio] = None if other is None else row["median_seconds"] / statistics.median(other)
+        if floors is not None:
+            floor = floors if isinstance(floors, float) else floors[name]
+            row |= {"floor_seconds": floor, "ratio_to_floor": row["median_seconds"] / floor}
+    return rows
+
+
 def ratios_of(seconds: Mapping[str, Sequence[float]], ratios: Mapping[str, tuple[str, str]]) -> dict[str, float]:
     """Ratios of medians, and under ``<name>_spread`` the interquartile range of those of single rounds."""
     found = {}
@@ -137,14 +165,6 @@ def ratios_of(seconds: Mapping[str, Sequence[float]], ratios: Mapping[str, tuple
             found[ratio] = statistics.median(seconds[one]) / statistics.median(seconds[other])
             found[f"{ratio}_spread"] = median_and_spread(rounds).spread_seconds
     return found
-
-
-def _time_one(call: Callable[[], None]) -> float:
-    _wait_for_gpu()
-    start = time.perf_counter()
-    call()
-    _wait_for_gpu()
-    return time.perf_counter() - start
 
 
 def _wait_for_gpu() -> None:

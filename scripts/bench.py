@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -52,19 +52,25 @@ def command(what: str) -> Callable[..., None]:
 
 def show(found: Mapping[str, Any], title: str = "") -> None:
     """Print what was stored: a table of each mapping from names to rows of numbers, and of each list of rows."""
-    rows = {}
+    rows = dict(rows_in(found))
+    numbers = {
+        name: {k: f"{v:.4g}" for k, v in row.items() if isinstance(v, (int, float))} for name, row in rows.items()
+    }
+    fields = list(dict.fromkeys(key for row in numbers.values() for key in row))
+    if fields:
+        cells = [[name, *(row.get(key, "") for key in fields)] for name, row in numbers.items()]
+        show_table(title, ["", *(field.replace("_", " ") for field in fields)], cells)
+    for name, row in rows.items():
+        show(row, f"{title} {name}".strip())
+
+
+def rows_in(found: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The mappings in what was stored, by name, and lists of them by number."""
     for name, one in found.items():
         if isinstance(one, list):
             one = {str(number): row for number, row in enumerate(one) if isinstance(row, dict)}
         if isinstance(one, dict) and one:
-            rows[name] = one
-    numbers = {name: {key: v for key, v in row.items() if isinstance(v, (int, float))} for name, row in rows.items()}
-    fields = list(dict.fromkeys(key for row in numbers.values() for key in row))
-    if fields:
-        cells = [[name, *(f"{row[key]:.4g}" if key in row else "" for key in fields)] for name, row in numbers.items()]
-        show_table(title, ["", *(field.replace("_", " ") for field in fields)], cells)
-    for name, row in rows.items():
-        show(row, f"{title} {name}".strip())
+            yield name, one
 
 
 def main(argv: list[str]) -> None:

@@ -10,7 +10,7 @@ import ast
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from posixpath import normpath, relpath
@@ -149,22 +149,9 @@ MEMBERS = {
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the generated pages, and a page or a copy for each file that a page links to."""
     pages = {file.src_uri: file.content_string for file in files.documentation_pages()}
-    pages["index.md"] = "---\nhide: [navigation]\n---\n" + (ROOT / "README.md").read_text(encoding="utf-8")
-    for name in OF_THE_CHECKOUT:
-        pages[name.lower()] = (ROOT / name).read_text(encoding="utf-8")
-    pages["recipes.md"] = _recipes()
-    pages["results.md"] = _results()
-    pages["reference/command_line.md"] = _command_line()
-    pages["reference/autocast_ops.md"] = _autocast_ops()
-    for section in SECTIONS:
-        pages[f"reference/{section.file}.md"] = _reference(section)
-    for name in sorted(_HOME):
-        if all(section.rank(_HOME[name]) is None for section in SECTIONS):
-            logger.warning(f"hf_mp.{name} is on no page of the reference: add {_HOME[name]} to SECTIONS in {__file__}")
-
-    generated = {uri: text for uri, text in pages.items() if files.get_file_from_path(uri) is None}
-    for uri, text in generated.items():
+    for uri, text in generated_pages().items():
         files.append(File.generated(config, uri, content=text))
+        pages[uri] = text
     for path in sorted({path for uri, text in pages.items() for path in _linked_files(uri, text)}):
         target = _place_of(path)
         if target.startswith("source/"):
@@ -172,6 +159,22 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         elif target == path:
             files.append(File.generated(config, target, abs_src_path=str(ROOT / path)))
     return files
+
+
+def generated_pages() -> dict[str, str]:
+    """The pages that are made here, by their places on the site."""
+    for name in sorted(_HOME):
+        if all(section.rank(_HOME[name]) is None for section in SECTIONS):
+            logger.warning(f"hf_mp.{name} is on no page of the reference: add {_HOME[name]} to SECTIONS in {__file__}")
+    return {
+        "index.md": "---\nhide: [navigation]\n---\n" + (ROOT / "README.md").read_text(encoding="utf-8"),
+        **{name.lower(): (ROOT / name).read_text(encoding="utf-8") for name in OF_THE_CHECKOUT},
+        "recipes.md": _recipes(),
+        "results.md": _results(),
+        "reference/command_line.md": _command_line(),
+        "reference/autocast_ops.md": _autocast_ops(),
+        **{f"reference/{section.file}.md": _reference(section) for section in SECTIONS},
+    }
 
 
 def on_page_markdown(markdown: str, *, page: Page, **kwargs: Any) -> str:
@@ -209,11 +212,8 @@ def _linked_files(uri: str, markdown: str) -> Iterator[str]:
 
 def _path_in_checkout(uri: str, link: str) -> str:
     """What a link on a page means in the checkout, where the README lies one folder above the other pages."""
-    folder = (
-        "."
-        if uri in ("index.md", "recipes.md", "results.md", *map(str.lower, OF_THE_CHECKOUT))
-        else str(PurePosixPath("docs", uri).parent)
-    )
+    at_the_top = uri in ("index.md", "recipes.md", "results.md", *map(str.lower, OF_THE_CHECKOUT))
+    folder = "." if at_the_top else str(PurePosixPath("docs", uri).parent)
     return normpath(f"{folder}/{link}")
 
 
@@ -255,17 +255,17 @@ def _results() -> str:
             f"{linked} {f'`{shlex.join(options)}`' if options else ''}",
             *(record["date"][:10], machine, versions["torch"], versions["transformers"]),
         )
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(cells)
+    about = "Every measured figure comes from one of these files, which also hold device, versions, date and command."
+    return _table("Results", about, ("result", "command", "date", "device", "torch", "Transformers"), rows)
+
+
+def _table(title: str, about: str, header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A page of one table."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
+    rule = "|" + "---|" * (lines[0].count("|") - 1)
     return "\n".join(
-        [
-            "---\nhide: [navigation, toc]\n---\n# Results\n",
-            "Every measured figure comes from one of these files, which also hold device, versions, date and",
-            "command.\n",
-            "| result | command | date | device | torch | Transformers |",
-            "|---|---|---|---|---|---|",
-            *rows,
-            "",
-        ]
+        ["---\nhide: [navigation, toc]\n---", f"# {title}\n", f"{about}\n", lines[0], rule, *lines[1:], ""]
     )
 
 
@@ -273,17 +273,9 @@ def _recipes() -> str:
     rows = []
     for file in sorted((ROOT / "recipes").glob("[a-z]*.py")):
         about = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-        rows.append(f"| [{file.name}](recipes/{file.name}) | {about.partition(chr(10))[0]} |")
-    return "\n".join(
-        [
-            "---\nhide: [navigation, toc]\n---\n# Recipes\n",
-            "Programs to run and to copy; each reads from top to bottom. `--help` lists the options.\n",
-            "| recipe | what it does |",
-            "|---|---|",
-            *rows,
-            "",
-        ]
-    )
+        rows.append((f"[{file.name}](recipes/{file.name})", about.partition("\n")[0]))
+    about = "Programs to run and to copy; each reads from top to bottom. `--help` lists the options."
+    return _table("Recipes", about, ("recipe", "what it does"), rows)
 
 
 def _command_line() -> str:

@@ -13,26 +13,18 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from _plots import digest, draw_losses, draw_scales, draw_steps, draw_traces, drawn_from
+from _plots import PICTURES, digest, draw, drawn_from
 from _results import RESULTS, ROOT
 from _tables import Regions, StoredResultError
 
 REGION = re.compile(r"(<!-- figures: (?P<name>[^>]*?) -->\n)(?P<text>.*?)(<!-- end of figures -->)", re.DOTALL)
 MARKER = re.compile(r"<!-- (figures: [^>]*|end of figures) -->")
-
-PICTURES: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
-    "bench_step": draw_steps,
-    "compare_precisions": draw_losses,
-    "compare_precisions_768": draw_losses,
-    "compare_scalers": draw_scales,
-    "compare_scaler_traces": draw_traces,
-}
 
 
 def pages() -> list[Path]:
@@ -81,20 +73,24 @@ def main(
     except StoredResultError as error:
         sys.exit(f"cannot make the tables: {error}")
     pictures = stale_pictures(results_dir)
-    if not check:
-        for file, (_, fresh) in texts.items():
-            file.write_text(fresh, encoding="utf-8")
-        for path, (name, result) in pictures.items():
-            PICTURES[name](result, path)
     if check:
-        for file, (text, fresh) in texts.items():
-            sys.stdout.writelines(difflib.unified_diff(
-                text.splitlines(True), fresh.splitlines(True), f"{file.name}, as it is", f"{file.name}, as results say"
-            ))  # fmt: skip
-    for path in (*texts, *pictures):
-        print(f"{'stale' if check else 'wrote'}: {path.name}")
-    if check and (texts or pictures):
-        sys.exit("run `make tables`")
+        show_differences(texts, pictures)
+        return
+    for file, (_, fresh) in texts.items():
+        file.write_text(fresh, encoding="utf-8")
+    for path, (name, result) in pictures.items():
+        draw(name, result, path)
+    print("\n".join(f"wrote: {path.name}" for path in (*texts, *pictures)))
+
+
+def show_differences(texts: dict[Path, tuple[str, str]], pictures: Iterable[Path]) -> None:
+    """End with an error where there are some."""
+    for file, (text, fresh) in texts.items():
+        sys.stdout.writelines(difflib.unified_diff(
+            text.splitlines(True), fresh.splitlines(True), f"{file.name}, as it is", f"{file.name}, as results say"
+        ))  # fmt: skip
+    if stale := [path.name for path in (*texts, *pictures)]:
+        sys.exit(f"stale: {', '.join(stale)}: run `make tables`")
 
 
 if __name__ == "__main__":

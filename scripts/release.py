@@ -8,7 +8,6 @@ The version stands in ``hf_mp/__init__.py``. CHANGELOG.md must have a section fo
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -18,8 +17,11 @@ import tarfile
 import tempfile
 import venv
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_SOURCES = shutil.ignore_patterns(".*", "build", "dist", "site", "*.egg-info", "__pycache__", "outputs", "runs")
@@ -107,26 +109,26 @@ def run(command: Iterable[str], **options: object) -> None:
         raise ReleaseError(f"{' '.join(result.args)} ended with {result.returncode}:\n{result.stdout}{result.stderr}")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-install", action="store_true", help="do not try the result in an empty environment")
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where to leave the files (default: dist/)")
-    options = parser.parse_args(arguments)
+def main(
+    out: Annotated[Path, typer.Option(help="where to leave the files")] = ROOT / "dist",
+    install: Annotated[bool, typer.Option(help="try the result in an empty environment")] = True,
+) -> None:
+    """Build, check, and try out; leave the files in ``out`` where nothing failed."""
     version = version_of(ROOT)
     with tempfile.TemporaryDirectory() as temporary:
         sdist, wheel = build(ROOT, Path(temporary))
         check_contents(ROOT, version, sdist, wheel)
         run([sys.executable, "-m", "twine", "check", "--strict", str(sdist), str(wheel)])
-        if not options.no_install:
+        if install:
             print("installing it into an empty environment; torch alone can take minutes to download ...")
             try_out(sdist, ROOT / "constraints.txt")
-        options.out.mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
         for file in (sdist, wheel):
-            print(shutil.copy(file, options.out))
+            print(shutil.copy(file, out))
 
 
 if __name__ == "__main__":
     try:
-        main()
+        typer.run(main)
     except ReleaseError as error:
         sys.exit(f"no release: {error}")

@@ -22,7 +22,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -205,39 +204,25 @@ def log_of(piece: Piece, directory: Path) -> str:
     return (directory / f"{piece.name}.log").read_text(encoding="utf-8", errors="replace")
 
 
-def peer_of(way: str, rows: Collection[str]) -> str | None:
-    """Which of ``rows`` does with torch alone what ``way`` does."""
-    dtype, compiled = "bf16" if "bf16" in way else "fp16", " compiled" if way.endswith(" compiled") else ""
-    names = [f"torch.autocast {dtype}", "torch.amp bf16" if dtype == "bf16" else "torch.amp", f"torch {dtype}"]
-    if way.startswith("MixedPrecisionTrainer"):
-        names = [f"Trainer {dtype}=True"]
-    is_theirs = way.startswith(("torch", "Trainer"))
-    return next((name + compiled for name in names if name + compiled in rows and not is_theirs), None)
-
-
 def table_to_paste(outcomes: dict[str, str], directory: Path) -> str:
-    """What the pieces stored, as Markdown: each way next to the one that it is compared with in the same run."""
-    stored = {name: directory / f"{name}.json" for name in outcomes}
-    records = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in stored.items() if path.is_file()}
-    nothing: dict[str, Any] = {"device": {}, "versions": {}, "date": "nothing was stored"}
-    about = next(iter(records.values()), nothing)
-    gpu = [text for name, text in about["device"].items() if name.startswith("GPU")]
-    versions = [f"{name} {version}" for name, version in about["versions"].items()]
-    lines = [", ".join([*gpu, *versions, about["date"]]), "", "| piece | what became of it |", "|---|---|"]
+    """What the pieces stored, as Markdown: torch's ways and ours of one piece are of one run, in turns."""
+    lines = ["| piece | what became of it |", "|---|---|"]
     lines += [f"| {name} | {outcome} |" for name, outcome in outcomes.items()]
-    lines += ["", "| piece | way | milliseconds | times the peer | peak, GiB | peer |", "|---|---|---|---|---|---|"]
-    for name, record in records.items():
-        rows: dict[str, Any] = record["result"].get("contenders", {})
-        for way, row in rows.items():
-            peer = peer_of(way, rows)
-            seconds, peak = row.get("median_seconds"), row.get("peak_bytes")
-            ratio = None if peer is None or seconds is None else seconds / rows[peer].get("median_seconds", math.nan)
-            cells = [
-                "" if value is None else f"{value:.2f}"
-                for value in (seconds and 1e3 * seconds, ratio, peak and peak / 2**30)
-            ]
-            lines.append(f"| {' | '.join([name, way, *cells, peer or ''])} |")
+    for name in outcomes:
+        if (path := directory / f"{name}.json").is_file():
+            lines += _stored_rows(name, json.loads(path.read_text(encoding="utf-8")))
     return "\n".join(lines)
+
+
+def _stored_rows(name: str, record: dict[str, Any]) -> list[str]:
+    gpu = [text for key, text in record["device"].items() if key.startswith("GPU")]
+    versions = [f"{package} {version}" for package, version in record["versions"].items()]
+    lines = ["", ", ".join([name, *gpu, *versions, record["date"]]), ""]
+    lines += ["| way | milliseconds | peak, GiB |", "|---|---|---|"]
+    for way, row in record["result"].get("contenders", {}).items():
+        sizes = 1e3 * (row.get("median_seconds") or math.nan), (row.get("peak_bytes") or math.nan) / 2**30
+        lines.append(f"| {way} | {' | '.join('' if math.isnan(one) else f'{one:.2f}' for one in sizes)} |")
+    return lines
 
 
 def choose(only: str | None, gib: float = math.inf) -> list[Piece]:

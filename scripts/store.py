@@ -24,6 +24,8 @@ from _results import RESULTS, save_result
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
 
+from _options import parse_options
+
 Draw = Callable[[Path], None]
 
 
@@ -35,7 +37,7 @@ def ablate_precision(flags: Sequence[str], console: Console) -> tuple[str, dict[
     import ablate_precision as recipe
     from _ablation import draw
 
-    options = recipe.parse_options(flags)
+    options = parse_options(recipe.Options, flags)
     ablation = recipe.ablate(options, console)
     recipe.report(ablation, console)
     payload = {
@@ -56,7 +58,7 @@ def grpo_fp16(flags: Sequence[str], console: Console) -> tuple[str, dict[str, An
     """The rows, and the gaps of each run."""
     import grpo_fp16 as recipe
 
-    options = recipe.parse_options(flags)
+    options = parse_options(recipe.Options, flags)
     runs = recipe.compare(options, console)
     rows = [recipe.summarize(name, of_seeds) for name, of_seeds in runs.items()]
     console.print(recipe.table_of(rows))
@@ -73,7 +75,7 @@ def plain_loops(flags: Sequence[str], console: Console) -> tuple[str, dict[str, 
     import plain_loops as recipe
     from _agreement import agreement_table
 
-    options = recipe.parse_options(flags)
+    options = parse_options(recipe.Options, flags)
     results = recipe.run_loops(options)
     console.print(agreement_table(results.agreements))
     payload = {

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from _benchmarks import DEFAULT_DEVICE, DTYPES, peak_tensor_bytes
 from _contenders import BATCHED, Step
 from _contenders import make_step as make_loop
-from _results import alternate, median_and_spread, ratios_of
+from _results import alternate, ratios_of, rows_of
 from hf_mp.casting.cpu.upcast import runs_natively
 
 Inputs = dict[str, Tensor]
@@ -194,7 +194,7 @@ def compare(
     steps = {contender: make_step(architecture, contender, device, times=times) for contender in names}
     seconds = alternate(steps, rounds=rounds, warmup=2, untimed=1)
     return {
-        "contenders": {contender: median_and_spread(found)._asdict() for contender, found in seconds.items()},
+        "contenders": rows_of(seconds),
         **ratios_of(seconds, {**RATIOS, **BATCHED_RATIO}),
         "peak_bytes": peaks,
         **{ratio: peaks[one] / peaks[other] for ratio, (one, other) in PEAKS.items()},

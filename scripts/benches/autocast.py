@@ -24,8 +24,9 @@ from transformers import GPT2LMHeadModel
 
 from _benchmarks import DEFAULT_DEVICE, DTYPES, DeviceRates, Workload, rounded_copies
 from _contenders import BareMode, Step
-from _results import alternate, median_and_spread
+from _results import alternate, median_and_spread, rows_of
 from hf_mp import MixedPrecision, autocast
+from hf_mp.policy import compute_dtype
 
 Rows = dict[str, dict[str, Any]]
 
@@ -92,16 +93,14 @@ def make_model(contender: str, workload: Workload, dtype: torch.dtype) -> GPT2LM
     """GPT-2, prepared as the contender does it."""
     model = workload.model()
     if contender in (OURS, OURS_CPU_TABLES):
-        MixedPrecision(_preset(dtype), tables="cpu" if contender == OURS_CPU_TABLES else "compact").attach(model)
+        MixedPrecision(compute_dtype(dtype).name, tables="cpu" if contender == OURS_CPU_TABLES else "compact").attach(
+            model
+        )
     elif contender == PER_FORWARD:
         model.forward = convert_outputs_to_fp32(torch.autocast(workload.device, dtype)(model.forward))
     elif contender == WHOLE:
         model.to(dtype)  # type: ignore[arg-type]
     return model
-
-
-def _preset(dtype: torch.dtype) -> str:
-    return next(name for name, known in DTYPES.items() if known is dtype)
 
 
 def context(contender: str, workload: Workload, dtype: torch.dtype) -> Any:
@@ -143,42 +142,29 @@ class _CastCounter(TorchDispatchMode):
         super().__init__()
         self._weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         self.casts = 0
-        self.read_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16):
             for source in args:
                 is_weight = isinstance(source, Tensor) and source.untyped_storage()._cdata in self._weights
-                if is_weight and source.dtype is torch.float32 and source.shape == result.shape:
-                    self.casts += 1
-                    self.read_bytes += source.nbytes
+                self.casts += is_weight and source.dtype is torch.float32 and source.shape == result.shape
         return result
 
 
-def weight_casts(contender: str, workload: Workload, dtype: torch.dtype) -> dict[str, Any]:
+def weight_casts(contender: str, workload: Workload, dtype: torch.dtype) -> dict[str, int]:
     """How many casts of weights a forward makes when weights have not changed since the last one."""
     model = make_model(contender, workload, dtype)
     ids = workload.token_ids()[:1, :8].to(workload.device)
     for _ in range(2):
         with _CastCounter(model) as counter, context(contender, workload, dtype):
             model(input_ids=ids, labels=ids)
-    return {"casts": counter.casts, "read_bytes": counter.read_bytes}
+    return {"casts": counter.casts}
 
 
 def compare(steps: Mapping[str, Step], rounds: int, floor_seconds: float) -> Rows:
-    """Medians and spreads of contenders that take turns, with their ratios to torch.autocast and to the floor."""
-    seconds = alternate(steps, rounds=rounds, warmup=2)
-    timings = {name: median_and_spread(times) for name, times in seconds.items()}
-    peer = timings[PEER].median_seconds
-    return {
-        name: {
-            **timing._asdict(),
-            "ratio_to_torch_autocast": timing.median_seconds / peer,
-            "ratio_to_floor": timing.median_seconds / floor_seconds,
-        }
-        for name, timing in timings.items()
-    }
+    """Contenders that take turns, with their ratios to torch.autocast and to the floor."""
+    return rows_of(alternate(steps, rounds=rounds, warmup=2), floor_seconds, ratio_to_torch_autocast=PEER)
 
 
 def measure(
@@ -206,7 +192,7 @@ def measure(
         "cast_all_weights": (4 + 2) * described["parameters"] / rates.copy_bytes_per_second,
     }
     cast_model = workload.model()
-    cast_seconds = alternate({"cast": lambda: _cast(cast_model, torch_dtype)}, rounds=rounds)["cast"]
+    cast_seconds = alternate({"cast": lambda: rounded_copies(cast_model, torch_dtype)}, rounds=rounds)["cast"]
     result: dict[str, Any] = {
         "workload": described,
         "dtype": dtype,
@@ -226,11 +212,4 @@ def measure(
     yield result
     generated = {c: generation(c, generating, torch_dtype, tokens) for c in CONTENDERS}
     result["generation"] = compare(generated, rounds, floors["generation"])
-    for row in result["generation"].values():
-        row["tokens_per_second"] = tokens / row["median_seconds"]
     yield result
-
-
-def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    copies = rounded_copies(model, dtype)
-    del copies

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from _benchmarks import Workload
 from _contenders import make_trainer, trainers_in_turns
-from _results import median_and_spread
+from _results import median_and_spread, rows_of
 from hf_mp import MixedPrecisionCallback
 
 CONTENDERS = {"subclass": "MixedPrecisionTrainer fp16", "callback": "Trainer fp32", "stock fp32": "Trainer fp32"}
@@ -40,15 +40,10 @@ def measure(
 
     trainers = {name: functools.partial(trainer, name) for name in CONTENDERS}
     *_, seconds = trainers_in_turns(trainers, "cpu", rounds=rounds, warmup=3)
-    timings = {name: median_and_spread(found) for name, found in seconds.items()}
-    subclass = timings["subclass"].median_seconds
     rounds_over = [c / s for c, s in zip(seconds["callback"], seconds["subclass"], strict=True)]
     median, spread = median_and_spread(rounds_over)
     return {
         "shape": {"layers": layers, "width": width, "vocab": vocab, "batch": batch, "seq": seq, "rounds": rounds},
-        "contenders": {
-            name: {**timing._asdict(), "ratio_to_subclass": timing.median_seconds / subclass}
-            for name, timing in timings.items()
-        },
+        "contenders": rows_of(seconds, ratio_to_subclass="subclass"),
         "callback_over_subclass_per_round": {"median": median, "spread": spread},
     }

@@ -20,8 +20,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,11 +31,13 @@ from torch import Tensor, distributed
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 import hf_mp
 from _contenders import BareMode, Step
+from _results import alternate
 from hf_mp.memory.parallel import blocks_of
 from hf_mp.policy import PRESETS, mixed_presets
 
@@ -65,7 +67,7 @@ class ReceivedBytes(TorchDispatchMode):
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
-        self.bytes: dict[str, float] = {}
+        self.bytes: defaultdict[str, float] = defaultdict(float)
         self._others = (ranks - 1) / ranks
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,17 +75,9 @@ class ReceivedBytes(TorchDispatchMode):
             name = func.overloadpacket.__name__
             # A ring's all-reduce is a reduce-scatter and an all-gather.
             times = {"allreduce_": 2 * self._others, "barrier": 0.0}.get(name, self._others)
-            largest = max((tensor.nbytes for tensor in _tensors(args)), default=0)
-            self.bytes[name] = self.bytes.get(name, 0.0) + times * largest
+            sizes = [leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            self.bytes[name] += times * max(sizes, default=0)
         return func(*args, **(kwargs or {}))
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors(value)
 
 
 def config(layers: int, width: int, vocab: int) -> GPT2Config:
@@ -119,7 +113,7 @@ def make_step(name: str, config: GPT2Config, tokens: int) -> Step:
 
 def sharded(model: Any, policy: MixedPrecisionPolicy | None) -> Any:
     """``model`` with each block and the rest sharded by FSDP2."""
-    settings: dict[str, Any] = {} if policy is None else {"mp_policy": policy}
+    settings: dict[str, Any] = {"mp_policy": policy or MixedPrecisionPolicy()}
     for block in blocks_of(model):
         fully_shard(block, **settings)
     return fully_shard(model, **settings)
@@ -133,21 +127,15 @@ def count(name: str, config: GPT2Config, ranks: int) -> dict[str, float]:
         step()
     del step
     gc.collect()
-    return counted.bytes
+    return dict(counted.bytes)
 
 
 def host_costs(rounds: int) -> dict[str, dict[str, float]]:
     """CPU seconds of a step in this process, contenders in turns, and Python's calls in one."""
     names = [PEER, *CONTEXTS, *(f"hf_mp FSDP2 {precision}" for precision in OURS)]
     steps = {name: make_step(name, config(12, 32, 512), 16) for name in names}
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for index in range(rounds + 3):
-        for name in names if index % 2 else reversed(names):
-            distributed.barrier()
-            begin = time.process_time()
-            steps[name]()
-            if index >= 3:
-                seconds[name].append(time.process_time() - begin)
+    together = dict.fromkeys(names, distributed.barrier)
+    seconds = alternate(steps, rounds=rounds, warmup=3, before=together, clock=time.process_time)
     return {name: {"cpu_seconds": statistics.median(seconds[name]), "calls": calls(steps[name])} for name in names}
 
 

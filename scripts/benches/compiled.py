@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 import hf_mp
 from _benchmarks import DEFAULT_DEVICE
 from _contenders import COMPILED, PARTS, Parts, allow_recompilations, why_not_compiled
-from _results import alternate, median_and_spread, ratios_of
+from _results import alternate, ratios_of, rows_of
 from benches.architectures import (
     CONTENDERS,
     PEER,
@@ -72,7 +72,7 @@ def compare(architecture: Architecture, rounds: int, device: str) -> dict[str, A
     seconds = alternate(steps, rounds=rounds, warmup=3, untimed=1)
     compiled = {name.removesuffix(COMPILED): found for name, found in seconds.items() if name.endswith(COMPILED)}
     return {
-        "contenders": {name: median_and_spread(found)._asdict() for name, found in seconds.items()},
+        "contenders": rows_of(seconds),
         **ratios_of(compiled, RATIOS),
         "parts": {name: _medians(parts[name + COMPILED], rounds) for name in compiled},
         "counts": count_graphs(architecture, device),

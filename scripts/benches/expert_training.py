@@ -11,6 +11,7 @@ fifth of the steps.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import statistics
 from concurrent.futures import ProcessPoolExecutor
@@ -22,24 +23,10 @@ import typer
 from torch import Tensor
 
 import hf_mp
+from _mixtures import KINDS, config_of
 
 NAME = "compare_experts"
-_SIZES: dict[str, Any] = dict(
-    vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, bos_token_id=0, eos_token_id=0, pad_token_id=None,
-)  # fmt: skip
-_OF_EIGHT = dict(num_experts=8, num_experts_per_tok=2)
-KINDS: dict[str, dict[str, Any]] = {
-    "Mixtral": {},
-    "Qwen3Moe": dict(_OF_EIGHT, head_dim=16, moe_intermediate_size=32),
-    "Olmoe": _OF_EIGHT,
-    "DeepseekV3": dict(
-        num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1,
-        moe_intermediate_size=32, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
-        qk_nope_head_dim=16, v_head_dim=16,
-    ),
-    "GptOss": dict(head_dim=16, num_local_experts=8, num_experts_per_tok=2),
-}  # fmt: skip
+VOCABULARY = 96
 FP32, STOCK = "FP32", "torch.autocast, BF16"
 WAYS = (FP32, "fp16", "bf16", "fp16-lean", "bf16-lean", STOCK)
 
@@ -47,9 +34,8 @@ WAYS = (FP32, "fp16", "bf16", "fp16-lean", "bf16-lean", STOCK)
 def walks(seed: int, steps: int) -> Tensor:
     """Tokens of shape (steps, 8, 32)."""
     generator = torch.Generator().manual_seed(seed)
-    vocabulary = _SIZES["vocab_size"]
-    successors = torch.randint(vocabulary, (vocabulary, 4), generator=generator)
-    tokens = [torch.randint(vocabulary, (steps, 8), generator=generator)]
+    successors = torch.randint(VOCABULARY, (VOCABULARY, 4), generator=generator)
+    tokens = [torch.randint(VOCABULARY, (steps, 8), generator=generator)]
     for _ in range(31):
         tokens.append(successors[tokens[-1], torch.randint(4, (steps, 8), generator=generator)])
     return torch.stack(tokens, -1)
@@ -58,7 +44,7 @@ def walks(seed: int, steps: int) -> Tensor:
 def final_loss(kind: str, way: str, seed: int, steps: int) -> float:
     """The mean loss of the last fifth of a training."""
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{kind}Config")(**{**_SIZES, **KINDS[kind]})
+    config = config_of(kind, experts=8, vocab_size=VOCABULARY, eos_token_id=0, pad_token_id=None)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
     if way not in (FP32, STOCK):
@@ -82,16 +68,12 @@ def measure(
     workers: Annotated[int, typer.Option(help="trainings at once")] = os.cpu_count() or 1,
 ) -> dict[str, Any]:
     """Train each kind in each way from each seed, and compare the means over the seeds with FP32's."""
+    cases = list(itertools.product(kinds or KINDS, WAYS, range(seeds)))
     with ProcessPoolExecutor(workers) as pool:
-        running = {
-            kind: {way: [pool.submit(final_loss, kind, way, seed, steps) for seed in range(seeds)] for way in WAYS}
-            for kind in kinds or KINDS
-        }
-        losses = {
-            kind: {way: [one.result() for one in of] for way, of in ways.items()} for kind, ways in running.items()
-        }
+        losses = dict(zip(cases, pool.map(final_loss, *zip(*cases, strict=True), [steps] * len(cases)), strict=True))
     found = {}
-    for kind, of_kind in losses.items():
+    for kind in kinds or KINDS:
+        of_kind = {way: [losses[kind, way, seed] for seed in range(seeds)] for way in WAYS}
         expected = statistics.fmean(of_kind[FP32])
         off = {way: abs(statistics.fmean(one) / expected - 1) for way, one in of_kind.items() if way != FP32}
         found[kind] = {"losses": of_kind, "fp32": expected, "off": off}

@@ -28,7 +28,7 @@ from transformers import CompileConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig
 import hf_mp
 from _benchmarks import DEFAULT_DEVICE
 from _contenders import BareMode
-from _results import alternate, median_and_spread, ratios_of
+from _results import alternate, ratios_of, rows_of
 
 PEER, WHOLE, FP32 = "torch.autocast bf16", "BF16 throughout", "fp32"
 BARE = "BF16 throughout, bare function mode"
@@ -146,16 +146,11 @@ def compare(case: Case, layers: int, width: int, vocab: int, tokens: int, rounds
         for name in case.contenders
     }
     seconds = alternate(calls, rounds=rounds, warmup=2)
-    timings = {name: median_and_spread([one / tokens for one in found]) for name, found in seconds.items()}
-    return {
-        name: {
-            **timing._asdict(),
-            "tokens_per_second": case.batch / timing.median_seconds,
-            **ratios_of(seconds, {ratio: (name, other) for ratio, other in RATIOS.items()}),
-            "python_calls": python_calls(calls[name], tokens),
-        }
-        for name, timing in timings.items()
-    }
+    rows = rows_of({name: [one / tokens for one in found] for name, found in seconds.items()})
+    for name, row in rows.items():
+        row |= ratios_of(seconds, {ratio: (name, other) for ratio, other in RATIOS.items()})
+        row["python_calls"] = python_calls(calls[name], tokens)
+    return rows
 
 
 def measure(

@@ -25,9 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from _benchmarks import Workload
 from _contenders import BARE, LOSS_SCALED, PARTS, BareMode, Parts, Step
 from _contenders import make_step as make_loop
-from _results import median_and_spread
+from _results import rows_of
 from hf_mp.policy import mixed_presets
-from hf_mp.step import mixed_precision
 from hf_mp.step.forward import _Passage
 from hf_mp.step.gradients import GradientCheck
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -146,38 +145,42 @@ def take_apart(step: Step, rounds: int) -> dict[str, float]:
     return {place: sum(seconds) / rounds for place, seconds in found.items()}
 
 
+def rows_by_part(moments: Mapping[str, Parts]) -> dict[str, dict[str, dict[str, Any]]]:
+    """A row for each contender and part of its steps, and for the whole."""
+    seconds = {
+        contender: dict(zip((*PARTS, "step"), (*zip(*steps, strict=True), list(map(sum, steps))), strict=True))
+        for contender, steps in moments.items()
+    }
+    found: dict[str, dict[str, dict[str, Any]]] = {contender: {} for contender in moments}
+    for part in (*PARTS, "step"):
+        of_part = {contender: parts[part] for contender, parts in seconds.items()}
+        for contender, row in rows_of(of_part, ratio_to_torch_autocast=PEER).items():
+            found[contender][part] = row
+    return found
+
+
 def measure(
     layers: int = 12,
     width: int = 64,
     tokens: int = 16,
     rounds: Annotated[int, typer.Option(help="timed steps of each contender")] = 200,
-    group_elements: Annotated[int, typer.Option(help="of weights that share an inward border; 0: the default")] = 0,
 ) -> dict[str, Any]:
     """Time the parts of a step on one thread, and count: medians, spreads and ratios to torch.autocast."""
     torch.set_num_threads(1)
-    mixed_precision.GROUP_ELEMENTS = group_elements or mixed_precision.GROUP_ELEMENTS
     moments: dict[str, Parts] = {contender: [] for contender in CONTENDERS}
     steps = {c: make_step(c, layers, width, tokens, parts=moments[c]) for c in CONTENDERS}
     for _ in range(5 + rounds):
         for step in steps.values():
             step()
-    rows: dict[str, dict[str, dict[str, float]]] = {}
-    for contender, found in moments.items():
-        by_part = dict(zip(PARTS, zip(*found[5:], strict=True), strict=True)) | {
-            "step": [sum(one) for one in found[5:]]
-        }
-        rows[contender] = {part: median_and_spread(seconds)._asdict() for part, seconds in by_part.items()}
+    rows = rows_by_part({contender: found[5:] for contender, found in moments.items()})
     make_step("fp32", layers, width, tokens, seen := _Calls())()
     parameters = 4 + 12 * layers
-    fp32 = {part: row["median_seconds"] for part, row in rows["fp32"].items()}
     for parts in rows.values():
-        for part, row in parts.items():
-            row["ratio_to_torch_autocast"] = row["median_seconds"] / rows[PEER][part]["median_seconds"]
-        above = {part: row["median_seconds"] - fp32[part] for part, row in parts.items()}
+        above = {part: row["median_seconds"] - rows["fp32"][part]["median_seconds"] for part, row in parts.items()}
         parts["forward"]["seconds_per_torch_call"] = above["forward"] / seen.calls
         parts["step"]["seconds_per_parameter"] = (above["step"] - above["forward"]) / parameters
     return {
-        "workload": {"layers": layers, "width": width, "tokens": tokens, "threads": 1, "group_elements": group_elements,
+        "workload": {"layers": layers, "width": width, "tokens": tokens, "threads": 1,
                      "parameters": parameters, "torch_calls": seen.calls},
         "contenders": rows,
         "counts": {c: count(step) for c, step in steps.items()},

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from _benchmarks import DEFAULT_DEVICE, DTYPES, copy_bytes_per_second, peak_tensor_bytes
-from _results import in_turns, median_and_spread
+from _results import in_turns, rows_of
 from hf_mp.kernels.cross_entropy import cross_entropy, cross_entropy_reference
 
 PEER = "torch"
@@ -76,7 +76,6 @@ def measure(
     peaks = {contender: peak_tensor_bytes(step.both, torch.device(device)) for contender, step in steps.items()}
     bandwidth = copy_bytes_per_second(device)
     floor_seconds, floor_bytes = 3 * 2 * rows * vocab / bandwidth, 2 * rows * vocab
-    result: dict[str, dict[str, Any]] = {}
     payload = {
         "rows": rows,
         "vocab": vocab,
@@ -86,19 +85,13 @@ def measure(
         "copy_bytes_per_second": bandwidth,
         "floor_seconds": floor_seconds,
         "floor_bytes": floor_bytes,
-        "contenders": result,
     }
+    peers = {contender: f"{PEER} {contender.split()[1]}" for contender in steps}
     before = {contender: step.prepare for contender, step in steps.items()}
     runs = {contender: step.run for contender, step in steps.items()}
     for seconds in in_turns(runs, before=before, rounds=rounds, warmup=2):
-        for contender, times in seconds.items():
-            timing, peak = median_and_spread(times), peaks[contender]
-            result[contender] = {**timing._asdict(), "rounds": len(times), "peak_bytes": peak}
-            torchs = result[f"{PEER} {contender.split()[1]}"]
-            result[contender] |= {
-                "ratio_to_torch": timing.median_seconds / torchs["median_seconds"],
-                "ratio_to_floor": timing.median_seconds / floor_seconds,
-                "peak_ratio_to_torch": peak / torchs["peak_bytes"],
-                "peak_ratio_to_floor": peak / floor_bytes,
-            }
-        yield payload
+        found = rows_of(seconds, floor_seconds, ratio_to_torch=peers)
+        for contender, row in found.items():
+            row["peak_bytes"] = peaks[contender]
+            row["peak_ratio_to_torch"] = peaks[contender] / peaks[peers[contender]]
+        yield {**payload, "contenders": found}

@@ -22,7 +22,7 @@ The constants of ``HeadroomLossScaler`` were chosen on seeds from 1000 on; the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -58,13 +58,11 @@ class Trace:
         log2_largest: of each step's largest gradient magnitude; of shape (steps,).
         is_infinite: whether the step overflows at any scale; of shape (steps,).
         log2_activations: how many doublings gradients of activations lie above those of weights; of shape (steps,).
-        jumps: how often the magnitude rises by 8 doublings and more, to stay there.
     """
 
     log2_largest: np.ndarray
     is_infinite: np.ndarray
     log2_activations: np.ndarray
-    jumps: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ def collapse(random: np.random.Generator, steps: int) -> Trace:
         levels = np.append(levels, np.full(int(random.uniform(500, 5000)), level))
     levels = levels[:steps]
     noise = random.uniform(0.2, 0.6) * random.standard_normal(steps)
-    return _trace(levels + noise, jumps=int((np.diff(levels) >= 8).sum()))
+    return _trace(levels + noise)
 
 
 def intermittent_inf(random: np.random.Generator, steps: int) -> Trace:
@@ -144,7 +142,7 @@ def inf_in_500(steps: int = 20_000) -> Trace:
 
 def quiet_phase() -> Trace:
     """0.01 for 100 steps, 1e-8 for 4,900, then 1.0 for 5,000."""
-    return _trace(np.log2(np.repeat([1e-2, 1e-8, 1.0], [100, 4900, 5000])), jumps=1)
+    return _trace(np.log2(np.repeat([1e-2, 1e-8, 1.0], [100, 4900, 5000])))
 
 
 CASES: dict[str, Callable[[], Trace]] = {"inf in every 500th step": inf_in_500, "after a quiet phase": quiet_phase}
@@ -219,45 +217,29 @@ def measure(processes: int = 30, steps: int = 20_000, first_seed: int = 0) -> di
     families = {}
     for number, (family, make) in enumerate(FAMILIES.items()):
         seeds = range(first_seed, first_seed + processes)
-        traces = [make(np.random.default_rng([seed, number]), steps) for seed in seeds]
-        rows = {name: _mean([run(rule, trace)[0] for trace in traces]) for name, rule in CONTENDERS.items()}
-        families[family] = {
-            "about": make.__doc__,
-            "unavoidable_skips": float(np.mean([trace.is_infinite.sum() for trace in traces])),
-            "jumps": float(np.mean([trace.jumps for trace in traces])),
-            "contenders": {name: asdict(row) for name, row in rows.items()},
-            **verdict(rows),
-            "best_constants": best_constants(traces) if family in INDEPENDENT else None,
-        }
+        families[family] = of_family(family, [make(np.random.default_rng([seed, number]), steps) for seed in seeds])
         print(f"{family}: done", flush=True)
     cases = {}
     for case, build in CASES.items():
         ends = {name: run(rule, build()) for name, rule in CONTENDERS.items()}
-        cases[case] = {
-            "about": build.__doc__,
-            "contenders": {
-                name: {**asdict(end), "last_scale": float(np.exp2(log2_scales[-1]))}
-                for name, (end, log2_scales) in ends.items()
-            },
-        }
+        last = {name: float(np.exp2(log2_scales[-1])) for name, (_, log2_scales) in ends.items()}
+        rows = {name: {**asdict(end), "last_scale": last[name]} for name, (end, _) in ends.items()}
+        cases[case] = {"about": build.__doc__, "contenders": rows}
     spread = {"mean_doublings": SPREAD_MEAN, "deviation_doublings": SPREAD_DEVIATION}
     return {"processes": processes, "steps": steps, "first_seed": first_seed, "spread": spread, "families": families,
             "cases": cases}  # fmt: skip
 
 
-def _mean(outcomes: Sequence[Outcome]) -> Outcome:
-    return Outcome(*np.mean([list(asdict(each).values()) for each in outcomes], axis=0).tolist())
-
-
-def verdict(rows: Mapping[str, Outcome]) -> dict[str, list[str]]:
-    """The peers that ours is ahead of, in skipped steps and in underflow, and those that are ahead of it in both."""
-    ours = rows[OURS]
+def of_family(family: str, traces: Sequence[Trace]) -> dict[str, Any]:
+    """What each rule makes of the traces of a family, on average."""
+    outcomes = {name: [run(rule, trace)[0] for trace in traces] for name, rule in CONTENDERS.items()}
     return {
-        "ahead_of": [name for name in PEERS if _is_ahead(ours, rows[name])],
-        "behind": [name for name in PEERS if _is_ahead(rows[name], ours)],
+        "about": FAMILIES[family].__doc__,
+        "unavoidable_skips": float(np.mean([trace.is_infinite.sum() for trace in traces])),
+        "contenders": {name: _mean(found) for name, found in outcomes.items()},
+        "best_constants": best_constants(traces) if family in INDEPENDENT else None,
     }
 
 
-def _is_ahead(one: Outcome, other: Outcome) -> bool:
-    ahead = one.skipped_steps <= other.skipped_steps and one.underflow <= other.underflow
-    return ahead and (one.skipped_steps, one.underflow) != (other.skipped_steps, other.underflow)
+def _mean(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    return {field: float(np.mean([getattr(one, field) for one in outcomes])) for field in Outcome.__dataclass_fields__}

@@ -24,7 +24,7 @@ import typer
 
 from _benchmarks import DEFAULT_DEVICE, DeviceRates, Workload
 from _contenders import CONTENDERS, choose, find_contender, loop_step, make_trainer, peak_bytes, trainers_in_turns
-from _results import in_turns, median_and_spread
+from _results import in_turns, rows_of
 
 SLOW = "torch.autocast fp16"
 DEFAULT = ("fp32", "torch.autocast fp16", "torch.autocast bf16", "Trainer fp16=True", "Trainer bf16=True",
@@ -119,23 +119,17 @@ def summarise(
     names: list[str],
     seconds: dict[str, list[float]],
     peaks: dict[str, int],
-) -> dict[str, dict[str, float | int | None]]:
+) -> dict[str, dict[str, Any]]:
     """A row for each contender."""
-    timings = {name: median_and_spread(times) for name, times in seconds.items() if times}
-    rows: dict[str, dict[str, float | int | None]] = {}
-    for name in names:
-        contender = find_contender(name)
-        update_bytes = contender.update.total * described["parameters"]
-        floor = rates.floor_seconds(contender.dtype, described["flops"], update_bytes)
-        rows[name] = {"floor_seconds": floor, "peak_bytes": peaks.get(name)}
-        if name in timings:
-            median = timings[name].median_seconds
-            rows[name] |= {
-                **timings[name]._asdict(),
-                "rounds": len(seconds[name]),
-                "ratio_to_fp32": median / timings["fp32"].median_seconds if "fp32" in timings else None,
-                "ratio_to_floor": median / floor,
-                "tokens_per_second": described["tokens"] / median,
-                "flops_utilisation": described["flops"] / (median * rates.flops_per_second[contender.dtype]),
-            }
+    ways = {name: find_contender(name) for name in names}
+    floors = {
+        name: rates.floor_seconds(way.dtype, described["flops"], way.update.total * described["parameters"])
+        for name, way in ways.items()
+    }
+    rows = {name: {"floor_seconds": floors[name], "peak_bytes": peaks.get(name)} for name in names}
+    for name, row in rows_of(seconds, floors, ratio_to_fp32="fp32").items():
+        flops_per_second = described["flops"] / row["median_seconds"]
+        row["tokens_per_second"] = described["tokens"] / row["median_seconds"]
+        row["flops_utilisation"] = flops_per_second / rates.flops_per_second[ways[name].dtype]
+        rows[name] |= row
     return rows

@@ -28,7 +28,7 @@ from torch.optim import AdamW, Optimizer
 import hf_mp
 from _benchmarks import DEFAULT_DEVICE, UpdateBytes, Workload, copy_bytes_per_second, rounded_copies
 from _contenders import LEAN_UPDATE, MIXED_UPDATE, why_not_compiled
-from _results import in_turns, median_and_spread
+from _results import in_turns, rows_of
 from hf_mp.kernels.adamw import AdamWSettings
 from hf_mp.kernels.gradient_scan import total_norm
 from hf_mp.weights.lean.optimizer import clip_factor
@@ -73,8 +73,7 @@ def torch_step(workload: Workload, make: MakeOptimizer, dtype: torch.dtype = tor
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
-        copies = rounded_copies(model, dtype)
-        del copies
+        rounded_copies(model, dtype)
 
     return step
 
@@ -246,39 +245,30 @@ def measure(
     reasons = {contender: CONTENDERS[contender].why_not_here(device) for contender in wanted}
     left_out = {contender: reason for contender, reason in reasons.items() if reason is not None}
     parameters, bandwidth = workload.parameters(), copy_bytes_per_second(device)
+    floors = {name: CONTENDERS[name].update.total * parameters / bandwidth for name in wanted}
+    peers = {name: CONTENDERS[name].peer for name in wanted}
+    for seconds in two_groups([name for name in wanted if name not in left_out], workload, rounds):
+        yield {
+            "parameters": parameters,
+            "device": device,
+            "rounds": rounds,
+            "threads": torch.get_num_threads(),
+            "copy_bytes_per_second": bandwidth,
+            "contenders": rows_of(seconds, floors, ratio_to_torch=peers),
+            "left_out": left_out,
+        }
+
+
+def two_groups(names: list[str], workload: Workload, rounds: int) -> Iterator[dict[str, list[float]]]:
+    """Seconds of all contenders, after each round: those with AdamW8bit come last.
+
+    It takes ten times as long on a CPU: in turns with it, the others would find their memory given away.
+    """
     measured: dict[str, list[float]] = {}
-    # AdamW8bit takes ten times as long on a CPU: in turns with it, the others would find their memory given away.
     for is_8bit in (False, True):
-        group = [name for name in wanted if name not in left_out and (CONTENDERS[name].package == _BNB) is is_8bit]
+        group = [name for name in names if (CONTENDERS[name].package == _BNB) is is_8bit]
         steps = {name: CONTENDERS[name].make(workload) for name in group}
         for seconds in in_turns(steps, rounds=rounds, warmup=2, untimed=1) if steps else ():
             measured |= seconds
-            yield {
-                "parameters": parameters,
-                "device": device,
-                "rounds": rounds,
-                "threads": torch.get_num_threads(),
-                "copy_bytes_per_second": bandwidth,
-                "contenders": summarise(measured, parameters, bandwidth),
-                "left_out": left_out,
-            }
+            yield measured
         steps.clear()
-
-
-def summarise(measured: dict[str, list[float]], parameters: int, bandwidth: float) -> dict[str, dict[str, Any]]:
-    """A row for each contender that was measured."""
-    timings = {contender: median_and_spread(seconds) for contender, seconds in measured.items()}
-    rows: dict[str, dict[str, Any]] = {}
-    for contender, timing in timings.items():
-        moved = CONTENDERS[contender].update.total
-        peer = timings.get(CONTENDERS[contender].peer)
-        floor = moved * parameters / bandwidth
-        rows[contender] = {
-            **timing._asdict(),
-            "rounds": len(measured[contender]),
-            "ratio_to_torch": None if peer is None else timing.median_seconds / peer.median_seconds,
-            "floor_bytes_per_parameter": moved,
-            "floor_seconds": floor,
-            "ratio_to_floor": timing.median_seconds / floor,
-        }
-    return rows

@@ -12,6 +12,7 @@ from rich.console import Console
 
 import ablate_precision as recipe
 from _ablation import Ablation, FineTuning, Shares, ablation_table, summarize
+from _options import parse_options
 from ablate_precision import (
     SCALES,
     VARIANTS,
@@ -186,5 +187,5 @@ def test_without_fp32_or_with_one_seed_there_is_nothing_to_compare_with():
 
 
 def test_defaults_train_everything():
-    assert recipe.parse_options([]).variants == list(VARIANTS)
+    assert parse_options(Options, []).variants == list(VARIANTS)
     assert Options().seeds == 3

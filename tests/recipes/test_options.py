@@ -7,6 +7,8 @@ from importlib import import_module
 import pytest
 import torch
 
+from _options import parse_options
+
 
 @pytest.mark.parametrize(
     ("recipe", "flags", "message"),
@@ -28,6 +30,6 @@ def test_options_that_cannot_be_end_with_the_way_out(recipe, flags, message, cap
         pytest.importorskip("trl")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as ended:
-        import_module(recipe).parse_options(flags)
+        parse_options(import_module(recipe).Options, flags)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err

@@ -96,16 +96,6 @@ def test_a_long_file_comes_in_pieces_that_end_at_line_ends():
     assert "".join(pieces) == text
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [(b"", "is empty"), (b"\n \n", "is empty"), (b"\xfe\xff", "not UTF-8 .byte 0xfe at position 0.*iconv")],
-)
-def test_a_file_without_text_is_refused(tmp_path, content, message):
-    (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        read_text(str(tmp_path / "a.txt"))
-
-
 def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "a.txt").write_bytes("\ufefftext".encode())
     assert read_text(str(tmp_path / "a.txt")) == "text"

@@ -8,7 +8,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from _plots import draw_losses, draw_scales
+from _plots import draw
 from compare import PRECISIONS, SCALERS, ScaleRun, main, train_scaler
 
 STEPS = 10
@@ -39,7 +39,7 @@ def results(stored) -> dict:
 
 def test_each_scaler_is_stored_and_can_be_drawn(results, tmp_path):
     assert set(results) == set(SCALERS)
-    draw_scales(results, tmp_path / "scales.png")
+    draw("compare_scalers", results, tmp_path / "scales.png")
     assert (tmp_path / "scales.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -50,7 +50,7 @@ def test_each_precision_is_stored_and_can_be_drawn(flags, tmp_path):
     assert all(len(curve["losses"]) == len(curve["steps"]) == 2 for curve in result.values())
     assert result["fp32"]["skipped_steps"] is None and result["hf_mp fp16"]["skipped_steps"] == 0
     assert all(abs(curve["eval_loss"] / result["fp32"]["eval_loss"] - 1) < 0.01 for curve in result.values())
-    draw_losses(result, tmp_path / "losses.png")
+    draw("compare_precisions", result, tmp_path / "losses.png")
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 import make_tables
-from _plots import digest, draw_scales, draw_steps, drawn_from
+from _plots import digest, draw, draw_scales, drawn_from
 from _results import RESULTS, ROOT
 from _tables import DESCRIPTIONS, Regions, StoredResultError
 from make_tables import MARKER, PICTURES, REGION, pages, rewritten, stale_pages, stale_pictures
@@ -183,7 +183,7 @@ def test_a_picture_of_other_results_is_stale(tmp_path, monkeypatch):
     write(tmp_path, "compare_scalers", {"dynamic": run})
     picture = tmp_path / "compare_scalers.png"
     assert stale_pictures(tmp_path) == {picture: ("compare_scalers", {"dynamic": run})}
-    draw_scales({"dynamic": run}, picture)
+    draw("compare_scalers", {"dynamic": run}, picture)
     assert not stale_pictures(tmp_path)
     write(tmp_path, "compare_scalers", {"dynamic": {**run, "steps": 6}})
     assert list(stale_pictures(tmp_path)) == [picture]
@@ -202,7 +202,7 @@ def test_the_picture_of_steps_leaves_out_what_would_hide_the_others(tmp_path, mo
     monkeypatch.setattr(Axes, "barh", lambda self, names, *args, **kwargs: drawn.append(list(names)))
     row = {"median_seconds": 1.0, "spread_seconds": 0.1, "floor_seconds": 0.5, "peak_bytes": 1}
     rows = {"fp32": row, "hf_mp fp16": row, "slow": {**row, "median_seconds": 50.0}, "unmeasured": {"peak_bytes": 1}}
-    draw_steps({"contenders": rows}, tmp_path / "steps.png")
+    draw("bench_step", {"contenders": rows}, tmp_path / "steps.png")
     assert drawn == [["hf_mp fp16", "fp32"]] * 2
 
 

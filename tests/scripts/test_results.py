@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 
 import _results
-from _results import alternate, command_line, in_turns, median_and_spread, save_result
+from _results import alternate, command_line, in_turns, median_and_spread, rows_of, save_result
 
 ROOT = Path(_results.__file__).parents[1]
 
 
-def test_median_and_spread_are_those_of_the_quartiles():
-    assert median_and_spread([5.0, 1.0, 3.0, 2.0, 4.0]) == (3.0, 2.0)
-
-
-def test_one_outlier_moves_neither_median_nor_spread():
-    assert median_and_spread([5000.0, 1.0, 3.0, 2.0, 4.0]) == (3.0, 2.0)
-
-
-def test_a_single_timing_has_no_spread():
-    assert median_and_spread([0.25]) == (0.25, 0.0)
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ([5.0, 1.0, 3.0, 2.0, 4.0], (3.0, 2.0)),
+        ([5000.0, 1.0, 3.0, 2.0, 4.0], (3.0, 2.0)),  # one outlier moves neither
+        ([0.25], (0.25, 0.0)),
+    ],
+)
+def test_median_and_spread_are_those_of_the_quartiles(seconds, expected):
+    assert median_and_spread(seconds) == expected
 
 
 def test_no_timing_has_no_median():
@@ -39,9 +39,19 @@ def test_contenders_alternate_and_swap_places_every_round():
 def test_untimed_calls_come_before_each_that_is_timed():
     calls = []
     names = {name: lambda name=name: calls.append(name) for name in "ab"}
-    seconds = alternate(names, rounds=2, untimed=1, before={name: lambda: calls.append("|") for name in names})
+    alternate(names, rounds=2, untimed=1, before={name: lambda: calls.append("|") for name in names})
     assert "".join(calls) == "a|ab|b" + "b|ba|a" + "a|ab|b"
-    assert {name: len(times) for name, times in seconds.items()} == {"a": 2, "b": 2}
+
+
+def test_a_row_has_its_median_and_its_ratios_to_peers_and_floor():
+    seconds = {"a": [2.0, 4.0, 3.0], "b": [6.0]}
+    rows = rows_of(seconds, {"a": 1.5, "b": 1.5}, ratio_to_b="b", ratio_to_its={"a": "b", "b": "missing"})
+    assert rows["a"] == {
+        "median_seconds": 3.0, "spread_seconds": 1.0, "rounds": 3, "ratio_to_b": 0.5, "ratio_to_its": 0.5,
+        "floor_seconds": 1.5, "ratio_to_floor": 2.0,
+    }  # fmt: skip
+    assert rows["b"]["ratio_to_its"] is None
+    assert rows_of(seconds, 2.0)["b"]["ratio_to_floor"] == 3.0
 
 
 def test_what_there_is_is_given_after_each_timed_round():
@@ -93,10 +103,6 @@ def test_a_result_says_when_how_and_on_what_it_was_measured(tmp_path, monkeypatc
     date = datetime.fromisoformat(record["date"])
     assert date.utcoffset() == timedelta(0)
     assert abs(datetime.now(UTC) - date) < timedelta(minutes=5)
-
-
-def test_results_lie_beside_the_scripts():
-    assert ROOT / "scripts" / "results" == _results.RESULTS
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

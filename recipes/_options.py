@@ -1,0 +1,37 @@
+"""The command line of a recipe, from the fields of a dataclass."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from transformers import HfArgumentParser
+
+Options = TypeVar("Options")
+
+
+def parse_options(kind: type[Options], arguments: Sequence[str] | None) -> Options:
+    """The options in ``arguments``, or in those of the program; ends the program where one makes no sense."""
+    parser = HfArgumentParser(cast(Any, kind), prog=Path(sys.argv[0]).name, allow_abbrev=False)
+    try:
+        (options,) = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
+    except ValueError as error:
+        parser.error(str(error))
+    return cast(Options, options)
+
+
+def check_training(seeds: int, learning_rate: float) -> None:
+    """Raise a ValueError for no seed, or a learning rate that is none."""
+    if seeds < 1:
+        raise ValueError(f"--seeds {seeds}: train under one seed at least, under two to see their spread")
+    if learning_rate <= 0:
+        raise ValueError(f"--learning_rate {learning_rate} must be positive")
+
+
+def check_device(device: str) -> None:
+    """Raise a ValueError for a GPU that is not there."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU here; leave --device away, or say --device cpu")

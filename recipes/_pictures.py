@@ -1,0 +1,32 @@
+"""The look that pictures share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+COLOURS = ("#d08770", "#5e81ac", "#4c566a", "#a3be8c", "#b48ead", "#ebcb8b")
+
+
+def new_picture(rows: int = 1, columns: int = 1, **settings: Any) -> tuple[Any, Any]:
+    """A figure and its axes, in an array where there are several; ``settings`` as for ``pyplot.subplots``."""
+    from matplotlib import pyplot
+
+    return pyplot.subplots(rows, columns, layout="constrained", **settings)
+
+
+def save_picture(figure: Any, path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write it as a PNG, and let go of it."""
+    from matplotlib import pyplot
+
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
+    # white behind it, so that it can be read on a dark page
+    figure.savefig(path, dpi=120, facecolor="white", metadata=metadata)
+    pyplot.close(figure)
