@@ -7,18 +7,26 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
+import datasets
 import torch
+import transformers
 from rich.table import Table
 from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, set_seed
 
-from _text import first_line
 from hf_mp import MixedPrecisionTrainer
+from hf_mp.environment.libraries import first_line
 
 MIB = 2**20
 
 
 Entry = dict[str, Any]  # of summary.json
+
+
+def quiet_libraries() -> None:
+    """Leave one progress bar, that of the training."""
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
 
 
 def loss_scale_of_run(trainer: MixedPrecisionTrainer) -> Entry | None:

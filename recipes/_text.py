@@ -24,6 +24,8 @@ from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from hf_mp.environment.libraries import first_line
+
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -149,10 +151,6 @@ def hub_text(name: str, config: str | None, column: str, seed: int) -> DatasetDi
         train, validation = splits["train"].train_test_split(test_size=0.1, seed=seed).values()
     texts = DatasetDict(train=train.select_columns(column), validation=validation.select_columns(column))
     return texts if column == "text" else texts.rename_column(column, "text")
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 # Tokens

@@ -22,13 +22,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
 
-import datasets
 import numpy as np
 import torch
-import transformers
 import yaml
 from datasets import Dataset, DatasetDict
-from huggingface_hub import HfApi
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
@@ -51,11 +48,17 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from _report import loss_scale_of_run, measure_footprints, peak_memory, summary_table, write_text
+from _report import (
+    loss_scale_of_run,
+    measure_footprints,
+    peak_memory,
+    quiet_libraries,
+    summary_table,
+    write_text,
+)
 from _text import (
     Blocks,
     file_text,
-    first_line,
     hub_text,
     make_blocks,
     perplexity,
@@ -64,6 +67,8 @@ from _text import (
     train_tokenizer,
 )
 from hf_mp import MixedPrecisionArguments, MixedPrecisionTrainer
+from hf_mp.environment.libraries import first_line
+from hf_mp.memory.models import ask_hub
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -286,12 +291,6 @@ def check_output_dir(path: Path, *, overwrite: bool) -> None:
         )
 
 
-def quiet_libraries() -> None:
-    """Leave one progress bar, that of the training."""
-    datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()
-
-
 # Text and model
 
 
@@ -370,15 +369,6 @@ def from_directory_or_hub(kind: Any, name: str, **settings: Any) -> Any:
             "Ways out: --model_name_or_path with a directory, or with a model that is in the cache, or no "
             "--model_name_or_path at all for the built-in small model"
         ) from error
-
-
-def ask_hub(name: str) -> Exception | None:
-    """Why the Hub does not give a model, asked once: ``from_pretrained`` repeats each question for half a minute."""
-    try:
-        HfApi().model_info(name, timeout=10)
-    except Exception as error:  # no network, no such model, no access: each has a type of its own
-        return error
-    return None
 
 
 def choose_block_size(recipe: Recipe, model: PreTrainedModel) -> int:

@@ -20,8 +20,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import datasets
-import transformers
 from rich.console import Console
 from rich.table import Table
 from transformers import (
@@ -38,7 +36,7 @@ from transformers import (
     set_seed,
 )
 
-from _report import in_mib, peak_memory
+from _report import in_mib, peak_memory, quiet_libraries
 from _text import file_text, make_blocks, python_text, train_tokenizer
 from hf_mp import MixedPrecisionCallback  # hf_mp
 
@@ -159,11 +157,6 @@ def load(script: Script, texts: list[str]) -> tuple[PreTrainedModel, PreTrainedT
         eos_token_id=0,
     )
     return AutoModelForCausalLM.from_config(config), tokenizer
-
-
-def quiet_libraries() -> None:
-    datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()
 
 
 # Before and after

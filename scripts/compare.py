@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -119,36 +119,6 @@ def stock_trainer(ours: Trainer) -> Trainer:
 # Loss scalers
 
 
-@dataclass(frozen=True)
-class ScaleRun:
-    """One run of the recipe.
-
-    Attributes:
-        steps: optimizer steps, skipped ones included.
-        skipped_at: numbers of the steps that were skipped, counted from 1.
-        scale_changes: pairs of a step and the scale that it and the following ones used.
-        final_eval_loss: on the held-out text, after training.
-        train_seconds: of this machine while it ran; not a benchmark.
-    """
-
-    steps: int
-    skipped_at: list[int]
-    scale_changes: list[tuple[int, float]]
-    final_eval_loss: float
-    train_seconds: float
-
-    def summary(self) -> dict[str, float]:
-        """The scale over the run, and how many steps it wasted."""
-        scales = [scale for _, scale in self.scale_changes]
-        return {
-            "skipped_steps": len(self.skipped_at),
-            "first_scale": scales[0],
-            "last_scale": scales[-1],
-            "smallest_scale": min(scales),
-            "largest_scale": max(scales),
-        }
-
-
 @dataclass
 class ScaleWatch(TrainerCallback):
     """Notes which scale each optimizer step used, and whether it was skipped."""
@@ -176,14 +146,29 @@ class ScaleWatch(TrainerCallback):
         return self.trainer.mixed_precision
 
 
-def train_scaler(flags: Sequence[str]) -> ScaleRun:
-    """One run of the recipe in FP16."""
+def train_scaler(flags: Sequence[str]) -> dict[str, Any]:
+    """One run of the recipe in FP16: the scale over the run, and the steps that it wasted.
+
+    ``scale_changes`` are pairs of a step, counted from 1, and the scale that it and the following ones used;
+    ``train_seconds`` are of this machine while it ran, and no benchmark.
+    """
     with recipe_trainer(["--max_steps", "1000", "--precision", "fp16", *flags]) as trainer:
         watch = ScaleWatch(trainer)
         trainer.add_callback(watch)
         seconds = trainer.train().metrics["train_runtime"]
-        eval_loss = trainer.evaluate()["eval_loss"]
-        return ScaleRun(trainer.state.global_step, watch.skipped_at, watch.scale_changes, eval_loss, seconds)
+        scales = [scale for _, scale in watch.scale_changes]
+        return {
+            "skipped_steps": len(watch.skipped_at),
+            "first_scale": scales[0],
+            "last_scale": scales[-1],
+            "smallest_scale": min(scales),
+            "largest_scale": max(scales),
+            "steps": trainer.state.global_step,
+            "skipped_at": watch.skipped_at,
+            "scale_changes": watch.scale_changes,
+            "final_eval_loss": trainer.evaluate()["eval_loss"],
+            "train_seconds": seconds,
+        }
 
 
 # The program
@@ -200,8 +185,7 @@ def main(argv: Sequence[str], directory: Path = RESULTS) -> None:
     if arguments.what == "precisions":
         payload = {name: train_precision(name, flags) for name in PRECISIONS}
     else:
-        runs = {name: train_scaler([*flags, *choice]) for name, choice in SCALERS.items()}
-        payload = {name: {**found.summary(), **asdict(found)} for name, found in runs.items()}
+        payload = {name: train_scaler([*flags, *choice]) for name, choice in SCALERS.items()}
     path = save_result(arguments.name or f"compare_{arguments.what}", payload, directory=directory)
     show(payload)
     print(f"stored in {path.name}")

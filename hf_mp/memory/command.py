@@ -44,9 +44,11 @@ def run(
     if html is not None:
         if as_json:
             raise ValueError("--json and --html are both given: choose one, or run twice")
+        # Minutes of measuring must not end at a folder that does not exist.
         check_writable(html)
     if settings["ranks"] == 1 and (bandwidth, settings["parallel"]) != (None, "fsdp2"):
         raise ValueError("--bandwidth and --parallel are for several ranks: say how many, as --ranks 64")
+    # Their remarks would stand between the tables.
     quiet_libraries()
     with _told_progress() as tell:
         report = gather_report(
@@ -111,6 +113,7 @@ def quiet_libraries() -> None:
 def _told_progress() -> Iterator[Callable[[str], None]]:
     """Show the current step on stderr: on a line that disappears, or, where that is no terminal, on one for each."""
     console = Console(stderr=True)
+    # A file or a pipe would get each state of a line that is redrawn.
     if not console.is_terminal:
         yield lambda step: typer.echo(f"hf-mp memory: {step} ...", err=True) if "training" in step else None
         return

@@ -99,6 +99,7 @@ class FakeSplitParameter(SplitParameter, FakeTensor):
     __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
 
 
+# A lean layout chooses the class of its parameters by that of their values.
 SPLIT_CLASSES[FakeTensor] = FakeSplitParameter
 
 _aten = torch.ops.aten
@@ -155,8 +156,10 @@ def _storage(tensor: Tensor) -> int:
 
 def _scalar(tensor: FakeTensor) -> bool | float:
     if tensor.dtype is torch.bool:
+        # Training asks whether all gradients are finite, or whether no token is padding.
         return True
     if tensor.is_floating_point():
+        # Training reads a norm or the largest gradient: it is neither 0 nor an overflow.
         return 1.0
     raise ValueError(
         f"the model reads a value of a {tensor.dtype} tensor and decides by it, so that its memory cannot be known "
@@ -176,6 +179,7 @@ def _without_outliers(func: Any, args: Any) -> tuple[Tensor, ...] | None:
         codes, scales, _ = func(args[0])
         return codes, scales, args[0].new_empty(0, dtype=torch.int64)
     if func is torch.ops.bitsandbytes.int8_mixed_scaled_mm.default:
+        # The second result is the columns with outliers: there are none.
         x, codes, weight, scales, weight_scales, _, bias = (*args, None)[:7]
         product = torch.ops.bitsandbytes.int8_scaled_mm.default
         return product(codes, weight, scales, weight_scales, bias=bias, dtype=x.dtype), x.new_empty(0)

@@ -53,6 +53,7 @@ def largest_batch_size(
     memory_bytes = parse_size(memory)
     config = find_config(model)
 
+    # An estimate takes seconds: none is made twice.
     @functools.cache
     def peak(batch_size: int) -> int:
         return estimate_training_memory(config, precision, batch_size=batch_size, **settings).peak_bytes
@@ -69,6 +70,7 @@ def search_largest(peak: Callable[[int], int], memory_bytes: int) -> int:
     """
     if peak(1) > memory_bytes:
         return 0
+    # Bisection alone would need twice as many estimates.
     fits, exceeds = 1, None
     near = 2
     while exceeds is None or exceeds - fits > 1:

@@ -35,6 +35,7 @@ def fold_parameters(rows: Iterable[TensorRow], kind: Kind = Kind.PARAMETER) -> t
         before, layer, after = _split(row.name)
         key = (before, after, row.dtype, row.device, row.shape, row.place)
         last, run = latest.get(key, (None, []))
+        # A run ends where a layer is missing or unlike the one before.
         if layer is None or last != layer - 1:
             run = []
             runs.append(run)
@@ -86,6 +87,7 @@ def fold_tree(tree: ModuleBytes) -> ModuleBytes:
     folded: list[ModuleBytes] = []
     for child in map(fold_tree, tree.children):
         previous = folded[-1] if folded else None
+        # Frozen dataclasses compare by value: equal modules have equal children.
         if previous and child.name.isdigit() and child == replace(previous, name=child.name, count=child.count):
             first = previous.name.partition(" - ")[0]
             folded[-1] = replace(previous, name=f"{first} - {child.name}", count=previous.count + 1)

@@ -171,6 +171,7 @@ def memory_footprint(model: nn.Module, *, as_if_loaded: bool = False) -> MemoryF
             "hf_mp.load(name_or_path, precision=...)"
         )
     rows: list[TensorRow] = []
+    # Two names may be one object (tied weights), or two tensors of one storage (views).
     storages: dict[int, str] = {}
     objects: dict[int, str] = {}
     for name, module, kind, tensor in tensors_of(model):
@@ -252,6 +253,7 @@ def _is_bitsandbytes(value: Any) -> bool:
 
 def _place_of_meta(module: nn.Module, name: str) -> str:
     """Where the memory of a meta tensor is, according to accelerate's offloading hook."""
+    # accelerate has no public answer: its hooks hold the maps that they load from.
     hook = getattr(module, "_hf_hook", None)
     for candidate in getattr(hook, "hooks", [hook]):
         weights = getattr(candidate, "weights_map", None)

@@ -35,8 +35,10 @@ def check_writable(path: Path) -> None:
 
 
 def write_whole(path: Path, content: str) -> None:
+    # In the same folder, since a rename is one operation on one file system alone.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         whole = Path(folder, path.name)
         whole.write_text(content, encoding="utf-8")
+        # Temporary files are for their owner alone.
         whole.chmod(0o644)
         whole.replace(path)

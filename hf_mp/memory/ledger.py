@@ -95,6 +95,7 @@ class Ledger:
         allocation = self.live.pop(key, None)
         if allocation is None:
             return
+        # An activation is what forward keeps for backward.
         if self.phase is Phase.FORWARD and allocation.category is Category.ACTIVATIONS:
             allocation.category = Category.TEMPORARIES
         self.events.append(Event(allocation, -1, self.phase, ""))
@@ -116,6 +117,7 @@ def profile_step(events: Sequence[Event], moments: int = 240) -> StepProfile:
         change = event.sign * event.allocation.size_bytes
         in_use[event.allocation.category] += change
         total += change
+        # Storages from before the step count in each of its moments, and are no moment of their own.
         if index < first:
             continue
         bucket = (index - first) * moments // length

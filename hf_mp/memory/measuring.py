@@ -60,6 +60,7 @@ def measure_training_memory(
     asked = make_settings(config, precision, **settings)
     place = _device(device)
     before = torch.cuda.memory_allocated() if place.type == "cuda" else 0
+    # The peak would be that of whatever this process did before.
     reset_process_peak()
     real = _real_model(config, parse_preset(precision).loaded, place)
     kind, parameters = type(real), real.num_parameters()
@@ -99,6 +100,7 @@ def _real_model(config: PreTrainedConfig, precision: str, device: torch.device) 
         model: PreTrainedModel = model_class(config)._from_config(config, dtype=chosen.dtype)
     if chosen.quantization is None:
         return model
+    # bitsandbytes quantizes weights while they are loaded, so that they go through a file.
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         del model
@@ -116,6 +118,7 @@ def _cpu_peak(trainee: Trainee, recorder: MemoryRecorder) -> int:
     """The peak of one more update as torch's CPU allocator reports it to the profiler, plus what was live before."""
     from torch.profiler import ProfilerActivity, profile
 
+    # What cycles hold would be freed under the profiler, which never saw it made.
     gc.collect()
     in_use = peak = sum(allocation.size_bytes for allocation in recorder.ledger.live.values())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -73,6 +73,7 @@ def find_config(model: ModelLike) -> PreTrainedConfig:
         return _read_config(path)
     if (short_name := str(model).removeprefix("openai-community/")) in BUILT_IN:
         return AutoConfig.for_model(**BUILT_IN[short_name])
+    # from_pretrained itself would ask again and again for half a minute.
     if (reason := ask_hub(str(model))) is None:
         return _load_config(str(model))
     try:
@@ -85,6 +86,7 @@ def _load_config(name: str, **settings: Any) -> PreTrainedConfig:
     """The configuration in a directory, a file, the cache or on the Hub, validated before it is instantiated."""
     values, _ = PreTrainedConfig.get_config_dict(name, **settings)
     code = (values.get("auto_map") or {}).get("AutoConfig")
+    # Transformers builds a type that it knows by its own class, whatever code the file names.
     if code is not None and values.get("model_type") not in CONFIG_MAPPING:
         raise UnknownModelError(
             f"{name} is a model of type {values.get('model_type')!r}, which needs its own code ({code}), and that does "
@@ -135,6 +137,7 @@ def _read_config(path: Path) -> PreTrainedConfig:
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class of a configuration: its architecture, or the language model of its type."""
+    # An encoder without a head has no loss.
     bare = {str(getattr(modeling_auto, "MODEL_MAPPING_NAMES", {}).get(config.model_type))}
     for name in getattr(config, "architectures", None) or []:
         found = getattr(transformers, name, None)

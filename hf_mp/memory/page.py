@@ -72,6 +72,7 @@ def _loaded(report: MemoryReport) -> dict[str, Any]:
 
 def _trained(report: MemoryReport) -> dict[str, Any]:
     """What the page shows of a training step, by preset."""
+    # The GPU is a line across the bars, so that it counts in their scale.
     steps = {TRAINING_PRESETS[name].label: row.estimate for name, row in report.training.items()}
     return {
         "first": next(iter(steps.values()), None),
@@ -84,6 +85,7 @@ def _trained(report: MemoryReport) -> dict[str, Any]:
 
 def timeline(label: str, moments: Sequence[Moment], peak_bytes: int, peak_phase: Phase) -> Timeline:
     """A training step as stacked areas, one per category."""
+    # A little room above the peak.
     top = 1.06 * peak_bytes
     below = [0] * len(moments)
     areas = []

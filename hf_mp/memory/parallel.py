@@ -77,6 +77,7 @@ class CommunicationRecorder(TorchDispatchMode):
         self._found: dict[tuple[str, int, str, bool], tuple[int, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A DTensor's own dispatch comes first, and calls the ops of its local part, which are counted.
         if has_dtensors(types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
@@ -89,6 +90,7 @@ class CommunicationRecorder(TorchDispatchMode):
             dtype = next((tensor.dtype for tensor in tensors_in(args)), None)
             key = name, ranks, str(dtype).removeprefix("torch."), len(nodes) == 1
             calls, sent = self._found.get(key, (0, 0))
+            # A ring passes on all parts but its own.
             self._found[key] = calls + 1, sent + passes * tensor_bytes * (ranks - 1) // ranks
         return result
 
@@ -98,6 +100,7 @@ class CommunicationRecorder(TorchDispatchMode):
 
     def collectives(self) -> tuple[Collective, ...]:
         """What was counted since :meth:`start`, most bytes first."""
+        # A group of one sends nothing.
         found = [Collective(*key, *counted) for key, counted in self._found.items() if key[1] > 1]
         return tuple(sorted(found, key=lambda one: -one.sent_bytes))
 
@@ -215,7 +218,9 @@ def _accepted_by_torch(device: torch.device) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         replace = lambda *args, **kwargs: stack.enter_context(mock.patch.object(*args, **kwargs))  # noqa: E731
+        # A fake process group has a mesh of CPUs alone.
         replace(_fully_shard, "_get_device_from_mesh", lambda mesh: device)
+        # Views for all ranks, of which one is read, take minutes for 1,024.
         replace(_fsdp_param, "_chunk_with_empty", _chunk_of_first_rank)
         replace(_functional_collectives, "wait_tensor", lambda tensor: tensor)  # on fake tensors it makes another
         replace(Reducer, "_rebuild_buckets", lambda reducer: False)
@@ -252,6 +257,7 @@ class Bandwidth(NamedTuple):
             within, between = (float(number) * 1e9 for number in text.split(","))
         except ValueError:
             within = between = 0.0
+        # float() reads "nan" and "inf" as well.
         if not 0.0 < min(within, between) <= max(within, between) < math.inf:
             raise ValueError(f"bandwidth {text!r} is not known: give GB/s within a machine and between, as 450,50")
         return cls(within, between)

@@ -67,6 +67,7 @@ def check_bitsandbytes(precision: str | torch.dtype, device_map: Any = None) -> 
     devices = device_map.values() if isinstance(device_map, dict) else [device_map]
     supported = bitsandbytes.supported_torch_devices
     for device in devices:
+        # Where accelerate places a part is decided while it loads.
         if not isinstance(device, (str, torch.device)) or device in ("auto", "balanced", "sequential", "disk"):
             continue
         kind = torch.device(device).type

@@ -59,6 +59,7 @@ class MemoryRecorder(TorchDispatchMode):
             del self._references[key]
             self.ledger.free(key)
 
+        # torch keeps one Python object for each storage, which goes with its memory.
         self._references[key] = weakref.ref(storage, went)
         self.ledger.allocate(key, self._size_bytes(storage), category, op)
 
@@ -67,6 +68,7 @@ class MemoryRecorder(TorchDispatchMode):
 
     def _category(self, tensor: Tensor, func: Any, args: Any) -> Category:
         phase = self.ledger.phase
+        # Nothing is trained yet: batches and masks.
         if phase is Phase.SETUP:
             return Category.INPUTS_AND_BUFFERS
         is_rounding = func is torch.ops.aten._to_copy.default and tensor.dtype in LOWER_PRECISION_DTYPES
@@ -130,6 +132,7 @@ class MemoryRecorder(TorchDispatchMode):
             return result
 
         try:
+            # FSDP2 gives a gathered weight up by resizing its storage to 0, which is no op.
             with mock.patch.object(torch.UntypedStorage, "resize_", resized):
                 yield
         finally:
@@ -141,6 +144,7 @@ class MemoryRecorder(TorchDispatchMode):
         self._in_head = True
         for value in args:
             if isinstance(value, Tensor) and value.requires_grad:
+                # Backward leaves the head when the gradient of what went in is there.
                 value.register_hook(self._leave_head)
 
     def _leave_head(self, gradient: Tensor) -> None:

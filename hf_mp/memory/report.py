@@ -129,6 +129,7 @@ def _footprint(model: ModelLike, config: Any, precision: str, config_only: bool)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the tables say it
         found = memory_footprint(load(model, precision))
+    # The next precision must not be loaded beside this one.
     gc.collect()
     return found
 

@@ -20,6 +20,7 @@ def parse_size(text: str | int) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     number, unit = found.groups() if found else ("", "")
     if re.fullmatch("[KMGT]B?", unit.upper()):
+        # GB is 10**9 bytes on a disk and 2**30 on a card: it could mean either.
         binary = f"{unit[0].upper()}iB"
         raise ValueError(
             f"{text!r} has a decimal or incomplete unit: write {binary} for 1024-based sizes, as in '{number}{binary}' "

@@ -128,6 +128,7 @@ def communication_rows(report: MemoryReport) -> list[tuple[str, ...]]:
     estimates = {preset: row.estimate for preset, row in report.training.items()}
     for preset, estimate in estimates.items():
         for one in estimate.communication:
+            # Smaller ones are agreements of the ranks on one number.
             if one.sent_bytes >= 1024:
                 sent.setdefault(_collective(one), {})[preset] = readable(one.sent_bytes)
     rows = [(name, *(found.get(preset, "") for preset in estimates)) for name, found in sent.items()]
@@ -222,6 +223,7 @@ def _table(
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
+    # A name that is broken by rich cannot be searched for.
     table.add_column(Text(header[0]), no_wrap=True)
     for index in shown:
         right = numbers and any(row[index][:1] in "+-0123456789" for row in rows)

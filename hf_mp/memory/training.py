@@ -225,10 +225,12 @@ def _fake_tensors(device: torch.device) -> Iterator[None]:
     with (
         warnings.catch_warnings(),
         quiet_bitsandbytes(),  # it remarks on each product that it casts
+        # Constants that libraries keep are real tensors.
         FakeTensorMode(allow_non_fake_inputs=True),
         AnswerAsIfAllWentWell(),
         # Under tracing, Transformers makes masks that training does not.
         mock.patch.object(import_utils, "is_fake_tensor", lambda value: False),
+        # The meta device stands for a GPU, which has fused updates.
         mock.patch.object(torch_optimizer, "_get_fused_kernels_supported_devices", lambda: fused),
         kernels_of_a_gpu() if device == STAND_IN else contextlib.nullcontext(),
     ):
@@ -305,6 +307,7 @@ def make_trainee(
 ) -> Trainee:
     """Precision, optimizer and batch for a prepared model, of class ``kind`` without adapters."""
     preset = parse_preset(settings.precision)
+    # Dropout is part of what training takes.
     model.train()
     runtime = None
     if preset.policy is not None:
@@ -357,6 +360,7 @@ def make_batch(kind: type[PreTrainedModel], settings: TrainingSettings, device: 
             f"{kind.__name__} takes {kind.main_input_name}, not token ids: only text models can be trained here"
         )
     sizes = (settings.batch_size, settings.seq_len)
+    # No shape depends on what the tokens are.
     ids = torch.zeros(sizes, dtype=torch.long, device=device)
     per_sequence = kind.__name__.endswith(("ForSequenceClassification", "ForMultipleChoice"))
     labels = torch.zeros(sizes[0] if per_sequence else sizes, dtype=torch.long, device=device)
@@ -381,6 +385,7 @@ def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimiz
         has_dtensors = any(map(is_dtensor, model.parameters()))
         settings.setdefault("foreach", device.type != "cpu" and not has_dtensors)  # torch's, but not for fake tensors
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # As the Trainer has them: no decay for biases and norms.
     groups = [
         {"params": [parameter for parameter in trained if parameter.dim() >= 2], "weight_decay": 0.01},
         {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},
@@ -407,6 +412,7 @@ def record_steps(trainee: Trainee, recorder: MemoryRecorder) -> StepProfile:
     updates = 0
     communication = trainee.communication or contextlib.nullcontext()
     with recorder.following(trainee.model), communication, recorder:
+        # A step that the loss scale skips is no update.
         while updates < _RECORDED_UPDATES and len(profiles) < MOST_STEPS:
             recorder.ledger.start_step()
             if trainee.communication is not None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from huggingface_hub import HfApi
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import _report
@@ -354,7 +355,7 @@ def test_without_a_network_the_hub_is_asked_once_and_the_cache_taken(monkeypatch
         asked.append(name)
         raise ConnectionError("no route to host")
 
-    monkeypatch.setattr(finetune_gpt2.HfApi, "model_info", no_network)
+    monkeypatch.setattr(HfApi, "model_info", no_network)
     assert finetune_gpt2.from_directory_or_hub(Cached, "gpt2") == "gpt2 from the cache"
     assert asked == ["gpt2"]
 
