@@ -56,7 +56,7 @@ class TrainerSession:
         runtime: the :class:`MixedPrecision` of the current model, also between runs; None for FP32.
         overflow_reports: an :class:`OverflowReport` for each skipped step of that model that was explained.
         reporting: what shows in the progress bar and TensorBoard, and the recorder.
-        contract: what the first step of the last run showed; None before, and where it is switched off.
+        contract: what the first step of the last run that was not skipped showed; None before, and where it is off.
     """
 
     def __init__(self, settings: SessionSettings, args: TrainingArguments) -> None:

@@ -96,6 +96,13 @@ def test_of_a_run_the_newest_checkpoint_and_the_model_beside_it_are_read(tmp_pat
     assert check.model.held == {"weights": {"fp32": 20_672}}
 
 
+def test_progress_goes_through_the_names(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+    check_folder(CLEAN["a model in fp32"](tmp_path), progress=lambda names: seen.append(names) or iter(names))
+    (names,) = seen
+    assert set(names) == set(load_file(tmp_path / "model.safetensors"))
+
+
 def test_a_rounded_model_beside_a_whole_checkpoint_is_found(tmp_path: Path) -> None:
     run_folder = PLANTED["stock: a model in bf16"][0](tmp_path / "bf16").parent
     CLEAN["stock: fp32"](tmp_path / "fp32").rename(run_folder / "checkpoint-3")
