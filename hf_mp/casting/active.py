@@ -21,6 +21,7 @@ class _ThreadState(threading.local):
         self.active: list[autocast] = []
 
 
+# Besides torch's own stack of modes, which does not hold an autocast while it makes a call, nor one that is disabled.
 state = _ThreadState()
 
 

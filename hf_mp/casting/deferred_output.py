@@ -40,6 +40,7 @@ class DeferredOutput(Tensor):
     _source: Tensor
     _value: Tensor | None
 
+    # Operations give ordinary tensors below, in __torch_dispatch__; torch's default would make this class of them.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod

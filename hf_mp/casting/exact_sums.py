@@ -70,7 +70,7 @@ def _grouped(handler: Callable[..., Any]) -> Callable[..., Any]:
 
 def _expert_by_expert(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
     """The product of rows, sorted by expert, with the weights of each, whose rows end at ``offs``."""
-    sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()
+    sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()  # a read of the device: what is exact is slow anyway
     behind = rows.new_zeros(len(rows) - sum(sizes), weights.shape[-1])  # rows of no expert here
     parts = rows[: sum(sizes)].split(sizes)
     return torch.cat([*(part @ weight for part, weight in zip(parts, weights, strict=True)), behind])

@@ -20,6 +20,7 @@ WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 def has_stacked_experts(module: nn.Module) -> bool:
     """Whether ``module`` is of a class of Transformers that stacks the weights of experts."""
+    # Transformers' decorator gives the classes no base class or mark in common, only this forward.
     forward = getattr(type(module), "forward", None)  # a scripted module has none
     return getattr(forward, "__globals__", {}).get("__name__") == _FORWARD
 
@@ -91,6 +92,7 @@ def product_of_experts(
 
 def _part_of(module: nn.Module, operand: Tensor) -> tuple[str, int] | None:
     """The stacked weight of ``module`` in whose memory ``operand`` begins, and the expert whose part begins there."""
+    # By address: a loop over the experts multiplies by views, and a view does not tell of what it is one.
     for name in WEIGHTS:
         stacked = _held(module, name)
         if stacked is not None and 0 <= (start := operand.data_ptr() - stacked.data_ptr()) < stacked.nbytes:

@@ -14,6 +14,7 @@ from hf_mp.casting.tables import TABLES, CastRule
 if TYPE_CHECKING:
     from hf_mp.casting.mode import autocast
 
+# Not FP64: torch's autocast leaves it alone, and a person who computes in it wants its bits.
 CASTABLE = frozenset(
     dtype for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype is not torch.float64

@@ -194,6 +194,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     @property
     def is_alone(self) -> bool:
         """Whether no other torch function mode sees the calls that come here."""
+        # torch.overrides has no question for it that makes no list of the modes.
         return torch._C._len_torch_function_stack() == 1 and torch._C._get_function_stack_at(0) is self
 
     def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -252,7 +253,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         if is_dynamo_compiling():
             with self:
                 return function(*args, **kwargs)
-        _push_mode(self)
+        _push_mode(self)  # torch's own, without the checks of entering: the autocast is active already
         try:
             return function(*args, **kwargs)
         finally:

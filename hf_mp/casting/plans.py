@@ -31,6 +31,7 @@ def plan_for(tables: TableName, dtype: torch.dtype) -> Plan:
     return _PLANS[tables] if runs_natively(dtype, "cpu", "conv") else _UPCAST_CONVOLUTIONS[tables]
 
 
+# Late, and once: Transformers registers the op when its module is imported, perhaps after this one.
 @functools.cache
 def _take_in_experts() -> None:
     """Have all plans lower the product of experts of Transformers, which torch.compile is given for ``grouped_mm``."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+# torch.compiler.disable wraps a function, which costs each call of the mode a frame more; this marks its code instead.
 try:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 except ImportError:

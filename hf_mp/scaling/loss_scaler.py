@@ -96,6 +96,7 @@ class LossScaler(Generic[Rule]):
     def state(self, state: Rule) -> None:
         changed, self._state = state.scale != self._state.scale, state
         if changed:
+            # In place: graphs and kernels hold these tensors.
             for tensors in self._tensors.values():
                 tensors.scale.fill_(state.scale)
                 tensors.inverse.fill_(1.0 / state.scale)
@@ -211,6 +212,7 @@ class LossScaler(Generic[Rule]):
             elif value and math.frexp(value)[0] != 0.5:
                 warn_caller(f"{name}={value} is no power of two: scaling and unscaling then round gradients")
 
+    # As torch's: reports are keyed by the identity of optimizers, which a pickle does not keep.
     def __getstate__(self) -> dict[str, Any]:
         if self._reports:
             raise RuntimeError("a loss scaler is pickled between update() and the next unscale_() or step() only")

@@ -298,20 +298,6 @@ class TestWhichCallsAreTaken:
             heads = sequence.transpose(0, 1).float()
             check_close(row, F.scaled_dot_product_attention(heads, heads, heads).half())
 
-    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-    def test_sequences_of_different_lengths_in_an_attached_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(CPU_PRODUCTS, BF16, True)
-
-        class Attending(torch.nn.Linear):
-            def forward(self, x: Tensor) -> Tensor:
-                rows = [super(Attending, self).forward(x[:length]) for length in (5, 3)]
-                nested = torch.nested.as_nested_tensor(rows, layout=torch.jagged).unflatten(-1, [4, 2]).transpose(1, 2)
-                return F.scaled_dot_product_attention(nested, nested, nested).transpose(1, 2).contiguous().values()
-
-        model = Attending(8, 8)
-        hf_mp.MixedPrecision("bf16").attach(model)
-        assert model(random(6, 8).float()).isfinite().all()
-
     def test_a_mask_without_rows_is_torchs_to_judge(self) -> None:
         given = make()
         inputs = (given.query, given.key, given.value)

@@ -258,17 +258,6 @@ def tiny_llama() -> LlamaForCausalLM:
 
 
 @EACH_BACKEND_AND_DTYPE
-def test_transformers_islands_inside_of_a_graph(backend: str, dtype: torch.dtype) -> None:
-    model = tiny_llama()
-    ids = torch.arange(10)[None]
-    with autocast(dtype):
-        expected = model(ids, use_cache=False).logits
-        found = torch.compile(model, backend=backend)(ids, use_cache=False).logits
-    assert counters["graph_break"] == {}
-    assert torch.equal(found, expected)
-
-
-@EACH_BACKEND_AND_DTYPE
 def test_an_attached_model_has_the_gradients_of_eager(
     gpt2: GPT2LMHeadModel, batch: dict[str, Tensor], backend: str, dtype: torch.dtype
 ) -> None:

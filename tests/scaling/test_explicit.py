@@ -653,17 +653,6 @@ class TestOtherScalers:
         assert weight.item() == 0.5 and weight.grad.item() == 1.0
         assert scaler.get_scale() == scale and scaler.state.skipped_steps == 1
 
-    @OURS
-    def test_update_takes_a_number_or_a_tensor(self, make: MakeScaler) -> None:
-        scaler, weight = make(), one_weight()
-        tracker = scaler.state
-        for new_scale in (8, 16.0, torch.tensor(32.0), torch.tensor([64.0], dtype=torch.float64)):
-            scaler.update(new_scale)
-            assert scaler.get_scale() == float(new_scale)
-        assert scaler.state.steps == tracker.steps
-        backward(scaler, weight)
-        assert weight.grad.item() == 64.0
-
     @pytest.mark.parametrize("layout", ["whole", "split"])
     def test_masters_of_an_fp16_model_step_on_fp32_gradients(self, layout: Any) -> None:
         """Gradients of which FP16 would lose bits, or all, once they are unscaled; beside a loop in FP32."""

@@ -94,6 +94,7 @@ def _has_flash(attention: Attention) -> bool:
         return False
     if is_fake(query):  # of which torch chooses no kernel
         return all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+    # The question that torch's own attention asks; public are only switches that forbid a kernel.
     settings: Any = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
     return bool(torch._fused_sdp_choice(query, key, value, mask, 0.0, is_causal, **settings) == _FLASH_CHOICE)
 
@@ -323,6 +324,7 @@ def _differentiable_backward(
     return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None, None, None
 
 
+# The kernel itself: F.scaled_dot_product_attention keeps FP32 operands for its backward, and hides the sums of rows.
 _FLASH: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 _FLASH_BACKWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
 _FLASH_CHOICE = SDPBackend.FLASH_ATTENTION.value

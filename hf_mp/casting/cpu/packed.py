@@ -96,6 +96,7 @@ def _pack(entry: _Entry, x: Tensor, weight: Tensor, bias: Tensor | None) -> None
     entry.packed, entry.packed_for = None, (entry.rows, x.shape[-1])
     transposed = not weight.is_contiguous()
     if _has_torchs_bits(x.shape, len(weight), x.dtype, bias is not None, transposed, torch.get_num_threads()):
+        # torch's public packing (torch.utils.mkldnn) makes modules of its own, for FP32 and BF16 alone.
         entry.packed = torch.ops.mkldnn._reorder_linear_weight(weight, entry.rows)
 
 

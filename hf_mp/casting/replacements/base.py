@@ -44,6 +44,7 @@ class ReplacedForward:
         if getattr(self.original, "__func__", None) is not type(module).forward:
             vars(module)["forward"] = self.original
 
+    # torch.export asks for it first, and without it fails in words that name nothing.
     @property
     def __code__(self) -> Any:
         raise AttributeError("torch.export cannot see through a model that is attached: export hf_mp.detach(model)")
