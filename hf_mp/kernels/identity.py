@@ -12,6 +12,11 @@ def is_ordinary(tensor: Tensor) -> bool:
     return type(tensor) is Tensor or is_fake(tensor)
 
 
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether the host reads ``tensor`` without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
 def is_shared(tensor: Tensor, owners: int = 1) -> bool:
     """Whether more than ``owners`` tensors, ``tensor`` among them, refer to its memory."""
     storage = tensor.untyped_storage()

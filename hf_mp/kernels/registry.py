@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 VARIABLE = "HF_MP_KERNELS"
 SETTINGS = ("auto", "triton", "reference")
@@ -55,7 +56,8 @@ def why_not(tensors: Sequence[Tensor]) -> str | None:
     if not _has_triton():
         return "triton is not installed"
     for tensor in tensors:
-        if type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):  # a DTensor, a fake tensor
+        is_plain = type(tensor) is Tensor or isinstance(tensor, nn.Parameter)
+        if not is_plain or isinstance(tensor, FakeTensor):  # a DTensor; a fake parameter is a parameter too
             return f"a tensor is a {type(tensor).__name__}"
         if tensor.layout is not torch.strided:
             return f"a tensor is {tensor.layout}"

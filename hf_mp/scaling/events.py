@@ -83,10 +83,6 @@ def check_free_gradients(policy: PrecisionPolicy, free_gradients: str, max_grad_
     if free_gradients not in FREE_GRADIENTS:
         allowed = ", ".join(map(repr, FREE_GRADIENTS))
         raise ValueError(f"free_gradients={free_gradients!r} is not known: use one of {allowed}")
-    if free_gradients == "step" and max_grad_norm is not None:
-        raise ValueError(
-            f"max_grad_norm={max_grad_norm} is for free_gradients='backward': without it, clip before optimizer.step()"
-        )
     if free_gradients == "backward" and not policy.is_lean:
         raise ValueError(
             f"free_gradients='backward' needs a lean layout, whose optimizer is ours, not precision={str(policy)!r}: "

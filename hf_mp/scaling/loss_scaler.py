@@ -83,6 +83,7 @@ class LossScaler(Generic[Rule]):
         self._enabled, self._max_consecutive_skips = bool(enabled), max_consecutive_skips
         self.kind, self._state = rule.name, rule.checked()
         self._tensors: dict[torch.device, ScaleTensors] = {}
+        self._unread: Callable[[], None] | None = None  # takes in the last step, which its device has decided
         self._was_asked_to_scale = False
         self._begin_iteration()
         self._warn_if_inexact(rule, None, scale_is)
@@ -90,6 +91,8 @@ class LossScaler(Generic[Rule]):
     @property
     def state(self) -> Rule:
         """The settings, and what the scaler remembers; a frozen value."""
+        if self._unread is not None:
+            self.settle()
         return self._state
 
     @state.setter
@@ -103,7 +106,17 @@ class LossScaler(Generic[Rule]):
 
     def get_scale(self) -> float:
         """The loss scale in force; 1.0 for a disabled scaler."""
-        return self._state.scale if self._enabled else 1.0
+        return self.state.scale if self._enabled else 1.0
+
+    def settle_later(self, take_in: Callable[[], None]) -> None:
+        """Have a step taken in by ``take_in()``, which may wait for its device, when anybody wants to know of it."""
+        self._unread = take_in
+
+    def settle(self) -> None:
+        """Take in the last step now, if that was left for later."""
+        take_in, self._unread = self._unread, None
+        if take_in is not None:
+            take_in()
 
     @property
     def smallest_scale(self) -> float:
@@ -137,7 +150,7 @@ class LossScaler(Generic[Rule]):
         """
         if not self._enabled:
             return
-        gives_up = report.overflow and self._skips_once_too_often()
+        gives_up = report.overflow and self.skips_once_too_often()
         self.state = state = self._state.adjust(report)
         if gives_up:
             where = " without loss scaling"
@@ -156,7 +169,7 @@ class LossScaler(Generic[Rule]):
         With ``scale``, take that one, if this scaler goes as low. The rule learns from the step as from one that
         follows an overflow.
         """
-        before, after = self._state, self._state.adjust(StepReport(overflow=True))
+        before, after = self.state, self._state.adjust(StepReport(overflow=True))
         is_lower = self._enabled and after.scale < before.scale
         if scale is not None and is_lower:
             after = replace(after, scale=max(scale, min(self.smallest_scale, before.scale)))
@@ -164,7 +177,8 @@ class LossScaler(Generic[Rule]):
         self.state = replace(after, steps=before.steps, skipped_steps=before.skipped_steps, consecutive_skips=skips)
         return is_lower
 
-    def _skips_once_too_often(self) -> bool:
+    def skips_once_too_often(self) -> bool:
+        """Whether an overflow now would be a :class:`LossScaleError`."""
         skips = self._state.consecutive_skips + 1
         return skips >= self._max_consecutive_skips and self._state.scale <= self.smallest_scale
 
@@ -172,7 +186,7 @@ class LossScaler(Generic[Rule]):
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain numbers, for JSON; empty for a disabled scaler."""
-        return self._state.to_dict() if self._enabled else {}
+        return self.state.to_dict() if self._enabled else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` gave, or that of a ``torch.amp.GradScaler``.
@@ -193,9 +207,9 @@ class LossScaler(Generic[Rule]):
             raise RuntimeError(f"the state is empty, as that of a disabled scaler is: {way_out}")
         if set(state_dict) == _TORCH_KEYS:
             check_scale(state_dict["scale"])
-            self._take(self._state.from_torch(state_dict))
+            self._take(self.state.from_torch(state_dict))
         else:
-            self._take(self._state.from_dict(state_dict))
+            self._take(self.state.from_dict(state_dict))
 
     def _take(self, rule: Rule, scale_is: str = "scale") -> None:
         before, self.state = self._state, rule.checked()
@@ -216,6 +230,7 @@ class LossScaler(Generic[Rule]):
     def __getstate__(self) -> dict[str, Any]:
         if self._reports:
             raise RuntimeError("a loss scaler is pickled between update() and the next unscale_() or step() only")
+        self.settle()
         return {**self.__dict__, "_tensors": {}}
 
     # The explicit style
@@ -274,7 +289,7 @@ class LossScaler(Generic[Rule]):
                 "loss.backward() and optimizer.step() without a scaler"
             )
         report = unscale_gradients(optimizer, to_fp32(1.0 / self.get_scale()))
-        if report is not None and report.overflow and self._skips_once_too_often():
+        if report is not None and report.overflow and self.skips_once_too_often():
             self._culprits += nonfinite_parameters(optimizer)
         self._reports[id(optimizer)] = report
 
@@ -315,7 +330,7 @@ class LossScaler(Generic[Rule]):
         if not self._enabled:
             return
         if new_scale is not None:
-            self._take(replace(self._state, scale=_one_number(new_scale)), "new_scale")
+            self._take(replace(self.state, scale=_one_number(new_scale)), "new_scale")
             self._begin_iteration()
             return
         self._check_scaled("update")

@@ -7,17 +7,20 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, magnitude_bound
+from hf_mp.kernels.identity import is_on_host
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.labels import labelled
 from hf_mp.weights.attachable import REPAIRED, UNKNOWN_OPTIMIZER
+from hf_mp.weights.fused_adamw import Clipping
 from hf_mp.weights.layout import WeightLayout, measure
 from hf_mp.weights.lean.outside_reads import as_stored
 from hf_mp.weights.ranks.agreement import Ranks
@@ -28,29 +31,41 @@ _SKIP_BY_THEMSELVES = ("cuda",)  # devices on which a fused step takes found_inf
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the gradients of one optimizer are like, on their device: the host has read nothing yet."""
+    """What the gradients of one optimizer are like, on their device: the host has read nothing before :meth:`read`."""
 
     parameters: Sequence[nn.Parameter]
     gradients: Sequence[Tensor]
     bound: Tensor  # FP32 of shape (): no magnitude is larger
     is_exact: bool  # whether one of the magnitudes is the bound
     largest: Tensor | None  # FP32 of shape (): when the backward ended, before anyone clipped; None if not measured
+    arrival: Any = None  # the event after which both are on the host; None if they are there, or stay on the device
 
-    def found_inf(self) -> Tensor | None:
-        """FP32 of shape (): 1 for an overflow, else 0.
+    @property
+    def waits(self) -> bool:
+        """Whether the device can skip the step, and the host would wait for it; several processes have to agree."""
+        return self.bound.device.type in _SKIP_BY_THEMSELVES and not is_running()
 
-        None where the host has to read the bound first, or loses nothing by it: off CUDA, and with several processes.
-        """
-        is_left_to_device = self.bound.device.type in _SKIP_BY_THEMSELVES and not is_running()
-        if not is_left_to_device:
-            return None
+    def found_inf(self) -> Tensor:
+        """FP32 of shape (): 1 for an overflow, else 0."""
         return torch.logical_not(self.bound < SQUARES_BELOW, out=torch.empty_like(self.bound))  # two kernels
+
+    def sent_to_host(self) -> Verdict:
+        """This verdict, its numbers on their way to the host; :meth:`read` waits for them and no later kernel.
+
+        Holds no gradients, so that they may be freed: those of a device that takes ``found_inf`` are not read again.
+        """
+        device, largest = self.bound.device, self.bound if self.largest is None else self.largest
+        numbers = torch.stack([self.bound, largest.to(device)]).to("cpu", non_blocking=True)  # into pinned memory
+        arrival = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        return Verdict((), (), numbers[0], True, None if self.largest is None else numbers[1], arrival)
 
     def read(self) -> tuple[bool, float | None]:
         """Whether the gradients overflow, and the largest magnitude of the backward: one read of the device.
 
         2**64 or more counts as an overflow: its square, Adam's second moment, would stay inf for good.
         """
+        if self.arrival is not None:
+            self.arrival.synchronize()
         if self.largest is None:
             bound, largest = self.bound.item(), None
         else:
@@ -101,6 +116,7 @@ class GradientCheck:
         self._measured: MeasuredGradients | None = None
         self._norm: Tensor | None = None
         self._bound: Tensor | None = None
+        self.clipping: Clipping | None = None  # that the next update is to do
 
     # Backward
 
@@ -114,11 +130,14 @@ class GradientCheck:
                 self.warn_once(UNKNOWN_OPTIMIZER)
             if is_used or not self.gradients(parameters):
                 self.forget()  # what was measured before was used by another optimizer, or thrown away
+        span = labelled("backward")  # of one that raises, the end is that of this object
+        span.__enter__()
         # Two callbacks deep: the first of DDP's follow this one, and its all-reduce may write .grad till then.
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(lambda: self._backward_ended(task)))
+        queue(lambda: queue(lambda: self._backward_ended(task, span)))
 
-    def _backward_ended(self, task: int) -> None:
+    def _backward_ended(self, task: int, span: AbstractContextManager[Any]) -> None:
+        span.__exit__(None, None, None)
         self.open_backwards.end(task)
         largest = None
         if self.is_scaled or self.measures_norm:
@@ -138,7 +157,7 @@ class GradientCheck:
         largest, norm = measure(found, with_norm=self.measures_norm)
         is_final = self._ranks.gradients_are_final(parameters)
         self._measured = MeasuredGradients([gradient for gradient, _ in found]) if is_final else None
-        self._norm, self._bound = norm, largest
+        self._norm, self._bound, self.clipping = norm, largest, None
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         return largest
 
@@ -155,15 +174,23 @@ class GradientCheck:
         return self._norm if is_all and self.are_unchanged(gradients) else None
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-        """Scale all gradients down to ``max_norm``, as ``torch.nn.utils.clip_grads_with_norm_``, from :meth:`norm`."""
-        is_known = norm.device.type == "cpu"  # the host would wait for any other device to tell it
+        """Have the next update scale all gradients down to ``max_norm``, from :meth:`norm`.
+
+        They stay as they are until then: a kernel multiplies what it reads, and else torch does before the step.
+        """
+        is_known = is_on_host(norm)  # it would wait for any other device
         if is_known and max_norm / (norm + 1e-6) >= 1:
             return  # torch would multiply them by 1
-        clip_grads_with_norm_(parameters, max_norm, norm)
-        # By inf or NaN, others have become 0 or NaN.
-        is_spoiled = is_known and not norm.isfinite()
-        self._measured = None if is_spoiled else MeasuredGradients(self.gradients(parameters))
-        self._norm = None
+        self.clipping = Clipping(parameters, max_norm, norm)
+        if is_known and not norm.isfinite():  # by inf or NaN, others become 0 or NaN, which decide of the step
+            self.clip_now()
+            self._measured = None
+
+    def clip_now(self) -> None:
+        """Scale the gradients down where that was left to the update, for an optimizer that reads them itself."""
+        clipping, self.clipping = self.clipping, None
+        if clipping is not None:
+            clip_grads_with_norm_(*clipping)
 
     # Step
 

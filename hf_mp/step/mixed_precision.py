@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from hf_mp.casting.replacements import install_replacements, remove_replacements
@@ -57,16 +60,19 @@ class MixedPrecision:
         tables, rules: as for :class:`hf_mp.autocast`; default ``"compact"`` and none.
         free_gradients: when the lean layouts free a gradient: ``"step"`` (default), or ``"backward"``: parameters are
             updated inside ``backward()`` (:mod:`hf_mp.weights.lean.optimizer_in_backward`).
-        max_grad_norm: for ``free_gradients="backward"``: clip to this global 2-norm; ``inf`` only measures it; default
-            None: neither. With it, and where the loss is scaled, the backward runs twice.
+        max_grad_norm: clip to this global 2-norm in ``optimizer.step()``, where a kernel multiplies what it reads
+            anyway; ``inf`` only measures it (:attr:`grad_norm`); default None: neither. A gradient that is written
+            through ``.data`` or NumPy after the backward is not seen then. For ``free_gradients="backward"``, with it
+            and where the loss is scaled, the backward runs twice.
         layout: how the weights are stored; default: what the policy says.
         on_overflow: ``"skip"`` (default) or ``"heal"`` (:func:`hf_mp.heal_overflows`).
         switches: ``fp32_head=True``, ``exact_generation=True``, as in :class:`PrecisionPolicy`.
 
     Attributes:
         policy, scaler, stats: the :class:`PrecisionStats`; step_was_skipped: whether the last step was.
+        grad_norm: that of the last step, with ``max_grad_norm``: before clipping, FP32 of shape (), not read yet.
 
-    Raises TypeError or ValueError for an unknown policy, or ``free_gradients`` or ``max_grad_norm`` without effect.
+    Raises TypeError or ValueError for an unknown policy, ``free_gradients`` without effect or a bad ``max_grad_norm``.
     """
 
     def __init__(
@@ -88,10 +94,12 @@ class MixedPrecision:
         self.scaler = loss_scaler if loss_scaler is not None else scaler_for(self.policy)
         self.layout, self.ranks = layout or make_layout(self.policy), Ranks(self._settings)
         self.check = GradientCheck(self.backward_ended, self.layout, self.ranks, self._trained_parameters)
+        self._max_grad_norm, self.grad_norm = max_grad_norm, None if max_grad_norm is None else torch.zeros(())
+        self.check.measures_norm = max_grad_norm is not None
         self._tables, self.rules, self.remedies = tables, rules or {}, dict[str, str]()
         self.region = self._make_region(None)
-        self.step_was_skipped = self.is_of_session = False  # a Trainer's, whose next session takes the model over
-        self.stats = PrecisionStats.before_first_step(self.scaler.get_scale())
+        self._step_was_skipped = self.is_of_session = False  # a Trainer's, whose next session takes the model over
+        self._stats = PrecisionStats.before_first_step(self.scaler.get_scale())
         self._model: weakref.ref[nn.Module] | None = None
         self._is_under_ddp = False  # in the last forward
         self._patches: weakref.finalize[..., nn.Module] | None = None  # takes them off with the model
@@ -105,6 +113,22 @@ class MixedPrecision:
     def model(self) -> nn.Module | None:
         """The attached model; None where none is, or where it is gone."""
         return None if self._model is None else self._model()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped."""
+        self.scaler.settle()
+        return self._step_was_skipped
+
+    @property
+    def stats(self) -> PrecisionStats:
+        """What mixed precision did so far."""
+        self.scaler.settle()
+        return self._stats
+
+    @stats.setter
+    def stats(self, stats: PrecisionStats) -> None:
+        self._stats = stats
 
     def attach(self, model: nn.Module) -> nn.Module:
         """Run ``model`` under this policy from now on; returns the same model, or raises ValueError with the way out.
@@ -248,6 +272,7 @@ class MixedPrecision:
 
     # Backward: what the borders ask (hf_mp.scaling.borders.Crossings)
     def scale(self, device: torch.device) -> Tensor | None:
+        self.scaler.settle()  # by the last step the next S is set
         return self.scaler.scale_tensors(device).scale if self.check.is_scaled else None
 
     def inverse(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
@@ -258,7 +283,8 @@ class MixedPrecision:
         return None
 
     def gradient_entered(self, node: Any, gradient: Tensor) -> None:
-        if self.check.is_scaled or self.check.measures_norm or self.observers:  # else nobody asks for backwards
+        is_asked_for = self.check.is_scaled or self.check.measures_norm or self.observers
+        if is_asked_for or profiler._is_profiler_enabled:  # which shows the backward
             self.check.backward_began()
         for observer in self.observers:
             observer.backward_began(node, gradient)
@@ -277,6 +303,7 @@ class MixedPrecision:
 
     def verdict(self, optimizer: Optimizer) -> Verdict | StepReport:
         """What the gradients of ``optimizer`` are like; the report itself where they were used in the backward."""
+        self.scaler.settle()  # where no backward has
         for observer in self.observers:
             if (report := observer.report()) is not None:
                 return report
@@ -285,7 +312,24 @@ class MixedPrecision:
         if placement is not ALONE:
             self.ranks.check_optimizer(optimizer, self.model, placement)
             self._use_layout_for(parameters, placement)
+        if self._max_grad_norm is not None:
+            norm = self.clip_grad_norm(optimizer, parameters, self._max_grad_norm)
+            self.grad_norm = clip_grad_norm_(parameters, self._max_grad_norm) if norm is None else norm
         return self.check.verdict(parameters)
+
+    def clip_grad_norm(
+        self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], max_norm: float
+    ) -> Tensor | None:
+        """Clip the gradients of ``parameters`` to this 2-norm in the next step; ``inf`` only measures.
+
+        The norm before, FP32 of shape (), as the backward left it or the layout that keeps the optimizer's gradients
+        knows it; None if torch's own function must do it.
+        """
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = self.layout.clip_grad_norm(given, max_norm)
+        if norm is None and (norm := self.check.norm(parameters)) is not None and math.isfinite(max_norm):
+            self.check.clip(parameters, max_norm, norm)
+        return norm
 
     def report(self, verdict: Verdict | StepReport) -> StepReport:
         """Read a verdict; the report is the same on all processes that train the parameters."""
@@ -294,7 +338,7 @@ class MixedPrecision:
     def finish_step(self, report: StepReport, *, was_skipped: bool) -> None:
         """Take in that a step was applied or skipped; sets the next loss scale."""
         self.check.forget()
-        self.step_was_skipped = was_skipped
+        self._step_was_skipped = was_skipped
         if self.check.is_scaled:
             self.layout.scale_changes(self.check.parameters)
         used_scale = self.scaler.get_scale()
@@ -306,12 +350,13 @@ class MixedPrecision:
             words = [words for observer in self.observers if (words := observer.last_words())]
             raise LossScaleError("\n".join([str(error), *words])) from None
         finally:
-            self.stats = self.stats.after_step(used_scale, self.scaler.get_scale(), report)
+            self._stats = self._stats.after_step(used_scale, self.scaler.get_scale(), report)
 
     def detach(self) -> None:
         """Leave the model as an ordinary FP32 model and its optimizers as they were: no hook, wrapper or copy stays."""
         for forward in filter(None, [reference() for reference in reversed(self._forwards)]):
             forward.remove()
+        self.scaler.settle()
         for guard in self._guards:
             guard.remove(self)
         self._forwards, self._guards = [], []

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from hf_mp.scaling.events import tried_again
 from hf_mp.step.gradients import Verdict
@@ -24,6 +25,19 @@ if TYPE_CHECKING:
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"
 
 
+class _StepWasSkipped:
+    """``Optimizer.step_was_skipped`` after a step that its device decides: waits for the verdict when it is asked.
+
+    Not a property: what the guard notes at the optimizer itself comes first.
+    """
+
+    def __get__(self, optimizer: Any, kind: type) -> Any:
+        if (guard := getattr(getattr(optimizer, "step", None), "hf_mp_guard", None)) is not None and guard.runtimes:
+            guard.runtimes[0].scaler.settle()
+            return vars(optimizer)["step_was_skipped"]
+        raise AttributeError(f"{kind.__name__!r} object has no attribute 'step_was_skipped'")
+
+
 class StepGuard:
     """Skips the steps of one optimizer that would write inf or NaN into the weights of its models.
 
@@ -34,7 +48,7 @@ class StepGuard:
         self.optimizer = optimizer
         self.runtimes: list[MixedPrecision] = []  # of the models whose parameters it has
         self._before = {name: vars(optimizer)[name] for name in ("step", _SUPPORTS_SCALING) if name in vars(optimizer)}
-        self._unguarded = optimizer.step
+        self._unguarded, self._replaced_step = optimizer.step, self._before.get("step")
 
         # A plain function bound to the optimizer: torch's LR schedulers look at ``step.__func__``.
         @functools.wraps(getattr(self._unguarded, "__func__", self._unguarded))  # a scheduler made before: a function
@@ -61,36 +75,62 @@ class StepGuard:
 
     def _update_or_skip(self, runtimes: list[MixedPrecision], kwargs: dict[str, Any]) -> Any:
         """Verdict, update, next loss scale; gives what the optimizer's own step does."""
-        optimizer, is_alone, result = self.optimizer, len(runtimes) == 1 and not kwargs, None
+        optimizer = self.optimizer
         with labelled("verdict"):
             verdicts = [runtime.verdict(optimizer) for runtime in runtimes]
-            found_inf = self._found_inf(verdicts[0]) if is_alone else None
-        if found_inf is not None:  # the device can skip: all of the update is queued before the host waits for it
-            result = self._update(runtimes, kwargs, found_inf)
+        verdict, is_alone = verdicts[0], len(runtimes) == 1 and not kwargs
+        if is_alone and isinstance(verdict, Verdict) and verdict.waits and can_skip(optimizer, self._replaced_step):
+            return self._update_unless(verdict, runtimes[0])
+        return self._read_then_update(runtimes, verdicts, kwargs)
+
+    def _update_unless(self, verdict: Verdict, runtime: MixedPrecision) -> Any:
+        """Queue an update that the device skips; the host reads the verdict when somebody asks what became of it.
+
+        Nobody asking, that is when the next backward begins, which needs the next S.
+        """
+        sent = verdict.sent_to_host()
+        optimizer, result = self.optimizer, self._update([runtime], {}, verdict.found_inf())
+        take_in = functools.partial(self._read_then_update, [runtime], [sent], {}, is_updated=True)
+        if runtime.observers or runtime.scaler.skips_once_too_often():  # who is to hear of an overflow at once
+            take_in()
+        else:
+            if "step_was_skipped" not in vars(Optimizer):
+                Optimizer.step_was_skipped = _StepWasSkipped()  # type: ignore[attr-defined]
+            vars(optimizer).pop("step_was_skipped", None)
+            runtime.scaler.settle_later(take_in)
+        if hasattr(optimizer, "free_gradients") and not vars(optimizer).get("step_was_skipped"):
+            optimizer.free_gradients()
+        return result
+
+    def _read_then_update(
+        self,
+        runtimes: list[MixedPrecision],
+        verdicts: Sequence[Verdict | StepReport],
+        kwargs: dict[str, Any],
+        *,
+        is_updated: bool = False,
+    ) -> Any:
+        optimizer, result = self.optimizer, None
         with labelled("read of the verdict"):
             reports = [runtime.report(verdict) for runtime, verdict in zip(runtimes, verdicts, strict=True)]
-        if is_alone and reports[0].overflow and (again := tried_again(runtimes[0].observers, optimizer)):
-            reports, found_inf = [again], None
+        may_try_again = len(runtimes) == 1 and not kwargs and reports[0].overflow
+        if may_try_again and (again := tried_again(runtimes[0].observers, optimizer)) is not None:
+            reports, is_updated = [again], False
         optimizer.step_was_skipped = was_skipped = any([report.overflow for report in reports])
-        if found_inf is None and not was_skipped:
+        if not is_updated and not was_skipped:
             result = self._update(runtimes, kwargs, None)
-        elif not was_skipped and hasattr(optimizer, "free_gradients"):
-            optimizer.free_gradients()
         for runtime, report in zip(runtimes, reports, strict=True):
             runtime.finish_step(report, was_skipped=was_skipped)
         return result
 
-    def _found_inf(self, verdict: Verdict | StepReport) -> Tensor | None:
-        """What tells the optimizer's device to skip, where both can."""
-        found = verdict.found_inf() if isinstance(verdict, Verdict) else None
-        return found if found is not None and can_skip(self.optimizer, self._before.get("step")) else None
-
     def _update(self, runtimes: list[MixedPrecision], kwargs: dict[str, Any], found_inf: Tensor | None) -> Any:
         """Write the masters and what follows them, where ``found_inf``, FP32 of shape (), is None or 0."""
-        layout = runtimes[0].layout
+        given = self._replaced_step, runtimes[0].check.clipping, found_inf
         with labelled("update"):
-            if len(runtimes) == 1 and not kwargs and layout.step(self.optimizer, self._before.get("step"), found_inf):
+            if len(runtimes) == 1 and not kwargs and runtimes[0].layout.step(self.optimizer, *given):
                 return None
+            for runtime in runtimes:
+                runtime.check.clip_now()
             with nullcontext() if found_inf is None else skipping(self.optimizer, found_inf):
                 result = self._unguarded(**kwargs)
             for runtime in runtimes:

@@ -226,12 +226,7 @@ class TrainerSession:
         # An update inside backward has clipped and used them already.
         if runtime.uses_up_gradients:
             return next(observer.norm for observer in runtime.observers if observer.uses_up_gradients)
-        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = runtime.layout.clip_grad_norm(given, max_norm)
-        parameters = list(model.parameters())
-        if norm is None and (norm := runtime.check.norm(parameters)) is not None and max_norm < torch.inf:
-            runtime.check.clip(parameters, max_norm, norm)
-        return norm
+        return runtime.clip_grad_norm(optimizer, list(model.parameters()), max_norm)
 
     def _clip_again(self, model: nn.Module, optimizer: Optimizer) -> None:
         """What the Trainer did to the gradients of a step that ran again since."""

@@ -5,20 +5,32 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_, is_small
-from hf_mp.kernels.identity import is_ordinary
+from hf_mp.kernels.identity import is_on_host, is_ordinary
 from hf_mp.kernels.registry import chosen
 from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor, halves_of, note_written_halves
 from hf_mp.weights.lean.unwrapped_steps import has_hooks
 from hf_mp.weights.working_copies import WorkingCopies
 
 Given = tuple[AdamWTensors, Tensor | None]
+
+
+class Clipping(NamedTuple):
+    """What an update is to scale down to a 2-norm of ``max_norm``, from ``norm``, FP32 of shape ()."""
+
+    parameters: Sequence[nn.Parameter]
+    max_norm: float
+    norm: Tensor
+
+    def factor(self) -> Tensor:
+        """What ``torch.nn.utils.clip_grads_with_norm_`` multiplies gradients with, FP32 of shape ()."""
+        return (self.max_norm / (self.norm + 1e-6)).clamp(max=1.0)
 
 
 def step_split(optimizer: Optimizer, parameters: list[nn.Parameter], found_inf: Tensor | None = None) -> set[int]:
@@ -81,6 +93,7 @@ def step_whole(
     optimizer: Optimizer,
     replaced_step: Callable[..., Any] | None,
     copies: WorkingCopies,
+    clipping: Clipping | None = None,
     found_inf: Tensor | None = None,
 ) -> bool:
     """Update FP32 parameters and their working copies in one launch, where the Triton kernel is used for all of them.
@@ -105,7 +118,7 @@ def step_whole(
         return False
     for settings, batch in batches:
         if batch:
-            kernel(batch, settings, found_inf=found_inf)
+            kernel(batch, settings, None if clipping is None else clipping.factor(), found_inf)
     copies.note_written(stepping)
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return True
@@ -137,7 +150,7 @@ def _groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequence[nn.P
     """The groups whose settings the kernel has."""
     for group in optimizer.param_groups:
         numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
-        on_device = [isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers]
+        on_device = [isinstance(number, Tensor) and not is_on_host(number) for number in numbers]
         # The kernel reads a learning rate where its parameters are; torch's own step moves it there.
         is_elsewhere = on_device[0] and any(parameter.device != group["lr"].device for parameter in group["params"])
         is_known = not group["amsgrad"] and not group["differentiable"] and not any(on_device[1:])

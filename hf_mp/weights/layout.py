@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude, largest_magnitude_and_norm
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
-from hf_mp.weights.fused_adamw import step_whole
+from hf_mp.weights.fused_adamw import Clipping, step_whole
 from hf_mp.weights.model_walk import parameters_of
 from hf_mp.weights.ranks.buckets import Buckets
 from hf_mp.weights.ranks.placement import Placement, is_dtensor, is_running, local_parts
@@ -92,12 +92,19 @@ class WeightLayout:
         """The optimizer to step from now on."""
         return optimizer
 
-    def step(self, optimizer: Optimizer, replaced_step: Callable[..., Any] | None, found_inf: Tensor | None) -> bool:
+    def step(
+        self,
+        optimizer: Optimizer,
+        replaced_step: Callable[..., Any] | None,
+        clipping: Clipping | None,
+        found_inf: Tensor | None,
+    ) -> bool:
         """Take the step of ``optimizer`` and refresh the working copies in one kernel; False if there is none.
 
-        The kernel leaves all as it is where ``found_inf``, FP32 of shape (), is not 0.
+        The kernel clips the gradients as it reads them, and leaves all as it is where ``found_inf``, FP32 of shape (),
+        is not 0.
         """
-        return step_whole(optimizer, replaced_step, self.copies, found_inf)
+        return step_whole(optimizer, replaced_step, self.copies, clipping, found_inf)
 
     def updated(self, optimizer: Optimizer) -> None:
         """Called after ``optimizer`` has written its parameters."""

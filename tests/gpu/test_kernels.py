@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from gradient_references import largest_magnitude_reference
+from host_reads import host_reads
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 import hf_mp
 from hf_mp.kernels import registry
@@ -29,6 +31,7 @@ from hf_mp.kernels.gradient_scan import (
     total_norm,
 )
 from hf_mp.kernels.split import split
+from hf_mp.weights.lean.split_parameter import raw_gradient
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from hf_mp.kernels import triton_adamw, triton_cross_entropy, triton_gradient_scan, triton_tables
@@ -72,6 +75,9 @@ LAUNCHED = {
 }
 
 
+READ_GRADIENTS = {"scan_kernel": "DTYPE", "adamw_kernel": "GRADIENT"}  # with the constant that tells their dtype
+
+
 @dataclass
 class Launch:
     """What one launch of a kernel was given."""
@@ -80,6 +86,7 @@ class Launch:
     programs: int
     numbers: list[Any]  # Python's, and the constants; of tensors their addresses
     constants: dict[str, Any]
+    gradient_bytes: int  # that it reads
 
 
 @pytest.fixture
@@ -93,9 +100,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         def __getitem__(self, grid: tuple[int]) -> Any:
             def launch(*args: Any, **constants: Any) -> None:
                 numbers = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
-                found.append(Launch(self.name, grid[0], numbers, constants))
                 with _disable_current_modes():  # the interpreter copies by torch
                     self.kernel[grid](*args, **constants)
+                    dtype = constants.get(READ_GRADIENTS.get(self.name, ""))
+                    read = 0 if dtype is None else int(args[0][-1].sum()) * (4 if dtype == triton_tables.FP32 else 2)
+                found.append(Launch(self.name, grid[0], numbers, constants, read))
 
             return launch
 
@@ -447,19 +456,38 @@ class TestCrossEntropy:
 
 
 class Dispatched(TorchDispatchMode):
-    """Torch's own kernels, and the reads of a value by the host."""
+    """Torch's own kernels, what they read and write of gradients, and the reads of a value by the host."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
         super().__init__()
+        self.parameters = list(parameters)
         self.kernels: list[str] = []
-        self.reads = 0
+        self.numbers: list[list[Any]] = []  # of Python's, that went into each op
+        self.reads = self.gradient_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.reads += func is torch.ops.aten._local_scalar_dense.default
         name = func.overloadpacket.__name__
+        given = tree_leaves((args, kwargs))
+        objects = (Tensor, torch._C.ScriptObject)  # the second are spans for a profiler
+        self.numbers.append([name, *[one for one in given if not isinstance(one, objects)]])
+        if self.parameters and not func.is_view:
+            gradients = {raw.data_ptr() for one in self.parameters if (raw := raw_gradient(one)) is not None}
+            touched = [one for one in given if isinstance(one, Tensor) and one.data_ptr() in gradients]
+            passes = 2 if name.endswith("_") else 1  # in place
+            self.gradient_bytes += passes * sum(one.nbytes for one in touched)
         if not (func.is_view or name.startswith(("empty", "_local_scalar", "detach", "lift"))):
             self.kernels.append(name)
         return func(*args, **(kwargs or {}))
+
+
+# Scan, norm, clipping (read and written), scan, update; with the clipping in the step: scan, update. A lean norm is
+# a pass of its own.
+PASSES = {
+    ("fp16", "torch's clipping"): 6, ("bf16", "torch's clipping"): 5,
+    ("fp16", "in the step"): 2, ("bf16", "in the step"): 2, ("fp16-lean", "in the step"): 3,
+    ("bf16-lean", "in the step"): 3,
+}  # fmt: skip
 
 
 class TestLaunches:
@@ -469,6 +497,8 @@ class TestLaunches:
     def as_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("hf_mp.step.gradients._SKIP_BY_THEMSELVES", (DEVICE,))
         monkeypatch.setattr("hf_mp.step.gradients.magnitude_bound", largest_magnitude)
+        for module in ("step.gradients", "weights.fused_adamw"):
+            monkeypatch.setattr(f"hf_mp.{module}.is_on_host", lambda tensor: False)
 
     @pytest.mark.parametrize("precision", ["fp16", "bf16"])
     def test_a_step_starts_at_most_twelve_kernels(self, precision: str, launches: list[Launch]) -> None:
@@ -486,6 +516,48 @@ class TestLaunches:
         assert names.count("scan_kernel") == 2 and not optimizer.step_was_skipped
         assert names.count("adamw_kernel") == 4  # norms have no working copies
         assert len(names) <= 12, names
+
+    @pytest.mark.parametrize("precision, clips", PASSES)
+    def test_bytes_of_gradients_that_a_step_moves(self, precision: str, clips: str, launches: list[Launch]) -> None:
+        model: Any = nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 16)).to(DEVICE)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), fused=True)
+        settings = {"max_grad_norm": 1e-3} if clips == "in the step" else {}
+        model, optimizer = hf_mp.prepare(model, optimizer, precision, **settings)
+        for _ in range(3):
+            loss = model(torch.randn(8, 48, device=DEVICE)).square().mean()
+            launches.clear()
+            loss.backward()
+            with Dispatched(model.parameters()) as torchs:
+                if not settings:
+                    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                optimizer.step()
+            optimizer.zero_grad()
+        moved = torchs.gradient_bytes + sum(launch.gradient_bytes for launch in launches)
+        size = 2 if "lean" in precision else 4
+        assert moved == size * PASSES[precision, clips] * sum(p.numel() for p in model.parameters())
+
+    @pytest.mark.parametrize("precision", ["bf16", "params=fp32,compute=fp16,loss_scale=1024", "bf16-lean"])
+    def test_a_whole_step_that_a_graph_could_capture(self, precision: str, launches: list[Launch]) -> None:
+        """Forward, backward, clipping and update twice: the same numbers of Python went in, and nothing was read."""
+        model: Any = nn.Sequential(nn.Linear(48, 32), nn.LayerNorm(32), nn.Linear(32, 16)).to(DEVICE)
+        rate = torch.tensor(1e-3, device=DEVICE)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
+        model, optimizer = hf_mp.prepare(model, optimizer, precision, max_grad_norm=1.0)
+        inputs, taken = torch.randn(8, 48, device=DEVICE), []
+        for number in range(5):
+            assert not optimizer.step_was_skipped  # asked before a capture, as a step that goes before it
+            optimizer.zero_grad(set_to_none="lean" in precision)
+            launches.clear()
+            with host_reads() as reads, Dispatched() as torchs:
+                model(inputs).square().mean().backward()
+                optimizer.step()
+            if number >= 2:  # the first steps make copies, moments and tables
+                assert "read" not in reads and {one.name for one in launches} >= {"scan_kernel", "adamw_kernel"}
+                numbers = [[n for n in one.numbers if not isinstance(n, int) or n < 2**20] for one in launches]
+                taken.append((torchs.numbers, numbers, [(one.name, one.programs, one.constants) for one in launches]))
+            rate.fill_(1e-3 / (number + 2))  # as a schedule does
+        assert taken[0] == taken[1] == taken[2]
+        assert optimizer.state[next(iter(optimizer.state))]["step"] == 5
 
     @LAYOUTS
     def test_what_a_graph_captures_changes_nothing_on_the_host(self, layout: str, launches: list[Launch]) -> None:

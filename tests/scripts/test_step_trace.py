@@ -13,10 +13,10 @@ from benches.trace import trace
 # By preset: files, functions, calls and lines of a CPU without FP16 products, whose own take 3 files, 35 functions, 580
 # calls and 215 lines more; and a fiftieth more: other versions of Python and torch make a few calls more.
 BUDGETS = {
-    "fp16": (41, 254, 1620, 1020),
-    "bf16": (38, 188, 720, 695),
-    "fp16-lean": (48, 314, 2660, 1260),
-    "bf16-lean": (45, 246, 1870, 935),
+    "fp16": (41, 250, 1480, 1040),
+    "bf16": (38, 178, 575, 700),
+    "fp16-lean": (48, 314, 2580, 1275),
+    "bf16-lean": (46, 240, 1600, 940),
 }
 
 

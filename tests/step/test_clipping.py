@@ -169,3 +169,51 @@ def test_compiled_clipping_works() -> None:
     assert norm > expected
     optimizer.step()
     assert not optimizer.step_was_skipped
+
+
+class TestInTheStep:
+    """``prepare(..., max_grad_norm=...)``."""
+
+    def train(self, precision: str, by: Callable[..., Tensor] | None, factors: list[float], **settings: Any) -> Any:
+        torch.manual_seed(0)
+        model: Any = Using(lambda m, x: m.second(m.first(x).tanh()), first=linear(), second=nn.Linear(8, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        model, optimizer = hf_mp.prepare(model, optimizer, precision, **settings)
+        norms = []
+        for factor in factors:
+            for _ in range(2):
+                (model(torch.randn(3, 8)).square().mean() * factor).backward()
+            given = None if by is None else by(model, optimizer, 0.01)
+            optimizer.step()
+            norms.append(model.forward.runtime.grad_norm if given is None else given)
+            optimizer.zero_grad()
+        masters = [getattr(optimizer, "master", Tensor.detach)(parameter) for parameter in model.parameters()]
+        return norms, masters, model.forward.runtime.stats
+
+    @by_precision
+    def test_weights_are_bit_for_bit_those_of_clipping_before_it(self, precision: str) -> None:
+        factors = [1.0, torch.inf, 1e-9, 3.0, torch.nan, 1.0]  # of which 1e-9 is below the norm
+        ours = self.train(precision, None, factors, max_grad_norm=0.01)
+        theirs = self.train(precision, clip, factors)
+        torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=0, equal_nan=True)
+        assert same(ours[1], theirs[1]) and ours[2] == theirs[2] and ours[2].skipped_steps == 2
+        assert not same(ours[1], self.train(precision, lambda *given: torch.zeros(()), factors)[1])
+
+    @by_precision
+    def test_infinity_only_measures(self, precision: str) -> None:
+        norms, masters, _ = self.train(precision, None, [1.0, 2.0], max_grad_norm=torch.inf)
+        measured = lambda model, optimizer, max_norm: clip(model, optimizer, torch.inf)  # noqa: E731
+        expected, unclipped, _ = self.train(precision, measured, [1.0, 2.0])
+        assert same(norms, expected) and same(masters, unclipped) and all(norm > 0 for norm in norms)
+
+    def test_gradients_of_which_the_norm_is_not_known_are_measured_anew(self) -> None:
+        model, _ = after_backward()
+        hf_mp.detach(model)
+        model, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.parameters(), 1.0), "bf16", max_grad_norm=1e-3)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        before = copies(model.parameters())
+        optimizer.step()
+        steps = [old - new.detach() for old, new in zip(before, model.parameters(), strict=True)]
+        assert get_total_norm(steps) == pytest.approx(1e-3, rel=1e-3)
+        assert model.forward.runtime.grad_norm == sum(p.numel() for p in model.parameters()) ** 0.5

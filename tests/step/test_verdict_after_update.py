@@ -1,9 +1,11 @@
-"""Where a device skips a step by itself, the host reads the verdict once, after all of the update is queued."""
+"""Where a device skips a step by itself, the host waits for its verdict when somebody wants to know of it."""
 
 from __future__ import annotations
 
 import copy
 import math
+import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 
 import hf_mp
 from hf_mp.kernels import adamw, split
+from hf_mp.scaling.events import PrecisionStats, StepObserver
+from hf_mp.scaling.rules import StepReport
 from hf_mp.step import gradients
 from hf_mp.weights import fused_adamw
 from hf_mp.weights.fused_adamw import _split_tensors as split_tensors
@@ -42,15 +46,28 @@ def launched(
             now.copy_(now if found_inf is None else torch.where(found_inf == 0, now, then))
 
 
-def prepared(make: Make, precision: str = "fp16") -> tuple[nn.Module, Any]:
+def prepared(
+    make: Make, precision: str = "fp16", layers: Sequence[nn.Module] = (), **settings: Any
+) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
-    return hf_mp.prepare(model, make(model.parameters()), precision)
+    model = nn.Sequential(*(layers or (nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))))
+    return hf_mp.prepare(model, make(model.parameters()), precision, **settings)
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    return model(torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))).square().mean()
 
 
 def backward(model: nn.Module, seed: int, factor: float = 1.0) -> None:
-    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))
-    (model(x).square().mean() * factor).backward()
+    (loss_of(model, seed) * factor).backward()
+
+
+def runtime_of(model: Any) -> hf_mp.MixedPrecision:
+    return model.forward.runtime
+
+
+def stats_of(model: nn.Module) -> PrecisionStats:
+    return runtime_of(model).stats
 
 
 def fused(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
@@ -70,22 +87,119 @@ def is_free(parameter: nn.Parameter) -> bool:
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("clip", [None, 1e-3, 1e3])
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp16-lean", "bf16-lean"])
-def test_a_good_step_reads_once_and_after_the_update(precision: str, clip: float | None) -> None:
+def test_a_step_reads_nothing_until_somebody_asks(precision: str, clip: float | None) -> None:
     model, optimizer = prepared(fused, precision)
-    for seed in range(5):
+    for seed in range(6):
         with host_reads() as events:
-            backward(model, seed)
+            loss = loss_of(model, seed)
+            assert "read" not in events or seed < 2  # first forwards make copies, and look who holds their masters
+            loss.backward()  # by the last verdict, which has come to the host since, the next S is set
+            assert events.count("read") == (seed > 0) or seed < 2
             if clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
-            before = list(events)
+            before = events.count("read")
             optimizer.step()
-        assert not optimizer.step_was_skipped
+        assert events.count("read") == before and "update" in events
         if "lean" in precision:
             assert all(map(is_free, model.parameters()))
-        if seed >= 2:  # the first forwards make the working copies, and look whether others hold their masters
-            assert not before
-            assert events.count("read") == 1 and events[-1] == "read" and "update" in events
         optimizer.zero_grad()
+    with host_reads() as events:
+        assert optimizer.step_was_skipped is False and not optimizer.step_was_skipped
+    assert events == ["read"]
+    assert stats_of(model).steps == 6
+
+
+ASK = {
+    "the optimizer": lambda model, optimizer: optimizer.step_was_skipped,
+    "the runtime": lambda model, optimizer: runtime_of(model).step_was_skipped,
+    "the stats": lambda model, optimizer: stats_of(model).skipped_steps == 1,
+    "the scaler": lambda model, optimizer: runtime_of(model).scaler.state.skipped_steps == 1,
+    "the scale": lambda model, optimizer: runtime_of(model).scaler.get_scale() < 2**10,
+    "a checkpoint": lambda model, optimizer: runtime_of(model).state_dict()["loss_scaler"]["skipped_steps"] == 1,
+    "a copy": lambda model, optimizer: runtime_of(model).scaler.copy().state.skipped_steps == 1,
+    "a pickle": lambda model, optimizer: pickle.loads(pickle.dumps(runtime_of(model).scaler)).get_scale() < 2**10,
+    "another step": lambda model, optimizer: (optimizer.step(), runtime_of(model)._stats.steps == 1)[1],
+    "the end": lambda model, optimizer: (runtime := runtime_of(model), hf_mp.detach(model), runtime._stats)[2].steps,
+}
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("asks", ASK)
+def test_whoever_asks_hears_of_the_last_step(asks: str) -> None:
+    model, optimizer = prepared(fused)
+    backward(model, 0, math.inf)
+    optimizer.step()
+    runtime = runtime_of(model)
+    assert runtime._stats.steps == 0 and "step_was_skipped" not in vars(optimizer)
+    assert ASK[asks](model, optimizer)
+    assert runtime._stats.skipped_steps == 1
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_loaded_state_is_not_that_of_the_step_before() -> None:
+    model, optimizer = prepared(fused)
+    state = runtime_of(model).state_dict()
+    backward(model, 0, math.inf)
+    optimizer.step()
+    runtime_of(model).load_state_dict(state)
+    assert runtime_of(model).scaler.get_scale() == 2**10 and stats_of(model).steps == 0
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_gradients_of_a_step_that_nobody_asked_for_are_freed() -> None:
+    model, optimizer = prepared(fused)
+    backward(model, 0)
+    optimizer.step()
+    gradient = weakref.ref(model[0].weight.grad)
+    optimizer.zero_grad()
+    assert gradient() is None and runtime_of(model).scaler._unread is not None
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_the_error_comes_in_the_step_that_is_one_too_many_and_names_gradients() -> None:
+    scaler = hf_mp.StaticLossScaler(1.0, max_consecutive_skips=2)
+    model, optimizer = prepared(fused, "bf16", loss_scaler=scaler)
+    backward(model, 0, math.inf)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model, 0, math.inf)
+    with pytest.raises(hf_mp.LossScaleError, match=r"2 optimizer steps in a row .* \(not finite: 0\.weight"):
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_an_observer_hears_of_each_step_at_once() -> None:
+    model, optimizer = prepared(fused)
+    heard: list[bool] = []
+
+    class Observer(StepObserver):
+        def stepped(self, report: StepReport) -> None:
+            heard.append(report.overflow)
+
+    runtime_of(model).observers.append(Observer())
+    for factor in (1.0, math.inf):
+        backward(model, 0, factor)
+        with host_reads() as events:
+            optimizer.step()
+        assert events.count("read") == 1 and events[-1] == "read"  # after the update
+        optimizer.zero_grad()
+    assert heard == [False, True]
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_lean_with_batch_normalization_reads_nothing_either() -> None:
+    torch.manual_seed(0)
+    model, optimizer = prepared(fused, "fp16-lean", layers=[nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)])
+    for factor in (1.0, 1.0, math.inf):
+        before = [] if factor == 1.0 else state_of(model, optimizer)
+        backward(model, 0, factor)
+        with host_reads() as events:
+            optimizer.step()
+        assert "read" not in events and "update" in events
+        assert optimizer.step_was_skipped is (factor == math.inf)
+        optimizer.zero_grad()
+    assert all(map(torch.equal, before, state_of(model, optimizer)))
+    assert all(state["step"] == 2 for state in optimizer.state.values())
 
 
 @pytest.mark.parametrize("clip", [None, 1e-3])
@@ -117,10 +231,8 @@ def test_a_step_that_the_device_skips_changes_nothing(precision: str, factor: fl
     optimizer.zero_grad()
     before = copy.deepcopy(state_of(model, optimizer))
     backward(model, 1, factor)
-    with host_reads() as events:
-        optimizer.step()
-    assert events.index("read") > events.index("update") and optimizer.step_was_skipped
-    assert all(parameter.grad is not None for parameter in model.parameters())  # for reports of the overflow
+    optimizer.step()
+    assert optimizer.step_was_skipped
     assert all(map(torch.equal, state_of(model, optimizer), before))
     assert not hasattr(optimizer, "found_inf")
 

@@ -91,7 +91,7 @@ class SplitLayout(WeightLayout):
         is_wrapped = isinstance(optimizer, MasterWeightOptimizer)
         return optimizer if is_wrapped else MasterWeightOptimizer(optimizer, layout="split")
 
-    def step(self, optimizer: Optimizer, replaced_step: Callable[..., Any] | None, found_inf: Tensor | None) -> bool:
+    def step(self, *given: Any) -> bool:
         return False
 
     def updated(self, optimizer: Optimizer) -> None:

@@ -20,7 +20,7 @@ from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.attachable import check_closure
 from hf_mp.weights.blockwise_adam import step_blockwise
 from hf_mp.weights.early_state import state_to_fp32
-from hf_mp.weights.fused_adamw import replaces_step, step_split
+from hf_mp.weights.fused_adamw import replaces_step, skipping, step_split
 from hf_mp.weights.lean.outside_reads import as_stored, stores_16_bits
 from hf_mp.weights.lean.split_parameter import (
     SplitParameter,
@@ -223,8 +223,8 @@ class MasterWeightOptimizer(Optimizer):
     def step_on(self, parameters: list[nn.Parameter], found_inf: Tensor | None = None) -> Any:
         """Update these parameters alone; hooks of the step are not called, :meth:`step` does that.
 
-        Where ``found_inf`` is not 0 the device skips, and the host what no kernel has; gradients stay, for reports of
-        an overflow.
+        Where ``found_inf`` is not 0 the device skips, also torch's fused step of what no kernel has; gradients stay,
+        for reports of an overflow.
         """
         for parameter in parameters if self._loaded else ():
             self._take_over_loaded(parameter)
@@ -234,9 +234,10 @@ class MasterWeightOptimizer(Optimizer):
                 stepped = step_blockwise(self.optimizer, parameters)
             left = [p for p in parameters if id(p) not in stepped and has_gradient(p)]
         result = None
-        if (left or not stepped) and (found_inf is None or not found_inf.item()):
-            for bucket in self._buckets(left if stepped else parameters):
-                result = self._step_on(bucket)
+        if left or not stepped:
+            with contextlib.nullcontext() if found_inf is None else skipping(self.optimizer, found_inf):
+                for bucket in self._buckets(left if stepped else parameters):
+                    result = self._step_on(bucket, keeps_gradients=found_inf is not None)
         return result
 
     @stores_16_bits
@@ -246,12 +247,14 @@ class MasterWeightOptimizer(Optimizer):
             if isinstance(parameter, SplitParameter):
                 parameter.grad = None
 
-    def _step_on(self, parameters: list[nn.Parameter]) -> Any:
+    def _step_on(self, parameters: list[nn.Parameter], *, keeps_gradients: bool) -> Any:
         masters = {parameter: self._open(parameter) for parameter in parameters}
         with self._in_place_of_parameters(masters):
             for parameter, master in masters.items():
                 if master is not parameter:
                     _hand_over_gradient(parameter, master)
+                    if isinstance(parameter, SplitParameter) and not keeps_gradients:
+                        parameter.grad = None
             result = self._step_wrapped()
         self._close(masters)
         return result
@@ -454,8 +457,6 @@ def _hand_over_gradient(parameter: nn.Parameter, master: nn.Parameter) -> None:
         master.grad = gradient
     else:
         master.grad = unscaled(gradient, factor, like=master)
-    if isinstance(parameter, SplitParameter):
-        parameter.grad = None
 
 
 class _WholeMaster:

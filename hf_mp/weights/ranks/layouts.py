@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -59,7 +59,7 @@ class TransientLayout(WeightLayout):
     def saving(self) -> AbstractContextManager[None]:
         return self._transient.not_saved()
 
-    def step(self, optimizer: Optimizer, replaced_step: Callable[..., Any] | None, found_inf: Tensor | None) -> bool:
+    def step(self, *given: Any) -> bool:
         return False
 
 
