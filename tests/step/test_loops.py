@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -291,6 +293,22 @@ def test_a_frozen_block_stays_as_it_is_until_it_is_unfrozen(
 
 
 # Loops of another form
+
+
+@every_preset
+def test_a_forward_leaves_nothing_to_the_garbage_collector(precision: str) -> None:
+    """What a graph saves is as large as a step: it is freed with the loss, and not some steps later."""
+    model, borders = layers(), list[weakref.ref[Any]]()
+    hf_mp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), precision)
+    model[0].register_forward_hook(lambda module, *_: borders.append(weakref.ref(module.weight.grad_fn)))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            loss_of(model).backward()
+        assert [border() for border in borders] == [None] * 3
+    finally:
+        gc.enable()
 
 
 class Delegating(nn.Module):
