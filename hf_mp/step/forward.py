@@ -66,7 +66,8 @@ class _Passage:
         self._output_hooks: list[Any] = []
         if weights is not None and weights.has_grad:
             self._output_hooks = [take for one in runtime.observers if (take := one.forward(forward, args, kwargs))]
-            args, kwargs = apply_to_tensors(weights.bring_in_argument, (args, kwargs))
+            if weights.has_borders:
+                args, kwargs = apply_to_tensors(weights.bring_in_argument, (args, kwargs))
         self.args, self.kwargs = args, kwargs
         self._inside = runtime.region.running(weights)
         self._inside.__enter__()

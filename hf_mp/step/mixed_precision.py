@@ -263,9 +263,9 @@ class MixedPrecision:
         if model is not None:
             self.layout.join_ranks(model, placement, self, self.region.fp32_modules)
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> str:
         """What must match on all ranks that train one model."""
-        return {"precision": str(self.policy), "loss_scaler": repr(self.scaler.state)}
+        return f"precision={self.policy}, loss_scaler={self.scaler.state}"
 
     def _trained_parameters(self) -> list[nn.Parameter]:
         return self.layout.trained_parameters(self.model, [guard.optimizer for guard in self._guards])

@@ -114,7 +114,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
             world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
             if world is not None and self.args.parallel_mode is ParallelMode.DISTRIBUTED:
                 # Before DDP is made, which broadcasts weights of different dtypes into an abort of gloo.
-                compare_settings(world, {"precision": str(self.precision_policy)})
+                compare_settings(world, f"precision={self.precision_policy}")
             return super().train(*args, **kwargs)
         finally:
             self.session.end()

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude, largest_magnitude_and_norm
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.weights.fused_adamw import Clipping, step_whole
-from hf_mp.weights.model_walk import parameters_of
+from hf_mp.weights.model_walk import parameters_of, widen_buffers
 from hf_mp.weights.ranks.buckets import Buckets
 from hf_mp.weights.ranks.placement import Placement, is_dtensor, is_running, local_parts
 from hf_mp.weights.ranks.wire import Runtime
@@ -44,10 +44,8 @@ class WeightLayout:
         narrow = [one for one in parameters_of(model) if one.dtype in LOWER_PRECISION_DTYPES and one.requires_grad]
         for parameter in narrow:
             _to_fp32(parameter)
-        if narrow:  # running statistics of a model loaded in FP16 would swamp their updates, as weights would
-            for buffer in model.buffers():
-                if buffer.dtype in LOWER_PRECISION_DTYPES:
-                    buffer.data = buffer.data.float()
+        if narrow:
+            widen_buffers(model)
 
     def working_copies(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
         """By the identity of FP32 masters among ``weights``, what products read in their places, without grad."""

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from hf_mp.policy import LOWER_PRECISION_DTYPES
+
 
 class _Walk:
     """The modules of a model, held weakly, and by identity what each of them has inside."""
@@ -34,6 +36,13 @@ def parameters_of(model: nn.Module) -> list[nn.Parameter]:
     """``list(model.parameters())``, as :func:`modules_of`."""
     found = [p for module in modules_of(model) for p in module._parameters.values() if p is not None]
     return list({id(parameter): parameter for parameter in found}.values())
+
+
+def widen_buffers(model: nn.Module) -> None:
+    """Make 16-bit buffers FP32: running statistics in FP16 would swamp their updates, as weights would."""
+    for buffer in model.buffers():
+        if buffer.dtype in LOWER_PRECISION_DTYPES:
+            buffer.data = buffer.data.float()
 
 
 def _children(modules: Iterable[nn.Module]) -> list[int]:

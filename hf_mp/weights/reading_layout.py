@@ -38,8 +38,10 @@ class ReadingLayout(WeightLayout):
             if tensor.dtype in LOWER_PRECISION_DTYPES and not is_dtensor(tensor):
                 self._widened.append((tensor, tensor.dtype))
                 tensor.data = tensor.data.float()
-        if not is_lean:
-            return
+        if is_lean:
+            self._narrow(model)
+
+    def _narrow(self, model: nn.Module) -> None:
         with_statistics, others = trained_with_statistics(model), {torch.float32, *LOWER_PRECISION_DTYPES}
         others.remove(self.policy.params)
         for parameter in model.parameters():

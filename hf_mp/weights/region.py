@@ -152,7 +152,7 @@ class Region(autocast):
         if weights is not None and weights.is_asked and func not in weights.unasked:
             is_outside = weights.has_outside(args) or (kwargs and weights.has_outside(kwargs.values()))
             if is_outside or weights.is_learning:
-                args, kwargs = _brought_in(weights, entry, func, args, kwargs)
+                args, kwargs = _brought_in(weights, entry, func, args, kwargs or {})
         if entry is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         return entry.handler(self, entry.name, func, args, kwargs or {})
@@ -200,17 +200,15 @@ _SELECTIONS = frozenset({Tensor.__getitem__, Tensor.transpose})
 
 
 def _brought_in(
-    weights: Slots, entry: PlannedCall | None, func: Callable[..., Any], args: Any, kwargs: Any
+    weights: Slots, entry: PlannedCall | None, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any]:
     """The arguments of a call, those that come from outside through a border; and what the first forward teaches."""
     if weights.is_learning and (entry is None or entry.rule is not CastRule.COMPOSITE):
         by_product = entry is not None and entry.rule is CastRule.LOWER_PRECISION
-        args, kwargs = weights.as_used(args, kwargs or {}, by_product=by_product, by_selection=func in _SELECTIONS)
-    if not weights.has_borders:
-        return args, kwargs
-    comes_in = weights.has_outside(args) or (kwargs and weights.has_outside(kwargs.values()))
+        args, kwargs = weights.as_used(args, kwargs, by_product=by_product, by_selection=func in _SELECTIONS)
+    comes_in = weights.has_borders and weights.has_outside((*args, *kwargs.values()))
     if comes_in and torch.is_grad_enabled() and not _is_below_autograd(func):
-        return apply_to_tensors(weights.bring_in, (args, dict(kwargs or {})))
+        return apply_to_tensors(weights.bring_in, (args, dict(kwargs)))
     return args, kwargs
 
 

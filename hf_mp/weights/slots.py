@@ -92,7 +92,8 @@ class Slots:
         """What to put into which of ``slots``."""
         self._slots += slots if self.is_learning else []
         # Made fresh before an alias inside exists: anything else that shares the memory may write it unseen.
-        copies = self._layout.working_copies([slot.weight for slot in slots if slot.in_16_bits])
+        rounded = [slot.weight for slot in slots if slot.in_16_bits and slot.weight.dtype is torch.float32]
+        copies = self._layout.working_copies(rounded)
         if self.has_grad:
             self._bring_in_trained([slot.weight for slot in slots], copies)
         found, placed = [], set[int]()
@@ -145,12 +146,9 @@ class Slots:
         with torch._C.DisableTorchFunction():  # the region runs already, and has nothing to decide here
             # FSDP's DTensor is that of a part that it gathers by itself.
             has_dtensors = isinstance(self._layout, TensorParallelLayout)
-            slots = [
-                slot
-                for slot in self._uses.slots(gathered)
-                if (has_dtensors or not is_dtensor(slot.weight))
-                and (not slot.weight.requires_grad or self.is_outside(slot.weight))
-            ]
+            slots = self._uses.slots(gathered)
+            slots = [slot for slot in slots if has_dtensors or not is_dtensor(slot.weight)]
+            slots = [slot for slot in slots if not slot.weight.requires_grad or self.is_outside(slot.weight)]
             for slot in slots:
                 if slot.weight.dtype in LOWER_PRECISION_DTYPES and slot.weight.requires_grad:
                     slot.weight.grad_dtype = torch.float32  # what leaves through the border

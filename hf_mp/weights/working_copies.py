@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -179,15 +179,10 @@ class WorkingCopies:
 
     def clear(self) -> None:
         """Release all copies, and leave the parameters as ordinary ones."""
-        for _, parameter in self._live():
-            unwatch(parameter)
-        self._entries.clear()
-
-    def _live(self) -> Iterator[tuple[_Entry, nn.Parameter]]:
         for entry in list(self._entries.values()):
-            parameter = entry.parameter()
-            if parameter is not None and entry.copy.shape == parameter.shape:
-                yield entry, parameter
+            if (parameter := entry.parameter()) is not None:
+                unwatch(parameter)
+        self._entries.clear()
 
     def _make(self, parameter: nn.Parameter) -> _Entry:
         watch(parameter)

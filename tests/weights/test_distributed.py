@@ -52,7 +52,7 @@ def test_the_maximum_of_two_numbers_is_the_report_of_both(left: StepReport, righ
 
 
 def test_a_single_process_agrees_with_itself() -> None:
-    ranks, report = Ranks(dict), StepReport(False, 2.0)
+    ranks, report = Ranks(str), StepReport(False, 2.0)
     ranks.note_forward(nn.Linear(2, 2), ALONE, is_lean=False)
     assert not is_running()
     assert ranks.agree(report, [nn.Parameter(torch.ones(2))]) is report

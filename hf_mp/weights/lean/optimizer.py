@@ -89,16 +89,7 @@ class MasterWeightOptimizer(Optimizer):
     layout: MasterLayout
 
     def __init__(self, optimizer: Optimizer, *, layout: MasterLayout = "whole") -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"MasterWeightOptimizer wraps an optimizer, not {optimizer!r}: give it "
-                "torch.optim.AdamW(model.parameters()) or the like"
-            )
-        if layout not in get_args(MasterLayout):
-            raise ValueError(f"layout={layout!r} is not known: use one of {', '.join(get_args(MasterLayout))}")
-        if isinstance(optimizer, MasterWeightOptimizer):
-            raise TypeError("this optimizer is a MasterWeightOptimizer already: wrap one only once")
-        check_closure(optimizer)
+        _check_wrappable(optimizer, layout)
         state_to_fp32(optimizer)
         self.optimizer, self.layout = optimizer, layout
         self._masters: dict[nn.Parameter, _WholeMaster] = {}
@@ -435,6 +426,19 @@ def norm_of(norms: list[Tensor]) -> Tensor:
 def clip_factor(total: Tensor, max_norm: float) -> Tensor | None:
     """What ``torch.nn.utils.clip_grad_norm_`` multiplies gradients of norm ``total`` with; None for no bound."""
     return (max_norm / (total + 1e-6)).clamp(max=1.0) if math.isfinite(max_norm) else None
+
+
+def _check_wrappable(optimizer: Any, layout: str) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"MasterWeightOptimizer wraps an optimizer, not {optimizer!r}: give it "
+            "torch.optim.AdamW(model.parameters()) or the like"
+        )
+    if layout not in get_args(MasterLayout):
+        raise ValueError(f"layout={layout!r} is not known: use one of {', '.join(get_args(MasterLayout))}")
+    if isinstance(optimizer, MasterWeightOptimizer):
+        raise TypeError("this optimizer is a MasterWeightOptimizer already: wrap one only once")
+    check_closure(optimizer)
 
 
 def _check_masters(given: Any, parameters: Sequence[nn.Parameter]) -> None:

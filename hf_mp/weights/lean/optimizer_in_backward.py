@@ -87,11 +87,7 @@ class OptimizerInBackward(StepObserver):
 
     def forward(self, forward: Any, args: Any, kwargs: Any) -> None:
         """Watch the parameters' nodes in the graph, again where autograd has made one anew (``model.to``)."""
-        self._is_scaled = forward.runtime.check.is_scaled
-        self._watch(forward.runtime.model.parameters())
-
-    def _watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        parameters = list(parameters)
+        self._is_scaled, parameters = forward.runtime.check.is_scaled, list(forward.runtime.model.parameters())
         if any(p.requires_grad and p.is_floating_point() and not isinstance(p, SplitParameter) for p in parameters):
             raise ValueError(
                 "free_gradients='backward' needs every trainable parameter in 16 bits, and weights of normalizations "
@@ -99,17 +95,20 @@ class OptimizerInBackward(StepObserver):
             )
         if self._optimizer is not None:
             self._own = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        self._watch(parameters)
+
+    def _watch(self, parameters: Iterable[nn.Parameter]) -> None:
         present = {id(parameter): parameter for parameter in parameters if isinstance(parameter, SplitParameter)}
         for key in self._watched.keys() - present.keys():  # a node keeps its parameter alive
             self._watched.pop(key)[1].remove()
-        for parameter in present.values():
+        for key, parameter in present.items():
             if not parameter.requires_grad:
                 continue
             node = get_gradient_edge(parameter).node
-            if self._watched.get(id(parameter), (None,))[0] is not node:
+            if self._watched.get(key, (None,))[0] is not node:
                 reference = weakref.ref(parameter)
                 handle = node.register_hook(lambda *_, reference=reference: self._complete(reference()))
-                self._watched[id(parameter)] = node, handle
+                self._watched[key] = node, handle
 
     def detached(self) -> None:
         self._watch([])

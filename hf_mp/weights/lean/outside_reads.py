@@ -114,10 +114,10 @@ def read_in_fp32(
     result = func(*read, **named)
     for tensor in targets:
         tensor.write_fp32(values[id(tensor)])
-    is_cast = func in _CASTS and (func not in _MOVES or _names_dtype(args, kwargs))
-    if is_cast and _is_split(first):  # the whole model may be cast
+        result = tensor if result is values[id(tensor)] else result
+    if _is_split(first) and _casts(func, args, kwargs):  # the whole model may be cast
         _owner(first).note_cast(result)
-    return next((tensor for tensor in targets if result is values[id(tensor)]), result)
+    return result
 
 
 def _means_what_is_stored(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
@@ -184,7 +184,9 @@ def _targets(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     return list({id(tensor): tensor for tensor in tensors_in(written) if _is_split(tensor)}.values())
 
 
-def _names_dtype(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _casts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if func not in _MOVES:
+        return func in _CASTS
     return any(isinstance(value, (torch.dtype, Tensor)) for value in (*args[1:], *kwargs.values()))
 
 
@@ -197,7 +199,7 @@ _WIDE = {torch.float32, torch.float64}
 _DETACHES = _named("detach")
 _FINDS_NODES = _named("view_as expand_as")  # of a tensor with itself: how code finds the node that accumulates .grad
 _MOVES = _named("to")
-_CASTS = _MOVES | _named("float type type_as")
+_CASTS = _named("float type type_as")
 _VIEWS = (
     _DETACHES
     | _named(

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.lean.split_parameter import (
     SplitParameter,
     check_splittable,
@@ -18,7 +17,7 @@ from hf_mp.weights.lean.split_parameter import (
     put_masters_into_state_dict,
     unsplit,
 )
-from hf_mp.weights.model_walk import modules_of, parameters_of
+from hf_mp.weights.model_walk import modules_of, parameters_of, widen_buffers
 
 _CONFIG_NAME = "config.json"  # transformers.utils.CONFIG_NAME
 
@@ -35,17 +34,15 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
         return False
     with_statistics = trained_with_statistics(model)
     new = [p for p in others if p.is_floating_point() and p not in with_statistics]
-    check_splittable([p for p in new if not isinstance(p, SplitParameter)])  # before anything is changed
+    if is_known and not new:
+        return False
+    check_splittable(new)  # before anything is changed
     for parameter in new:
         make_split(parameter, dtype)
         parameter.is_saved_in_full = True  # type: ignore[attr-defined]
-    if is_known and not new:
-        return False
     for parameter in with_statistics:
         parameter.data = parameter.data.float()
-    for buffer in model.buffers():  # running statistics in FP16 would swamp their updates, as weights would
-        if buffer.dtype in LOWER_PRECISION_DTYPES:
-            buffer.data = buffer.data.float()
+    widen_buffers(model)
     save_masters(model)
     return True
 

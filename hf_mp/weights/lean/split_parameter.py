@@ -297,7 +297,7 @@ def make_split(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 def check_splittable(parameters: Iterable[nn.Parameter]) -> None:
     """Raise ``TypeError`` for a subclass of ``nn.Parameter``."""
     for parameter in parameters:
-        if type(parameter) not in (*SPLIT_CLASSES, WatchedParameter):
+        if type(parameter) not in (*SPLIT_CLASSES, *SPLIT_CLASSES.values(), WatchedParameter):
             raise TypeError(
                 f"a {type(parameter).__name__} of shape {tuple(parameter.shape)} cannot be split into working copy and "
                 "remainder, only nn.Parameter itself: freeze it, or use the default layout"

@@ -6,11 +6,10 @@ loss scale: one all-reduce of one number at each step.
 
 from __future__ import annotations
 
-import json
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +59,7 @@ class Ranks:
     Processes that train models of their own, each without DDP and FSDP, never wait for each other here.
     """
 
-    def __init__(self, settings: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, settings: Callable[[], str]) -> None:
         self._groups: list[ProcessGroup] = []
         self._stepped = False
         self._settings = settings
@@ -151,19 +150,17 @@ class Ranks:
                 gradient.div_(torch.distributed.get_world_size(group))
 
 
-def compare_settings(group: ProcessGroup, settings: Mapping[str, Any]) -> None:
+def compare_settings(group: ProcessGroup, settings: str) -> None:
     """Raise a ValueError, on all ranks of ``group``, if not all of them call this with the same ``settings``.
 
-    It names the first that differs, from which others may follow. A rank that does not come ends the others' wait
-    after the timeout of ``init_process_group``: a RuntimeError.
+    A rank that does not come ends the others' wait after the timeout of ``init_process_group``: a RuntimeError.
     """
     ranks, store = torch.distributed.get_process_group_ranks(group), _default_store()
     if store is None:
         return
     _COMPARISONS[group.group_name] += 1
-    name = f"hf_mp/{group.group_name}/{_COMPARISONS[group.group_name]}"
-    keys = {rank: f"{name}/{rank}" for rank in ranks}
-    store.set(keys[get_rank()], json.dumps(settings, default=repr))
+    keys = {rank: f"hf_mp/{group.group_name}/{_COMPARISONS[group.group_name]}/{rank}" for rank in ranks}
+    store.set(keys[get_rank()], settings)
     try:
         store.wait(list(keys.values()), 0.9 * store.timeout)  # before the others' collectives end the job
     except RuntimeError as error:
@@ -172,11 +169,10 @@ def compare_settings(group: ProcessGroup, settings: Mapping[str, Any]) -> None:
             f"rank {late} has not attached mixed precision as rank {get_rank()} has, or has not come so far: all of "
             f"ranks {ranks} train one model, so all must attach it alike"
         ) from error
-    found = {rank: json.loads(said) for rank, said in zip(keys, store.multi_get(list(keys.values())), strict=True)}
-    for name in dict.fromkeys(name for one in found.values() for name in one):
-        if len({repr(one.get(name)) for one in found.values()}) > 1:
-            said = "; ".join(f"rank {rank} has {name}={one.get(name)}" for rank, one in found.items())
-            raise ValueError(f"ranks that train one model have different settings: {said}. Give all of them the same")
+    found = {rank: store.get(key).decode() for rank, key in keys.items()}
+    if len(set(found.values())) > 1:
+        said = "; ".join(f"rank {rank} has {one}" for rank, one in found.items())
+        raise ValueError(f"ranks that train one model have different settings: {said}. Give all of them the same")
 
 
 def _default_store() -> Any:

@@ -213,14 +213,21 @@ def send_in_16_bits(
                 hooks[key] = _Unseen(hooks[key])
         if type(group._all_gather_comm).__name__ == "DefaultAllGather":
             module.set_custom_all_gather(RoundedGather(group, policy.compute, kept))
-        is_own = type(group._reduce_scatter_comm).__name__ == "DefaultReduceScatter"
-        if is_own and (arrivals is not None or policy.wire is not torch.float32):
-            module.set_custom_reduce_scatter(ScaledReduceScatter(group, policy, runtime, arrivals))
-        elif arrivals is not None and not isinstance(group._reduce_scatter_comm, ScaledReduceScatter):
-            raise ValueError(
-                f"precision={str(policy)!r} keeps gradients scaled, and another reduce-scatter "
-                f"({type(group._reduce_scatter_comm).__name__}) was set: leave it out, or use a default layout"
-            )
+        if arrivals is not None or policy.wire is not torch.float32:
+            _reduce_scaled(module, group, policy, runtime, arrivals)
+
+
+def _reduce_scaled(
+    module: Any, group: Any, policy: PrecisionPolicy, runtime: Runtime, arrivals: Arrivals | None
+) -> None:
+    before = group._reduce_scatter_comm
+    if type(before).__name__ == "DefaultReduceScatter":
+        module.set_custom_reduce_scatter(ScaledReduceScatter(group, policy, runtime, arrivals))
+    elif arrivals is not None and not isinstance(before, ScaledReduceScatter):
+        raise ValueError(
+            f"precision={str(policy)!r} keeps gradients scaled, and another reduce-scatter ({type(before).__name__}) "
+            "was set: leave it out, or use a default layout"
+        )
 
 
 def send_as_before(model: nn.Module) -> None:
