@@ -165,6 +165,14 @@ def test_a_trainer_state_that_is_no_object_is_named(tmp_path: Path) -> None:
         check_folder(model)
 
 
+def test_a_whole_module_of_torch_save_is_named(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "model.pt")
+    with pytest.raises(
+        UnreadableError, match=r"model.pt cannot be read: it holds no dictionary of tensors: save model"
+    ):
+        check_folder(tmp_path)
+
+
 class RunsCode:
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -151,10 +151,12 @@ def _read_torch_file(file: Path, folder: Folder) -> None:
     mapped = _map(file)  # torch's own mapping reads ahead: a minute for 10 GiB
     with safe_globals([(Inert, name) for name in get_unsafe_globals_in_checkpoint(str(file))]):
         loaded = torch.load(str(file), map_location="meta", weights_only=True)
-    if "param_shapes" in loaded:  # DeepSpeed
-        folder.shapes = loaded["param_shapes"]
+    if not isinstance(loaded, Mapping):
+        raise TypeError("it holds no dictionary of tensors: save model.state_dict()")
+    folder.shapes = loaded.get("param_shapes", folder.shapes)  # of DeepSpeed
     prefix = "optim." if "optim" in file.name else ""
     for name, value in _walk(loaded.get("module", loaded) if not prefix else loaded, prefix, folder):
+        # torch notes there where in the file a storage lies that it loads to "meta", and reads none of it.
         first = value.untyped_storage()._checkpoint_offset + value.storage_offset() * value.itemsize
         folder.add(name, _tensor_at(mapped, value.dtype, first, value.numel()))
 
