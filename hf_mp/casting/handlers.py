@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,7 +34,9 @@ class PlannedCall(NamedTuple):
 Plan = dict[Callable[..., Any], PlannedCall]
 
 
-def _call_in(dtype: torch.dtype, mode: autocast, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _call_in(
+    dtype: torch.dtype, mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+) -> Any:
     """Make a call with its eligible tensors in ``dtype``; nearly all calls of a model have nothing to cast."""
     if kwargs and kwargs.get("out") is not None:
         return mode.call_unlisted(func, args, kwargs)
@@ -63,12 +66,10 @@ _WITHOUT_TENSORS = frozenset({int, float, bool, str, type(None), torch.Size, tor
 
 def lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a call of the lower-precision table."""
-    return _call_in(mode.dtype, mode, func, args, kwargs)
+    return _call_in(mode.dtype, mode, name, func, args, kwargs)
 
 
-def fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make a call of the FP32 table."""
-    return _call_in(torch.float32, mode, func, args, kwargs)
+fp32 = functools.partial(_call_in, torch.float32)  # the handler of the FP32 table
 
 
 def _fp32_output(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -94,7 +95,8 @@ def _has_fp32(values: Iterable[Any]) -> bool:
 
 def widest(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a call whose operands must have one dtype."""
-    return _call_in(torch.float32 if _has_fp32((*args, *kwargs.values())) else mode.dtype, mode, func, args, kwargs)
+    dtype = torch.float32 if _has_fp32((*args, *kwargs.values())) else mode.dtype
+    return _call_in(dtype, mode, name, func, args, kwargs)
 
 
 def widened(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

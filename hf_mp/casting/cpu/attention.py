@@ -170,15 +170,11 @@ def attention_reference(attention: Attention, kept: Tensor | None = None) -> Ten
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
     scores = query * attention.scale @ key.transpose(-1, -2)
-    hidden = None
-    if attention.is_causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    elif attention.mask is not None and attention.mask.dtype is torch.bool:
-        hidden = ~attention.mask
-    elif attention.mask is not None:
-        scores = scores + attention.mask
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -torch.inf)
+    mask = attention.mask
+    if attention.is_causal:  # without a mask
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
     probabilities = torch.ops.aten._safe_softmax(scores, -1)
     if kept is not None:
         probabilities = probabilities * _noise(kept, attention.dropout, scores.shape[-1])
