@@ -145,7 +145,7 @@ def why_not_here(name: str, device: str) -> str | None:
     if contender.is_compiled and (reason := why_not_compiled(device)) is not None:
         return reason
     if name.startswith("torch.autocast fp16") and not runs_natively(torch.float16, device):
-        return "takes about 50 times FP32's time on a CPU without FP16 arithmetic: only when asked for"
+        return "takes about 50 times FP32's time on a CPU without FP16 arithmetic"
     return None
 
 
@@ -157,14 +157,13 @@ def why_not_compiled(device: str) -> str | None:
     return None
 
 
-def choose(names: Sequence[str], device: str, *, compiled: bool) -> tuple[list[str], dict[str, str]]:
-    """Which of the contenders run here, with their compiled twins where asked for; and why the others do not.
+def choose(names: Sequence[str], device: str) -> tuple[list[str], dict[str, str]]:
+    """Which of the contenders run here, and why the others do not.
 
     Raises:
         ValueError: for a name that is not known, and where none is left.
     """
-    twins = [name + COMPILED for name in names if compiled and not name.endswith(COMPILED)]
-    reasons = {name: why_not_here(name, device) for name in dict.fromkeys([*names, *twins])}
+    reasons = {name: why_not_here(name, device) for name in names}
     left_out = {name: reason for name, reason in reasons.items() if reason is not None}
     chosen = [name for name in reasons if name not in left_out]
     if not chosen:

@@ -53,8 +53,7 @@ def largest_batch_size(
     memory_bytes = parse_size(memory)
     config = find_config(model)
 
-    # An estimate takes seconds: none is made twice.
-    @functools.cache
+    @functools.cache  # an estimate takes seconds
     def peak(batch_size: int) -> int:
         return estimate_training_memory(config, precision, batch_size=batch_size, **settings).peak_bytes
 
@@ -68,28 +67,24 @@ def search_largest(peak: Callable[[int], int], memory_bytes: int) -> int:
     Memory is nearly linear in the batch size, so the line through the last two points mostly finds the answer at once;
     if another part of the step becomes the peak, the search continues from there.
     """
-    if peak(1) > memory_bytes:
-        return 0
     # Bisection alone would need twice as many estimates.
-    fits, exceeds = 1, None
-    near = 2
-    while exceeds is None or exceeds - fits > 1:
-        if peak(near) <= memory_bytes:
-            if near >= LARGEST_TRIED:
-                raise ValueError(
-                    f"a batch of {near} still fits in {memory_bytes} bytes: there is nothing to search for"
-                )
-            fits = near
+    fits, exceeds = 0, LARGEST_TRIED + 1
+    while exceeds - fits > 1:
+        tried = _next_guess(peak, memory_bytes, fits, exceeds) if fits else 1
+        if peak(tried) <= memory_bytes:
+            fits = tried
         else:
-            exceeds = near
-        near = _next_guess(peak, memory_bytes, fits, exceeds)
+            exceeds = tried
+    if fits == LARGEST_TRIED:
+        raise ValueError(f"a batch of {fits} still fits in {memory_bytes} bytes: there is nothing to search for")
     return fits
 
 
-def _next_guess(peak: Callable[[int], int], memory_bytes: int, fits: int, exceeds: int | None) -> int:
+def _next_guess(peak: Callable[[int], int], memory_bytes: int, fits: int, exceeds: int) -> int:
     """Where the line through two known points meets the limit, clamped to the open interval."""
-    other = exceeds if exceeds is not None else max(1, fits // 2)
+    is_known = exceeds <= LARGEST_TRIED
+    other = exceeds if is_known else max(1, fits // 2)
     slope = (peak(other) - peak(fits)) / (other - fits) if other != fits else 0.0
     guess = fits + int((memory_bytes - peak(fits)) / slope) if slope > 0 else 2 * fits
-    highest = min(LARGEST_TRIED, _GROWTH * fits) if exceeds is None else exceeds - 1
+    highest = exceeds - 1 if is_known else min(LARGEST_TRIED, _GROWTH * fits)
     return max(fits + 1, min(guess, highest))

@@ -1,9 +1,8 @@
 """One training step of GPT-2, in turns: FP32, torch.autocast, the stock Trainer, ours.
 
     python scripts/bench.py step                          # 4 layers of width 768, the real vocabulary, batch 2 x 256
-    python scripts/bench.py step --torch-fp16-rounds 1    # also torch's FP16, 50 times slower on most CPUs
     python scripts/bench.py step --model gpt2 --batch 4 --seq 512 --rounds 0      # peak memory alone
-    python scripts/bench.py step --compile --contenders "fp32,torch.autocast bf16,hf_mp bf16"
+    python scripts/bench.py step --contenders "fp32 compiled,torch.autocast bf16 compiled,hf_mp bf16 compiled"
     python scripts/bench.py step --contenders "Trainer bf16=True,MixedPrecisionTrainer bf16"
 
 A step is forward, backward, clipping and the AdamW update; a Trainer's is all that its loop does. The floor of a step
@@ -26,7 +25,6 @@ from _benchmarks import DEFAULT_DEVICE, DeviceRates, Workload
 from _contenders import CONTENDERS, choose, find_contender, loop_step, make_trainer, peak_bytes, trainers_in_turns
 from _results import in_turns, rows_of
 
-SLOW = "torch.autocast fp16"
 DEFAULT = ("fp32", "torch.autocast fp16", "torch.autocast bf16", "Trainer fp16=True", "Trainer bf16=True",
            *(name for name in CONTENDERS if name.startswith("hf_mp ")))  # fmt: skip
 
@@ -44,9 +42,7 @@ def measure(
     rounds: Annotated[int, typer.Option(help="timed steps of each contender; 0 measures memory alone")] = 10,
     warmup: Annotated[int, typer.Option(help="steps of each contender before the timed ones")] = 2,
     contenders: Annotated[str, typer.Option(help="comma-separated names")] = ",".join(DEFAULT),
-    compile: Annotated[bool, typer.Option("--compile", help="also with torch.compile")] = False,
     peak: Annotated[bool, typer.Option(help="measure peak memory")] = True,
-    torch_fp16_rounds: Annotated[int, typer.Option(help="rounds of torch.autocast FP16 where it is slow")] = 0,
     device: str = DEFAULT_DEVICE,
 ) -> Iterator[dict[str, Any]]:
     """Train one step of each contender in turns: medians, spreads, ratios, floors, peaks, after each peak and round."""
@@ -55,15 +51,13 @@ def measure(
         accumulation=accumulation, dropout=dropout, device=device,
     )  # fmt: skip
     names = [part.strip() for part in contenders.split(",") if part.strip()]
-    chosen, left_out = choose(names, device, compiled=compile)
-    slow = [SLOW] if SLOW in left_out and torch_fp16_rounds else []
-    left_out = {name: reason for name, reason in left_out.items() if name not in slow}
+    chosen, left_out = choose(names, device)
     rates, described = DeviceRates.measure(workload), workload.as_dict()
     peaks: dict[str, int] = {}
     seconds: dict[str, list[float]] = {}
 
     def so_far() -> dict[str, Any]:
-        rows = summarise(described, rates, [*chosen, *slow], seconds, peaks)
+        rows = summarise(described, rates, chosen, seconds, peaks)
         return {
             "workload": described,
             "threads": torch.get_num_threads(),
@@ -76,10 +70,9 @@ def measure(
     for name in chosen if peak else ():
         peaks[name] = settled_peak(name, workload)
         yield so_far()
-    for group, turns, unmeasured in ((chosen, rounds, warmup), (slow, torch_fp16_rounds, 0)):
-        for found in timed(group, workload, turns, unmeasured) if turns else ():
-            seconds |= found
-            yield so_far()
+    for found in timed(chosen, workload, rounds, warmup) if rounds else ():
+        seconds |= found
+        yield so_far()
 
 
 def timed(names: list[str], workload: Workload, rounds: int, warmup: int) -> Iterator[dict[str, list[float]]]:

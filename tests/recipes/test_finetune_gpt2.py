@@ -84,20 +84,9 @@ def fp16_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_run_ends_in_a_table_that_a_person_can_read(finished):
-    for words in (
-        "evaluation loss",
-        "perplexity on held-out text",
-        "unigram",
-        "tokens per second",
-        "precision",
-        "loss scale",
-        "skipped",
-        "peak memory",
-        "saved model in FP32",
-        "saved model in FP16",
-        "saved model in INT8",
-    ):
-        assert words in finished.printed
+    rows = ("evaluation loss", "perplexity on held-out text", "unigram", "tokens per second", "precision", "loss scale")
+    rows += ("skipped", "peak memory", "saved model in FP32", "saved model in FP16", "saved model in INT8")
+    assert [words for words in rows if words not in finished.printed] == []
     assert "The" in finished.printed.split("It writes:")[1]  # the text that the model writes begins with the prompt
     contract = finished.printed.split("In which dtype it was trained:\n")[1].splitlines()
     assert contract[0].split()[:3] == ["parameters", "elements", "stored"] and "fp32" in contract[1].split()
@@ -329,17 +318,13 @@ def test_another_run_is_not_written_over(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_the_output_directory_must_not_be_a_file(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="file is a file: name a directory"):
-        finetune_gpt2.check_output_dir(tmp_path / "file", overwrite=True)
-
-
-def test_an_empty_or_a_new_output_directory_is_fine(tmp_path):
+def test_the_output_directory_must_be_empty_or_new_and_no_file(tmp_path):
     finetune_gpt2.check_output_dir(tmp_path, overwrite=False)
     finetune_gpt2.check_output_dir(tmp_path / "new", overwrite=False)
     (tmp_path / "file").touch()
     finetune_gpt2.check_output_dir(tmp_path, overwrite=True)
+    with pytest.raises(ValueError, match="file is a file: name a directory"):
+        finetune_gpt2.check_output_dir(tmp_path / "file", overwrite=True)
 
 
 def test_without_a_network_the_hub_is_asked_once_and_the_cache_taken(monkeypatch):

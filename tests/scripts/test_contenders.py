@@ -137,24 +137,17 @@ def test_the_peak_holds_weights_gradients_and_state(workload):
 def test_what_cannot_run_here_is_left_out_with_its_reason(name, reason, monkeypatch):
     monkeypatch.setattr(_contenders.shutil, "which", lambda name: None)
     monkeypatch.setattr(_contenders, "runs_natively", lambda dtype, device: dtype is BF16)
-    chosen, left_out = choose(["fp32", name], "cpu", compiled=False)
+    chosen, left_out = choose(["fp32", name], "cpu")
     assert chosen == ["fp32"]
     assert list(left_out) == [name]
     with pytest.raises(ValueError, match=reason):
-        choose([name], "cpu", compiled=False)
+        choose([name], "cpu")
 
 
 def test_on_a_gpu_everything_runs(monkeypatch):
     monkeypatch.setattr(_contenders, "runs_natively", lambda dtype, device: True)
     monkeypatch.setattr(_contenders.shutil, "which", lambda name: None)
     assert all(why_not_here(f"{name}{suffix}", "cuda") is None for name in CONTENDERS for suffix in ("", " compiled"))
-
-
-def test_compiled_twins_are_added(monkeypatch):
-    monkeypatch.setattr(_contenders.shutil, "which", lambda name: name)
-    chosen, _ = choose(["fp32", "hf_mp bf16 compiled"], "cpu", compiled=True)
-    assert chosen == ["fp32", "hf_mp bf16 compiled", "fp32 compiled"]
-    assert find_contender("fp32 compiled").is_compiled
 
 
 def test_a_compiled_contender_is_compiled(workload, monkeypatch):
@@ -188,4 +181,4 @@ def test_a_name_says_dtype_precision_and_bytes(name, dtype, policy, moved):
 
 def test_an_unknown_contender_is_refused():
     with pytest.raises(ValueError, match=r"contender 'apex O2' is not known: use some of fp32, .* ' compiled'"):
-        choose(["apex O2"], "cpu", compiled=False)
+        choose(["apex O2"], "cpu")
