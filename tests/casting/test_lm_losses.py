@@ -78,6 +78,9 @@ def test_value_and_gradients_are_those_of_the_original(make: Any, settings: dict
     loss, gradients = loss_and_gradients(original=False)
     expected_loss, expected = loss_and_gradients(original=True)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
+    # FP64 goes to the original, with every argument.
+    logits = torch.randn(2, 16, 64, dtype=torch.float64)
+    assert torch.equal(CausalLMLoss()(logits, IDS, 64, **settings), ForCausalLMLoss(logits, IDS, 64, **settings))
     for left, right in zip(gradients, expected, strict=True):
         assert left is not None and right is not None
         assert (left - right).norm() <= 2.0**-8 * right.norm()  # half a unit of BF16

@@ -72,6 +72,8 @@ def test_what_comes_close_gets_a_rule_as_well() -> None:
     safe = calibrate(Gated(factor=1.0), batches(1))
     assert not safe.rules and not safe.close and safe.fp32_share == 0.0
     assert "No rules are needed" in str(safe)
+    least = min((op for op in safe.ops if op.is_fp16), key=lambda op: op.headroom)
+    assert f"({least.op} in {least.module or 'the model itself'}): {least.headroom:.1f} doublings left" in str(safe)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])

@@ -19,6 +19,7 @@ import hf_mp
 from hf_mp import PrecisionComparison, compare_precisions
 from hf_mp.diagnostics.comparison_report import LayerError, PrecisionError
 from hf_mp.diagnostics.fp32_reference import layers_of
+from hf_mp.policy import PRESETS
 
 HEAD = {"lm_head": "fp32"}
 TINY_BERT = {
@@ -103,6 +104,22 @@ def test_an_error_is_found_where_it_arises() -> None:
     for layer in (first, third, last):
         assert layer.own is not None and layer.own < 2e-3
     assert first.total < 2e-3 and third.total > 0.01 and last.total > 0.01
+
+
+def test_a_layer_that_fp32_does_not_call_has_no_difference() -> None:
+    class OfItsDtype(Gated):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Linear(64, 64)
+
+        def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            if (gate := self.gate(self.embed(ids))).dtype is torch.float16:
+                self.extra(gate)
+            return super().forward(ids, labels)
+
+    (found,) = compare_precisions(OfItsDtype(), batches(1), ["fp16"]).errors[:1]
+    assert "up" in {layer.layer for layer in found.layers} and found.logits_rms < 1e-2
+    assert all(layer.own is None for layer in found.layers if layer.layer == "extra")
 
 
 def test_layers_are_blocks_and_what_lies_outside(gpt2: Any) -> None:
@@ -251,6 +268,14 @@ def test_of_many_layers_the_worst_are_shown() -> None:
     found = PrecisionComparison("Deep", 1, 4, 0, (PrecisionError("fp16", {}, 0.1, 0.2, layers=layers),))
     assert "layers.39" in str(found) and "layers.27" not in str(found)
     assert "layers.27" in found.to_text(every_layer=True)
+
+
+def test_names_of_layers_make_room_for_the_figures() -> None:
+    layers = (LayerError("transformer.h.0.attention.projection", 0.125, 0.25),)
+    errors = tuple(PrecisionError(name, {}, 0.1, 0.2, layers=layers) for name in PRESETS if name != "fp32")
+    text = str(PrecisionComparison("Deep", 1, 4, 0, errors))
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("1.2e-01") == text.count("2.5e-01") == len(errors)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,15 @@ from hf_mp.cli import app
 from hf_mp.diagnostics import report_charts as charts
 from hf_mp.diagnostics.magnitudes import Histogram, Swamped, histogram
 from hf_mp.diagnostics.overflow_report import OverflowReport
-from hf_mp.diagnostics.report import OPEN_ROWS, PAGE_NAME, findings, render_report, swamped_rows, write_report
+from hf_mp.diagnostics.report import (
+    OPEN_ROWS,
+    PAGE_NAME,
+    _galleries,
+    findings,
+    render_report,
+    swamped_rows,
+    write_report,
+)
 from hf_mp.diagnostics.run_log import LOG_NAME, RunRecords, StepRecord, read_run
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
 
@@ -142,6 +150,11 @@ def test_layers_that_lose_most_come_first() -> None:
 
 
 # Sentences
+
+
+def test_the_loss_scale_shifts_gradients_alone() -> None:
+    shifts = {kind: shift for kind, shift, *_ in _galleries(many_layers(1))}
+    assert shifts == {kind.value: 10 if "gradients" in kind.value else 0 for kind in Kind}
 
 
 def test_findings_say_what_16_bits_would_lose() -> None:

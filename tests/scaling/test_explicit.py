@@ -696,16 +696,16 @@ class TestGivingUp:
         assert scaler.state.steps == 4
 
     @pytest.mark.parametrize(
-        ("named", "names"),
+        ("named", "factor", "names"),
         [
-            (False, r"parameter 4 of group 0 of SGD, \(1,\) and 4 more\)"),
-            (True, r"not finite: weight 0 of SGD, \(1,\), .*, weight 4 of SGD, \(1,\) and 4 more\)"),
+            (False, NAN, r"parameter 4 of group 0 of SGD, \(1,\) and 4 more\)"),
+            (True, INF, r"not finite: weight 0 of SGD, \(1,\), .*, weight 4 of SGD, \(1,\) and 4 more\)"),
         ],
     )
-    def test_of_many_it_names_a_few(self, named: bool, names: str) -> None:
+    def test_of_many_it_names_a_few(self, named: bool, factor: float, names: str) -> None:
         weights = {f"weight {number}": one_weight() for number in range(9)}
         scaler = StaticLossScaler(4.0, max_consecutive_skips=1)
-        scaler.scale(sum(weight.sum() for weight in weights.values()) * NAN).backward()
+        scaler.scale(sum(weight.sum() for weight in weights.values()) * factor).backward()
         with pytest.raises(LossScaleError, match=names):
             finish(scaler, SGD(weights.items() if named else weights.values()))
 

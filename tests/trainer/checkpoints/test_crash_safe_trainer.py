@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from trainer_runs import arguments, make_trainer, same, tiny_gpt2, token_rows, weights
 from transformers import TrainerCallback
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
 
 import hf_mp.trainer.checkpoints.crash_safe_trainer as crash_safe_trainer
 import hf_mp.trainer.checkpoints.in_place as in_place
@@ -309,6 +311,15 @@ def test_a_signal_ends_the_run_in_a_checkpoint(
     resumed.train(resume_from_checkpoint=True)
     assert Path(str(resumed._resumed_from)).name == "checkpoint-3"
     assert same(trained(**settings)[0], weights(resumed.model))
+
+
+def test_outside_of_the_main_thread_no_signal_is_watched() -> None:
+    with CaptureLogger(logging.get_logger("hf_mp.trainer.checkpoints.preemption")) as said:
+        thread = threading.Thread(target=SignalWatch().start)
+        thread.start()
+        thread.join()
+    assert "a signal will not end it in a checkpoint" in said.out
+    assert all(signal.getsignal(number) is signal.SIG_DFL for number in SIGNALS)
 
 
 def test_a_preempted_run_keeps_its_checkpoint_beside_the_best(tmp_path: Path) -> None:
