@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-# what several test files share is imported by its bare name
+# modules of tests/shared are imported by their bare names
 sys.path.insert(0, str(Path(__file__).resolve().parent / "shared"))
 
 # Before torch is loaded: tiny models are ten times faster on one thread than on two loaded cores.
@@ -31,7 +31,7 @@ TINY = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 199, "n_positions
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
-# Each torch.manual_seed keeps what it was called by, as text, for the devices that are not there: 3 ms.
+# Without a GPU, torch.manual_seed stores its own stack trace, to seed the GPU should one come up later: 3 ms a call.
 for _device in (torch.cuda, torch.xpu):
     if not _device.is_available():
         _device.manual_seed_all = lambda seed: None
@@ -53,7 +53,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _what_is_there_is_no_garbage() -> None:
+def _frozen_for_the_collector() -> None:
     """As ``pytest_collection_finish``, for what the files before this one imported and compiled."""
     gc.collect()
     gc.freeze()
@@ -73,7 +73,7 @@ def _without_fp16_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_settings_of_earlier_parameters() -> None:
-    """What a Trainer told bitsandbytes of its embeddings goes by id(), which later parameters have again."""
+    """bitsandbytes keeps a Trainer's settings for embeddings by id(), which a parameter of a later test may have."""
     if bitsandbytes := sys.modules.get("bitsandbytes"):
         bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
 

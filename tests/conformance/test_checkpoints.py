@@ -117,7 +117,7 @@ def test_a_checkpoint_has_the_files_of_the_stock_trainer(tmp_path: Path, precisi
 
 @pytest.mark.parametrize("contender", ["stock", *OURS, *LEAN])
 def test_the_best_model_is_loaded_and_few_checkpoints_are_kept(tmp_path: Path, contender: str) -> None:
-    # The loss falls, and the highest is called the best: each evaluation is worse than the first.
+    # The loss falls and greater_is_better=True: the first evaluation stays the best.
     settings = {**BEST, "metric_for_best_model": "loss", "greater_is_better": True, "save_total_limit": 1}
     callbacks = [EarlyStoppingCallback(early_stopping_patience=2)]
     trainer = make(contender, tmp_path, **settings, max_steps=8, callbacks=callbacks, eval_dataset=token_rows(8))
@@ -166,7 +166,7 @@ def test_subclass_and_callback_resume_from_each_other(tmp_path: Path, before: st
     begun = make(before, tmp_path / "begun", base=trainer)
     begun.train()
     source = str(checkpoint(begun, 4))
-    # The subclass's state is in a file that a callback is not told of: it looks where the arguments point.
+    # A callback learns of a checkpoint through the arguments alone, and reads the subclass's file there.
     resumed = make(after, tmp_path / "resumed", base=trainer, resume_from_checkpoint=source)
     resumed.train(resume_from_checkpoint=source)
     assert same(weights(straight.model), weights(resumed.model))

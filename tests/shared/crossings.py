@@ -1,4 +1,4 @@
-"""Borders of one scale, for tests of them alone."""
+"""Scaled backwards without a model, for tests of the borders."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import torch
 
 
 class EightBits(torch.Tensor):
-    """An FP32 tensor of shape (2, 3) to the outside, which knows no op; codes and a scale inside."""
+    """Looks like an FP32 tensor of shape (2, 3) and holds codes and a scale; no op takes it."""
 
     codes: torch.Tensor
     scale: torch.Tensor

@@ -1,4 +1,4 @@
-"""What a scan of gradients must find, one tensor at a time."""
+"""The reference of the fused scan of gradients: one tensor at a time."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _OPERATORS = {
     _aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default, _aten.masked_select.default,
     _aten._unique2.default,
 }  # fmt: skip
-_METHODS = ("tolist", "numpy", "cpu", "__array__")  # of which no dispatcher hears on a CPU
+_METHODS = ("tolist", "numpy", "cpu", "__array__")  # which reach no dispatcher on a CPU
 
 
 class _Operators(TorchDispatchMode):
@@ -38,10 +38,10 @@ def host_reads() -> Iterator[list[str]]:
     """``"read"`` for each value that the host asks for, ``"update"`` for each fused AdamW, as they happen."""
     found: list[str] = []
 
-    def noted(original: Any) -> Any:
+    def counted(original: Any) -> Any:
         return lambda *args, **kwargs: (found.append("read"), original(*args, **kwargs))[1]
 
     with pytest.MonkeyPatch.context() as patch, _Operators(found):
         for name in _METHODS:
-            patch.setattr(Tensor, name, noted(getattr(Tensor, name)))
+            patch.setattr(Tensor, name, counted(getattr(Tensor, name)))
         yield found

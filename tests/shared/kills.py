@@ -1,4 +1,4 @@
-"""A process that is killed at one of its calls to the system, played in this one."""
+"""What is on the disk if the process is killed at one of its system calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Killed(BaseException):
 
 
 def kill_at(patch: pytest.MonkeyPatch, number: int) -> list[str]:
-    """Have the call ``number`` to the system not return, and none after it be made; gives the calls."""
+    """Raise ``Killed`` in system call ``number`` and in each later one; gives the list of calls."""
     calls: list[str] = []
 
     def counted(name: str, real: Any) -> Any:

@@ -80,14 +80,14 @@ def cases(
 def _samples(op: OpInfo, device: str, dtype: torch.dtype, with_gradient: bool) -> Iterator[Any]:
     _seed()
     try:
-        # op.sample_inputs() walks the stack and all modules for the name of a test of torch's
+        # not op.sample_inputs(), which is slow: it searches the stack for the name of the test that calls it
         yield from op.sample_inputs_func(op, device, dtype, with_gradient)
     except Exception:  # the database has dtypes for which it cannot make its own samples, by device and version
         return
 
 
 def _seed() -> None:
-    """As ``torch.manual_seed``, which without a GPU keeps the whole stack of every call for the day that one comes."""
+    """As ``torch.manual_seed``, which without a GPU stores a stack trace of each call, to seed one later."""
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)

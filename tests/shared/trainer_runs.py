@@ -17,7 +17,7 @@ from hf_mp import MixedPrecisionCallback, MixedPrecisionTrainer
 Rows = list[dict[str, Any]]
 
 VOCABULARY = 199
-# What a run's clock decides.
+# Log entries that differ from run to run.
 CLOCK = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_tokens_per_second"}
 CLOCK |= {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
 OURS = {"loss_scale", "skipped_steps", "headroom"}
