@@ -181,7 +181,6 @@ FEATURES = {
     "reentrant checkpointing": Feature(
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     ),
-    "torch_compile": Feature({"torch_compile": True, "torch_compile_backend": "aot_eager"}),
     "torch_compile, checkpointing": Feature(
         {"torch_compile": True, "torch_compile_backend": "aot_eager", "gradient_checkpointing": True}
     ),

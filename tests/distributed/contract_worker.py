@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from loop_worker import tiny_gpt2
+from loop_worker import tiny_gpt2, write_results
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -62,10 +62,16 @@ def fsdp2(dtype: torch.dtype = torch.float32, policy: Any = None, ours: str = ""
     return step(model, optimizer)
 
 
-def trainer_saves(folder: Path, save_dtype: str) -> dict[str, Any]:
+def trainer_saves(save_dtype: str) -> dict[str, Any]:
     """A Trainer with accelerate's FSDP2, and a whole model at the end."""
     args = TrainingArguments(
-        str(folder / save_dtype), max_steps=1, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, **FULL
+        str(Path(sys.argv[1], save_dtype)),
+        max_steps=1,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        **FULL,
     )
     callback = hf_mp.MixedPrecisionCallback("bf16", save_dtype=save_dtype, check_gradients=False)
     rows = [{"input_ids": IDS[0], "labels": IDS[0]}] * 8
@@ -77,28 +83,20 @@ def trainer_saves(folder: Path, save_dtype: str) -> dict[str, Any]:
     return columns(callback.session.contract)
 
 
-CASES: dict[str, Callable[[Path], Any]] = {
-    "ddp": lambda folder: ddp(),
-    "ddp in bf16": lambda folder: ddp(dtype=BF16),
-    "ddp with a hook that compresses": lambda folder: ddp(fp16_compress_hook),
-    "fsdp2": lambda folder: fsdp2(),
-    "fsdp2 in bf16": lambda folder: fsdp2(BF16),
-    "fsdp2 that reduces in bf16": lambda folder: fsdp2(policy=MixedPrecisionPolicy(BF16, BF16)),
-    "fsdp2 that reduces in fp32": lambda folder: fsdp2(policy=MixedPrecisionPolicy(BF16, torch.float32)),
-    "ours over fsdp2": lambda folder: fsdp2(ours="bf16"),
-    "saved original": lambda folder: trainer_saves(folder, "original"),
-    "saved fp16": lambda folder: trainer_saves(folder, "fp16"),
+CASES: dict[str, Callable[[], Any]] = {
+    "ddp": ddp,
+    "ddp in bf16": partial(ddp, dtype=BF16),
+    "ddp with a hook that compresses": partial(ddp, fp16_compress_hook),
+    "fsdp2": fsdp2,
+    "fsdp2 in bf16": partial(fsdp2, BF16),
+    "fsdp2 that reduces in bf16": partial(fsdp2, policy=MixedPrecisionPolicy(BF16, BF16)),
+    "fsdp2 that reduces in fp32": partial(fsdp2, policy=MixedPrecisionPolicy(BF16, torch.float32)),
+    "ours over fsdp2": partial(fsdp2, ours="bf16"),
+    "saved original": partial(trainer_saves, "original"),
+    "saved fp16": partial(trainer_saves, "fp16"),
 }
 
 
-def main() -> None:
-    folder, names = Path(sys.argv[1]), sys.argv[2:] or CASES
-    dist.init_process_group("gloo")
-    allow_fsdp_on_cpu()
-    found = {name: CASES[name](folder) for name in names}
-    torch.save(found, folder / f"rank{dist.get_rank()}.pt")
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    allow_fsdp_on_cpu()
+    write_results(CASES)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from loop_worker import batches, said_of, whole, write_results
+from loop_worker import batches, named, said_of, whole, write_results
 from tensor_parallel_worker import clip
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -134,4 +134,4 @@ def refusals(folder: str) -> dict[str, str]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore", FutureWarning)
-    write_results({2: [gradients, routers, losses, refusals]}, lambda case: case(sys.argv[1]))
+    write_results(named([gradients, routers, losses, refusals], sys.argv[1]))

@@ -6,6 +6,7 @@ Usage: torchrun ... loop_worker.py FOLDER [CASE ...]; writes FOLDER/rankN.pt, a 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -33,6 +34,7 @@ from autograd_functions import Times
 from tiny import Using
 
 LEARNING_RATE = 0.1
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 Wrap = Callable[[nn.Module], nn.Module]
 
 
@@ -441,24 +443,24 @@ CASES = [
 ]  # fmt: skip
 
 
-def write_results(
-    cases: dict[int, Sequence[Callable[..., Any]]], call: Callable[..., Any] = lambda case: case()
-) -> None:
-    """Run the cases of so many processes, or those that are named, and save what each returned on this rank."""
+def named(cases: Sequence[Callable[..., Any]], *arguments: Any) -> dict[str, Callable[[], Any]]:
+    return {case.__name__: functools.partial(case, *arguments) for case in cases}
+
+
+def write_results(cases: dict[str, Callable[[], Any]]) -> None:
+    """Run the cases, or those that are named, and save what each returned on this rank."""
     folder, *names = sys.argv[1:]
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1 and not dist.is_initialized():
+    if RANKS > 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     results = {}
-    for case in cases[ranks]:
-        if not names or case.__name__ in names:
-            results[case.__name__] = call(case)
-            if ranks > 1:
-                dist.barrier()
+    for name in names or cases:
+        results[name] = cases[name]()
+        if RANKS > 1:
+            dist.barrier()
     torch.save(results, Path(folder) / f"rank{os.environ.get('RANK', '0')}.pt")
-    if dist.is_initialized():
+    if RANKS > 1:
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    write_results({1: [fsdp_of_frozen_fp16], 2: CASES})
+    write_results(named(CASES if RANKS > 1 else [fsdp_of_frozen_fp16]))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import tensor_parallel_worker
 import torch
 import torch.distributed as distributed
+from loop_worker import write_results
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedConfig
@@ -62,18 +63,11 @@ def count(folder: str, parallel: Any, kind: str, preset: str) -> dict[str, Any]:
     return {"collectives": communication.collectives(), "peak_bytes": profile.peak_bytes}
 
 
-def main() -> None:
-    CPU_PRODUCTS[torch.float16] = False  # as where it is planned: tests/conftest.py
-    distributed.init_process_group("gloo")
-    folder, *asked = sys.argv[1:]
-    found = {}
-    for name in asked:
-        parallel, _, kind = name.partition(":")
-        for preset in PRESETS[parallel]:
-            found[name, preset] = count(folder, parallel, kind, preset)
-    torch.save(found, Path(folder, f"rank{distributed.get_rank()}.pt"))
-    distributed.destroy_process_group()
+def presets_of(name: str) -> dict[str, dict[str, Any]]:
+    parallel, _, kind = name.partition(":")
+    return {preset: count(sys.argv[1], parallel, kind, preset) for preset in PRESETS[parallel]}
 
 
 if __name__ == "__main__":
-    main()
+    CPU_PRODUCTS[torch.float16] = False  # as where it is planned: tests/conftest.py
+    write_results({name: partial(presets_of, name) for name in sys.argv[2:]})

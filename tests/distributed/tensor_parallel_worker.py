@@ -15,7 +15,7 @@ from typing import Any
 import tensor_parallel_doors
 import torch
 import torch.distributed as dist
-from loop_worker import batches, said_of, weights, whole, write_results
+from loop_worker import batches, named, said_of, weights, whole, write_results
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -215,4 +215,4 @@ CASES = [losses, gradients, overflow, follows_writes, refusals, *([front_doors, 
 
 
 if __name__ == "__main__":
-    write_results({2: [globals()[name] for name in sys.argv[2:]] or CASES}, lambda case: case(sys.argv[1]))
+    write_results(named([globals()[name] for name in sys.argv[2:]] or CASES, sys.argv[1]))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from tiny import same_by_name
 
 pytestmark = pytest.mark.slow
 
@@ -24,17 +24,13 @@ def two(launch: Callable[..., Results], tmp_path_factory: pytest.TempPathFactory
     return launch("loop_worker.py", tmp_path_factory.mktemp("two"), processes=2)
 
 
-def same_weights(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
 def assert_ranks_agree(two: Results, case: str) -> dict[str, Any]:
     """What both processes hold alike: decisions, scales, headroom, losses of the global batch, weights."""
     first, second = (rank[case] for rank in two)
     for key in set(first) & {"scale", "skipped", "headroom", "loss"}:
         assert repr(first[key]) == repr(second[key]), key
     if "weights" in first:
-        assert same_weights(first["weights"], second["weights"])
+        assert same_by_name(first["weights"], second["weights"])
     return first
 
 
@@ -64,7 +60,7 @@ def test_processes_without_ddp_or_fsdp_never_wait_for_each_other(two: Results) -
 def test_gradients_that_a_loop_averages_itself_are_looked_at_afterwards(two: Results) -> None:
     first, second = (rank["averaged_by_hand"] for rank in two)
     assert first["skipped"] == second["skipped"] == [False] * 3 + [True] + [False] * 2
-    assert same_weights(first["weights"], second["weights"])
+    assert same_by_name(first["weights"], second["weights"])
     assert all(bool(torch.isfinite(weight).all()) for weight in first["weights"].values())
 
 
@@ -78,7 +74,7 @@ def test_outputs_that_are_cast_when_read_carry_their_gradients(two: Results, kin
         (deferred, left), (plain, right) = rank["deferred_outputs"][kind]
         assert plain == "Tensor"
         assert deferred == ("Tensor" if kind == "static_graph" else "DeferredOutput")  # there DDP clones it
-        assert same_weights(left, right)
+        assert same_by_name(left, right)
 
 
 @pytest.mark.parametrize("kind", ["in_ddp", "around_ddp", "in_fsdp"])
@@ -125,7 +121,7 @@ def test_order_resharding_and_checkpointing_change_no_bit(two: Results, case: st
         log = rank[case] if case in rank else rank["fsdp_checkpointing"][case]  # reentrant, or not
         for key in ("loss", "scale", "headroom"):
             assert log[key] == plain[key], key
-        assert same_weights(log["weights"], plain["weights"])
+        assert same_by_name(log["weights"], plain["weights"])
 
 
 def test_norms_that_run_past_the_mode_have_true_gradients(two: Results) -> None:
@@ -157,7 +153,7 @@ def test_autograd_saves_no_rounded_weights_under_fsdp(two: Results) -> None:
         case = rank["fsdp_saves_no_copies"]
         without, with_copies = case["alive"]
         assert without == 0 and with_copies >= 8  # four products in each of two blocks
-        assert same_weights(*case["gradients"])
+        assert same_by_name(*case["gradients"])
 
 
 def test_detach_leaves_a_plain_sharded_model(two: Results) -> None:

@@ -45,6 +45,13 @@ def test_both_train_on_as_without_diagnostics(two: Results, case: str) -> None:
         assert all(torch.equal(explained["state"][name], plain["state"][name]) for name in plain["state"])
 
 
+def test_both_heal_what_one_overflows(two: Results) -> None:
+    first, second = (rank["healed"] for rank in two)
+    assert first["skipped"] == second["skipped"] == [False] * 4
+    assert first["remedies"] == second["remedies"] == ["first:linear"]
+    assert all(torch.equal(first["state"][name], second["state"][name]) for name in first["state"])
+
+
 def test_sharded_weights_are_not_replayed_and_the_report_says_so(two: Results) -> None:
     for rank in two:
         ((*_, phase, module, op, notes),) = rank["fsdp"]["explained"]["reports"]

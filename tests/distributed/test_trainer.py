@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from tiny import same_by_name
 
 pytestmark = pytest.mark.slow
 
@@ -32,17 +32,13 @@ def one(launch: Callable[..., Results], two: Results, folder: Path, tmp_path_fac
     return launch("trainer_worker.py", tmp_path_factory.mktemp("one"), processes=1, CHECKPOINT=checkpoint)[0]
 
 
-def same_weights(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
 def assert_ranks_agree(two: Results, *path: str) -> dict[str, Any]:
     first, second = two
     for key in path:
         first, second = first[key], second[key]
     for key in ("scale", "skipped", "learning_rate"):
         assert first[key] == second[key], key
-    assert same_weights(first["weights"], second["weights"])
+    assert same_by_name(first["weights"], second["weights"])
     return first
 
 
@@ -93,7 +89,7 @@ def test_resumed_training_is_bit_for_bit_that_at_once(two: Results, case: str) -
     assert after["loss"] == at_once["loss"][4:]
     for key in ("scale", "skipped", "learning_rate"):
         assert after[key] == at_once[key][4:], key
-    assert same_weights(after["weights"], at_once["weights"])
+    assert same_by_name(after["weights"], at_once["weights"])
     assert len(after["momentum"]) > 0 or "eight_bits" in case
     assert all(torch.equal(left, right) for left, right in zip(after["momentum"], at_once["momentum"], strict=True))
     assert after["evaluation"] == at_once["evaluation"]
@@ -128,7 +124,7 @@ def test_settings_of_fsdp_change_no_bit(two: Results, case: str) -> None:
 
 def test_a_model_that_fsdp_trained_is_saved_whole(two: Results) -> None:
     saved = two[0]["fsdp_saved_model"]
-    assert same_weights(saved["trained"], saved["loaded"])
+    assert same_by_name(saved["trained"], saved["loaded"])
 
 
 def test_accelerate_launch_with_fsdp_does_the_same(
@@ -178,8 +174,8 @@ def test_processes_train_together_after_an_evaluation(two: Results) -> None:
 
 def test_processes_train_together_after_an_evaluation_with_the_callback(two: Results) -> None:
     first, second = (rank["callback_evaluated_before"] for rank in two)
-    assert same_weights(first["evaluated"], second["evaluated"])
-    assert same_weights(first["evaluated"], first["plain"])
+    assert same_by_name(first["evaluated"], second["evaluated"])
+    assert same_by_name(first["evaluated"], first["plain"])
     for rank in (first, second):
         assert "each would train alone. If evaluation_loop() ran before train()" in rank["refused"]
 
@@ -205,7 +201,7 @@ def test_a_lean_layout_trains_under_fsdp_and_saves_fp32(two: Results) -> None:
     log, plain = two[0]["fsdp_lean"], two[0]["fsdp_twenty_steps"]
     assert log["loss"] == pytest.approx(plain["loss"], rel=1e-4)
     saved = {name: value for name, value in log["saved"].items() if name in log["weights"]}
-    assert same_weights(saved, log["weights"])
+    assert same_by_name(saved, log["weights"])
 
 
 def test_optimizers_of_lean_and_default_layouts_under_fsdp(two: Results) -> None:

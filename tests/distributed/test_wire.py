@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from tiny import same_by_name
 from transformers import AutoModelForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parent))
+import wire_worker
+from wire_worker import IN_16_BITS, PRECISIONS
+
 Results = list[dict[str, Any]]
-PRECISIONS = ("fp16", "bf16", "fp16-lean", "bf16-lean")
-IN_16_BITS = "params=fp32,compute=fp16,reduce=fp16"
 
 
 @pytest.fixture(scope="module")
-def one(launch: Callable[..., Results], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return launch("wire_worker.py", tmp_path_factory.mktemp("one"), processes=1)[0]
+def one() -> dict[str, Any]:
+    return {case.__name__: case() for case in wire_worker.ONE_PROCESS}
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +39,6 @@ def two(launch: Callable[..., Results], folder: Path) -> Results:
 @pytest.fixture(scope="module")
 def four(launch: Callable[..., Results], tmp_path_factory: pytest.TempPathFactory) -> Results:
     return launch("wire_worker.py", tmp_path_factory.mktemp("four"), processes=4)
-
-
-def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def assert_trains_alike(losses: list[float], expected: list[float]) -> None:
@@ -90,7 +89,7 @@ def test_settings_of_ddp_change_no_bit(two: Results, kind: str, precision: str) 
         assert other["skipped"] == plain["skipped"] == [False, True, False, False]
         for key in ("loss", "scale", "headroom"):
             assert repr(other[key]) == repr(plain[key]), key
-        assert same(other["weights"], plain["weights"])
+        assert same_by_name(other["weights"], plain["weights"])
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "later"])
@@ -98,11 +97,11 @@ def test_masters_keep_all_their_bits(two: Results, name: str) -> None:
     for rank in two:
         case, start = rank["masters_survive"][name], rank["masters_survive"]["start"]
         assert all(value.dtype is torch.float32 for value in case["kept"].values())
-        assert same(case["kept"], start)
-        assert not same(case["moved"], start)
-        assert same(case["loaded"], case["moved"])
+        assert same_by_name(case["kept"], start)
+        assert not same_by_name(case["moved"], start)
+        assert same_by_name(case["loaded"], case["moved"])
         trained = {key: value for key, value in case["moved"].items() if key in case["plain"]}
-        assert same(case["plain"], trained)
+        assert same_by_name(case["plain"], trained)
         assert math.isfinite(case["ran"])
 
 
@@ -112,10 +111,10 @@ def test_an_overflow_of_one_process_is_skipped_by_all(two: Results) -> None:
         second = two[1]["overflows"][name]
         for case in (first, second):
             assert case["skipped"] == [True], name
-            assert same(case["before"], case["after"]), name
+            assert same_by_name(case["before"], case["after"]), name
             assert case["rest"]["skipped"] == [False] * 3, name
         assert first["rest"]["scale"] == second["rest"]["scale"], name
-        assert same(first["rest"]["weights"], second["rest"]["weights"]), name
+        assert same_by_name(first["rest"]["weights"], second["rest"]["weights"]), name
 
 
 def gathered(rank: dict[str, Any], name: str) -> float:

@@ -306,7 +306,7 @@ def fsdp_saved_model(folder: Path) -> dict[str, Any]:
 
 
 ONE_PROCESS = ["twenty_steps", "accumulation", "resume_from_two", "recipe", "eight_bits_fp16", "eight_bits_fp16-lean"]
-# What runs FSDP leaves it in the environment, so it comes last.
+# FSDP comes last: accelerate leaves its settings in the environment.
 TWO_PROCESSES = [
     *(name for name, settings in (RUNS | RESUMED).items() if "fsdp" not in settings),
     *("mixed_layouts", "evaluated_before", "callback_evaluated_before", "recipe"),

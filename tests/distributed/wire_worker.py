@@ -1,6 +1,7 @@
 """Runs on each of several processes: what travels between them, and the lean layouts with DDP and with FSDP2.
 
-Usage: torchrun ... wire_worker.py FOLDER [CASE ...]; writes FOLDER/rankN.pt, a dict of what each case returned.
+Usage: torchrun ... wire_worker.py FOLDER [CASE ...]; writes FOLDER/rankN.pt, a dict of what each case returned. The
+test itself runs ``ONE_PROCESS``.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from loop_worker import (
+    RANKS,
     Wrap,
     batches,
     my_rows,
+    named,
     no_sync,
     overflow_at,
     said_of,
@@ -399,4 +402,4 @@ FOUR_PROCESSES = [losses, hybrid]
 
 
 if __name__ == "__main__":
-    write_results({1: ONE_PROCESS, 2: CASES, 4: FOUR_PROCESSES})
+    write_results(named(CASES if RANKS == 2 else FOUR_PROCESSES))

@@ -46,6 +46,11 @@ def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
+def same_by_name(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    """Bit for bit."""
+    return left.keys() == right.keys() and same(left.values(), [right[name] for name in left])
+
+
 def take_step(loss: Tensor, optimizer: Any, clip: float | None = None) -> float:
     """One step of a loop; what the loss was."""
     loss.backward()
