@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from traceback import StackSummary
