@@ -65,7 +65,9 @@ def complete(checkpoint: Path, *, step: int, world_size: int, precision: str) ->
 def take_back(checkpoint: Path) -> None:
     """Remove what a failed save has written, and put back what it was to replace; where the disk fails, later."""
     with contextlib.suppress(OSError):  # the mark stays, and the next save or the next start clears up
-        shutil.rmtree(checkpoint, ignore_errors=True)
+        # Without the mark, the save had not begun: what is there is an older one.
+        if mark_of(checkpoint).exists():
+            shutil.rmtree(checkpoint, ignore_errors=True)
         if not checkpoint.exists():
             clear_up(checkpoint.parent)
 

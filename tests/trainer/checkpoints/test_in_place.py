@@ -111,6 +111,12 @@ def test_a_save_that_fails_puts_back_what_it_was_to_replace(tmp_path: Path) -> N
     assert "old" in (tmp_path / "checkpoint-4" / "config.json").read_text()
 
 
+def test_a_save_that_could_not_begin_takes_nothing_back(tmp_path: Path) -> None:
+    write(tmp_path / "checkpoint-4", "old")
+    take_back(tmp_path / "checkpoint-4")
+    assert "old" in (tmp_path / "checkpoint-4" / "config.json").read_text()
+
+
 def test_what_a_failing_disk_keeps_stays_marked_until_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
