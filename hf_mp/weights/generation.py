@@ -20,6 +20,7 @@ from hf_mp.casting.cpu.upcast import runs_natively
 from hf_mp.casting.handlers import Plan, PlannedCall, lower_precision
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.torch_patches import Patch, Patches, around
+from hf_mp.weights.weight_calls import write_in_place
 
 if TYPE_CHECKING:
     from hf_mp.weights.region import Region
@@ -36,7 +37,7 @@ def reading_plan(region: Region, plan: Plan) -> Plan:
     products = _READ if runs_natively(region.dtype, "cpu") and not region.sums_in_fp64 else ()
     found = {func: entry for func in products if (entry := plan.get(func)) is not None}
     packed = {f: e._replace(handler=_multiply) for f, e in found.items() if e.rule is CastRule.LOWER_PRECISION}
-    return {**plan, **packed, Tensor.index_copy_: PlannedCall(CastRule.UNLISTED, "index_copy_", _into_cache)}
+    return {**plan, **packed}
 
 
 def _multiply(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -66,8 +67,11 @@ def _in_rows(x: Tensor) -> Tensor:
 def _into_cache(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A write of keys or values into a static cache, which may have been made in FP32: they are widened, exactly."""
     if len(args) == 4 and args[3].dtype is region.dtype and args[0].dtype is torch.float32:
-        args = (*args[:3], args[3].float())
-    return region.call_unlisted(func, args, kwargs)
+        return region.call_unlisted(func, (*args[:3], args[3].float()), kwargs)
+    return write_in_place(region, name, func, args, kwargs)
+
+
+CACHE_WRITES: Plan = {Tensor.index_copy_: PlannedCall(CastRule.UNLISTED, "index_copy_", _into_cache)}
 
 
 # A rotation in FP32 leaves FP32 keys, and Transformers' caches take the dtype of their first keys for values too: each
@@ -87,7 +91,7 @@ def _update_cache(
     original: Any, cache: Any, /, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     region = active_autocast()
-    if region is not None and getattr(region, "lowers_caches", False):
+    if region is not None and getattr(getattr(region, "thread", None), "lowers_caches", False):
         key_states, value_states = region.cast(key_states, region.dtype), region.cast(value_states, region.dtype)
     return original(cache, key_states, value_states, *args, **kwargs)
 

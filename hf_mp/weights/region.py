@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.cpu.handlers import training_plan
 from hf_mp.casting.cpu.packed import PackedWeights
-from hf_mp.casting.handlers import PlannedCall, widened
+from hf_mp.casting.handlers import Plan, PlannedCall, widened
 from hf_mp.casting.mode import ALWAYS_HELD, autocast
 from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.uncompiled import uncompiled
-from hf_mp.weights.generation import lowers_attention, reading_plan
+from hf_mp.weights.generation import CACHE_WRITES, lowers_attention, reading_plan
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.product_uses import ProductUses
 from hf_mp.weights.ranks.placement import is_dtensor
@@ -37,8 +37,10 @@ from hf_mp.weights.working_copies import WatchedParameter
 class _Thread(threading.local):
     """What a region knows of one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.weights: Slots | None = None  # of the forward that runs, if it builds a graph
+        self.plan = plan  # of that forward
+        self.lowers_caches = False  # whether it gives Transformers' caches 16 bits
         self.made: list[tuple[int, float]] = []  # first and last of the autograd nodes of recent forwards
 
 
@@ -58,14 +60,14 @@ class Region(autocast):
         super().__init__(layout.policy.compute, model=model, **settings)
         self.layout, self._no_backward = layout, no_backward
         self._model = (lambda: None) if model is None else weakref.ref(model)
-        self.thread = _Thread()
         self._threads: list[int] = []  # in which a forward of the model runs
         self._plan = {**training_plan(self._plan), **calls_of_weights(self._plan), **planned_losses(self._plan)}
+        self._plan.update(CACHE_WRITES)
         if layout.policy.exact_generation:
             self.sum_in_fp64()
-        self._training_plan, self._reading_plan = self._plan, reading_plan(self, self._plan)
+        self._reading_plan = reading_plan(self, self._plan)
+        self.thread = _Thread(self._plan)
         self.packed = PackedWeights()  # of forwards without gradients, until the next one that has some
-        self.lowers_caches = False  # whether the forward that runs gives Transformers' caches 16 bits
         self.uses = ProductUses(self._lowers, self._ruled())
 
     def _lowers(self, op: Callable[..., Any]) -> bool:
@@ -84,22 +86,23 @@ class Region(autocast):
     @contextmanager
     def running(self, weights: Slots | None) -> Iterator[None]:
         """To run a forward in, with the weights that it uses; None for those that the model has."""
-        before = self.thread.weights, self._plan, self.lowers_caches
+        thread, ident = self.thread, threading.get_ident()
+        before = thread.weights, thread.plan, thread.lowers_caches
         has_grad = weights is not None and weights.has_grad
         is_reading = not has_grad and self.observer is None and not torch.is_grad_enabled()
-        self.thread.weights, self._plan = weights, self._reading_plan if is_reading else self._training_plan
-        self.lowers_caches = is_reading and self._lowers_attention()
+        thread.weights, thread.plan = weights, self._reading_plan if is_reading else self._plan
+        thread.lowers_caches = is_reading and self._lowers_attention()
         if has_grad:
             self.packed.clear()
         if weights is not None:
             weights.fill()
-        self._threads.append(thread := threading.get_ident())
+        self._threads.append(ident)
         try:
             with self.layout.saving(), self:
                 yield
         finally:
-            self._threads.remove(thread)
-            self.thread.weights, self._plan, self.lowers_caches = before
+            self._threads.remove(ident)
+            thread.weights, thread.plan, thread.lowers_caches = before
             if weights is not None:
                 weights.clear()
 
@@ -144,10 +147,11 @@ class Region(autocast):
         # Every torch call of a model comes here, most of them in no table: one look-up decides.
         if self.observer is not None or is_dynamo_compiling():
             return super().__torch_function__(func, types, args, kwargs)
-        entry, weights = self._plan.get(func), self.thread.weights
+        thread = self.thread
+        entry, weights = thread.plan.get(func), thread.weights
         if entry is not None and entry.rule not in ALWAYS_HELD and state.active[-1] is not self:
             entry = self.in_island(entry)
-        if self._plan is self._reading_plan and entry is not None and weights is not None and torch.is_grad_enabled():
+        if thread.plan is self._reading_plan and entry is not None and weights is not None and torch.is_grad_enabled():
             args, kwargs = apply_to_tensors(weights.bring_in, (args, dict(kwargs or {})))  # switched on inside
         if weights is not None and weights.is_asked and func not in weights.unasked:
             is_outside = weights.has_outside(args) or (kwargs and weights.has_outside(kwargs.values()))

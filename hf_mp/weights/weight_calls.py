@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def calls_of_weights(plan: Plan) -> Plan:
     """What a region does with them; calls that ``plan``, the tables, names are theirs."""
-    writes = {func: PlannedCall(CastRule.UNLISTED, "write", _write) for func in _writing_functions()}
+    writes = {func: PlannedCall(CastRule.UNLISTED, "write", write_in_place) for func in _writing_functions()}
     return {**{func: entry for func, entry in writes.items() if func not in plan}, **_DATA, **_DTYPE}
 
 
@@ -34,7 +34,7 @@ _OPERATORS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__",
               "__ipow__", "__iand__", "__ior__", "__ixor__")  # fmt: skip
 
 
-def _write(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def write_in_place(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A write in place: into the parameter, where a slot's working copy is meant."""
     weights = None if is_dynamo_compiling() else region.thread.weights
     if weights is not None and args:

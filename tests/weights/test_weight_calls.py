@@ -111,6 +111,8 @@ def test_threads_share_a_model_only_to_read_it(precision: str) -> None:
         if threading.current_thread().name == "reader":
             began.set()
             assert go.wait(30)
+            region = m.forward.runtime.region
+            assert region.thread.plan is region._reading_plan  # another thread's forward has ended meanwhile
         return m.layer(x)
 
     model = attached(use, precision)
