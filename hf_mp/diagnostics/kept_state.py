@@ -144,12 +144,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Restore, bit for bit, what a forward of ``model`` changes: buffers, tensors and counters of modules, their
     training mode, and the states of random generators."""
     random_states = RandomStates.now()
-    registries = [found for module in model.modules() for found in (vars(module), module._buffers)]
-    entries: list[Any] = [(registry, dict(registry)) for registry in registries]
-    held: list[tuple[str, Any]] = [(name, value) for registry in registries for name, value in registry.items()]
-    tensors = {t: t.detach().clone() for _, t in held if isinstance(t, Tensor) and not t.is_inference()}
-    own = [value for name, value in held if name[0] != "_"]  # else of torch's
-    containers: list[Any] = [(value, value.copy()) for value in own if type(value) in (list, dict)]
+    tensors, containers = _held_by(model)
     try:
         # Restored values are those that the graph of the training has saved; a new version would make its backward
         # raise.
@@ -160,10 +155,20 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 with torch.no_grad():
                     for tensor, value in tensors.items():
                         tensor.copy_(value)
-                for container, items in entries + containers:
+                for container, items in containers:
                     _refill(container, items)
     finally:
         random_states.restore()
+
+
+def _held_by(model: nn.Module) -> tuple[dict[Tensor, Tensor], list[tuple[Any, Any]]]:
+    """Tensors, and lists and dictionaries, that modules hold, each with a copy of what it holds now."""
+    registries = [found for module in model.modules() for found in (vars(module), module._buffers)]
+    held: list[tuple[str, Any]] = [(name, value) for registry in registries for name, value in registry.items()]
+    own = [value for name, value in held if name[0] != "_" and type(value) in (list, dict)]  # the others are torch's
+    tensors = {t: t.detach().clone() for _, t in held if isinstance(t, Tensor) and not t.is_inference()}
+    containers: list[Any] = [*registries, *own]
+    return tensors, [(container, container.copy()) for container in containers]
 
 
 def _refill(container: Any, items: Any) -> None:

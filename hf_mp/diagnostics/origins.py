@@ -172,6 +172,10 @@ class OriginTracker(TorchDispatchMode):
         """From now on, also find gradients whose true magnitude is ``limit`` or more; inside, they are scaled."""
         self._limit, self._carried_limit = limit * scale, min(limit * scale, limit)
 
+    def note_task(self, gradient: Tensor) -> None:
+        """A hook on what the backward begins with."""
+        self.backward_task = torch._C._current_graph_task_id()
+
     def _finiteness(self, tensor: Tensor) -> Finiteness:
         return finiteness(tensor, self._carried_limit)
 
@@ -198,7 +202,7 @@ class OriginTracker(TorchDispatchMode):
 
     def _look(self, func: Any, inputs: list[Tensor], outputs: list[Tensor], before: dict[int, Finiteness]) -> None:
         if _op_name(func) in UNINITIALISED:
-            self._origins.update({_memory(output): None for output in outputs})
+            self._origins.update(dict.fromkeys(map(_memory, outputs)))
             return
         # An op that writes makes its target new, although the memory is known.
         known = set() if func._schema.is_mutable else {_memory(tensor) for tensor in inputs}

@@ -155,14 +155,17 @@ class OverflowReport:
         return f"FP32 was not tried; it may be finite there. {self._way_out}"
 
     @property
+    def _has_narrow_range(self) -> bool:
+        return not _NARROW.isdisjoint(found.dtype for found in (*self.inputs, *self.outputs))
+
+    @property
     def _way_out(self) -> str:
         """The ways out of FP16's range that were not tried in vain."""
         rules = ({self.module: "fp32"} if self.module else None) if self.rules is None else self.rules
         what = "compute it in FP32" if {"fp32"}.issuperset((rules or {}).values()) else "divide its numbers in FP16"
         rule = f"{what} ({f'rules={rules}' if rules else 'a rule for that op'})"
         ways = ["let on_overflow='heal' keep it in range" if rules == {} else rule]
-        is_narrow = not _NARROW.isdisjoint(found.dtype for found in (*self.inputs, *self.outputs))
-        if is_narrow and self.finite_in_bf16 is not False:
+        if self._has_narrow_range and self.finite_in_bf16 is not False:
             ways.append("train in bf16")
         found = " or ".join(ways)
         also = " In BF16 it is not finite." if self.finite_in_bf16 is False else ""

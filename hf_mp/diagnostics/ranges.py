@@ -169,7 +169,7 @@ class _Row:
         self.largest_weight = max(self.largest_weight, operands[1])
         is_within = held <= limit  # not if it is NaN
         self.is_origin = self.is_origin or (not is_within and given.largest_input(part) <= limit)
-        self.cuts = self.cuts or (_has_minus_inf(in_16_bits) and not _has_minus_inf(given.floating))
+        self.cuts = self.cuts or given.is_cut_in(in_16_bits)
 
     def count(self, flops: int, outputs: list[Tensor]) -> None:
         """Count operations, which were in FP32 if no result is in 16 bits."""
@@ -245,6 +245,10 @@ class _Given(NamedTuple):
     def largest_input(self, part: _Part) -> float:
         """The largest magnitude that FP16 holds of what the model has computed."""
         return _largest(part.of(tensor) for tensor in self.computed if tensor.dtype is STAND_IN)
+
+    def is_cut_in(self, outputs: list[Tensor]) -> bool:
+        """Whether a call has made -inf of finite numbers."""
+        return _has_minus_inf(outputs) and not _has_minus_inf(self.floating)
 
     def parts_of(self, outputs: list[Tensor]) -> list[_Part]:
         """The parts in which results are to be looked at: of other rows than the experts', all of them together."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -95,8 +96,7 @@ class Replay:
         elif entering and self._backward.is_kept():
             names = self._backward_through(entering)
         self._report_origin(names)
-        if self._report.phase == "backward" and not self._report.is_too_large:  # else at any scale
-            self._try_smaller_scales(entering)
+        self._try_smaller_scales(entering)
 
     def _report_origin(self, nonfinite_gradients: tuple[str, ...]) -> None:
         self._report = replace(self._report, nonfinite_gradients=nonfinite_gradients)
@@ -220,14 +220,11 @@ class Replay:
                 self._take(None if tracker is None else tracker.of(gradient))
             return gradient.new_zeros(()).expand(gradient.shape)  # unused: its memory can be freed
 
-        def note_task(gradient: Tensor) -> None:
-            if tracker is not None:
-                tracker.backward_task = torch._C._current_graph_task_id()
-
         # Hooks, and not the result: the gradients of all weights would be as large as the model.
         outputs, gradients = map(list, zip(*entering, strict=True))
-        handles = [outputs[0].register_hook(note_task)]
-        handles += [Tensor.register_hook(p, functools.partial(look_at, name)) for name, p in self._parameters.items()]
+        handles = [Tensor.register_hook(p, functools.partial(look_at, name)) for name, p in self._parameters.items()]
+        if tracker is not None:
+            handles.append(outputs[0].register_hook(tracker.note_task))
         try:
             found = differentiate(outputs, gradients, [*self._parameters.values()], raw_gradient)
             if found.by_backward:  # split parameters take a scaled gradient past their hooks
@@ -236,9 +233,11 @@ class Replay:
         finally:
             for handle in handles:
                 handle.remove()
-        return tuple(part for name in self._parameters for part in found_in.get(name, ()))
+        return tuple(itertools.chain.from_iterable(found_in.get(name, ()) for name in self._parameters))
 
     def _try_smaller_scales(self, entering: list[_Entering]) -> None:
+        if self._report.phase != "backward" or self._report.is_too_large:  # which it is at any scale
+            return
         used = self._runtime.scaler.get_scale()
 
         def is_finite_at(exponent: int) -> bool:
