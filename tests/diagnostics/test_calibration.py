@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import hf_mp
-from hf_mp import MixedPrecision, RangeReport, calibrate, cli
+from hf_mp import MixedPrecision, RangeReport, calibrate, cli, compare_precisions
 from hf_mp.diagnostics.ranges import OpRange
 
 FACTOR = 2.0**18
@@ -77,16 +78,18 @@ def test_what_comes_close_gets_a_rule_as_well() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
-def test_everything_is_afterwards_as_it_was(model: Gated, precision: str) -> None:
+@pytest.mark.parametrize("diagnosis", [lambda *given: calibrate(*given), lambda m, b, p: compare_precisions(m, b, [p])])
+def test_everything_is_afterwards_as_it_was(model: Gated, diagnosis: Callable[..., Any], precision: str) -> None:
     model.norm.register_buffer("mean", torch.zeros(3))
-    model.to(torch.bfloat16)
+    model.to(torch.bfloat16).train()
     model.norm.register_buffer("counter", torch.zeros(()))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     gradient = model.up.weight.grad = torch.ones_like(model.up.weight)
-    random = torch.get_rng_state()
-    calibrate(model, batches(1), precision)
+    parameters, random = list(model.parameters()), torch.get_rng_state()
+    diagnosis(model, batches(1), precision)
     for name, tensor in model.state_dict().items():
         assert tensor.dtype is before[name].dtype and torch.equal(tensor, before[name])
+    assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True)) and model.training
     assert model.up.weight.grad is gradient and torch.equal(random, torch.get_rng_state())
     assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
     for dtype in (torch.bfloat16, torch.float32):  # gradients follow the weights again

@@ -45,11 +45,21 @@ class Loop:
             self.recorder = record_precision(self.model, path, histogram_steps=steps, histogram_layers=layers)
 
     def backward(self, seed: int, factor: float = 1.0) -> None:
-        (self.model(**tokens(seed)).loss * factor).backward()
+        is_mlp = isinstance(self.model, Mlp)
+        loss = self.model(**vectors(seed)).square().mean() if is_mlp else self.model(**tokens(seed)).loss
+        (loss * factor).backward()
 
     def step(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    @classmethod
+    def stepped(cls, path: Path, *args: Any, **settings: Any) -> Loop:
+        """One that has taken a step."""
+        loop = cls(path, *args, **settings)
+        loop.backward(0)
+        loop.step()
+        return loop
 
     @property
     def found(self) -> StepMagnitudes:
@@ -113,9 +123,7 @@ def test_weights_gradients_and_updates_are_those_of_the_masters(precision: str, 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
 def test_lean_gradients_are_counted_unscaled(precision: str, tmp_path: Path) -> None:
-    loop = Loop(tmp_path, precision)
-    loop.backward(0)
-    loop.step()
+    loop = Loop.stepped(tmp_path, precision)
     plain = Loop(None, "fp16")
     plain.backward(0)
     for name, parameter in plain.model.named_parameters():
@@ -162,9 +170,7 @@ def test_checkpointing_changes_nothing_of_what_is_recorded(reentrant: bool, tmp_
 
 
 def test_tied_weights_count_once(tmp_path: Path) -> None:
-    loop = Loop(tmp_path)
-    loop.backward(0)
-    loop.step()
+    loop = Loop.stepped(tmp_path)
     weights = [(t.layer, t.tensor) for t in loop.found.tensors if t.kind is Kind.WEIGHTS]
     assert ("transformer.wte", "weight") in weights and ("lm_head", "weight") not in weights
     assert loop.found.of(Kind.WEIGHTS).total == sum(p.numel() for p in loop.model.parameters())
@@ -241,9 +247,7 @@ def test_updates_of_a_sampled_tensor_count_for_those_that_were_left_out() -> Non
 
 
 def test_layers_are_those_that_a_pattern_names(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, layers=["transformer.h.*.mlp.act", "lm_head"])
-    loop.backward(0)
-    loop.step()
+    loop = Loop.stepped(tmp_path, layers=["transformer.h.*.mlp.act", "lm_head"])
     assert loop.found.layers == ("transformer.h.0.mlp.act", "transformer.h.1.mlp.act", "lm_head")
     assert {t.layer for t in loop.found.tensors if t.kind is Kind.WEIGHTS} == {"lm_head"}
 
@@ -310,7 +314,7 @@ def test_updates_are_seen_that_are_made_inside_of_the_backward(tmp_path: Path) -
     for parameter in loop.model.parameters():
         parameter.register_post_accumulate_grad_hook(update)
     before = loop.masters()
-    loop.model(**vectors(0)).square().mean().backward()
+    loop.backward(0)
     loop.step()
     assert any("weight gradients: none were left" in note for note in loop.found.notes)
     change = loop.masters()["first.weight"] - before["first.weight"]
@@ -324,18 +328,14 @@ class WithSpare(Mlp):
 
 
 def test_parameters_without_a_part_in_the_step_have_no_updates(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, model=WithSpare)
-    loop.model(**vectors(0)).square().mean().backward()
-    loop.step()
+    loop = Loop.stepped(tmp_path, model=WithSpare)
     layers = {tensor.layer for tensor in loop.found.tensors if tensor.kind is Kind.UPDATES}
     assert "first" in layers and "spare" not in layers
 
 
 def test_of_a_sharded_model_the_parameters_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(magnitude_collector, "is_sharded", lambda model: True)
-    loop = Loop(tmp_path)
-    loop.backward(0)
-    loop.step()
+    loop = Loop.stepped(tmp_path)
     assert loop.found.notes == (magnitude_collector.SHARDED,)
     assert {tensor.kind for tensor in loop.found.tensors} == {Kind.ACTIVATIONS, Kind.ACTIVATION_GRADIENTS}
 
@@ -344,8 +344,6 @@ def test_of_a_sharded_model_the_parameters_are_left_alone(tmp_path: Path, monkey
 
 
 def test_a_record_is_what_was_recorded(tmp_path: Path) -> None:
-    loop = Loop(tmp_path)
-    loop.backward(0)
-    loop.step()
+    loop = Loop.stepped(tmp_path)
     found = loop.found
     assert from_record(as_record(found)) == found

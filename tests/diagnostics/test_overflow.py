@@ -21,7 +21,6 @@ from transformers import Trainer
 
 import hf_mp
 from hf_mp import (
-    DynamicLossScaler,
     LossScaleError,
     MixedPrecision,
     MixedPrecisionArguments,
@@ -140,18 +139,6 @@ def test_a_loss_that_is_not_finite_is_explained_from_the_first_step_on() -> None
     loop.model(**tokens(0)).loss.backward()
     loop.optimizer.step()
     assert loop.reports[0].module == "transformer.h.0.mlp.act"
-
-
-def test_a_dynamic_scaler_that_tries_a_higher_scale_is_left_alone() -> None:
-    loop = Loop(scaler=DynamicLossScaler("cpu", 2.0**30, growth_interval=2))
-    while loop.step(vectors(0)):
-        pass
-    assert loop.reports == []
-    loop.step(vectors(1))  # grows
-    loop.step(vectors(2), factor=1e30)
-    assert loop.reports == []
-    loop.step(vectors(3), factor=1e30)  # at a scale that was clean
-    assert len(loop.reports) == 1
 
 
 def test_of_skips_in_a_row_the_first_second_fourth_are_replayed_and_one_is_logged(caplog: Any) -> None:

@@ -175,11 +175,6 @@ def test_no_run_is_an_error_that_names_what_was_looked_for(tmp_path: Path) -> No
         read_run(tmp_path / "nowhere")
 
 
-def test_an_empty_log_is_a_run_of_which_everything_is_missing(tmp_path: Path) -> None:
-    (tmp_path / LOG_NAME).touch()
-    assert f"{LOG_NAME} is empty" in read_run(tmp_path).missing
-
-
 def test_kept_overflow_reports_are_found(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model, optimizer = hf_mp.prepare(net := Mlp(), torch.optim.SGD(net.parameters(), lr=0.01))
