@@ -61,7 +61,7 @@ class MixedPrecision:
         free_gradients: when the lean layouts free a gradient: ``"step"`` (default), or ``"backward"``: parameters are
             updated inside ``backward()`` (:mod:`hf_mp.weights.lean.optimizer_in_backward`).
         max_grad_norm: clip to this global 2-norm in ``optimizer.step()``, where a kernel multiplies what it reads
-            anyway; ``inf`` only measures it (:attr:`grad_norm`); default None: neither. A gradient that is written
+            anyway; ``inf`` only measures it (``grad_norm``); default None: neither. A gradient that is written
             through ``.data`` or NumPy after the backward is not seen then. For ``free_gradients="backward"``, with it
             and where the loss is scaled, the backward runs twice.
         layout: how the weights are stored; default: what the policy says.
