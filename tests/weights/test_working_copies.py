@@ -119,6 +119,14 @@ ALIASES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
+def test_a_graph_that_saved_a_copy_notices_that_a_kernel_wrote_it() -> None:
+    weight, copies = watched(4, 4), WorkingCopies(BF16)
+    y = random(2, 4).bfloat16().requires_grad_() @ copies.get(weight)
+    copies.note_written([weight])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 class TestTheCopyIsTheParameterRounded:
     @every_dtype
     @pytest.mark.parametrize("writer", WRITERS)
