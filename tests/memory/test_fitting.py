@@ -6,8 +6,6 @@ from hf_mp.memory.training import estimate_training_memory
 
 from .conftest import CONFIGS
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("limit", [0, 99, 100, 109, 110, 111, 500, 1000, 1009, 123456])
 @pytest.mark.parametrize(
@@ -38,6 +36,7 @@ def test_what_never_ends_is_refused():
         search_largest(lambda n: 1, 10)
 
 
+@pytest.mark.slow
 def test_a_real_batch_fits_and_the_next_one_does_not():
     config = CONFIGS["gpt2-4"]()
 
