@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune loops memory docs test test-versions exhaustive outside faults release tables lint clean
+.PHONY: help finetune loops memory docs test test-versions test-gpu-shapes exhaustive outside faults release tables lint clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -52,6 +52,14 @@ test-versions: ## run the tests with the oldest and the newest torch and transfo
 	  OMP_NUM_THREADS=1 $$env/bin/python -m pytest -n 2 --dist loadfile -m "not slow and not exhaustive and not outside" $(ARGS) \
 	    || exit 1; \
 	done
+
+# torch's build for CUDA, of 3 GB, and a C compiler for the three answers that autograd wants of a driver. No GPU.
+test-gpu-shapes: ## compare dtypes and kernels of steps on fake CUDA tensors with what is stored (downloads 3 GB)
+	@env=.venv-torch-2.11.0; [ -x $$env/bin/python ] || $(PYTHON) -m venv $$env || exit 1; \
+	  $$env/bin/python -m pip install -q "torch==2.11.0" "transformers==5.17.0" -e '.[test,recipes]' || exit 1; \
+	  mkdir -p build/no_driver && cc -shared -fPIC -o build/no_driver/libcuda.so.1 tests/gpu/no_driver.c || exit 1; \
+	  HF_MP_NO_DRIVER=libcuda.so.1 LD_LIBRARY_PATH=$$PWD/build/no_driver LD_PRELOAD=$$PWD/build/no_driver/libcuda.so.1 \
+	  OMP_NUM_THREADS=1 $$env/bin/python -m pytest tests/gpu/test_gpu_shapes.py $(ARGS)
 
 faults: $(INSTALLED) ## kill, damage and starve trainings by the hundred, and store what was lost (an hour)
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/inject_faults.py $(ARGS)

@@ -1,0 +1,57 @@
+"""Dtypes, casts and copies of steps on fake tensors of a GPU, against what is stored and against ``torch.autocast``.
+
+`make test-gpu-shapes` runs them on CUDA's fake tensors; elsewhere those of the meta device stand for them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+import torch
+from gpu_shapes import COSTS, MODELS, NO_DRIVER, PEERS, PRESETS, STORED, counts_of, without_driver
+
+DEVICE = torch.device("cuda" if NO_DRIVER in os.environ else "meta")
+IS_CUDA = DEVICE.type == "cuda"
+PHASES = ("forward", "backward", "step")
+stored: dict[str, dict[str, dict[str, dict[str, int]]]] = json.loads(STORED.read_text(encoding="utf-8"))
+by_model = pytest.mark.parametrize("model", MODELS)
+
+
+def dtypes(counts: dict[str, int]) -> dict[str, int]:
+    """By kind and dtype; where the meta device stands for CUDA, torch writes a product with one term otherwise."""
+    left_out = COSTS if IS_CUDA else (*COSTS, "products in fp32")
+    return {name: count for name, count in counts.items() if name not in left_out}
+
+
+@pytest.fixture
+def counted(model: str, precision: str) -> dict[str, dict[str, int]]:
+    with without_driver():
+        return counts_of(model, precision, DEVICE)
+
+
+@by_model
+@pytest.mark.parametrize("precision", (*PRESETS, *PEERS) if IS_CUDA else ("fp16", "bf16-lean"))
+def test_a_step_computes_in_the_stored_dtypes_and_casts_no_more(model: str, precision: str, counted: Any) -> None:
+    expected = stored[model][precision]
+    # A weight on the meta device has no working copy: it may be one that accelerate loads when its module is called.
+    costs = COSTS if IS_CUDA else ("casts", "copies") if "lean" in precision else ()
+    for phase in PHASES:
+        assert dtypes(counted[phase]) == dtypes(expected[phase]), phase
+        for cost in costs:
+            assert counted[phase].get(cost, 0) <= expected[phase].get(cost, 0) * (1 if IS_CUDA else 1.1), (phase, cost)
+
+
+@by_model
+@pytest.mark.parametrize("precision", PRESETS)
+def test_products_and_norms_are_those_of_torchs_autocast(model: str, precision: str) -> None:
+    name = precision.removesuffix("-lean")
+    ours, theirs = stored[model][precision], stored[model][f"torch.autocast {name}"]
+    for phase in ("forward", "backward"):
+        assert ours[phase][f"products in {name}"] >= theirs[phase][f"products in {name}"]
+        for kind in ("norms in fp32", f"norms in {name}", "softmaxes in fp32", f"softmaxes in {name}"):
+            assert ours[phase].get(kind) == theirs[phase].get(kind)
+        assert f"losses in {name}" not in ours[phase]  # torch's gives a logarithm of softmax the dtype of its logits
+    assert ours["forward"].get("casts", 0) <= theirs["forward"]["casts"] + 1
