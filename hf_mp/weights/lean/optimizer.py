@@ -220,9 +220,7 @@ class MasterWeightOptimizer(Optimizer):
         for parameter in parameters if self._loaded else ():
             self._take_over_loaded(parameter)
         with as_stored():
-            stepped = step_split(self.optimizer, parameters, found_inf)  # what needs no whole master for it
-            if not stepped and steps_by_parameter(self.optimizer):
-                stepped = step_blockwise(self.optimizer, parameters)
+            stepped = self._step_in_place(parameters, found_inf)
             left = [p for p in parameters if id(p) not in stepped and has_gradient(p)]
         result = None
         if left or not stepped:
@@ -230,6 +228,13 @@ class MasterWeightOptimizer(Optimizer):
                 for bucket in self._buckets(left if stepped else parameters):
                     result = self._step_on(bucket, keeps_gradients=found_inf is not None)
         return result
+
+    def _step_in_place(self, parameters: list[nn.Parameter], found_inf: Tensor | None) -> set[int]:
+        """Update what needs no whole master for it; gives the identities of what was."""
+        stepped = step_split(self.optimizer, parameters, found_inf)
+        if not stepped and steps_by_parameter(self.optimizer):
+            stepped = step_blockwise(self.optimizer, parameters)
+        return stepped
 
     @stores_16_bits
     def free_gradients(self) -> None:

@@ -108,6 +108,17 @@ def read_in_fp32(
             for tensor in targets:
                 _owner(tensor).take_snapshot()
             return func(*args, **kwargs)
+    result = _call_on_values(func, args, kwargs, targets, tensors)
+    if _is_split(first) and _casts(func, args, kwargs):  # the whole model may be cast
+        _owner(first).note_cast(result)
+    return result
+
+
+def _call_on_values(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: list[Any], tensors: list[Any]
+) -> Any:
+    """Call ``func`` with FP32 values in the place of those of ``tensors`` that are split, and write ``targets``."""
+    with as_stored():
         values = {id(tensor): tensor.fp32_value() for tensor in targets}
         values |= {id(t): _value(t) for t in tensors if _is_split(t) and id(t) not in values}
         read, named = apply_to_tensors(lambda tensor: values.get(id(tensor), tensor), (args, dict(kwargs)))
@@ -115,8 +126,6 @@ def read_in_fp32(
     for tensor in targets:
         tensor.write_fp32(values[id(tensor)])
         result = tensor if result is values[id(tensor)] else result
-    if _is_split(first) and _casts(func, args, kwargs):  # the whole model may be cast
-        _owner(first).note_cast(result)
     return result
 
 

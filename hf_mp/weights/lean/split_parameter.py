@@ -153,11 +153,7 @@ class SplitParameter(nn.Parameter):
         with torch.no_grad():
             total = self.grad
             assert total is not None
-            if total.is_sparse or gradient.is_sparse:
-                true = unscaled(gradient, factor, like=self)
-                total = true + total if total.is_sparse else total.add_(true)
-            else:
-                _add_unscaled(total, gradient, factor)
+            total = _add_unscaled(total, gradient, factor, like=self)
             self.grad = None if beside_grad else total
             self._scaled = ScaledGradient(total, None) if beside_grad else None
         return True
@@ -416,11 +412,15 @@ def unscaled(gradient: Tensor, factor: Tensor | None, *, like: Tensor) -> Tensor
     return true if factor is None else true.mul_(factor.squeeze())
 
 
-def _add_unscaled(total: Tensor, gradient: Tensor, factor: Tensor | None) -> None:
-    """Add ``gradient`` times ``factor`` to ``total``, FP32 of its shape."""
+def _add_unscaled(total: Tensor, gradient: Tensor, factor: Tensor | None, *, like: Tensor) -> Tensor:
+    """The sum of ``total``, FP32, and ``gradient`` times ``factor``: in ``total``, unless that is sparse."""
+    if total.is_sparse or gradient.is_sparse:
+        true = unscaled(gradient, factor, like=like)
+        return true + total if total.is_sparse else total.add_(true)
     for part, more in cache_blocks(total, gradient):
         true = more.to(torch.float32)
         part.add_(true if factor is None else true.mul_(factor.squeeze()))
+    return total
 
 
 @torch.no_grad()
