@@ -210,7 +210,8 @@ def table_to_paste(outcomes: dict[str, str], directory: Path) -> str:
     lines += [f"| {name} | {outcome} |" for name, outcome in outcomes.items()]
     for name in outcomes:
         if (path := directory / f"{name}.json").is_file():
-            lines += _stored_rows(name, json.loads(path.read_text(encoding="utf-8")))
+            record = json.loads(path.read_text(encoding="utf-8"))
+            lines += _stored_rows(name, record) if "contenders" in record["result"] else []
     return "\n".join(lines)
 
 
@@ -219,7 +220,7 @@ def _stored_rows(name: str, record: dict[str, Any]) -> list[str]:
     versions = [f"{package} {version}" for package, version in record["versions"].items()]
     lines = ["", ", ".join([name, *gpu, *versions, record["date"]]), ""]
     lines += ["| way | milliseconds | peak, GiB |", "|---|---|---|"]
-    for way, row in record["result"].get("contenders", {}).items():
+    for way, row in record["result"]["contenders"].items():
         sizes = 1e3 * (row.get("median_seconds") or math.nan), (row.get("peak_bytes") or math.nan) / 2**30
         lines.append(f"| {way} | {' | '.join('' if math.isnan(one) else f'{one:.2f}' for one in sizes)} |")
     return lines
