@@ -8,6 +8,7 @@ from transformers import GPT2LMHeadModel
 from hf_mp.casting.explain import ExplainedOp, Explanation
 from hf_mp.casting.mode import active_autocast, autocast
 from hf_mp.casting.replacements import lm_losses
+from hf_mp.casting.watching import WatchedCall, watching
 from hf_mp.scaling.scalers import StaticLossScaler
 from hf_mp.step.mixed_precision import MixedPrecision
 
@@ -51,6 +52,20 @@ def test_dtype_tables_and_rules_are_those_given(dtype: torch.dtype) -> None:
     assert (island.module, island.rule, island.inputs) == ("norm", "unlisted", ("float32",) * 3)
     on_cpu = autocast.explain(block, torch.rand(2, 4), dtype=dtype, tables="cpu")
     assert only(on_cpu, "layer_norm").rule == "unlisted"
+
+
+def test_a_watched_call_has_its_module_and_its_name_in_the_tables_or_out_of_them() -> None:
+    block, x, mode = Block(), torch.rand(2, 4), autocast("cpu", FP16)
+    assert mode.dtype is FP16
+    seen: list[tuple[str, str | None]] = []
+
+    def called(call: WatchedCall) -> Tensor:
+        seen.append((call.module, call.name))
+        return call.make()
+
+    with watching({"block": block, "up": block.up}, mode, called), mode:
+        block(x)
+    assert [found for found in seen if found[1]] == [("up", "linear"), ("block", "layer_norm"), ("block", "tanh")]
 
 
 def test_an_op_has_one_name_in_every_spelling_and_under_every_rule() -> None:
