@@ -82,7 +82,7 @@ def test_moments_in_blocks_resume_on_as_many_ranks_alone(two: Results) -> None:
 )
 def test_a_damaged_shard_is_named_by_all_before_anything_is_loaded(two: Results, damage: str, said: str) -> None:
     for rank in two["2-damaged-fsdp-damaged"]:
-        assert re.search(f"nothing is loaded from .*checkpoint-2: {said}.*Resume from another", rank[damage])
+        assert re.search(f"(?s)nothing is loaded from .*checkpoint-2: {said}.*Resume from another", rank[damage])
         assert rank[f"{damage} newest"] == 1
         assert any(re.search(f"(?s)resuming from .*checkpoint-1; .*{said}", line) for line in rank[f"{damage} warned"])
         assert rank["unchanged"]
