@@ -169,9 +169,11 @@ class GradientCheck:
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """The global 2-norm as the backward left it, bit for bit ``get_total_norm``'s; None where it is not known."""
-        gradients = self.gradients(parameters)
-        is_all = self._measured is not None and self._measured.are_among(gradients)
-        return self._norm if is_all and self.are_unchanged(gradients) else None
+        return self._norm if self._are_as_measured(self.gradients(parameters)) else None
+
+    def _are_as_measured(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether ``gradients`` are all that was measured, and not written since."""
+        return self._measured is not None and self._measured.are_among(gradients) and self.are_unchanged(gradients)
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
         """Have the next update scale all gradients down to ``max_norm``, from :meth:`norm`.
@@ -182,9 +184,6 @@ class GradientCheck:
         if is_known and max_norm / (norm + 1e-6) >= 1:
             return  # torch would multiply them by 1
         self.clipping = Clipping(parameters, max_norm, norm)
-        if is_known and not norm.isfinite():  # by inf or NaN, others become 0 or NaN, which decide of the step
-            self.clip_now()
-            self._measured = None
 
     def clip_now(self) -> None:
         """Scale the gradients down where that was left to the update, for an optimizer that reads them itself."""
@@ -197,7 +196,7 @@ class GradientCheck:
     def verdict(self, parameters: Sequence[nn.Parameter]) -> Verdict:
         """What the gradients of ``parameters``, an optimizer's, are like now."""
         gradients = self.gradients(parameters)
-        if self._bound is not None and self.measures_norm and self.are_unchanged(gradients):
+        if self._bound is not None and self.measures_norm and self._are_as_measured(gradients):
             return Verdict(parameters, gradients, self._bound, True, self._largest)
         return Verdict(parameters, gradients, magnitude_bound(local_parts(gradients)), False, self._largest)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from hf_mp.casting.replacements import install_replacements, remove_replacements
@@ -306,6 +306,7 @@ class MixedPrecision:
         self.scaler.settle()  # where no backward has
         for observer in self.observers:
             if (report := observer.report()) is not None:
+                self.grad_norm = self.grad_norm if observer.norm is None else observer.norm
                 return report
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         placement = placement_of(self.model)  # FSDP may have come since, around the model too
@@ -313,8 +314,10 @@ class MixedPrecision:
             self.ranks.check_optimizer(optimizer, self.model, placement)
             self._use_layout_for(parameters, placement)
         if self._max_grad_norm is not None:
-            norm = self.clip_grad_norm(optimizer, parameters, self._max_grad_norm)
-            self.grad_norm = clip_grad_norm_(parameters, self._max_grad_norm) if norm is None else norm
+            self.grad_norm = self.clip_grad_norm(optimizer, parameters, self._max_grad_norm)
+            if self.grad_norm is None:  # written since, or of a part of the model
+                self.grad_norm = get_total_norm([one.grad for one in parameters if one.grad is not None])
+                self.check.clip(parameters, self._max_grad_norm, self.grad_norm)
         return self.check.verdict(parameters)
 
     def clip_grad_norm(

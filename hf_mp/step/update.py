@@ -129,8 +129,9 @@ class StepGuard:
         with labelled("update"):
             if len(runtimes) == 1 and not kwargs and runtimes[0].layout.step(self.optimizer, *given):
                 return None
-            for runtime in runtimes:
-                runtime.check.clip_now()
+            checks = [runtime.check for runtime in runtimes if runtime.check.clipping is not None]
+            for check in checks[:1]:  # of models that share an optimizer, each has the norm of all its gradients
+                check.clip_now()
             with nullcontext() if found_inf is None else skipping(self.optimizer, found_inf):
                 result = self._unguarded(**kwargs)
             for runtime in runtimes:

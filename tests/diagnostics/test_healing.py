@@ -165,6 +165,13 @@ def test_a_loop_that_says_how_it_clips_skips_none(precision: str) -> None:
     assert healing.skipped == [False] * 3 and healing.runtime.remedies == RULES
 
 
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+def test_a_step_that_clips_itself_clips_the_one_that_runs_again(precision: str) -> None:
+    healing, ruled = Loop(precision, max_grad_norm=1e-3), Loop(precision, max_grad_norm=1e-3, rules=RULES)
+    assert healing.run(3)[1:] == pytest.approx(ruled.run(3)[1:], rel=1e-4)
+    assert healing.skipped == [False] * 3 and healing.runtime.grad_norm == pytest.approx(ruled.runtime.grad_norm)
+
+
 def test_a_step_that_runs_again_is_clipped_for_every_optimizer() -> None:
     """The gradients of all optimizers are made again, as each one's clip expects them."""
 

@@ -206,6 +206,36 @@ class TestInTheStep:
         expected, unclipped, _ = self.train(precision, measured, [1.0, 2.0])
         assert same(norms, expected) and same(masters, unclipped) and all(norm > 0 for norm in norms)
 
+    @pytest.mark.parametrize("max_norm", [1.0, torch.inf])
+    @by_precision
+    def test_what_overflows_in_another_optimizer_skips_nothing(self, precision: str, max_norm: float) -> None:
+        model: Any = Using(lambda m, x: (m.first(x), m.second(x)), first=linear(), second=linear())
+        runtime = hf_mp.MixedPrecision(precision, max_grad_norm=max_norm)
+        runtime.attach(model)
+        optimizers = [
+            runtime.attach_optimizer(torch.optim.SGD(part.parameters(), 1.0)) for part in (model.first, model.second)
+        ]
+        first, second = model(torch.randn(3, 8))
+        (first.sum() + second.sum() * torch.inf).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert [optimizer.step_was_skipped for optimizer in optimizers] == [False, True]
+
+    def test_two_models_of_one_optimizer_are_clipped_once(self) -> None:
+        models = linear(), linear()
+        optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], 1.0)
+        runtimes = [hf_mp.MixedPrecision("fp16", max_grad_norm=0.01) for _ in models]
+        for runtime, model in zip(runtimes, models, strict=True):
+            runtime.attach(model)
+            runtime.attach_optimizer(optimizer)
+        models[1](models[0](torch.randn(3, 8))).square().mean().backward()
+        expected = get_total_norm([p.grad for p in optimizer.param_groups[0]["params"]])
+        before = copies(optimizer.param_groups[0]["params"])
+        optimizer.step()
+        steps = [old - new.detach() for old, new in zip(before, optimizer.param_groups[0]["params"], strict=True)]
+        assert get_total_norm(steps) == pytest.approx(0.01, rel=1e-3)
+        assert [runtime.grad_norm for runtime in runtimes] == [expected, expected]
+
     def test_gradients_of_which_the_norm_is_not_known_are_measured_anew(self) -> None:
         model, _ = after_backward()
         hf_mp.detach(model)

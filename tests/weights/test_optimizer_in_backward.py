@@ -44,9 +44,9 @@ class Run:
             self.backward()
             if clip_to is not None:
                 self.norms.append(self.optimizer.clip_grad_norm_(clip_to).item())
-            elif self.runtime.uses_up_gradients and (norm := self.runtime.observers[0].norm) is not None:
-                self.norms.append(norm.item())
             self.optimizer.step()
+            if (norm := self.runtime.grad_norm) is not None:
+                self.norms.append(norm.item())
             self.optimizer.zero_grad()
 
     def state(self) -> list[Tensor]:
