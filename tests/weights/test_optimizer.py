@@ -633,10 +633,27 @@ def test_masters_that_do_not_fit_are_refused(layout: Any) -> None:
     assert all(p.dtype is torch.float16 for p in wrapper.param_groups[0]["params"])
 
 
-@pytest.mark.parametrize("save", [copy.deepcopy, pickle.dumps])
-def test_a_wrapper_is_not_copied_or_pickled(save: Callable[[Any], Any]) -> None:
-    with pytest.raises(TypeError, match=r"is not copied or pickled.*have it load state_dict\(\)"):
-        save(MasterWeightOptimizer(SGD(parameters([torch.ones(2)], torch.float16))))
+@every_layout
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_and_pickles_of_the_wrapper(layout: Any, how: str) -> None:
+    ours, wrapper = trained(TORCH["AdamW"], layout, torch.float16)
+    if how == "deepcopy":
+        params, copied = copy.deepcopy((ours, wrapper))
+    else:
+        params, copied = pickle.loads(pickle.dumps((ours, wrapper)))
+    assert all(a is b for a, b in zip(params, copied.param_groups[0]["params"], strict=True))
+    assert not set(params) & set(ours) and copied.layout == layout
+    for step in range(3, 6):
+        for each, optimizer in ((ours, wrapper), (params, copied)):
+            set_gradients(each, gradients(step, torch.float16, ours))
+            optimizer.step()
+    for left, right in zip(ours, params, strict=True):
+        assert torch.equal(wrapper.master(left), copied.master(right))
+    if layout == "split":  # a copy of a split parameter is its FP32 value, which any optimizer may step
+        assert {parameter.dtype for parameter in params} == {torch.float32}
+        return
+    with pytest.raises(RuntimeError, match="call the wrapper's step"):
+        copied.optimizer.step()
 
 
 # bitsandbytes' settings

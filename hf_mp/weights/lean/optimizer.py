@@ -91,6 +91,15 @@ class MasterWeightOptimizer(Optimizer):
     def __init__(self, optimizer: Optimizer, *, layout: MasterLayout = "whole") -> None:
         _check_wrappable(optimizer, layout)
         state_to_fp32(optimizer)
+        self._wrap(optimizer, layout)
+        if hasattr(optimizer, "check_overrides"):
+            optimizer.check_overrides()  # bitsandbytes knows parameters with settings of their own by identity
+        for group in optimizer.param_groups:
+            self._adopt(group["params"])
+        if not any(_needs_master(parameter) for parameter in self._parameters()):
+            warnings.warn("MasterWeightOptimizer has nothing to do: no parameter is FP16 or BF16", stacklevel=2)
+
+    def _wrap(self, optimizer: Optimizer, layout: MasterLayout) -> None:
         self.optimizer, self.layout = optimizer, layout
         self._masters: dict[nn.Parameter, _WholeMaster] = {}
         self._loaded: dict[nn.Parameter, Tensor] = {}  # FP32 masters of a checkpoint, not taken over yet
@@ -100,18 +109,14 @@ class MasterWeightOptimizer(Optimizer):
             if name.startswith("_optimizer_") and name.endswith("_hooks"):
                 setattr(self, name, value)
         optimizer.register_step_pre_hook(self._refuse_direct_step)
-        if hasattr(optimizer, "check_overrides"):
-            optimizer.check_overrides()  # bitsandbytes knows parameters with settings of their own by identity
-        for group in optimizer.param_groups:
-            self._adopt(group["params"])
-        if not any(_needs_master(parameter) for parameter in self._parameters()):
-            warnings.warn("MasterWeightOptimizer has nothing to do: no parameter is FP16 or BF16", stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "a MasterWeightOptimizer is not copied or pickled, and its parameters' masters with it: wrap an optimizer "
-            "of the copied parameters, and have it load state_dict()"
-        )
+        masters = {p: self.master(p) for p in self._parameters() if p in self._masters or p in self._loaded}
+        return {"optimizer": self.optimizer, "layout": self.layout, "masters": masters}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._wrap(state["optimizer"], state["layout"])
+        self._loaded = state["masters"]
 
     def _refuse_direct_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # A model that was detached has no masters any more.
