@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, NamedTuple, Self
@@ -45,6 +46,9 @@ class ScaleTensors(NamedTuple):
     scale: Tensor
     inverse: Tensor
 
+
+# A backward has a thread for each device, and all of them ask for S: none goes on while one waits for the verdict.
+_SETTLING = threading.RLock()
 
 # what torch.amp.GradScaler.state_dict() holds
 _TORCH_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
@@ -84,6 +88,7 @@ class LossScaler(Generic[Rule]):
         self.kind, self._state = rule.name, rule.checked()
         self._tensors: dict[torch.device, ScaleTensors] = {}
         self._unread: Callable[[], None] | None = None  # takes in the last step, which its device has decided
+        self._is_settling = False
         self._was_asked_to_scale = False
         self._begin_iteration()
         self._warn_if_inexact(rule, None, scale_is)
@@ -114,9 +119,16 @@ class LossScaler(Generic[Rule]):
 
     def settle(self) -> None:
         """Take in the last step now, if that was left for later."""
-        take_in, self._unread = self._unread, None
-        if take_in is not None:
-            take_in()
+        if self._unread is None:
+            return
+        with _SETTLING:
+            if self._unread is None or self._is_settling:  # by another thread meanwhile; or asked by what takes it in
+                return
+            self._is_settling = True
+            try:
+                self._unread()
+            finally:
+                self._unread, self._is_settling = None, False
 
     @property
     def smallest_scale(self) -> float:

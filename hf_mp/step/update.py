@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -28,14 +29,32 @@ _SUPPORTS_SCALING = "_step_supports_amp_scaling"
 class _StepWasSkipped:
     """``Optimizer.step_was_skipped`` after a step that its device decides: waits for the verdict when it is asked.
 
-    Not a property: what the guard notes at the optimizer itself comes first.
+    Not a property: what the guard notes at the optimizer itself comes first. At torch's class while one of its users
+    is attached.
     """
+
+    _users = 0
 
     def __get__(self, optimizer: Any, kind: type) -> Any:
         if (guard := getattr(getattr(optimizer, "step", None), "hf_mp_guard", None)) is not None and guard.runtimes:
             guard.runtimes[0].scaler.settle()
             return vars(optimizer)["step_was_skipped"]
         raise AttributeError(f"{kind.__name__!r} object has no attribute 'step_was_skipped'")
+
+    def answer_for(self, optimizer: Optimizer) -> weakref.finalize[..., Any]:
+        """Answer for ``optimizer`` too; gives what ends that."""
+        self._count(1)
+        return weakref.finalize(optimizer, self._count, -1)
+
+    def _count(self, users: int) -> None:
+        self._users += users
+        if self._users:
+            Optimizer.step_was_skipped = self  # type: ignore[attr-defined]
+        else:
+            del Optimizer.step_was_skipped  # type: ignore[attr-defined]
+
+
+_STEP_WAS_SKIPPED = _StepWasSkipped()
 
 
 class StepGuard:
@@ -60,6 +79,7 @@ class StepGuard:
         optimizer.step = self._guarded
         optimizer.step_was_skipped = False
         self._told = tell_accelerate(optimizer)
+        self._answered: weakref.finalize[..., Any] | None = None
         # torch.amp.GradScaler leaves unscaling to such an optimizer, and tells it by attributes: so it is noticed.
         setattr(optimizer, _SUPPORTS_SCALING, True)
 
@@ -94,8 +114,7 @@ class StepGuard:
         if runtime.observers or runtime.scaler.skips_once_too_often():  # who is to hear of an overflow at once
             take_in()
         else:
-            if "step_was_skipped" not in vars(Optimizer):
-                Optimizer.step_was_skipped = _StepWasSkipped()  # type: ignore[attr-defined]
+            self._answered = self._answered or _STEP_WAS_SKIPPED.answer_for(optimizer)
             vars(optimizer).pop("step_was_skipped", None)
             runtime.scaler.settle_later(take_in)
         if hasattr(optimizer, "free_gradients") and not vars(optimizer).get("step_was_skipped"):
@@ -143,8 +162,8 @@ class StepGuard:
         self.runtimes.remove(runtime)
         if self.runtimes:
             return
-        if self._told is not None:
-            self._told()
+        for end in filter(None, (self._told, self._answered)):
+            end()
         state = vars(self.optimizer)
         state.pop("step_was_skipped", None)
         state.pop(_SUPPORTS_SCALING, None)

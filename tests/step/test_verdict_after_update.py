@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
+import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -143,6 +147,48 @@ def test_a_loaded_state_is_not_that_of_the_step_before() -> None:
     optimizer.step()
     runtime_of(model).load_state_dict(state)
     assert runtime_of(model).scaler.get_scale() == 2**10 and stats_of(model).steps == 0
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_threads_that_ask_at_once_are_all_told_of_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = prepared(fused)
+    backward(model, 0, math.inf)
+    optimizer.step()
+    runtime, read, is_read = runtime_of(model), gradients.Verdict.read, threading.Event()
+
+    def late(verdict: gradients.Verdict) -> Any:
+        is_read.set()
+        time.sleep(0.1)  # as a host that waits for its device, and lets other threads run
+        return read(verdict)
+
+    monkeypatch.setattr(gradients.Verdict, "read", late)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(runtime.scale, torch.device("cpu"))
+        is_read.wait(10)
+        second = runtime.scaler.get_scale()
+    scale = first.result()
+    assert scale is not None and second == scale.item() < 2**10 and stats_of(model).steps == 1
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("ends", ["detach", "gone"])
+def test_torchs_class_answers_while_one_is_attached(ends: str) -> None:
+    gc.collect()  # optimizers of other tests
+    assert not hasattr(torch.optim.Optimizer, "step_was_skipped")
+    attached = [prepared(fused) for _ in range(2)]
+    for model, optimizer in attached:
+        for seed in range(2):
+            backward(model, seed)
+            optimizer.step()
+        assert optimizer.step_was_skipped is False and "step_was_skipped" in vars(torch.optim.Optimizer)
+    for _ in range(2):
+        assert "step_was_skipped" in vars(torch.optim.Optimizer)
+        model, optimizer = attached.pop()
+        if ends == "detach":
+            hf_mp.detach(model)
+        del model, optimizer
+        gc.collect()
+    assert "step_was_skipped" not in vars(torch.optim.Optimizer)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
