@@ -483,6 +483,22 @@ def test_the_explicit_style_of_torch_amp(layout: Any) -> None:
     torch.testing.assert_close(wrapper.master(ours[0]), reference[0].detach(), rtol=1e-3, atol=1e-4)
 
 
+@every_layout
+def test_torchs_scaler_unscales_for_a_fused_optimizer_inside(layout: Any) -> None:
+    optimizer = MasterWeightOptimizer(
+        SGD(parameters([torch.ones(4)], torch.float16), lr=0.1, fused=True), layout=layout
+    )
+    (parameter,) = optimizer.param_groups[0]["params"]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale((parameter * torch.full((4,), 0.25, dtype=torch.float16)).sum().float()).backward()
+    if layout == "whole":
+        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+            scaler.step(optimizer)
+        return
+    scaler.step(optimizer)
+    assert torch.equal(optimizer.master(parameter), torch.full((4,), 1 - 0.1 * 0.25))
+
+
 # Saving and loading
 
 

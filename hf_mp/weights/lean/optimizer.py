@@ -85,6 +85,7 @@ class MasterWeightOptimizer(Optimizer):
     """
 
     keeps_masters = True  # its FP16 gradients may be unscaled: they become FP32
+    _step_supports_amp_scaling = False  # unlike a fused one inside: torch.amp.GradScaler is to unscale by itself
     optimizer: Optimizer
     layout: MasterLayout
 
