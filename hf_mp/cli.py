@@ -37,8 +37,7 @@ def _errors_in_one_line(command: str, with_traceback: bool) -> Iterator[None]:
         else:
             from hf_mp.environment.libraries import first_line
 
-            sentence = f"{type(error).__name__}: {first_line(error)} (--traceback shows where it came from)"
-            code = 1
+            sentence, code = f"{type(error).__name__}: {first_line(error)} (--traceback shows where it came from)", 1
         typer.echo(f"hf-mp {command}: error: {sentence}", err=True)
         raise typer.Exit(code) from error
 
@@ -73,10 +72,8 @@ def env(
         machine = examine_machine()
         if as_json:
             typer.echo(json.dumps(machine, indent=2))
-            return
-        console = Console(highlight=False)
-        for part in screen(machine):
-            console.print(part)
+        else:
+            Console(highlight=False).print(*screen(machine), sep="\n")
 
 
 @app.command()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,44 +27,42 @@ def quiet_bitsandbytes() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def bitsandbytes_status() -> str:
-    """Its version, and whether bitsandbytes can quantize: tries one small NF4 weight, on a GPU if there is one."""
-    with quiet_bitsandbytes():
-        module, problem = _import("bitsandbytes")
-    if module is None:
-        return str(problem)
+def library_status(name: str) -> str:
+    """Version of a library of :data:`LIBRARIES` and whether it works here, or why it cannot."""
+    if importlib.util.find_spec(name) is None:
+        return f"not installed: pip install {name}"
+    try:
+        with quiet_bitsandbytes():
+            module = importlib.import_module(name)
+    except Exception as error:  # a broken installation is what this is to find
+        return f"cannot be imported: {first_line(error)}"
+    return f"{module.__version__}, {LIBRARIES[name](module)}"
+
+
+def _quantizes(bitsandbytes: Any) -> str:
+    """Tries one small NF4 weight, on a GPU if there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weight = torch.ones(64, 64, device=device)
     try:
-        packed, state = module.functional.quantize_4bit(weight, quant_type="nf4")
-        restored = module.functional.dequantize_4bit(packed, state)
+        packed, state = bitsandbytes.functional.quantize_4bit(weight, quant_type="nf4")
+        restored = bitsandbytes.functional.dequantize_4bit(packed, state)
     except Exception as error:  # whatever its native library raises: it does not work here, and that is the answer
-        return f"{module.__version__}, cannot quantize on {device}: {first_line(error)}"
+        return f"cannot quantize on {device}: {first_line(error)}"
     if not torch.equal(restored, weight):
-        return f"{module.__version__}, gives wrong numbers on {device}"
-    return f"{module.__version__}, quantizes on the {'GPU' if device == 'cuda' else 'CPU'}"
+        return f"gives wrong numbers on {device}"
+    return f"quantizes on the {'GPU' if device == 'cuda' else 'CPU'}"
 
 
-def triton_status() -> str:
-    """Triton's version, and whether it has a device to run kernels on."""
-    module, problem = _import("triton")
-    if module is None:
-        return str(problem)
+def _compiles(triton: Any) -> str:
+    """Whether there is a device to run kernels on."""
     if torch.cuda.is_available():
-        return f"{module.__version__}, compiles for the GPU"
+        return "compiles for the GPU"
     if os.environ.get("TRITON_INTERPRET") == "1":
-        return f"{module.__version__}, interpreted on the CPU (TRITON_INTERPRET=1)"
-    return f"{module.__version__}, no GPU to compile for; plain PyTorch runs instead"
+        return "interpreted on the CPU (TRITON_INTERPRET=1)"
+    return "no GPU to compile for; plain PyTorch runs instead"
 
 
-def _import(name: str) -> tuple[Any, str | None]:
-    """The module, or None and the reason."""
-    if importlib.util.find_spec(name) is None:
-        return None, f"not installed: pip install {name}"
-    try:
-        return importlib.import_module(name), None
-    except Exception as error:  # a broken installation is what this is to find
-        return None, f"cannot be imported: {first_line(error)}"
+LIBRARIES: dict[str, Callable[[Any], str]] = {"bitsandbytes": _quantizes, "triton": _compiles}
 
 
 def first_line(error: Exception) -> str:

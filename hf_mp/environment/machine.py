@@ -5,9 +5,12 @@ import platform
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from hf_mp._version import __version__
+from hf_mp.casting.cpu.upcast import runs_natively
+from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 _PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes")
 _CPUINFO = Path("/proc/cpuinfo")
@@ -28,47 +31,33 @@ def package_versions() -> Mapping[str, str]:
 
 def describe_hardware() -> Mapping[str, str]:
     """Platform, CPU and GPUs, without kernel release and host name: reports get published."""
-    import torch
-
-    from hf_mp.casting.cpu.upcast import runs_natively
-    from hf_mp.policy import LOWER_PRECISION_DTYPES
-
+    cpuinfo = _CPUINFO.read_text(encoding="utf-8", errors="replace") if _CPUINFO.exists() else ""
+    fields = {  # of the first processor
+        name.strip(): value.strip() for name, _, value in (line.partition(":") for line in cpuinfo.splitlines()[::-1])
+    }
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    # A container or `taskset` may grant fewer CPUs than the machine has.
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # NVML counts GPUs that a broken driver does not give to torch.
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
     libc = " ".join(platform.libc_ver()).strip()
     return {
         "platform": f"{platform.system()} {platform.machine()}" + (f", {libc}" if libc else ""),
-        **_cpu(),
+        "CPU": fields.get("model name") or platform.processor() or platform.machine(),
+        "CPU instructions": ", ".join(
+            [torch.backends.cpu.get_cpu_capability(), *(flag for flag in _CPU_FLAGS_16_BIT if flag in flags)]
+        ),
         **{
             f"{entry.label} products on the CPU": "native" if runs_natively(entry.dtype, "cpu") else "through FP32"
             for entry in LOWER_PRECISION_DTYPES.values()
         },
-        "CPU threads": f"{torch.get_num_threads()} of {_usable_cpus()}",
-        **({f"GPU {index}": _in_words(gpu) for index, gpu in enumerate(gpus)} or {"GPU": "none that torch can use"}),
+        "CPU threads": f"{torch.get_num_threads()} of {cpus}",
+        **(
+            {
+                f"GPU {index}": f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, "
+                f"compute capability {gpu.major}.{gpu.minor}"
+                for index, gpu in enumerate(gpus)
+            }
+            or {"GPU": "none that torch can use"}
+        ),
     }
-
-
-def _cpu() -> dict[str, str]:
-    import torch
-
-    cpuinfo = _CPUINFO.read_text(encoding="utf-8", errors="replace") if _CPUINFO.exists() else ""
-    flags = (_cpuinfo_field(cpuinfo, "flags") or _cpuinfo_field(cpuinfo, "Features") or "").split()
-    known = [flag for flag in _CPU_FLAGS_16_BIT if flag in flags]
-    return {
-        "CPU": _cpuinfo_field(cpuinfo, "model name") or platform.processor() or platform.machine(),
-        "CPU instructions": ", ".join([torch.backends.cpu.get_cpu_capability(), *known]),
-    }
-
-
-def _usable_cpus() -> int:
-    # A container or `taskset` may grant fewer CPUs than the machine has.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _in_words(gpu: Any) -> str:
-    return f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, compute capability {gpu.major}.{gpu.minor}"
-
-
-def _cpuinfo_field(cpuinfo: str, field: str) -> str | None:
-    fields = (map(str.strip, line.partition(":")) for line in cpuinfo.splitlines())
-    return next((value for name, _, value in fields if name == field and value), None)

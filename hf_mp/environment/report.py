@@ -12,19 +12,17 @@ from rich.text import Text
 
 from hf_mp.casting.cpu.upcast import runs_natively
 from hf_mp.environment.advice import Capabilities, advise
-from hf_mp.environment.libraries import bitsandbytes_status, triton_status
+from hf_mp.environment.libraries import LIBRARIES, library_status
 from hf_mp.environment.machine import describe_hardware, package_versions
 from hf_mp.policy import PRESETS
 
 
 def examine_machine() -> dict[str, dict[str, str]]:
     """Versions, hardware, libraries and advice, each by name; initializes CUDA if there is a GPU."""
-    # Libraries come before anything else imports them, and lets them print.
-    libraries = {"bitsandbytes": bitsandbytes_status(), "triton": triton_status()}
     return {
         "versions": dict(package_versions()),
         "hardware": dict(describe_hardware()),
-        "libraries": libraries,
+        "libraries": {name: library_status(name) for name in LIBRARIES},
         "advice": asdict(advise(capabilities())),
     }
 

@@ -24,10 +24,12 @@ _SECTION = re.compile(rf"{TITLE}\n.*?(?=^#{{1,3}} |\Z)", re.MULTILINE | re.DOTAL
 def add_to_card(trainer: Trainer, session: TrainerSession) -> None:
     """Write how ``trainer`` trained into the model card in its output directory; again, in the place of what was there.
 
-    The metadata, and so the ``model-index``, stays as it is. Nothing happens without a card, or with FP32.
+    The metadata, and so the ``model-index``, stays as it is. Nothing happens without a card. A run in FP32
+    has its contract there, and what was rounded when it was saved.
     """
     card = Path(str(trainer.args.output_dir), CARD_NAME)
-    if session.runtime is None or not trainer.is_world_process_zero() or not card.is_file():
+    says = session.runtime or session.contract or session.saved_dtypes
+    if not says or not trainer.is_world_process_zero() or not card.is_file():
         return
     section = f"{TITLE}\n\n" + "".join(f"- {line}\n" for line in _lines(session, card.parent)) + "\n"
     if session.contract is not None:
@@ -51,7 +53,11 @@ def extend_card(trainer: Trainer, adapter: OfSession) -> None:
 
 
 def _lines(session: TrainerSession, directory: Path) -> Iterator[str]:
-    assert session.runtime is not None
+    if session.saved_dtypes:
+        said = ", ".join(sorted({spell(dtype) for dtype in session.saved_dtypes.values()}))
+        yield f"saved weights: {said}, rounded to nearest (`save_dtype={session.settings.save_dtype!r}`)"
+    if session.runtime is None:
+        return
     policy, scaler, stats = session.settings.policy, session.runtime.scaler, session.runtime.stats
     yield f"precision: `{policy}`, by hf_mp {__version__} (the Trainer's own `fp16` and `bf16` are off)"
     if scaler.is_scaling:
@@ -70,9 +76,6 @@ def _lines(session: TrainerSession, directory: Path) -> Iterator[str]:
         yield 'kept in FP16\'s range by `on_overflow="heal"`: ' + ", ".join(f"`{remedy}`" for remedy in stats.remedies)
     if rules := session.settings.rules:
         yield "own rules: " + ", ".join(f"`{getattr(key, '__name__', key)}` in {rule}" for key, rule in rules.items())
-    if session.saved_dtypes:
-        said = ", ".join(sorted({spell(dtype) for dtype in session.saved_dtypes.values()}))
-        yield f"saved weights: {said}, rounded to nearest (`save_dtype={session.settings.save_dtype!r}`)"
     from hf_mp.diagnostics.report import PAGE_NAME  # with all that draws a page
 
     if (directory / PAGE_NAME).is_file():

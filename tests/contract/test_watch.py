@@ -147,6 +147,7 @@ def test_kinds_have_rows_of_their_own() -> None:
     assert {row.kind for row in contract.rows} == {"adapters", "frozen"}
     (adapters,) = rows_of(contract, "adapters")
     assert adapters == ("fp32", "fp32", "fp32", "-", "fp32", "fp32")
+    assert {row.saved for row in contract.rows if row.kind == "frozen"} == {"-"}  # PEFT saves adapters alone
     assert not contract.lacks_masters
 
 

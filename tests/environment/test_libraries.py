@@ -10,14 +10,19 @@ import pytest
 import torch
 
 from hf_mp.environment import libraries
-from hf_mp.environment.libraries import bitsandbytes_status, triton_status
+from hf_mp.environment.libraries import LIBRARIES, library_status
+
+
+def plant(monkeypatch, module):
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(libraries.importlib, "import_module", lambda name: module)
 
 
 def broken(name):
     raise OSError("libsomething.so: cannot open shared object file\nmore lines")
 
 
-@pytest.mark.parametrize(("name", "status"), [("bitsandbytes", bitsandbytes_status), ("triton", triton_status)])
+@pytest.mark.parametrize("name", LIBRARIES)
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
@@ -25,10 +30,10 @@ def broken(name):
         (True, "cannot be imported: libsomething.so: cannot open shared object file"),
     ],
 )
-def test_a_library_that_is_missing_or_does_not_import_says_so(monkeypatch, name, status, spec, said):
+def test_a_library_that_is_missing_or_does_not_import_says_so(monkeypatch, name, spec, said):
     monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setattr(libraries.importlib, "import_module", broken)
-    assert status() == said.format(name=name)
+    assert library_status(name) == said.format(name=name)
 
 
 @pytest.mark.parametrize(
@@ -41,30 +46,30 @@ def test_a_library_that_is_missing_or_does_not_import_says_so(monkeypatch, name,
 def test_bitsandbytes_that_cannot_quantize_or_gives_wrong_numbers_says_so(monkeypatch, quantize, said):
     functional = SimpleNamespace(quantize_4bit=quantize, dequantize_4bit=lambda packed, state: packed + 1)
     module = SimpleNamespace(__version__="9.9", functional=functional)
-    monkeypatch.setattr(libraries, "_import", lambda name: (module, None))
-    found = bitsandbytes_status()
+    plant(monkeypatch, module)
+    found = library_status("bitsandbytes")
     assert "more lines" not in found
     assert found.startswith(said.replace("DEVICE", "cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def test_bitsandbytes_quantizes_here():
     pytest.importorskip("bitsandbytes")
-    assert "quantizes on" in bitsandbytes_status()
+    assert "quantizes on" in library_status("bitsandbytes")
 
 
 def test_its_import_prints_nothing():
     pytest.importorskip("bitsandbytes")
-    code = "from hf_mp.environment import libraries as l; l.bitsandbytes_status(); l.triton_status()"
+    code = "from hf_mp.environment.report import examine_machine; examine_machine()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert (result.stdout, result.stderr) == ("", "")
 
 
 def test_triton_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(libraries, "_import", lambda name: (SimpleNamespace(__version__="3.6.0"), None))
+    plant(monkeypatch, SimpleNamespace(__version__="3.6.0"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert "no GPU to compile for" in triton_status()
+    assert "no GPU to compile for" in library_status("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert "interpreted on the CPU" in triton_status()
+    assert "interpreted on the CPU" in library_status("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert triton_status() == "3.6.0, compiles for the GPU"
+    assert library_status("triton") == "3.6.0, compiles for the GPU"

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from hf_mp import __version__
-from hf_mp.casting.cpu import upcast as through_fp32
 from hf_mp.environment import machine as environment
 from hf_mp.environment.machine import describe_hardware, package_versions
 
@@ -47,7 +46,7 @@ def test_a_package_that_is_missing_is_said_to_be(monkeypatch):
 
 
 def test_cpu_products_are_what_autocast_goes_by(monkeypatch):
-    monkeypatch.setattr(through_fp32, "runs_natively", lambda dtype, device_type: dtype is torch.bfloat16)
+    monkeypatch.setattr(environment, "runs_natively", lambda dtype, device_type: dtype is torch.bfloat16)
     rows = describe_hardware()
     assert rows["FP16 products on the CPU"] == "through FP32"
     assert rows["BF16 products on the CPU"] == "native"

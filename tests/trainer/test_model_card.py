@@ -108,7 +108,7 @@ def test_a_card_of_another_shape_gets_the_section_at_its_end(
     assert card.read_text().startswith(f"---\nlicense: mit\n---\n# Mine\n\n{TITLE}\n\n- precision: `bf16`")
 
 
-def test_fp32_says_nothing(gpt2: GPT2LMHeadModel, data: Any, tmp_path: Path) -> None:
+def test_fp32_says_nothing_before_it_ran(gpt2: GPT2LMHeadModel, data: Any, tmp_path: Path) -> None:
     args = MixedPrecisionArguments(**settings(tmp_path), precision="fp32")
     trainer = MixedPrecisionTrainer(model=gpt2, args=args, train_dataset=data)
     trainer.create_model_card(**CARD)

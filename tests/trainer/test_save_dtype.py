@@ -103,6 +103,17 @@ def test_the_push_to_the_hub_takes_what_save_model_writes(tmp_path: Path, monkey
     assert {value.dtype for value in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("kind", ["callback", "subclass"])
+def test_the_card_of_a_run_in_fp32_says_what_was_rounded(kind: str, tmp_path: Path) -> None:
+    trainer = train(kind, "bf16", tmp_path, tiny_gpt2(), "fp32")
+    trainer.create_model_card()
+    trainer.create_model_card()
+    section = (tmp_path / "README.md").read_text().partition("### Mixed precision\n\n")[2]
+    assert section.startswith("- saved weights: bf16, rounded to nearest (`save_dtype='bf16'`)\n\n| parameters |")
+    assert section.count("| fp32 | fp32 | fp32 | - | fp32 | bf16 |\n") == 1
+    assert "precision: `" not in section and "skipped steps" not in section
+
+
 @pytest.mark.parametrize(("save_dtype", "written"), [("original", torch.float32), ("bf16", torch.bfloat16)])
 def test_adapters_are_cast_too(save_dtype, written, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")

@@ -69,8 +69,8 @@ def check_folder(
         progress: goes through names, and shows how far it is.
 
     Raises:
-        UnreadableError: (a ValueError) where there are no weights, and for a file that cannot be read.
-        ValueError: for a learning rate that is not positive and finite.
+        ValueError: where there are no weights, for a file that cannot be read, and for a learning rate that is not
+            positive and finite.
     """
     if learning_rate is not None and not 0.0 < learning_rate < math.inf:
         raise ValueError(f"a learning rate must be positive and finite, as 1e-5, not {learning_rate}")
@@ -86,6 +86,9 @@ def _check(folder: Folder, learning_rate: float | None, *, keeps_bits: bool, pro
     for role, words in _ROLES.items():
         for one in getattr(evidence, role):
             held.setdefault(words, Counter())[spell(one.dtype)] += one.elements
-    is_unknown = not (evidence.is_training or keeps_bits)
-    undecided = is_unknown and any(one.dtype in LOWER_PRECISION_DTYPES for one in evidence.weights)
+    undecided = (
+        not evidence.is_training
+        and not keeps_bits
+        and any(one.dtype in LOWER_PRECISION_DTYPES for one in evidence.weights)
+    )
     return FolderCheck(str(folder.path), held, find_risks(evidence), undecided)

@@ -8,15 +8,12 @@ does not know (DeepSpeed's classes) becomes :class:`Inert`.
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import mmap
 import pickle
 import re
-import struct
 import sys
 import warnings
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from enum import EnumType
@@ -44,18 +41,13 @@ _RUN = re.compile(r"checkpoint-(\d+)")
 _STATE = re.compile(r"(\w+\.)?optim|.*(exp_avg|momentum_buffer)")  # how names of an optimizer's state begin
 
 
-class UnreadableError(ValueError):
-    """A folder without weights, or a file that cannot be read; the message names it."""
-
-
 class Inert:
     """Stands in a file for an object of a class that is not loaded: takes everything, and does nothing."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
-        return super().__new__(cls)
-
-    def __setstate__(self, state: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
+
+    __setstate__ = __init__
 
 
 @dataclass
@@ -85,17 +77,17 @@ def read_folders(path: Path) -> list[Folder]:
     """What lies in ``path``; of a run, in its newest checkpoint, and the model beside it; reads headers alone.
 
     Raises:
-        UnreadableError: where there are no weights, and for a file that cannot be read.
+        ValueError: where there are no weights, and for a file that cannot be read.
     """
     if not path.is_dir():
-        raise UnreadableError(f"{path} {'is a file: name its folder' if path.exists() else 'does not exist'}")
+        raise ValueError(f"{path} {'is a file: name its folder' if path.exists() else 'does not exist'}")
     steps = {int(found[1]): one for one in path.glob("checkpoint-*") if (found := _RUN.fullmatch(one.name))}
     if not steps and any(path.glob("*/checkpoint-*")):
-        raise UnreadableError(f"{path} holds several runs: name one of them")
+        raise ValueError(f"{path} holds several runs: name one of them")
     places = [(steps[max(steps)], "**/*"), (path, "*")] if steps else [(path, "**/*")]
     folders = [folder for folder in (_read_folder(*place) for place in places) if folder.parts]
     if not folders:
-        raise UnreadableError(
+        raise ValueError(
             f"{path} holds no weights: name the folder of a model, of a checkpoint, or of a run that has checkpoints"
         )
     return folders
@@ -111,9 +103,11 @@ def _read_folder(path: Path, names: str) -> Folder:
             reader(file, folder)
         except Exception as error:  # whatever damaged bytes bring about: the file is named
             says = (str(error).splitlines() or [""])[0][:200]
-            if isinstance(error, pickle.UnpicklingError):  # torch would advise to run it
+            if not isinstance(error, (OSError, TypeError)):
+                says = f"it is damaged ({says})"
+            if isinstance(error, (pickle.UnpicklingError, AttributeError)):  # torch would advise to run it
                 says = "it is damaged, or a pickle that runs code, which hf_mp does not"
-            raise UnreadableError(f"{file} cannot be read: {says}") from error
+            raise ValueError(f"{file} cannot be read: {says}") from error
     return folder
 
 
@@ -139,7 +133,7 @@ def _tensor_at(mapped: mmap.mmap, dtype: torch.dtype, first: int, elements: int)
 
 def _read_safetensors(file: Path, folder: Folder) -> None:
     mapped = _map(file)
-    (length,) = struct.unpack("<Q", mapped[:8])
+    length = int.from_bytes(mapped[:8], "little")
     for name, entry in json.loads(mapped[8 : 8 + min(length, 10**8)]).items():  # as safetensors itself limits it
         if (dtype := _DTYPES.get(entry.get("dtype"))) is not None:
             first, last = entry["data_offsets"]
@@ -156,9 +150,13 @@ def _read_torch_file(file: Path, folder: Folder) -> None:
     folder.shapes = loaded.get("param_shapes", folder.shapes)  # of DeepSpeed
     prefix = "optim." if "optim" in file.name else ""
     for name, value in _walk(loaded.get("module", loaded) if not prefix else loaded, prefix, folder):
-        # torch notes there where in the file a storage lies that it loads to "meta", and reads none of it.
-        first = value.untyped_storage()._checkpoint_offset + value.storage_offset() * value.itemsize
-        folder.add(name, _tensor_at(mapped, value.dtype, first, value.numel()))
+        folder.add(name, _tensor_of(mapped, value))
+
+
+def _tensor_of(mapped: mmap.mmap, value: Any, start: int = 0) -> Tensor:
+    """The tensor that torch loaded to "meta" from ``start``: it notes where a storage lies, and reads none of it."""
+    first = start + value.untyped_storage()._checkpoint_offset + value.storage_offset() * value.itemsize
+    return _tensor_at(mapped, value.dtype, first, value.numel())
 
 
 def _walk(value: Any, name: str, folder: Folder) -> Iterator[tuple[str, Any]]:
@@ -189,28 +187,17 @@ class _Metadata(pickle.Unpickler):
 def _read_shards(file: Path, folder: Folder) -> None:
     """The metadata of ``torch.distributed.checkpoint``: what lies where in the files next to it."""
     from torch.distributed.checkpoint import filesystem  # noqa: F401  whose records the metadata names
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.utils import _create_file_view
 
     with file.open("rb") as opened:
         found = _Metadata(opened).load()
     map_once = functools.cache(_map)
     for index, place in found.storage_data.items():
-        about, shard = found.state_dict_metadata[index.fqn], file.parent / place.relative_path
-        if isinstance(about, TensorStorageMetadata):
-            (chunk,) = [one for one in about.chunks if one.offsets == index.offset] or about.chunks[:1]
-            first, dtype = _start_of_data(shard, place), about.properties.dtype
-            folder.add(index.fqn, _tensor_at(map_once(shard), dtype, first, chunk.sizes.numel()))
-
-
-def _start_of_data(shard: Path, place: Any) -> int:
-    """Where the values of a tensor begin that is written as an archive of torch.save into a part of a file."""
-    with (
-        shard.open("rb") as file,
-        mmap.mmap(file.fileno(), place.offset + place.length, access=mmap.ACCESS_READ) as end,
-    ):
-        (entry,) = [one for one in zipfile.ZipFile(end).infolist() if one.filename.endswith("data/0")]  # type: ignore[call-overload]
-        name, extra = struct.unpack("<HH", end[entry.header_offset + 26 : entry.header_offset + 30])
-        return int(entry.header_offset + 30 + name + extra)
+        if index.offset is not None:  # a tensor, or a part of one
+            with (file.parent / place.relative_path).open("rb") as shard:
+                view = _create_file_view(shard, place.offset, place.length)
+                value = torch.load(view, map_location="meta", weights_only=True)  # type: ignore[arg-type]
+            folder.add(index.fqn, _tensor_of(map_once(Path(shard.name)), value, place.offset))
 
 
 def _read_json(file: Path, folder: Folder) -> None:
@@ -276,7 +263,8 @@ def _pairs_by_shape(folder: Folder) -> Iterator[tuple[str, Tensor, Tensor]]:
     ranks = len(flat[0]) if cuts_each else 1
     groups = list(zip(folder.shapes, flat, strict=False))
     if cuts_each:  # the first rank's are looked at
-        groups = [(dict(itertools.chain(*(one.items() for one in folder.shapes))), [parts[0] for parts in flat])]
+        names = {name: shape for shapes in folder.shapes for name, shape in shapes.items()}
+        groups = [(names, [parts[0] for parts in flat])]
     for shapes, parts in groups:
         start = 0
         for name, shape in shapes.items():

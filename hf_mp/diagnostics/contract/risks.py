@@ -92,8 +92,7 @@ class Risk:
 
 def find_risks(evidence: Evidence) -> tuple[Risk, ...]:
     """All risks of a training, in the order of :data:`RULES`."""
-    found = ((kind, rule(evidence)) for kind, rule in RULES.items())
-    return tuple(Risk(kind, *words) for kind, words in found if words is not None)
+    return tuple(Risk(kind, *words) for kind, rule in RULES.items() if (words := rule(evidence)) is not None)
 
 
 Words = tuple[str, ...] | None  # says, way out, picture
@@ -110,8 +109,8 @@ def _no_masters(evidence: Evidence) -> Words:
     share = f"{mean(known):.0%}" if known else "an unknown share"
     rate = "" if evidence.learning_rate is None else f" at learning rate {evidence.learning_rate:g}"
     return (
-        f"{_count(narrow)} of {_count(evidence.weights)} weights are {_spelled(narrow)} without an FP32 master, and "
-        f"{share} of their updates{rate} are less than half a unit in the last place: rounding drops them",
+        f"{_elements(narrow):,} of {_elements(evidence.weights):,} weights are {_spelled(narrow)} without an FP32 "
+        f"master, and {share} of their updates{rate} are less than half a unit in the last place: rounding drops them",
         "give them masters: MixedPrecisionCallback('bf16') or hf_mp.prepare(model, optimizer, 'bf16'), or load the "
         "model with dtype=torch.float32" + ("; --keeps-bits for stochastic rounding" if evidence.is_saved else ""),
     )
@@ -136,12 +135,13 @@ def _rounded(evidence: Evidence) -> Words:
 
 def _stuck_seconds(evidence: Evidence) -> Words:
     narrow = [one for one in evidence.seconds if one.dtype is torch.bfloat16]
-    stuck = mean((one.elements, _share_stuck(one.values, evidence.beta2)) for one in narrow)
+    decay = 1.0 - evidence.beta2  # all that a step with a gradient of 0 does
+    stuck = mean((one.elements, lost_share(one.values, one.values.double() * decay)) for one in narrow)
     if not narrow or stuck < _STUCK:
         return None
     return (
-        f"{_count(narrow)} of the second moments are bf16, and with beta2={evidence.beta2:g} a decay of "
-        f"{1.0 - evidence.beta2:.2g} is less than half a unit in the last place: {stuck:.0%} of them stay where their "
+        f"{_elements(narrow):,} of the second moments are bf16, and with beta2={evidence.beta2:g} a decay of "
+        f"{decay:.2g} is less than half a unit in the last place: {stuck:.0%} of them stay where their "
         "largest gradient took them",
         "keep moments in FP32: train FP32 weights, whose moments torch makes FP32, or a beta2 of 0.99 and less",
         f"second moments by magnitude: {picture_of(narrow)}",
@@ -154,8 +154,8 @@ def _fp16_moments(evidence: Evidence) -> Words:
         return None
     zeros = mean((one.elements, float((one.values == 0).float().mean())) for one in narrow)
     return (
-        f"{_count(narrow)} of the moments are fp16, where a gradient below 2.4e-4 has a square that is rounded to 0: "
-        f"{zeros:.0%} of them are 0",
+        f"{_elements(narrow):,} of the moments are fp16, where a gradient below 2.4e-4 has a square that is rounded to "
+        f"0: {zeros:.0%} of them are 0",
         "keep moments in FP32: train FP32 weights, whose moments torch makes FP32",
         f"moments by magnitude: {picture_of(narrow)}",
     )
@@ -246,12 +246,6 @@ def picture_of(held: Iterable[Held]) -> str:
     return f"2^{min(octaves)} {bars} 2^{max(octaves) + 1}, {counts.zeros / counts.total:.0%} are 0"
 
 
-def _share_stuck(values: Tensor, beta2: float) -> float:
-    """Of second moments, the share that a step with a gradient of 0 leaves as they are."""
-    alive = values[values > 0]
-    return float(((alive.double() * beta2).to(alive.dtype) == alive).float().mean()) if len(alive) else 0.0
-
-
 def _share_of_16_bits(values: Tensor) -> float:
     """The share of values that BF16 or FP16 holds; 1 where all do."""
     return max(float((values.to(dtype).to(values.dtype) == values).float().mean()) for dtype in LOWER_PRECISION_DTYPES)
@@ -272,8 +266,11 @@ def _are_of_fp32(evidence: Evidence, narrow: Sequence[Held]) -> bool:
 
 
 def _moments_of_fp32(evidence: Evidence) -> list[Held]:
-    moments = [one for one in evidence.seconds or evidence.firsts if one.dtype is torch.float32]
-    return [one for one in moments if not re.search(r"state[12]$", one.name)]  # bitsandbytes': FP32 over any weight
+    return [
+        one
+        for one in evidence.seconds or evidence.firsts
+        if one.dtype is torch.float32 and not re.search(r"state[12]$", one.name)  # bitsandbytes': FP32 over any weight
+    ]
 
 
 def mean(weighted: Iterable[tuple[int, float]]) -> float:
@@ -284,10 +281,6 @@ def mean(weighted: Iterable[tuple[int, float]]) -> float:
 
 def _elements(held: Iterable[Held]) -> int:
     return sum(one.elements for one in held)
-
-
-def _count(held: Iterable[Held]) -> str:
-    return f"{_elements(held):,}"
 
 
 def _spelled(held: Iterable[Held]) -> str:

@@ -6,7 +6,6 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -96,9 +95,7 @@ class ContractWatch(StepObserver):
             self._gradients[id(parameter)] |= dtypes_of(gradients_of(parameter))
 
     @stores_16_bits
-    def contract(
-        self, optimizer: Any = None, saved: Mapping[str, torch.dtype] = MappingProxyType({})
-    ) -> PrecisionContract:
+    def contract(self, optimizer: Any = None, saved: Mapping[str, torch.dtype] | None = None) -> PrecisionContract:
         """What was seen so far; ``saved``: to what weights are cast when they are saved, if they are, by name."""
         self.backward_ended()
         optimizer = getattr(as_accelerated(optimizer), "optimizer", optimizer)
@@ -110,7 +107,7 @@ class ContractWatch(StepObserver):
                     owners.setdefault(id(parameter), (f"{path}.{name}".strip("."), module, parameter))
                     computed[id(parameter)] |= self._computed.get(module, set())
         return PrecisionContract.of(
-            self._row(kind_of(name, module, parameter), parameter, computed[key], optimizer, saved.get(name))
+            self._row(kind_of(name, module, parameter), parameter, computed[key], optimizer, (saved or {}).get(name))
             for key, (name, module, parameter) in owners.items()
         )
 
@@ -126,6 +123,7 @@ class ContractWatch(StepObserver):
         if save_dtype is not None and parameter.is_floating_point():
             saved = spell(save_dtype)
         if not parameter.requires_grad:
+            saved = NONE if hasattr(self.model, "peft_config") else saved  # PEFT saves adapters alone
             return ContractRow(kind, elements, stored, _said(computed), NONE, NONE, NONE, saved)
         gradient = _said(self._gradients[id(parameter)])
         reduced = (_said(self._sent) if self._sent else gradient) if is_running() else NONE
@@ -142,7 +140,8 @@ def precision_contract(
     """What a training stores, computes, sums and saves in which dtype: any training, attached or not.
 
     It is read from the tensors that are there. What only a step shows (in what modules compute, what travels between
-    processes) is taken while ``run`` runs; else it is ``"?"``, as gradients and moments are before the first step.
+    processes) is taken while ``run`` runs; else it is ``"?"``, as gradients are before the first backward. Moments are
+    ``"-"`` before the first step, which makes them.
 
     Args:
         model: any module, under DDP or FSDP2 too.
