@@ -184,6 +184,9 @@ class GradientCheck:
         if is_known and max_norm / (norm + 1e-6) >= 1:
             return  # torch would multiply them by 1
         self.clipping = Clipping(parameters, max_norm, norm)
+        if is_known and not norm.isfinite() and all_finite(local_parts(self.gradients(parameters))):
+            self.clip_now()  # to 0, and the step is taken, as by torch: squares beyond FP32 are no inf or NaN
+            self._measured = None
 
     def clip_now(self) -> None:
         """Scale the gradients down where that was left to the update, for an optimizer that reads them itself."""

@@ -221,6 +221,11 @@ class TestInTheStep:
             optimizer.step()
         assert [optimizer.step_was_skipped for optimizer in optimizers] == [False, True]
 
+    def test_gradients_whose_squares_leave_fp32_become_zeros_as_by_torch(self) -> None:
+        ours = self.train("bf16", None, [1.0, 1e30, 1.0], max_grad_norm=0.01)
+        theirs = self.train("bf16", clip, [1.0, 1e30, 1.0])
+        assert ours[0][1].isinf() and same(ours[1], theirs[1]) and ours[2] == theirs[2] and not ours[2].skipped_steps
+
     def test_two_models_of_one_optimizer_are_clipped_once(self) -> None:
         models = linear(), linear()
         optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], 1.0)
