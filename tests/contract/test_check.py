@@ -99,6 +99,16 @@ def test_of_a_run_the_newest_checkpoint_and_the_model_beside_it_are_read(tmp_pat
     assert check.model.held == {"weights": {"fp32": 20_672}}
 
 
+def test_of_a_model_in_two_formats_the_safetensors_are_read(tmp_path: Path) -> None:
+    model = CLEAN["a model in bf16"](tmp_path)
+    alone = check_folder(model, 1e-5)
+    weights = {name: one.float() for name, one in load_file(next(model.glob("*.safetensors"))).items()}
+    torch.save(weights, model / "pytorch_model.bin")
+    assert check_folder(model, 1e-5) == alone
+    next(model.glob("*.safetensors")).unlink()
+    assert check_folder(model).held == {"weights": {"fp32": 20_672}}
+
+
 def test_progress_goes_through_the_names(tmp_path: Path) -> None:
     seen: list[list[str]] = []
     check_folder(CLEAN["a model in fp32"](tmp_path), progress=lambda names: seen.append(names) or iter(names))

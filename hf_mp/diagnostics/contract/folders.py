@@ -97,7 +97,8 @@ def _read_folder(path: Path, names: str) -> Folder:
     folder = Folder(path)
     for file in sorted(path.glob(names), key=_by_rank):
         reader = next((read for words, read in _READERS.items() if re.fullmatch(words, file.name)), None)
-        if reader is None or not file.is_file():
+        is_copy = re.match(r"(pytorch|adapter)_model.*\.bin$", file.name) and any(file.parent.glob("*.safetensors"))
+        if reader is None or is_copy or not file.is_file():  # Transformers loads the safetensors beside it
             continue
         try:
             reader(file, folder)
