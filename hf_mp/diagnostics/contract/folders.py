@@ -232,9 +232,8 @@ def evidence_of(
         keeps_bits: as in :class:`Evidence`.
         progress: shows how far it is while it goes through the names; default: nothing.
     """
-    evidence = Evidence(is_saved=True, keeps_bits=keeps_bits, beta2=beta2_of(folder.groups))
-    rates = filter(None, map(learning_rate_of, folder.groups))
-    evidence.learning_rate = rate = max(rates, default=None) if learning_rate is None else learning_rate
+    rate = learning_rate or max(filter(None, map(learning_rate_of, folder.groups)), default=None)
+    evidence = Evidence(is_saved=True, keeps_bits=keeps_bits, learning_rate=rate, beta2=beta2_of(folder.groups))
     for name in progress(list(folder.parts)):
         parts = folder.parts[name]
         if (role := role_of(name) if _STATE.match(name) else "weights") is None:
