@@ -43,7 +43,11 @@ class Verdict:
     @property
     def waits(self) -> bool:
         """Whether the device can skip the step, and the host would wait for it; several processes have to agree."""
-        return self.bound.device.type in _SKIP_BY_THEMSELVES and not is_running()
+        kind = self.bound.device.type
+        if kind not in _SKIP_BY_THEMSELVES or is_running():
+            return False
+        # torch sends found_inf to parameters of the host as well, and reads it there before it has come.
+        return all([gradient.device.type == kind for gradient in self.gradients])
 
     def found_inf(self) -> Tensor:
         """FP32 of shape (): 1 for an overflow, else 0."""

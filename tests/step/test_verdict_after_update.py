@@ -303,6 +303,14 @@ def test_an_optimizer_that_cannot_skip_waits(kind: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("devices", [("cpu", "cpu"), ("cpu", "meta")])
+def test_a_step_of_gradients_on_two_devices_is_read_first(devices: tuple[str, str]) -> None:
+    given = [torch.zeros(2, device=device) for device in devices]
+    verdict = gradients.Verdict((), given, torch.zeros(()), is_exact=True, largest=None)
+    assert verdict.waits is (devices[1] == "cpu")
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("factor", [1.0, math.inf])
 def test_lean_weights_without_a_kernel_are_skipped_as_well(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = prepared(fused, "fp16-lean")
