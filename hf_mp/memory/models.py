@@ -272,7 +272,7 @@ def _renewed(tensor: Tensor, device: torch.device, renew: Callable[[Tensor], Ten
 
 def _empty_like(tensor: Any, device: torch.device) -> Tensor:
     """Memory on ``device`` that is laid out as ``tensor``, also as the part of a DTensor."""
-    whole = tensor.detach()
+    whole = tensor.detach() if is_dtensor(tensor) else tensor  # FakeTensorMode of torch 2.11 detaches no 4-bit weights
     local = local_part(whole)
     new = torch.empty_strided(local.shape, local.stride(), dtype=tensor.dtype, device=device)
     if not is_dtensor(whole):

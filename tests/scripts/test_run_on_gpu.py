@@ -90,7 +90,7 @@ def test_benches_are_imported_by_a_bare_python(bare, tmp_path):
     """Neither datasets nor bitsandbytes is needed, and hf_mp is that of the checkout."""
     whats = sorted({piece.command[1] for piece in BENCHMARKS})
     code = f"""
-import importlib, sys
+import importlib.util, sys
 for package in ("hf_mp", "datasets", "bitsandbytes"):
     assert importlib.util.find_spec(package) is None, package
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "scripts")!r}]
