@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from planted_checkpoints import CLEAN, PLANTED
+from planted_checkpoints import CLEAN, PLANTED, deepspeed
 from safetensors.torch import load_file, save_file
 from torch.serialization import skip_data
 from typer.testing import CliRunner
@@ -107,6 +107,16 @@ def test_of_a_model_in_two_formats_the_safetensors_are_read(tmp_path: Path) -> N
     assert check_folder(model, 1e-5) == alone
     next(model.glob("*.safetensors")).unlink()
     assert check_folder(model).held == {"weights": {"fp32": 20_672}}
+
+
+def test_weights_that_transformers_saves_beside_deepspeeds_are_counted_once(tmp_path: Path) -> None:
+    deepspeed(tmp_path)
+    states = torch.load(next(tmp_path.rglob("*model_states.pt")), weights_only=True)["module"]
+    save_file(
+        {name: one.clone() for name, one in states.items() if name != "lm_head.weight"}, tmp_path / "model.safetensors"
+    )
+    check = check_folder(tmp_path, 1e-5)
+    assert check.held["weights"] == {"bf16": 20_672} and not check.risks
 
 
 def test_progress_goes_through_the_names(tmp_path: Path) -> None:

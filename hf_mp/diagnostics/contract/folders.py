@@ -149,6 +149,8 @@ def _read_torch_file(file: Path, folder: Folder) -> None:
     if not isinstance(loaded, Mapping):
         raise TypeError("it holds no dictionary of tensors: save model.state_dict()")
     folder.shapes = loaded.get("param_shapes", folder.shapes)  # of DeepSpeed
+    if "model_states" in file.name and any(file.parent.parent.glob("*.safetensors")):
+        return  # Transformers saves the same weights beside DeepSpeed's folder
     prefix = "optim." if "optim" in file.name else ""
     for name, value in _walk(loaded.get("module", loaded) if not prefix else loaded, prefix, folder):
         folder.add(name, _tensor_of(mapped, value))
