@@ -23,16 +23,6 @@ def test_help_names_the_commands():
     assert "env" in result.stdout
 
 
-def test_no_command_shows_the_help():
-    assert "Usage: hf-mp" in run().output
-
-
-def test_an_unknown_command_fails():
-    result = run("evn")
-    assert result.exit_code == 2
-    assert "evn" in result.output
-
-
 @pytest.fixture
 def machine(monkeypatch):
     planted = {

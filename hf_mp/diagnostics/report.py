@@ -34,21 +34,21 @@ def write_report(run_directory: str | Path, path: str | Path | None = None) -> P
         path: of the page; default ``precision_report.html`` in the run directory.
 
     Raises:
-        NoRunError: (a ValueError) if there is no run.
-        OSError: if the page cannot be written.
+        ValueError: if there is no run, or the page cannot be written there.
     """
-    run = read_run(Path(run_directory))
-    target = Path(run_directory, PAGE_NAME) if path is None else Path(path)
+    return _write(Path(run_directory), path)[0]
+
+
+def _write(run_directory: Path, path: str | Path | None) -> tuple[Path, RunRecords]:
+    run, target = read_run(run_directory), Path(path or run_directory / PAGE_NAME)
+    check_writable(target)
     write_whole(target, render_report(run))
-    return target
+    return target, run
 
 
 def report_command(run_directory: Path, html: Path | None) -> str:
     """The output of ``hf-mp report``: where the page is, and what is missing in it."""
-    run = read_run(run_directory)
-    target = run_directory / PAGE_NAME if html is None else html
-    check_writable(target)
-    write_whole(target, render_report(run))
+    target, run = _write(run_directory, html)
     missing = "".join(f"  missing: {sentence}\n" for sentence in run.missing)
     return f"{target} is written: {target.stat().st_size / 1024:,.0f} KiB, open it in a browser\n{missing}"
 
@@ -58,6 +58,7 @@ def render_report(run: RunRecords) -> str:
     updated = run.latest_updated
     latest = updated or run.latest  # a step that overflowed has hardly a value to draw
     skipped = [step for step in run.steps.values() if step.skipped]
+    scale, headroom = charts.scale_charts(run.steps)
     # The template escapes what it is given: names of modules and paths come from outside.
     return page_template("diagnostics/report.html.j2").render(
         name=run.directory.resolve().name,
@@ -65,7 +66,8 @@ def render_report(run: RunRecords) -> str:
         restarts=run.restarts,
         missing=run.missing,
         findings=findings(run.steps, latest, updated, run.healed),
-        history=charts.scale_history(run.steps),
+        scale=scale,
+        headroom=headroom,
         skip_causes=Counter(step.cause for step in skipped).most_common(),
         skipped_count=len(skipped),
         skipped=skipped[:SHOWN_SKIPS],
@@ -79,7 +81,7 @@ def render_report(run: RunRecords) -> str:
         scale_text=scale_text,
         latest=latest,
         galleries=[] if latest is None else list(_galleries(latest)),
-        shares=charts.share_history(_shares_over_time(list(run.shares.values()))),
+        shares=charts.chart(_shares_over_time(list(run.shares.values())), list(run.shares), "{}%"),
         updated=updated,
         swamped=[] if updated is None else swamped_rows(updated),
         charts=charts,
@@ -149,7 +151,7 @@ def _shares_over_time(shares: list[StepShares]) -> list[charts.Line]:
         ("bf16", "updates that BF16 weights lose", "swamped_bf16"),
     ]
     return [
-        (colour, name, [(step.step, share) for step in shares if (share := getattr(step, field)) is not None])
+        (colour, name, [(step.step, 100 * share) for step in shares if (share := getattr(step, field)) is not None])
         for colour, name, field in lines
     ]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from hf_mp.diagnostics.magnitudes import FP16_OVERFLOW, FP16_SMALLEST, FP16_SMALLEST_NORMAL, Histogram
@@ -19,7 +18,6 @@ OCTAVE_WIDTH, HEIGHT = 10, 100
 WIDTH = OCTAVE_WIDTH * (HIGHEST - LOWEST)
 
 MOST_POINTS = 500  # of a curve
-LINE_WIDTH, LINE_HEIGHT = 1000, 200
 
 
 def axis_percent(log2: float) -> float:
@@ -49,78 +47,46 @@ def silhouette(histogram: Histogram, log2_scale: int = 0) -> str:
     if not heights:
         return ""
     lowest, highest = min(heights), max(heights.values())
-    path = [f"M{OCTAVE_WIDTH * (lowest - LOWEST)},{HEIGHT}"]
-    for place in range(lowest, max(heights) + 1):
-        # Rounded up, so that a single value among millions is seen.
-        y, end = HEIGHT - math.ceil(HEIGHT * heights[place] / highest), OCTAVE_WIDTH * (place + 1 - LOWEST)
-        path.append(f"V{y}H{end}")
-    return "".join([*path, f"V{HEIGHT}"])
+    # Rounded up, so that a single value among millions is seen.
+    tops = {place: HEIGHT - math.ceil(HEIGHT * heights[place] / highest) for place in range(lowest, max(heights) + 1)}
+    bars = "".join(f"V{top}H{OCTAVE_WIDTH * (place + 1 - LOWEST)}" for place, top in tops.items())
+    return f"M{OCTAVE_WIDTH * (lowest - LOWEST)},{HEIGHT}{bars}V{HEIGHT}"
 
 
-class Curve(NamedTuple):
-    colour: str
-    name: str
-    points: str  # of its polyline, in a frame of LINE_WIDTH by LINE_HEIGHT
-
-
-class Frame(NamedTuple):
-    curves: list[Curve]
+class Chart(NamedTuple):
+    curves: list[
+        tuple[str, str, str]
+    ]  # colour, name, points of a polyline: step, and the height downwards as SVG has it
     first_step: int
     last_step: int
-    top: str
-    bottom: str
+    bottom: int
+    top: int
+    label: str  # of a height, to format
+    skips: Sequence[int]  # where steps were skipped
 
 
-class ScaleHistory(NamedTuple):
-    scale: Frame
-    headroom: Frame | None
-    skips: tuple[float, ...]  # where steps were skipped, in units of LINE_WIDTH
-
-
-def scale_history(steps: Mapping[int, StepRecord]) -> ScaleHistory | None:
-    """The history of a run; None without steps."""
-    if not steps:
-        return None
-    ends = min(steps), max(steps)
-    log2 = [(number, math.log2(step.loss_scale)) for number, step in steps.items()]
-    # A scale holds until it changes: a slope between two steps would show scales that never were.
-    stairs = log2[:1] + [(step, y) for (_, old), (step, new) in pairwise(log2) for y in (old, new)]
-    bottom, top = math.floor(min(y for _, y in log2)) - 1, math.ceil(max(y for _, y in log2)) + 1
-    scale = _frame([("scale", "loss scale", stairs)], ends, (bottom, top), (f"2^{bottom}", f"2^{top}"))
-    skips = {round(_place(number, *ends), 1) for number, step in steps.items() if step.skipped}
+def scale_charts(steps: Mapping[int, StepRecord]) -> tuple[Chart | None, Chart | None]:
+    """The loss scale and the headroom over the steps; None without."""
+    # A scale holds for its step: a slope between two would show scales that never were.
+    scales = [(x, math.log2(step.loss_scale)) for number, step in steps.items() for x in (number, number + 1)]
     left = [(number, step.headroom) for number, step in steps.items() if step.headroom is not None]
-    return ScaleHistory(scale, _headroom_frame(left, ends) if left else None, tuple(sorted(skips)))
+    skips = [number for number, step in steps.items() if step.skipped]
+    skips = skips[:: 1 + len(skips) // MOST_POINTS]
+    return (
+        chart([("scale", "loss scale", scales)], list(steps), "2^{}", skips),
+        chart([("headroom", "headroom", left)], list(steps), "{}", skips),
+    )
 
 
-def _headroom_frame(left: Sequence[tuple[int, float]], ends: tuple[int, int]) -> Frame:
-    bottom, top = min(0, math.floor(min(y for _, y in left))), math.ceil(max(y for _, y in left)) + 1
-    return _frame([("headroom", "headroom", left)], ends, (bottom, top), (str(bottom), str(top)))
-
-
-def share_history(shares: Sequence[Line]) -> Frame | None:
-    """Shares over the steps as lines; None if no line has two points."""
-    lines = [line for line in shares if len(line[2]) > 1]
-    if not lines:
+def chart(lines: Sequence[Line], steps: Sequence[int], label: str, skips: Sequence[int] = ()) -> Chart | None:
+    """Lines over ``steps``; None where none has two points."""
+    drawn = [(colour, name, _thinned(points)) for colour, name, points in lines if len(points) > 1]
+    if not drawn:
         return None
-    points = [point for line in lines for point in line[2]]
-    top = 1.05 * max(y for _, y in points) or 0.01
-    return _frame(lines, (min(points)[0], max(points)[0]), (0.0, top), ("0%", percent(top)))
-
-
-def _frame(lines: Sequence[Line], ends: tuple[int, int], limits: tuple[float, float], labels: tuple[str, str]) -> Frame:
-    bottom, top = limits
-    height = LINE_HEIGHT / (top - bottom)
-    curves = []
-    for colour, name, points in lines:
-        placed = [(_place(step, *ends), height * (top - y)) for step, y in _thinned(points)]
-        if len(placed) == 1:  # a line as long as the run
-            placed = [(0.0, placed[0][1]), (LINE_WIDTH, placed[0][1])]
-        curves.append(Curve(colour, name, " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)))
-    return Frame(curves, *ends, top=labels[1], bottom=labels[0])
-
-
-def _place(step: int, first: int, last: int) -> float:
-    return LINE_WIDTH * (step - first) / max(last - first, 1)
+    heights = [y for _, _, points in drawn for _, y in points]
+    # In units of the data, which the view box of the picture stretches: nothing is placed here.
+    curves = [(colour, name, " ".join(f"{x},{-y:.3f}" for x, y in points)) for colour, name, points in drawn]
+    return Chart(curves, min(steps), max(steps), math.floor(min(heights)), math.floor(max(heights)) + 1, label, skips)
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -10,7 +10,6 @@ was writing.
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -60,11 +59,9 @@ class RunLog:
         # A run directory may be somebody else's: what is shown is not to come from outside of it.
         if not self.path.resolve().is_relative_to(self.path.parent.resolve()):
             raise OSError("it is a link out of the run directory, which would not be read either")
-        file = self.path.open("ab+", buffering=0)  # nothing is left to write when it is closed
+        file = self.path.open("ab", buffering=0)  # nothing is left to write when it is closed
         if file.tell():
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")  # what a killed process began stays a line of its own
+            file.write(b"\n")  # what a killed process began stays a line of its own
         return file
 
     def close(self) -> None:
@@ -90,6 +87,7 @@ class StepRecord(NamedTuple):
 @dataclass
 class RunRecords:
     directory: Path  # named as the run
+    lines: int | None = None  # of the log; None without one
     start: dict[str, Any] = field(default_factory=dict)  # the settings of the last start; empty if not recorded
     restarts: int = 0  # number of resumes since the last fresh start
     steps: dict[int, StepRecord] = field(default_factory=dict)  # in order; of steps repeated after a resume, the last
@@ -104,103 +102,97 @@ class RunRecords:
     missing: list[str] = field(default_factory=list)  # one sentence for each thing that is missing or unreadable
 
 
-class NoRunError(ValueError):
-    """The directory holds no run."""
-
-
 def read_run(directory: Path) -> RunRecords:
     """Read a run directory: our log, kept overflow reports, a calibration.
 
     Nothing outside ``directory`` is read: links that lead out of it count as missing.
+
+    Raises:
+        ValueError: if there is no run.
     """
     if not directory.is_dir():
-        raise NoRunError(f"{directory} is not a directory: name the output directory of a training run")
+        raise ValueError(f"{directory} is not a directory: name the output directory of a training run")
     run = RunRecords(directory)
-    has_log = _read_log(run)
-    for path in _files(run, "overflows/*/report.json"):
-        _take_file(run, path, lambda path: _take_overflow(run, json.loads(path.read_bytes())))
-    for path in _files(run, RULES_NAME):
-        run.ranges = _take_file(run, path, RangeReport.load)
-    if has_log:
-        return run
-    writes = "MixedPrecisionArguments(precision_report=True) or hf_mp.record_precision(model, RUN_DIR) writes it"
-    if not (run.overflows or run.ranges):
-        found = "".join(f"; {sentence}" for sentence in run.missing)
-        raise NoRunError(f"{directory} holds no run: neither {LOG_NAME} ({writes}) nor overflows/*/report.json{found}")
-    run.missing.append(f"{LOG_NAME} is not there, so there are no steps, histograms and settings: {writes}")
+    for pattern, take in _FILES.items():
+        for path in sorted(directory.glob(pattern)):
+            name = path.relative_to(directory)
+            if not path.resolve().is_relative_to(directory.resolve()):
+                run.missing.append(f"{name} is a link out of the run directory and was not read")
+                continue
+            try:
+                take(run, path)
+            except _DAMAGED as error:
+                run.missing.append(f"{name} cannot be read: {error}")
+    run.missing += _missing_of_log(run)
     return run
 
 
-def _take_file(run: RunRecords, path: Path, take: Callable[[Path], Any]) -> Any:
-    """What ``take`` gives of a file; None for a damaged one, which is named."""
-    try:
-        return take(path)
-    except _DAMAGED as error:
-        run.missing.append(f"{path.relative_to(run.directory)} cannot be read: {error}")
-        return None
+def _missing_of_log(run: RunRecords) -> list[str]:
+    writes = "MixedPrecisionArguments(precision_report=True) or hf_mp.record_precision(model, RUN_DIR) writes it"
+    if run.lines is None and not (run.overflows or run.ranges):
+        found = "".join(f"; {sentence}" for sentence in run.missing)
+        raise ValueError(
+            f"{run.directory} holds no run: neither {LOG_NAME} ({writes}) nor overflows/*/report.json{found}"
+        )
+    if run.lines is None:
+        return [f"{LOG_NAME} is not there, so there are no steps, histograms and settings: {writes}"]
+    if run.lines == 0:
+        return [f"{LOG_NAME} is empty"]
+    wanted = {
+        f"{LOG_NAME} has no record of the run's start: settings and versions are missing": run.start,
+        "the run has not ended: it was killed, an error stopped it, or it is still running (in your own loop, call "
+        "recorder.end())": run.has_ended,
+        "there are no histograms: histogram_steps=50 takes one every 50 steps": run.shares,
+    }
+    return [sentence for sentence, is_there in wanted.items() if not is_there]
 
 
-def _files(run: RunRecords, pattern: str) -> list[Path]:
-    """The files of this pattern which are, with links resolved, in the run directory."""
-    found = [path for path in sorted(run.directory.glob(pattern)) if path.is_file()]
-    outside = [path for path in found if not path.resolve().is_relative_to(run.directory.resolve())]
-    for path in outside:
-        run.missing.append(f"{path.relative_to(run.directory)} is a link out of the run directory and was not read")
-    return [path for path in found if path not in outside]
-
-
-def _read_log(run: RunRecords) -> bool:
+def _read_log(run: RunRecords, path: Path) -> None:
     damaged: list[int] = []
-    number = 0
-    paths = _files(run, LOG_NAME)
-    for path in paths:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    _take(run, json.loads(line))
-                # A log is read after crashes: what is whole in it is worth showing.
-                except _DAMAGED:
-                    damaged.append(number)
+    starts: list[list[Any]] = [[]]
+    run.lines = 0
+    with path.open("rb") as file:
+        for line in filter(bytes.strip, file):
+            run.lines += 1
+            try:
+                _take(run, starts, json.loads(line))
+            # A log is read after crashes: what is whole in it is worth showing.
+            except _DAMAGED:
+                damaged.append(run.lines)
     if damaged:
-        some = f"{damaged[0]} of {number}" + (f" and {len(damaged) - 1} more" if len(damaged) > 1 else "")
+        some = f"{damaged[0]} of {run.lines}" + (f" and {len(damaged) - 1} more" if len(damaged) > 1 else "")
         run.missing.append(f"{LOG_NAME}: line {some} is half-written or damaged, and left out")
-    if paths:
-        _say_what_is_missing(run, is_empty=number == 0)
-    return bool(paths)
+    events = _joined(run, starts)
+    run.steps = {one.step: one for one in events if isinstance(one, StepRecord)}
+    run.shares = {one.step: one for one in events if isinstance(one, StepShares)}
+    run.healed = [one for one in events if isinstance(one, Healed)]
+    for one in events:
+        if isinstance(one, OverflowReport):
+            _take_overflow(run, one)
+    run.latest, run.latest_updated = (
+        one if one is not None and one.step in run.shares else None for one in (run.latest, run.latest_updated)
+    )
 
 
-def _say_what_is_missing(run: RunRecords, *, is_empty: bool) -> None:
-    if is_empty:
-        run.missing.append(f"{LOG_NAME} is empty")
-        return
-    if not run.start:
-        run.missing.append(f"{LOG_NAME} has no record of the run's start: settings and versions are missing")
-    if not run.has_ended:
-        run.missing.append(
-            "the run has not ended: it was killed, an error stopped it, or it is still running (in your own loop, call "
-            "recorder.end())"
-        )
-    if not run.shares:
-        asked = run.start.get("histogram_steps")
-        run.missing.append(
-            f"there are no histograms: histogram_steps={asked} was set, and none could be read"
-            if asked
-            else "there are no histograms: histogram_steps=50 takes one every 50 steps"
-        )
-
-
-def _take(run: RunRecords, record: Mapping[str, Any]) -> None:
+def _take(run: RunRecords, starts: list[list[Any]], record: Mapping[str, Any]) -> None:
     match record["record"]:
         case "run":
-            _take_start(run, record)
+            if record["version"] != VERSION:
+                raise ValueError(f"version {record['version']!r}")
+            run.start = {key: value for key, value in record.items() if key not in ("record", "version")}
+            run.has_ended = False
+            starts.append([])
         case "step":
-            _take_step(run, record)
+            numbers = int(record["step"]), float(record["loss_scale"])
+            starts[-1].append(StepRecord(*numbers, record["headroom"], record["skipped"], record["cause"]))
         case "overflow":
-            _take_overflow(run, record["report"])
+            starts[-1].append(OverflowReport.from_dict(record["report"]))
         case "healed":
-            run.healed.append(Healed(**record["healed"]))
+            starts[-1].append(Healed(**record["healed"]))
         case "magnitudes":
-            _take_magnitudes(run, from_record(record))
+            run.latest = step = from_record(record)
+            run.latest_updated = run.latest_updated if step.skipped else step
+            starts[-1].append(step.shares())  # a long run's histograms would not fit in memory together
         case "contract":
             run.contract = record["rows"]
         case "end":
@@ -209,40 +201,30 @@ def _take(run: RunRecords, record: Mapping[str, Any]) -> None:
             raise ValueError(f"record {unknown!r}")
 
 
-def _take_start(run: RunRecords, record: Mapping[str, Any]) -> None:
-    if record["version"] != VERSION:
-        raise ValueError(f"version {record['version']!r}")
-    run.restarts += bool(run.start)
-    run.start = {key: value for key, value in record.items() if key not in ("record", "version")}
-    run.has_ended = False
+def _joined(run: RunRecords, starts: list[list[Any]]) -> list[Any]:
+    """What was recorded of all starts. A resumed one takes steps again from its checkpoint on: the later ones count."""
+    found: list[Any] = []
+    for events in filter(None, starts):
+        first = min(one.step for one in events)
+        run.restarts = run.restarts + 1 if found and first > 1 else 0
+        found = [*(one for one in found if one.step < first), *events]
+    return found
 
 
-def _take_magnitudes(run: RunRecords, step: StepMagnitudes) -> None:
-    run.latest, run.shares[step.step] = step, step.shares()
-    run.latest_updated = run.latest_updated if step.skipped else step
-
-
-def _take_step(run: RunRecords, record: Mapping[str, Any]) -> None:
-    scale = float(record["loss_scale"])
-    step = StepRecord(*({**record, "loss_scale": scale}[name] for name in StepRecord._fields))
-    # A resumed run takes steps again from its checkpoint on: the later ones count.
-    if run.steps and next(reversed(run.steps)) >= step.step:
-        _take_back(run, step.step)
-    if step.step == 1:
-        run.restarts = 0
-    run.steps[step.step] = step
-
-
-def _take_back(run: RunRecords, step: int) -> None:
-    """Forget everything from ``step`` on: the run was resumed before it, or restarted."""
-    run.steps = {number: found for number, found in run.steps.items() if number < step}
-    run.shares = {number: found for number, found in run.shares.items() if number < step}
-    run.overflows = {key: found for key, found in run.overflows.items() if key[0] < step}
-    run.healed = [found for found in run.healed if found.step < step]
-    run.latest = run.latest if run.latest and run.latest.step < step else None
-    run.latest_updated = run.latest_updated if run.latest_updated and run.latest_updated.step < step else None
-
-
-def _take_overflow(run: RunRecords, fields: Mapping[str, Any]) -> None:
-    report = OverflowReport.from_dict(fields)
+def _take_overflow(run: RunRecords, report: OverflowReport) -> None:
     run.overflows[report.step, report.micro_batch, report.rank] = report
+
+
+def _read_overflow(run: RunRecords, path: Path) -> None:
+    _take_overflow(run, OverflowReport.from_dict(json.loads(path.read_bytes())))
+
+
+def _read_ranges(run: RunRecords, path: Path) -> None:
+    run.ranges = RangeReport.load(path)
+
+
+_FILES: dict[str, Callable[[RunRecords, Path], None]] = {
+    LOG_NAME: _read_log,
+    "overflows/*/report.json": _read_overflow,
+    RULES_NAME: _read_ranges,
+}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 
 import torch
 from rich.console import RenderableType
@@ -11,10 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_mp.casting.cpu.upcast import runs_natively
-from hf_mp.environment.advice import Capabilities, advise
+from hf_mp.environment.advice import advise
 from hf_mp.environment.libraries import LIBRARIES, library_status
 from hf_mp.environment.machine import describe_hardware, package_versions
-from hf_mp.policy import PRESETS
 
 
 def examine_machine() -> dict[str, dict[str, str]]:
@@ -23,18 +21,25 @@ def examine_machine() -> dict[str, dict[str, str]]:
         "versions": dict(package_versions()),
         "hardware": dict(describe_hardware()),
         "libraries": {name: library_status(name) for name in LIBRARIES},
-        "advice": asdict(advise(capabilities())),
+        "advice": advise_here(),
     }
 
 
-def capabilities() -> Capabilities:
-    cpu_fp16, cpu_bf16 = (runs_natively(PRESETS[name].compute, "cpu") for name in ("fp16", "bf16"))
+def advise_here() -> dict[str, str]:
+    """The preset for the least capable GPU, or without one for the CPU.
+
+    Tensor cores support FP16 from compute capability 7.0 (Volta) and BF16 from 8.0 (Ampere) on (NVIDIA, "CUDA C++
+    Programming Guide", section "Compute Capabilities").
+    """
     if not torch.cuda.is_available():
-        return Capabilities(cpu_fp16=cpu_fp16, cpu_bf16=cpu_bf16)
+        native = {name: runs_natively(dtype, "cpu") for name, dtype in (("fp16", torch.half), ("bf16", torch.bfloat16))}
+        return advise("This CPU", **native)
     weakest = min(range(torch.cuda.device_count()), key=torch.cuda.get_device_capability)
-    capability = None if torch.version.hip is not None else torch.cuda.get_device_capability(weakest)
-    gpu_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    return Capabilities(torch.cuda.get_device_name(weakest), capability, gpu_bf16, cpu_fp16, cpu_bf16)
+    # torch asks ROCm by itself, whose compute capabilities are numbers of another maker; emulated BF16 is slow.
+    with torch.cuda.device(weakest):
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    fp16 = torch.version.hip is not None or torch.cuda.get_device_capability(weakest) >= (7, 0)
+    return advise(torch.cuda.get_device_name(weakest), fp16=fp16, bf16=bf16)
 
 
 def screen(machine: Mapping[str, Mapping[str, str]]) -> Iterator[RenderableType]:
@@ -42,7 +47,7 @@ def screen(machine: Mapping[str, Mapping[str, str]]) -> Iterator[RenderableType]
     environment = Table("environment", "value", show_edge=False)
     for part in ("versions", "libraries", "hardware"):
         for label, value in machine[part].items():
-            environment.add_row(label, Text(value))
+            environment.add_row(label, Text(value))  # Text, or rich would read a name with [brackets] as markup
     yield environment
     yield ""
     advice = machine["advice"]

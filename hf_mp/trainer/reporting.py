@@ -99,11 +99,9 @@ class TrainerReporting:
             return
         self.recorder.end()
         if self._settings.precision_report:
-            from hf_mp.diagnostics.run_log import NoRunError
-
             try:
                 logger.info(f"the precision report of this run is {self.recorder.write_report()}")
-            except (OSError, NoRunError) as error:  # the training is done: a page is no reason to lose its result
+            except (OSError, ValueError) as error:  # the training is done: a page is no reason to lose its result
                 logger.warning(f"the precision report of this run could not be written: {error}")
 
 

@@ -223,21 +223,20 @@ def test_a_long_run_is_drawn_with_few_points_that_keep_its_extremes() -> None:
     left = generator.uniform(3.0, 9.0, 20_000)
     left[12_345] = 0.5
     steps = [StepRecord(i + 1, 2.0 ** (i % 7), float(y), i % 10_000 == 5, "") for i, y in enumerate(left)]
-    history = charts.scale_history({step.step: step for step in steps})
-    assert history is not None and history.headroom is not None
-    for frame in (history.scale, history.headroom):
-        assert len(frame.curves[0].points.split()) <= 2 * charts.MOST_POINTS
-    lowest = max(float(point.split(",")[1]) for point in history.headroom.curves[0].points.split())
-    assert lowest == pytest.approx(charts.LINE_HEIGHT * (1 - 0.5 / 10), abs=0.06)
-    assert len(history.skips) == 2
+    scale, headroom = charts.scale_charts({step.step: step for step in steps})
+    assert scale is not None and headroom is not None and len(scale.skips) == 2
+    for chart in (scale, headroom):
+        assert len(chart.curves[0][2].split()) <= 2 * charts.MOST_POINTS
+        assert (chart.first_step, chart.last_step) == (1, 20_000)
+    assert (scale.bottom, scale.top, headroom.bottom, headroom.top) == (0, 7, 0, 9)
+    assert "12346,-0.500" in headroom.curves[0][2].split()
 
 
-def test_histories_of_one_step_and_of_none() -> None:
-    history = charts.scale_history({4: StepRecord(4, 8.0, None, False, "")})
-    assert history is not None and history.headroom is None
-    assert (history.scale.bottom, history.scale.top) == ("2^2", "2^4")
-    assert charts.scale_history({}) is None
-    assert charts.share_history([("a", "b", [(1, 0.5)])]) is None
+def test_charts_of_one_step_and_of_none() -> None:
+    scale, headroom = charts.scale_charts({4: StepRecord(4, 8.0, None, False, "")})
+    assert scale is not None and scale.curves[0][2] == "4,-3.000 5,-3.000" and headroom is None
+    assert charts.scale_charts({}) == (None, None)
+    assert charts.chart([("a", "b", [(1, 0.5)])], [1], "{}%") is None
 
 
 # The command

@@ -18,7 +18,7 @@ from planted_faults import Mlp, vectors
 import hf_mp
 from hf_mp.diagnostics import precision_recorder, run_log
 from hf_mp.diagnostics.precision_recorder import ELSEWHERE, SEARCH, UNEXPLAINED, PrecisionRecorder, record_precision
-from hf_mp.diagnostics.run_log import LOG_NAME, NoRunError, RunLog, read_run
+from hf_mp.diagnostics.run_log import LOG_NAME, RunLog, read_run
 
 NAN = float("nan")
 
@@ -169,9 +169,9 @@ def test_damaged_records_are_left_out_and_counted(line: str, tmp_path: Path) -> 
 
 
 def test_no_run_is_an_error_that_names_what_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(NoRunError, match=r"holds no run: neither precision_log.jsonl .*writes it\) nor overflows"):
+    with pytest.raises(ValueError, match=r"holds no run: neither precision_log.jsonl .*writes it\) nor overflows"):
         read_run(tmp_path)
-    with pytest.raises(NoRunError, match="is not a directory"):
+    with pytest.raises(ValueError, match="is not a directory"):
         read_run(tmp_path / "nowhere")
 
 
@@ -195,7 +195,7 @@ def test_nothing_outside_of_the_run_directory_is_read(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / LOG_NAME).symlink_to(tmp_path / "other" / LOG_NAME)
-    with pytest.raises(NoRunError, match=f"{LOG_NAME} is a link out of the run directory and was not read"):
+    with pytest.raises(ValueError, match=f"{LOG_NAME} is a link out of the run directory and was not read"):
         read_run(run)
 
 

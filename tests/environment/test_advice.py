@@ -2,48 +2,64 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
+import torch
 
 from hf_mp import PrecisionPolicy
-from hf_mp.environment.advice import Capabilities, advise
+from hf_mp.environment import report
+from hf_mp.environment.report import advise_here
 
 
-def nvidia(name, major, minor):
-    return Capabilities(gpu=name, compute_capability=(major, minor), gpu_bf16=major >= 8, cpu_bf16=True)
+@pytest.fixture
+def machine(monkeypatch):
+    """Plants GPUs by name and compute capability, and what the CPU multiplies."""
+
+    def plant(gpus=(), hip=None, bf16=(), cpu=()):
+        device = [None]
+
+        class Device:
+            def __init__(self, index):
+                self.index = index
+
+            def __enter__(self):
+                device[0] = self.index
+
+            def __exit__(self, *error):
+                device[0] = None
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpus[index][0])
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: gpus[index][1])
+        monkeypatch.setattr(torch.cuda, "device", Device)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: gpus[device[0]][0] in bf16)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(report, "runs_natively", lambda dtype, device_type: dtype in cpu)
+
+    return plant
+
+
+A100, T4, PASCAL = ("NVIDIA A100", (8, 0)), ("Tesla T4", (7, 5)), ("GTX 1080", (6, 1))
+FP16, BF16 = torch.float16, torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("machine", "preset", "reason", "otherwise"),
+    ("planted", "preset", "reason", "otherwise"),
     [
-        (nvidia("NVIDIA H200", 9, 0), "bf16", "multiply BF16 as fast as FP16 .*no loss scale", "fp16 for a model that"),
-        (nvidia("NVIDIA A100", 8, 0), "bf16", "multiply BF16 as fast as FP16.*no loss scale", "3 more bits"),
-        (nvidia("Tesla T4", 7, 5), "fp16", "Tesla T4 multiply FP16. BF16 is emulated", "fp32 for a model that was"),
-        (nvidia("Tesla V100", 7, 0), "fp16", "Tesla V100 multiply FP16", "fp16-lean where memory is short"),
-        (nvidia("GTX 1080", 6, 1), "fp32", "GTX 1080 has no tensor cores", "fp16 where memory is short"),
-        (Capabilities(gpu="AMD MI300", gpu_bf16=True), "bf16", "BF16 arithmetic for AMD MI300", "bf16-lean"),
-        (Capabilities(gpu="AMD MI25", cpu_bf16=True), "fp16", "no BF16 arithmetic for AMD MI25", "fp16-lean"),
-        (Capabilities(cpu_bf16=True), "bf16", "instructions that multiply BF16", "hf_mp runs it here at about FP32's"),
-        (Capabilities(cpu_bf16=True, cpu_fp16=True), "bf16", "instructions that multiply BF16", "fp16 for a model"),
-        (Capabilities(cpu_fp16=True), "fp16", "instructions that multiply FP16, and none for BF16", "fp16-lean"),
-        (Capabilities(), "fp32", "no instructions for FP16 and BF16", "fp16 where memory is short"),
+        ({"gpus": [A100], "bf16": ["NVIDIA A100"]}, "bf16", "NVIDIA A100 multiplies BF16, which has", "fp16 for a mod"),
+        ({"gpus": [T4], "cpu": [BF16]}, "fp16", "Tesla T4 multiplies FP16, and no BF16", "fp32 for a model that was"),
+        ({"gpus": [A100, T4], "bf16": ["NVIDIA A100"]}, "fp16", "Tesla T4 multiplies FP16", "fp16-lean where memory"),
+        ({"gpus": [PASCAL]}, "fp32", "GTX 1080 multiplies neither FP16 nor BF16", "fp16 where memory is short"),
+        ({"gpus": [("MI300", (9, 4))], "hip": "6", "bf16": ["MI300"]}, "bf16", "MI300 multiplies BF16", "bf16-lean"),
+        ({"gpus": [("MI25", (9, 0))], "hip": "6"}, "fp16", "MI25 multiplies FP16, and no BF16", "fp16-lean"),
+        ({"cpu": [BF16]}, "bf16", "This CPU multiplies BF16", "3 more bits"),
+        ({"cpu": [FP16, BF16]}, "bf16", "This CPU multiplies BF16", "bf16-lean"),
+        ({"cpu": [FP16]}, "fp16", "This CPU multiplies FP16, and no BF16", "fp16-lean"),
+        ({}, "fp32", "This CPU multiplies neither FP16 nor BF16", "fp16 where memory is short"),
     ],
-    ids=lambda value: value if value in ("bf16", "fp16", "fp32") else getattr(value, "gpu", ""),
 )
-def test_advice(machine, preset, reason, otherwise):
-    advice = advise(machine)
-    assert advice.preset == preset
-    assert re.search(reason, advice.reason), advice.reason
-    assert otherwise in advice.otherwise
-    assert advice.reason.endswith(".") and advice.otherwise.endswith(".")
-    PrecisionPolicy.parse(advice.preset)
-
-
-def test_only_hopper_and_newer_are_told_of_fp8():
-    assert "FP8" in advise(nvidia("NVIDIA H200", 9, 0)).reason
-    assert "FP8" not in advise(nvidia("NVIDIA A100", 8, 0)).reason
-
-
-def test_a_cpu_with_fp16_instructions_is_not_told_that_fp16_runs_through_fp32():
-    assert "FP32's speed" not in advise(Capabilities(cpu_bf16=True, cpu_fp16=True)).otherwise
+def test_the_least_capable_gpu_or_else_the_cpu_decides(machine, planted, preset, reason, otherwise):
+    machine(**planted)
+    advice = advise_here()
+    assert advice["preset"] == preset and reason in advice["reason"] and otherwise in advice["otherwise"]
+    PrecisionPolicy.parse(advice["preset"])
