@@ -1,8 +1,9 @@
-"""A look at a kept micro-batch: one forward, and a backward, in another precision or by other rules, op by op."""
+"""Runs a kept micro-batch again, without side effects: in another precision, by other rules, or to find an origin."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +25,68 @@ from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude
 from hf_mp.step.mixed_precision import MixedPrecision
 
 
+class Rerun(NamedTuple):
+    """What a micro-batch gave when it ran again."""
+
+    outputs: list[Tensor]  # those that gradients came in through
+    gradients: dict[str, Tensor]  # of weights by name, times the scale; empty without a backward
+
+    def is_finite(self, scale: float = 1.0) -> bool:
+        """Whether a step could be taken with it."""
+        return not any(map(finiteness, self.outputs)) and self.largest_gradient() < SQUARES_BELOW * scale
+
+    def largest_gradient(self) -> float:
+        """The largest magnitude of a weight's gradient; 0 without any."""
+        return largest_magnitude([*self.gradients.values()]).item() if self.gradients else 0.0
+
+
+def run_again(
+    runtime: MixedPrecision,
+    backward: KeptBackward,
+    watching: Callable[[autocast], AbstractContextManager[Any]],
+    *,
+    dtype: torch.dtype,
+    rules: Mapping[str, str] | None = None,
+    scale: float = 1.0,
+    with_gradients: bool = True,
+) -> Rerun:
+    """Run a micro-batch in ``dtype``, without side effects; arguments as of :func:`look`.
+
+    ``watching`` gives what is entered around the forward and the backward, for the autocast that these run under.
+    """
+    model = runtime.model
+    assert model is not None  # it was called
+    # A rule in FP32 would only say again what autocast does there.
+    in_force = None if dtype is torch.float32 else {**runtime.rules, **(rules or {})}
+    with untouched(model), masters_in_place(model, dtype), torch.set_grad_enabled(with_gradients), eagerly():
+        mode = autocast(dtype, tables=runtime.region.tables, rules=in_force, model=model)
+
+        def make(call: KeptCall, args: Any, kwargs: Any) -> Any:
+            args, kwargs = apply_to_tensors(_entered, (args, kwargs))
+            # In the run's region, attached forwards inside of the model know that they are a part of it.
+            with runtime.region.running(None), mode:
+                return mode.ruled(call.forward.module(), call.forward.original)(*args, **kwargs)
+
+        gradients = {}
+        # Around the backward too, in which checkpoints run forwards again.
+        with watching(mode):
+            outputs = backward.through(backward.again(make))
+            if with_gradients:
+                pairs = zip(backward.incoming, outputs, strict=True)
+                given = [scaled_entry(incoming.gradient, scale, output) for incoming, output in pairs]  # type: ignore[arg-type]
+                weights = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+                found = _differentiate(outputs, given, [*weights.values()])
+                gradients = {name: one for name, one in zip(weights, found, strict=True) if one is not None}
+    return Rerun(outputs, gradients)
+
+
+def scaled_entry(gradient: Tensor, scale: float, output: Tensor) -> Tensor:
+    """The gradient that goes into the model's backward through ``output``: scaled, as inside of the borders."""
+    return (gradient * scale).to(output.dtype)
+
+
 class Look(NamedTuple):
-    """What was seen of a micro-batch."""
+    """How large the values of a micro-batch are."""
 
     ranges: tuple[OpRange, ...]
     is_finite: bool  # the outputs that gradients came in through, and the gradients of weights
@@ -41,7 +102,7 @@ def look(
     scale: float = 1.0,
     with_gradients: bool = False,
 ) -> Look:
-    """Run a micro-batch in ``dtype``, without side effects.
+    """Run a micro-batch in ``dtype``, without side effects, and take down the magnitudes of all ops.
 
     Args:
         runtime, backward: of the run.
@@ -53,56 +114,34 @@ def look(
     model = runtime.model
     assert model is not None  # it was called
     recorder = RangeRecorder(backward=with_gradients)
-    # A rule in FP32 would only say again what autocast does there.
-    in_force = None if dtype is torch.float32 else {**runtime.rules, **(rules or {})}
-    with untouched(model), masters_in_place(model, dtype), torch.set_grad_enabled(with_gradients), eagerly():
-        mode = autocast(dtype, tables=runtime.region.tables, rules=in_force, model=model)
-
-        def make(call: KeptCall, args: Any, kwargs: Any) -> Any:
-            args, kwargs = apply_to_tensors(entered, (args, kwargs))
-            with runtime.region.running(None), mode, recorder.recording(mode, model):
-                return call.forward.module()(*args, **kwargs)
-
-        leaving = backward.through(backward.again(make))
-        gradients: list[Tensor | None] = []
-        if with_gradients:
-            pairs = zip(backward.incoming, leaving, strict=True)
-            given = [(incoming.gradient * scale).to(one.dtype) for incoming, one in pairs]  # type: ignore[operator, union-attr]
-            parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            gradients = differentiate(leaving, given, parameters).gradients
-    made = [gradient for gradient in gradients if gradient is not None]
-    largest = largest_magnitude(made).item() if made else 0.0
-    is_finite = not any(map(finiteness, leaving)) and largest < SQUARES_BELOW * scale
-    return Look(recorder.ranges(), is_finite, largest)
+    rerun = run_again(
+        runtime,
+        backward,
+        lambda mode: recorder.recording(mode, model),
+        dtype=dtype,
+        rules=rules,
+        scale=scale,
+        with_gradients=with_gradients,
+    )
+    return Look(recorder.ranges(), rerun.is_finite(scale), rerun.largest_gradient())
 
 
-def entered(tensor: Tensor) -> Tensor:
+def _entered(tensor: Tensor) -> Tensor:
     """An input that a forward is given again."""
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
-class Differentiated(NamedTuple):
-    """The gradients of parameters; whether only ``backward()`` gives them, as with reentrant checkpoints."""
-
-    gradients: list[Tensor | None]
-    by_backward: bool
-
-
-def differentiate(
-    outputs: list[Tensor],
-    gradients: list[Tensor],
-    parameters: list[nn.Parameter],
-    read: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad,
-) -> Differentiated:
-    """The gradients of ``parameters``, which accumulate nowhere; ``read`` reads one that ``backward()`` has given."""
+def _differentiate(
+    outputs: list[Tensor], gradients: list[Tensor], parameters: list[nn.Parameter]
+) -> list[Tensor | None]:
+    """The gradients of ``parameters``, which accumulate nowhere."""
     try:
         # Not .backward(): gradients that wait for the step, in FP32 or scaled, are not to be touched.
-        found = torch.autograd.grad(outputs, parameters, gradients, retain_graph=True, allow_unused=True)
-        return Differentiated(list(found), False)
+        return list(torch.autograd.grad(outputs, parameters, gradients, retain_graph=True, allow_unused=True))
     except RuntimeError as error:
         # torch refuses autograd.grad with reentrant checkpoints, by this sentence alone.
         if "use_reentrant" not in str(error):
             raise
     with gradients_set_aside(parameters):
         torch.autograd.backward(outputs, gradients, retain_graph=True)
-        return Differentiated([read(parameter) for parameter in parameters], True)
+        return [parameter.grad for parameter in parameters]

@@ -6,22 +6,20 @@ inherits the origin of its input. So an inf that is dropped, for example by ``to
 
 from __future__ import annotations
 
-import bisect
 import math
 import re
-import threading
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_mp.casting.experts import ExpertCall, ExpertCalls
+from hf_mp.casting.experts import ExpertCall, ExpertCalls, entries_in, expert_counts
 from hf_mp.casting.mode import autocast
-from hf_mp.casting.nested import tensors_in
+from hf_mp.casting.nested import named_tensors, tensors_in
 from hf_mp.casting.watching import WatchedCall, watching
 from hf_mp.diagnostics.overflow_report import Phase
 from hf_mp.diagnostics.values import UNINITIALISED, Finiteness, TensorRange, finiteness, ranges_of, spoilt
@@ -35,69 +33,56 @@ _MASKING = frozenset(
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
 
 _UNKNOWN: Any = object()  # the origin of what was not finite before
+_SITE = "hf_mp's call site"  # a key of a node's metadata, which lives as long as its graph
 
 
-class Site(NamedTuple):
-    """The innermost module's name, the torch function that it called, if any, and the experts whose rows that has."""
+@dataclass(eq=False)
+class Site:
+    """Where an op runs: the innermost module's name, and the torch function that it called, if any."""
 
     module: str
     function: str | None = None
-    experts: ExpertCall | None = None
-
-
-class Call(NamedTuple):
-    """A running torch function, and what originated in it."""
-
-    arguments: list[tuple[str, Tensor]]
-    origins: list[Origin]
+    experts: ExpertCall | None = None  # whose rows the function has
+    arguments: list[tuple[str, Tensor]] = field(default_factory=list)  # of the function, named
+    origins: list[Origin] = field(default_factory=list)  # what originated in it
 
 
 class CallSites:
-    """Follows a model through a forward, its recomputations included.
+    """Follows a model through a forward, its recomputations included, and has autograd's nodes know their sites."""
 
-    Autograd numbers its nodes in the order of creation in a thread. The numbers at which the site changed are kept, so
-    backward knows the site of any node.
-    """
-
-    def __init__(self, model: nn.Module, entry: nn.Module) -> None:
+    def __init__(self, model: nn.Module, entry: nn.Module | None) -> None:
         self._model = model
-        # What a forward uses of a parameter is an alias of it.
-        # A working copy has memory of its own: it is called "input 1", and its range says what it holds.
-        self._names = {(_memory(parameter), parameter.shape): name for name, parameter in model.named_parameters()}
+        # By memory and shape: what a forward uses of a parameter is an alias, and flat parameters lie in one memory.
+        self._parameters = {(_memory(parameter), parameter.shape): name for name, parameter in model.named_parameters()}
         modules = {id(module): name for name, module in model.named_modules()}
-        self.base = Site(modules.get(id(entry), ""))
-        self._sites = [self.base]
-        self.calls: list[Call] = []
+        self._sites = [Site(modules.get(id(entry), ""))]
         self._experts = ExpertCalls(model)
-        self._thread = threading.get_ident()
-        # torch numbers the nodes of each thread apart, and on a GPU autograd recomputes checkpoints in its own threads.
-        self._marks: dict[int, tuple[list[int], list[Site]]] = {}
-        self._mark()
 
     @property
     def current(self) -> Site:
         return self._sites[-1]
 
-    def of_node(self, node: Any, *, nested: bool) -> Site:
-        """The site that created an autograd node; the calling thread has created those of a ``nested`` backward."""
-        thread = threading.get_ident() if nested else self._thread
-        starts, sites = self._marks.get(thread) or self._marks[self._thread]
-        position = bisect.bisect_right(starts, node._sequence_nr()) - 1
-        return sites[position] if position >= 0 else self.base
+    @property
+    def is_inside(self) -> bool:
+        """Whether a forward runs, also one that recomputes a checkpoint in the backward."""
+        return len(self._sites) > 1
 
-    def _mark(self) -> None:
-        starts, sites = self._marks.setdefault(threading.get_ident(), ([], []))
-        # of torch, private: no public call tells which node comes next, and a hook for each node would cost a step
-        starts.append(torch.autograd._get_sequence_nr())
-        sites.append(self.current)
+    def of_node(self, node: Any) -> Site:
+        """The site that created an autograd node."""
+        site: Site = node.metadata.get(_SITE, self._sites[0])
+        return site
 
-    def _enter(self, site: Site) -> None:
+    def parameter(self, tensor: Tensor) -> str | None:
+        """The name of the parameter that ``tensor`` is, or an alias of."""
+        return self._parameters.get((_memory(tensor), tensor.shape))
+
+    @contextmanager
+    def _inside(self, site: Site) -> Iterator[None]:
         self._sites.append(site)
-        self._mark()
-
-    def _leave(self) -> None:
-        self._sites.pop()
-        self._mark()
+        try:
+            yield
+        finally:
+            self._sites.pop()
 
     def watching(self, mode: autocast) -> AbstractContextManager[None]:
         """To follow the model in, and the calls that ``mode`` sees."""
@@ -105,41 +90,52 @@ class CallSites:
             dict(self._model.named_modules()),
             mode,
             self._called,
-            entered=lambda name, *_: self._enter(Site(name)),
-            left=lambda *_: self._leave(),
+            entered=self._entered,
+            left=lambda name, number, output: _mark(output, self._sites.pop()),
         )
+
+    def _entered(self, name: str, number: int, args: Any, kwargs: Any) -> None:
+        _mark((args, kwargs), self.current)
+        self._sites.append(Site(name))
 
     def _called(self, watched: WatchedCall) -> Any:
         """Make a call, and know its site as long as it runs."""
         if (name := watched.name) is None:
             return watched.make()
         func, args, kwargs = watched.func, watched.args, watched.kwargs
-        module, call = self.current.module, Call(self._named(args, kwargs), [])
-        self._enter(Site(module, name, self._experts.of(module, func, args, kwargs)))
-        self.calls.append(call)
-        try:
+        module = self.current.module
+        experts = self._experts.of(module, func, args, kwargs)
+        site = Site(module, name, experts, self._named(args, kwargs))
+        _mark((args, kwargs), Site(module))  # what no call that is seen has made: a function of autograd's
+        with self._inside(site):
             result = watched.make()
-        finally:
-            self.calls.pop()
-            self._leave()
         self._experts.made(module, func, args, result)
+        _mark(result, site)
         # What a user sees is the call, with the names of parameters; what overflowed is an op somewhere inside of it.
-        if call.origins and not name.endswith("_"):  # in-place functions have changed what they were called with
+        if site.origins and not name.endswith("_"):  # in-place functions have changed what they were called with
             with torch._C.DisableTorchFunction():
                 outputs = _numbered_ranges("output", tensors_in(result))
-                if call.arguments and any(found.inf_count or found.nan_count for found in outputs):
-                    for origin in call.origins:
-                        origin.inputs, origin.outputs = ranges_of(call.arguments), outputs
+                if site.arguments and any(found.inf_count or found.nan_count for found in outputs):
+                    for origin in site.origins:
+                        origin.inputs, origin.outputs = ranges_of(site.arguments), outputs
         return result
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-        found = []
-        for key, value in [*enumerate(args), *kwargs.items()]:
-            for index, item in enumerate(value if isinstance(value, (list, tuple)) else [value]):
-                if isinstance(item, Tensor):
-                    place = f"input {key}" if item is value else f"input {key}.{index}"
-                    found.append((self._names.get((_memory(item), item.shape), place), item))
-        return found
+        named = named_tensors(dict([*enumerate(args), *kwargs.items()]))
+        return [(self.parameter(tensor) or f"input {place}", tensor) for place, tensor in named]
+
+
+def _mark(value: Any, site: Site) -> None:
+    """Have the nodes behind the tensors in ``value`` know ``site``, as far as they know none yet."""
+    # In a node's metadata, and not by its number: autograd's threads count for themselves.
+    with torch._C.DisableTorchFunction():
+        nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(value)]
+    while nodes:
+        node = nodes.pop()
+        # Leaves' nodes, which lead nowhere, are those of the training: what is noted there would stay.
+        if node is not None and node.next_functions and _SITE not in node.metadata:
+            node.metadata[_SITE] = site
+            nodes += [before for before, _ in node.next_functions]
 
 
 @dataclass
@@ -160,28 +156,22 @@ class Origin:
 class OriginTracker(TorchDispatchMode):
     """Tracks the origin of non-finite values by storage, while active; slow, because it reads all values."""
 
-    def __init__(self, sites: CallSites) -> None:
+    def __init__(self, model: nn.Module, entry: nn.Module | None = None) -> None:
         super().__init__()
-        self._sites = sites
-        self._limit = self._carried_limit = math.inf  # of gradients, from which on they count as inf
+        self._sites = CallSites(model, entry)
+        self._experts = expert_counts(model)
         self._origins: dict[int, Origin | None] = {}  # by storage; None: uninitialized memory
         self._count = 0
-        self.backward_task = -1
 
-    def limit_gradients(self, limit: float, scale: float) -> None:
-        """From now on, also find gradients whose true magnitude is ``limit`` or more; inside, they are scaled."""
-        self._limit, self._carried_limit = limit * scale, min(limit * scale, limit)
-
-    def note_task(self, gradient: Tensor) -> None:
-        """A hook on what the backward begins with."""
-        self.backward_task = torch._C._current_graph_task_id()
-
-    def _finiteness(self, tensor: Tensor) -> Finiteness:
-        return finiteness(tensor, self._carried_limit)
+    @contextmanager
+    def watching(self, mode: autocast) -> Iterator[None]:
+        """To run a forward under ``mode`` and its backward in."""
+        with self._sites.watching(mode), self:
+            yield
 
     def of(self, tensor: Tensor) -> Origin | None:
         """The origin of the inf or NaN in ``tensor``; None without one, or if it was there before."""
-        return self._origins.get(_memory(tensor)) if self._finiteness(tensor) else None
+        return self._origins.get(_memory(tensor)) if finiteness(tensor) else None
 
     def blame(self, tensor: Tensor, origin: Origin) -> None:
         self._origins[_memory(tensor)] = origin
@@ -194,7 +184,7 @@ class OriginTracker(TorchDispatchMode):
             # Reading values here must not come back to this mode, nor to autocast's.
             written = _written(func, args, kwargs)
             forgets = _op_name(func) in _OVERWRITES or any(argument.is_out for argument in func._schema.arguments)
-            before = {id(tensor): Finiteness.FINITE if forgets else self._finiteness(tensor) for tensor in written}
+            before = {id(tensor): Finiteness.FINITE if forgets else finiteness(tensor) for tensor in written}
             result = func(*args, **kwargs)
             inputs, written = [*tensors_in(_read(func, args, kwargs))], written if result is None else result
             self._look(func, inputs, [*tensors_in(written)], before)
@@ -206,7 +196,7 @@ class OriginTracker(TorchDispatchMode):
             return
         # An op that writes makes its target new, although the memory is known.
         known = set() if func._schema.is_mutable else {_memory(tensor) for tensor in inputs}
-        made = {id(output): self._finiteness(output) for output in outputs if _memory(output) not in known}
+        made = {id(output): finiteness(output) for output in outputs if _memory(output) not in known}
         state = max(made.values(), default=Finiteness.FINITE)  # views say nothing new
         origin = self._origin(func, inputs, outputs, state, before) if state else None
         for output in outputs:
@@ -225,52 +215,67 @@ class OriginTracker(TorchDispatchMode):
         if state is Finiteness.MINUS_INF and tainted:
             first = tainted[0][1]
             return first if first is not _UNKNOWN else self._make(func, shown, outputs, is_mask=True)
-        # Inputs count as spoilt from the smaller limit on, results of finite inputs from the larger one.
-        if not any(finiteness(output, self._limit) for output in outputs):
-            return None
         is_mask = state is Finiteness.MINUS_INF and _op_name(func) in _MASKING
         return self._make(func, shown, outputs, is_mask=is_mask)
 
     def _tainted(self, inputs: list[Tensor], before: dict[int, Finiteness]) -> list[tuple[Finiteness, Any]]:
         """What of ``inputs`` was not finite, and its origin."""
-        came = [before[id(tensor)] if id(tensor) in before else self._finiteness(tensor) for tensor in inputs]
+        came = [before[id(tensor)] if id(tensor) in before else finiteness(tensor) for tensor in inputs]
         origins = [self._origins.get(_memory(tensor), _UNKNOWN) for tensor in inputs]
         # Uninitialized memory (None) is not read: `baddbmm(empty, q, k, beta=0)`.
         return [pair for pair in zip(came, origins, strict=True) if all(pair)]
 
     def _make(self, func: Any, inputs: list[Tensor], outputs: list[Tensor], *, is_mask: bool) -> Origin:
-        phase, site, node = self._where()
         self._count += 1
+        is_cast = _op_name(func) in ("copy_", "_to_copy")
+        if is_cast and inputs and (name := self._sites.parameter(inputs[0])) is not None:
+            return origin_in_weight(name, inputs[0], self._experts, order=self._count, rounded=outputs[0])
+        phase, site, node = self._where()
         origin = Origin(phase, self._count, site.module, site.function or node or _op_name(func), is_mask=is_mask)
         if is_mask:
             return origin
         origin.inputs, origin.outputs = _numbered_ranges("input", inputs), _numbered_ranges("output", outputs)
         if site.experts is not None:
             origin.tensor, origin.notes = self._experts_in(site.experts, outputs)
-        if _op_name(func) in ("copy_", "_to_copy"):
+        if is_cast:
             origin.notes += _rounded_to_inf(inputs, outputs)
-        if phase == "forward" and self._sites.calls:
-            self._sites.calls[-1].origins.append(origin)
+        if phase == "forward":
+            site.origins.append(origin)
         return origin
 
     def _experts_in(self, call: ExpertCall, outputs: list[Tensor]) -> tuple[str, tuple[str, ...]]:
         """The first expert whose rows of ``outputs`` are not finite, by name, and a note on the others; else ``""``."""
-        found = [expert for output in outputs for expert in call.rows.found_in(spoilt(output, self._limit))]
+        found = [expert for output in outputs for expert in call.rows.found_in(spoilt(output))]
         names = [call.expert(index) for index in dict.fromkeys(found)]
         return names[0] if names else "", note_of_others(names)
 
     def _where(self) -> tuple[Phase, Site, str | None]:
         # of torch, private: the only way to ask which node's backward runs
         node = torch._C._current_autograd_node()
-        if node is None or self._sites.current != self._sites.base:  # also a recomputation during backward
+        if node is None or self._sites.is_inside:  # also a recomputation during backward
             return "forward", self._sites.current, None
-        name = node.name()
-        # The border multiplies by the loss scale, which belongs to no module.
-        if name.endswith("OutputBorderBackward"):
-            return "backward", self._sites.base, "loss scaling"
-        # Reentrant checkpoints run a backward inside of the backward, of nodes that this thread has just made.
-        nested = torch._C._current_graph_task_id() != self.backward_task
-        return "backward", self._sites.of_node(node, nested=nested), re.sub(r"Backward\d*$", "", name)
+        return "backward", self._sites.of_node(node), re.sub(r"Backward\d*$", "", node.name())
+
+
+def origin_in_weight(
+    name: str, tensor: Tensor, experts: Mapping[str, int], *, order: int = 0, rounded: Tensor | None = None
+) -> Origin:
+    """A parameter or buffer that is not finite, or whose value ``rounded`` to 16 bits is not."""
+    parts = spoilt_parts(name, tensor if rounded is None else rounded, experts)
+    first, place = next(iter(parts.items()))
+    found = [(first, tensor.detach()[place])]
+    notes = note_of_others([*parts])
+    if rounded is not None:
+        found.append((f"{first}, in 16 bits", rounded.detach()[place]))
+        notes += _rounded_to_inf([tensor], [rounded])
+    return Origin("weight", order, name.rpartition(".")[0], tensor=first, inputs=ranges_of(found), notes=notes)
+
+
+def spoilt_parts(name: str, tensor: Tensor, experts: Mapping[str, int], limit: float = math.inf) -> dict[str, Any]:
+    """What of a parameter or gradient is not below ``limit``, by name: of stacked experts each such one, else all."""
+    if not finiteness(tensor, limit):
+        return {}
+    return {f"{name}[{one}]": one for one in entries_in(spoilt(tensor, limit))} if name in experts else {name: ...}
 
 
 def _worst(tainted: list[tuple[Finiteness, Any]]) -> Origin | None:
@@ -289,7 +294,7 @@ def _rounded_to_inf(inputs: Iterable[Tensor], outputs: list[Tensor]) -> tuple[st
     largest = max((found.largest or 0.0 for found in ranges_of([("", tensor) for tensor in inputs])), default=0.0)
     if not needs_loss_scale(dtype) or largest <= (narrow := compute_dtype(dtype)).largest:
         return ()
-    return (f"computed in FP32 it came to {largest:g}; {narrow.label} ends at {narrow.largest:g}",)
+    return (f"in FP32 it came to {largest:g}; {narrow.label} ends at {narrow.largest:g}",)
 
 
 def note_of_others(names: list[str]) -> tuple[str, ...]:

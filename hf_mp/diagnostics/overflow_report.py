@@ -180,8 +180,7 @@ class OverflowReport:
         lines += [f"  out: {found}" for found in self.outputs]
         if self.nonfinite_gradients:
             names, more = self.nonfinite_gradients[:5], len(self.nonfinite_gradients) - 5
-            what = "gradients whose square leaves FP32" if self.is_too_large else "gradients not finite"
-            lines.append(f"  {what}: {', '.join(names)}{f' and {more} more' if more > 0 else ''}")
+            lines.append(f"  spoiled gradients: {', '.join(names)}{f' and {more} more' if more > 0 else ''}")
         lines += [f"  {note}" for note in self.notes]
         return "\n".join([*lines, *([f"  {self.advice}"] if self.advice else [])])
 
