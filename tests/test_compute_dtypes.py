@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NAMES_FP16 = {
     "policy.py",
     *("casting/mode.py", "diagnostics/magnitudes.py"),
-    *("casting/explain.py", "casting/replacements/fp32_norms.py", "weights/layout.py"),
+    *("casting/explain.py", "weights/layout.py"),
     *("diagnostics/step_magnitudes.py", "diagnostics/values.py", "diagnostics/contract/risks.py"),
     *("diagnostics/contract/folders.py", "memory/precisions.py"),
     *("kernels/adamw.py", "kernels/registry.py", "kernels/split.py"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from typing import Any
 
 from hf_mp.casting.torch_patches import Patch, Patches
@@ -15,15 +14,13 @@ def as_accelerated(optimizer: Any) -> Any:
     return optimizer if accelerate is not None and isinstance(optimizer, accelerate.AcceleratedOptimizer) else None
 
 
-def tell_accelerate(optimizer: Any) -> weakref.finalize[..., Any] | None:
-    """Have accelerate's wrappers, of which ``optimizer`` does not know, ask it whether its last step was skipped.
+def tell_accelerate() -> None:
+    """Have accelerate's wrappers ask the optimizer inside whether its last step was skipped; it knows none of them.
 
-    Gives what ends that; None while accelerate has not been imported, so that there is no wrapper.
+    Nothing while accelerate has not been imported, so that there is no wrapper.
     """
-    if "accelerate.optimizer" not in sys.modules:
-        return None
-    _WRAPPERS.count(users=1)
-    return weakref.finalize(optimizer, _WRAPPERS.count, users=-1)
+    if "accelerate.optimizer" in sys.modules:
+        _WRAPPERS.put_on()
 
 
 def _asking_the_inside(original: Any) -> property:

@@ -18,16 +18,14 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.cpu.handlers import training_plan
-from hf_mp.casting.cpu.packed import PackedWeights
-from hf_mp.casting.handlers import Plan, PlannedCall, widened
+from hf_mp.casting.handlers import PlannedCall, widened
 from hf_mp.casting.mode import ALWAYS_HELD, autocast
 from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.uncompiled import uncompiled
-from hf_mp.weights.generation import CACHE_WRITES, lowers_attention, reading_plan
+from hf_mp.weights.generation import CACHE_WRITES, lowers_attention
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.product_uses import ProductUses
-from hf_mp.weights.ranks.placement import is_dtensor
 from hf_mp.weights.region_losses import planned_losses
 from hf_mp.weights.slots import Slots
 from hf_mp.weights.weight_calls import calls_of_weights
@@ -37,9 +35,9 @@ from hf_mp.weights.working_copies import WatchedParameter
 class _Thread(threading.local):
     """What a region knows of one thread."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self) -> None:
         self.weights: Slots | None = None  # of the forward that runs, if it builds a graph
-        self.plan = plan  # of that forward
+        self.is_reading = False  # whether that forward began without gradients
         self.lowers_caches = False  # whether it gives Transformers' caches 16 bits
         self.made: list[tuple[int, float]] = []  # first and last of the autograd nodes of recent forwards
 
@@ -47,7 +45,6 @@ class _Thread(threading.local):
 class Region(autocast):
     """Autocast in an attached forward: lets no gradient out but through a border."""
 
-    puts_on_patches = False  # the attached model keeps them on
     plain_types = autocast.plain_types | {WatchedParameter}
 
     def __init__(
@@ -65,9 +62,7 @@ class Region(autocast):
         self._plan.update(CACHE_WRITES)
         if layout.policy.exact_generation:
             self.sum_in_fp64()
-        self._reading_plan = reading_plan(self, self._plan)
-        self.thread = _Thread(self._plan)
-        self.packed = PackedWeights()  # of forwards without gradients, until the next one that has some
+        self.thread = _Thread()
         self.uses = ProductUses(self._lowers, self._ruled())
 
     def _lowers(self, op: Callable[..., Any]) -> bool:
@@ -87,13 +82,11 @@ class Region(autocast):
     def running(self, weights: Slots | None) -> Iterator[None]:
         """To run a forward in, with the weights that it uses; None for those that the model has."""
         thread, ident = self.thread, threading.get_ident()
-        before = thread.weights, thread.plan, thread.lowers_caches
+        before = thread.weights, thread.is_reading, thread.lowers_caches
         has_grad = weights is not None and weights.has_grad
         is_reading = not has_grad and self.observer is None and not torch.is_grad_enabled()
-        thread.weights, thread.plan = weights, self._reading_plan if is_reading else self._plan
+        thread.weights, thread.is_reading = weights, is_reading
         thread.lowers_caches = is_reading and self._lowers_attention()
-        if has_grad:
-            self.packed.clear()
         if weights is not None:
             weights.fill()
         self._threads.append(ident)
@@ -102,7 +95,7 @@ class Region(autocast):
                 yield
         finally:
             self._threads.remove(ident)
-            thread.weights, thread.plan, thread.lowers_caches = before
+            thread.weights, thread.is_reading, thread.lowers_caches = before
             if weights is not None:
                 weights.clear()
 
@@ -148,10 +141,10 @@ class Region(autocast):
         if self.observer is not None or is_dynamo_compiling():
             return super().__torch_function__(func, types, args, kwargs)
         thread = self.thread
-        entry, weights = thread.plan.get(func), thread.weights
+        entry, weights = self._plan.get(func), thread.weights
         if entry is not None and entry.rule not in ALWAYS_HELD and state.active[-1] is not self:
             entry = self.in_island(entry)
-        if thread.plan is self._reading_plan and entry is not None and weights is not None and torch.is_grad_enabled():
+        if thread.is_reading and entry is not None and weights is not None and torch.is_grad_enabled():
             args, kwargs = apply_to_tensors(weights.bring_in, (args, dict(kwargs or {})))  # switched on inside
         if weights is not None and weights.is_asked and func not in weights.unasked:
             is_outside = weights.has_outside(args) or (kwargs and weights.has_outside(kwargs.values()))
@@ -185,13 +178,6 @@ class Region(autocast):
     def bring_in(self, tensor: Tensor) -> Tensor:
         weights = self.thread.weights
         return tensor if weights is None or not torch.is_grad_enabled() else weights.bring_in(tensor)
-
-    def may_bypass(self, activation: Any, weights: list[Any]) -> bool:
-        if type(activation) is not Tensor or self.observer is not None or self.has_op_rules or self.sums_in_fp64:
-            return False
-        if not self.is_alone or any([is_dtensor(weight) for weight in weights]):
-            return False
-        return not self.must_see([activation, *weights])
 
 
 _SHARED_BY_THREADS = (

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import os
 import sys
@@ -22,12 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_mp
 import hf_mp.step.mixed_precision
 from hf_mp.casting import deferred_output
-from hf_mp.casting.replacements.fp32_norms import FP32_NORMS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 from autograd_functions import Times
@@ -268,36 +266,6 @@ def fsdp_checkpointing() -> dict[str, Any]:
     return results
 
 
-def fsdp_norms() -> dict[str, tuple[float, float]]:
-    """Norms of gradients of a Llama under FSDP2, whose norms run past the mode, and of one whose norms ask it."""
-    found = {}
-    for precision, way in itertools.product(("fp16", "fp16-lean"), ("eager", "recomputed", "compiled, run eagerly")):
-        lengths = []
-        for asks in (False, True):
-            torch.manual_seed(3)
-            sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-            model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=101)).train()
-            if way == "recomputed":
-                model.gradient_checkpointing_enable({"use_reentrant": False})
-            runtime = hf_mp.MixedPrecision(precision, loss_scaler=hf_mp.StaticLossScaler(1024.0))
-            runtime.attach(model)
-            if asks:
-                FP32_NORMS.remove(model)
-            for block in model.model.layers:
-                if way == "compiled, run eagerly":
-                    block.compile(backend="eager")
-                fully_shard(block)
-            runtime.attach_optimizer(torch.optim.SGD(fully_shard(model).parameters(), lr=0.1))
-            ids = my_rows(batches(1)[0])
-            eagerly: Any = torch.compiler.set_stance("force_eager") if "compiled" in way else contextlib.nullcontext()
-            with eagerly:
-                model(input_ids=ids, labels=ids).loss.backward()
-            norms = [whole(p.grad) for name, p in model.named_parameters() if "norm" in name]
-            lengths.append(torch.cat(norms).norm().item())
-        found[f"{precision}, {way}"] = lengths[0], lengths[1]
-    return found
-
-
 def fsdp_without_resharding() -> dict[str, Any]:
     """Whole parameters stay in the model after backward; gradients are with the shards that the optimizer holds."""
     model, optimizer = prepared(shard)
@@ -437,7 +405,7 @@ def fsdp_detach() -> dict[str, Any]:
 
 CASES = [
     ddp, ddp_headroom_differs, ddp_around_prepared_model, ddp_wrapped_after_a_forward, processes_of_their_own,
-    averaged_by_hand, ddp_join, fsdp, fsdp_of_fp16_model, fsdp_before_prepare, fsdp_checkpointing, fsdp_norms, compiled,
+    averaged_by_hand, ddp_join, fsdp, fsdp_of_fp16_model, fsdp_before_prepare, fsdp_checkpointing, compiled,
     fsdp_without_resharding, fsdp_of_frozen_fp16, fsdp_hybrid, fsdp_outside_of_model, fsdp_custom_function,
     fsdp_saves_no_copies, fsdp_detach, deferred_outputs,
 ]  # fmt: skip

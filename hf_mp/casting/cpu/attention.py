@@ -3,10 +3,9 @@
 With dropout or a mask, torch's CPU attention keeps scores, probabilities and dropout masks whole. Here a block of
 scores lives in the cache, is softmaxed in FP32, and is computed again in backward from the 16-bit query and key, as
 FlashAttention does (Dao et al. 2022, arXiv 2205.14135, section 3.1). What is kept is one bit an element, where dropout
-needs it. Where torch has a flash kernel, that runs in FP32, for all tokens at once and for one that is generated: in 16
-bits it rounds probabilities otherwise for each number of rows, and its backward takes up to three times as long. With
-AMX its forward runs in BF16 for both.
-:func:`attention_reference` is the reference of :func:`attend`; both drop what torch's own would drop.
+needs it. Where torch has a flash kernel, that is left to run, in FP32: in 16 bits it rounds probabilities otherwise for
+each number of rows, and its backward takes up to three times as long. :func:`attention_reference` is the reference of
+:func:`attend`; both drop what torch's own would drop.
 """
 
 from __future__ import annotations
@@ -23,19 +22,17 @@ from torch.autograd import Function
 from torch.nn.attention import SDPBackend
 
 from hf_mp.casting.cpu.fp32_products import fp32_product
-from hf_mp.casting.cpu.upcast import has_rows, runs_natively
+from hf_mp.casting.cpu.upcast import has_rows
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 ROW_BLOCK_ELEMENTS = 2**17  # scores in one block: 512 KiB in FP32. Causal rows leave out the keys behind their block
-SMALL_SCORES = 2**15  # in one call: fewer cost the host more than the kernels
-FLASH_ELEMENTS = 2**18  # of a query or key, of which there are FP32 copies at a time
-FLASH_SCORES = 2**16  # of a head: with more, the backward of a CPU that multiplies BF16 is faster in BF16
 OWN_SCORES = 2**22  # in one call: fewer are left to torch where the CPU multiplies in 16 bits, in half of the time
 HEAD_BLOCK_ELEMENTS = 2**16  # heads whose scores are smaller are taken several at once
 
-# Whether the forward of flash attention is faster in BF16 than in FP32; a torch that does not tell keeps its own.
+# Whether flash attention is faster in BF16 than in FP32; a torch that does not tell keeps its own.
 HAS_AMX = bool(getattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})().get("amx_bf16"))
 
+_FLASH_CHOICE = SDPBackend.FLASH_ATTENTION.value
 ATTENTION = frozenset({F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention})
 
 
@@ -51,46 +48,31 @@ class Attention(NamedTuple):
     scale: float  # of the scores
 
 
-def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any], native: bool = False) -> Attention | None:
-    """The attention that a call computes; None to leave it to torch's own.
-
-    ``native``: whether the CPU multiplies in 16 bits. Then torch's is better where it is no flash attention and keeps
-    few probabilities, and with AMX where BF16 is.
-    """
+def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Attention | None:
+    """The attention that a call computes; None for another one, which is torch's to judge."""
     try:
         found = _read(*args, **kwargs)
     except (TypeError, AttributeError, RuntimeError):
         return None  # not a valid call: torch's own error is the better one
-    if found is None or not 0.0 <= found.dropout < 1.0 or _is_torchs(found, native):
-        return None
-    return found
+    return found if found is not None and 0.0 <= found.dropout < 1.0 else None
 
 
-def _is_torchs(attention: Attention, native: bool) -> bool:
+def is_worth_blocks(attention: Attention, native: bool) -> bool:
+    """Whether :func:`attend` takes less time or memory than torch's attention without flash.
+
+    ``native``: whether the CPU multiplies in 16 bits. Then torch's is better where it keeps few probabilities.
+    """
     query, keys = attention.query, attention.key.shape[2]
-    if native and attention.dropout:
-        return math.prod(query.shape[:3]) * keys < OWN_SCORES
-    if attention.dropout or (_has_flash(attention) and not _runs_in_16_bits(query.dtype)):
-        return False
-    if not native:  # a token that is generated is too small for blocks
-        return query.shape[2] == 1 and not torch.is_grad_enabled()
-    return not _has_flash(attention) or _is_small(attention) or query.shape[2] * keys > FLASH_SCORES
+    if native:
+        return attention.dropout > 0 and math.prod(query.shape[:3]) * keys >= OWN_SCORES
+    # A token that is generated is too small for blocks.
+    return attention.dropout > 0 or query.shape[2] != 1 or torch.is_grad_enabled()
 
 
-def _runs_in_16_bits(dtype: torch.dtype) -> bool:
-    """Whether the forward of flash attention does; for all numbers of rows, so that generation rounds as training."""
-    return dtype is torch.bfloat16 and HAS_AMX and runs_natively(dtype, "cpu")
-
-
-def _is_small(attention: Attention) -> bool:
-    query, key = attention.query, attention.key
-    return math.prod(query.shape[:3]) * key.shape[2] < SMALL_SCORES and key.numel() <= FLASH_ELEMENTS
-
-
-def _has_flash(attention: Attention) -> bool:
+def has_flash(attention: Attention) -> bool:
     """Whether torch would choose its flash kernel for CPUs."""
     query, key, value, mask, dropout, is_causal, scale = attention
-    if dropout or value.shape != key.shape or _FLASH is None:
+    if dropout or value.shape != key.shape:
         return False
     if is_fake(query):  # of which torch chooses no kernel
         return all(tensor.stride(-1) == 1 for tensor in (query, key, value))
@@ -133,35 +115,9 @@ def attend(attention: Attention) -> Tensor:
 
     Computed in FP32. Dropout draws from torch's generator what torch's own attention would draw.
     """
-    query, is_plain = attention.query, not attention.dropout
-    if is_plain and _is_small(attention) and runs_natively(query.dtype, "cpu"):
-        return _in_fp32(attention)
-    if is_plain and _has_flash(attention):
-        given = _by_heads(attention) if query.shape[2] == 1 else attention
-        found: Tensor = _Flash.apply(*given[:4], None, given[4:])
-        return found.view(query.shape) if given is not attention else found
     kept = draw_kept(attention) if attention.dropout else None
     result: Tensor = _Attention.apply(*attention[:4], kept, attention[4:])
     return result
-
-
-def _in_fp32(attention: Attention) -> Tensor:
-    """Torch's own, of FP32 copies: for the host, less than a function of ours."""
-    query, key, value, mask, _, is_causal, scale = attention
-    mask = mask.float() if mask is not None and mask.dtype in LOWER_PRECISION_DTYPES else mask
-    settings: Any = {"is_causal": is_causal, "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
-    result = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), mask, **settings)
-    return result.to(query.dtype)
-
-
-def _by_heads(attention: Attention) -> Attention:
-    """One row a head, with each head of the key as a sequence of its own, of which some are computed at a time."""
-    query, key, value, mask = attention[:4]
-    readers = (-1, query.shape[1] // key.shape[1], 1)
-    mask = None if mask is None else mask.reshape(*readers, mask.shape[3])
-    key, value = (tensor.reshape(-1, 1, *tensor.shape[2:]) for tensor in (key, value))
-    query = query.reshape(*readers, query.shape[3])
-    return attention._replace(query=query, key=key, value=value, mask=mask)
 
 
 def attention_reference(attention: Attention, kept: Tensor | None = None) -> Tensor:
@@ -293,7 +249,10 @@ class _Attention(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, kept = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
-            return _differentiable_backward(ctx, Attention(query, key, value, mask, *ctx.settings), kept, gradient)
+            inputs = [t for t, needed in zip((query, key, value), ctx.needs_input_grad, strict=False) if needed]
+            result = attention_reference(Attention(query, key, value, mask, *ctx.settings), kept)
+            found = iter(torch.autograd.grad(result, inputs, gradient, create_graph=True))
+            return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None, None, None
         grad_query, grad_key, grad_value = (torch.empty_like(tensor) for tensor in (query, key, value))
         for shared, key32, value32, rows in _blocks(query, key, value, mask, kept, ctx.settings):
             sum_key, sum_value = torch.zeros_like(key32), torch.zeros_like(value32)
@@ -310,74 +269,3 @@ class _Attention(Function):
             grad_key[shared].copy_(sum_key)
             grad_value[shared].copy_(sum_value)
         return grad_query, grad_key, grad_value, None, None, None
-
-
-def _differentiable_backward(
-    ctx: Any, attention: Attention, kept: Tensor | None, gradient: Tensor
-) -> tuple[Tensor | None, ...]:
-    inputs = [tensor for tensor, needed in zip(attention[:3], ctx.needs_input_grad, strict=False) if needed]
-    found = iter(torch.autograd.grad(attention_reference(attention, kept), inputs, gradient, create_graph=True))
-    return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None, None, None
-
-
-# The kernel itself: F.scaled_dot_product_attention keeps FP32 operands for its backward, and hides the sums of rows.
-_FLASH: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-_FLASH_BACKWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
-_FLASH_CHOICE = SDPBackend.FLASH_ATTENTION.value
-
-
-class _Flash(Function):
-    """torch's flash kernel in FP32, which keeps query, key, value and result in 16 bits.
-
-    FP32 copies exist of some sequences at a time.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kept: None, settings: Any
-    ) -> Tensor:
-        ctx.settings = settings
-        result, sums = torch.empty_like(query), []
-        dtype = query.dtype if _runs_in_16_bits(query.dtype) else torch.float32
-        for batch in _batches(query, key):
-            operands = [tensor[batch].to(dtype) for tensor in (query, key, value)]
-            found, of_rows = _FLASH(*operands, 0.0, settings[1], attn_mask=_added(mask, batch), scale=settings[2])
-            result[batch].copy_(found)
-            sums.append(of_rows)
-        ctx.save_for_backward(query, key, value, mask, result, *sums)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, result, *sums = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True
-            return _differentiable_backward(ctx, Attention(query, key, value, mask, *ctx.settings), None, gradient)
-        gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        is_large = query.shape[2] * key.shape[2] > FLASH_SCORES and query.dtype is torch.bfloat16
-        dtype = query.dtype if is_large and runs_natively(query.dtype, "cpu") else torch.float32
-        for batch, of_rows in zip(_batches(query, key), sums, strict=True):
-            tensors = [tensor[batch].to(dtype) for tensor in (gradient, query, key, value, result)]
-            settings = {"attn_mask": _added(mask, batch), "scale": ctx.settings[2]}
-            found = _FLASH_BACKWARD(*tensors, of_rows, 0.0, ctx.settings[1], **settings)
-            for whole, part in zip(gradients, found, strict=True):
-                whole[batch].copy_(part)
-        return *gradients, None, None, None
-
-
-def _batches(query: Tensor, key: Tensor) -> list[slice]:
-    threads = torch.get_num_threads() if query.shape[2] == 1 else 1  # which share heads, and not one row
-    size = max(1, FLASH_ELEMENTS * threads // max(query[0].numel(), key[0].numel()))
-    return [slice(start, start + size) for start in range(0, query.shape[0], size)]
-
-
-def _added(mask: Tensor | None, batch: slice) -> Tensor | None:
-    """The mask of some sequences, FP32, to be added to scores; where ``mask`` is expanded, so is it."""
-    if mask is None:
-        return None
-    mask = mask[batch]
-    small = mask[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride())]
-    if small.dtype is torch.bool:
-        added = torch.zeros(small.shape, dtype=torch.float32, device=mask.device).masked_fill_(~small, -torch.inf)
-    else:
-        added = small.float()
-    return added.expand(mask.shape)

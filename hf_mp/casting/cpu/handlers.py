@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_mp.casting.cpu.attention import ATTENTION, attend, read_attention
+from hf_mp.casting.cpu import attention
+from hf_mp.casting.cpu.attention import ATTENTION, attend, has_flash, is_worth_blocks, read_attention
 from hf_mp.casting.cpu.products import OWN_ELEMENTS, PRODUCTS, Operand, Product, multiply, read_product
 from hf_mp.casting.cpu.upcast import must_be_plain, run_through_fp32
 from hf_mp.casting.handlers import Plan, PlannedCall, cast_all, lower_precision
@@ -25,8 +26,8 @@ def through_fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any,
     if (product := read_product(name, func, args, kwargs)) is not None:
         return _multiply(mode, product, native=False)
     args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
-    if func in ATTENTION and (found := _attend(args, kwargs, native=False)) is not None:
-        return found
+    if func in ATTENTION:
+        return _attend(mode.dtype, func, args, kwargs, native=False)
     return run_through_fp32(func, args, kwargs, mode.dtype)
 
 
@@ -44,8 +45,7 @@ def large_product(mode: autocast, name: str, func: Callable[..., Any], args: Any
 def native_attention(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make an attention on a CPU that multiplies in 16 bits: in the way that takes less time or memory."""
     args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
-    found = _attend(args, kwargs, native=True)
-    return func(*args, **kwargs) if found is None else found
+    return _attend(mode.dtype, func, args, kwargs, native=True)
 
 
 def _multiply(mode: autocast, product: Product, *, native: bool) -> Tensor:
@@ -58,10 +58,14 @@ def _multiply(mode: autocast, product: Product, *, native: bool) -> Tensor:
     return multiply(x, weight, bias, transposed=product.transposed, native=native)
 
 
-def _attend(args: Any, kwargs: Any, *, native: bool) -> Tensor | None:
-    attention = None if must_be_plain() else read_attention(args, kwargs, native)
+def _attend(dtype: torch.dtype, func: Callable[..., Any], args: Any, kwargs: Any, *, native: bool) -> Any:
     # Also without grad, as what a checkpoint computes again and a generated token.
-    return None if attention is None else attend(attention)
+    found = None if must_be_plain() else read_attention(args, kwargs)
+    is_flash = found is not None and has_flash(found)
+    if found is not None and not is_flash and is_worth_blocks(found, native):
+        return attend(found)
+    in_16_bits = native and (not is_flash or (attention.HAS_AMX and dtype is torch.bfloat16))
+    return func(*args, **kwargs) if in_16_bits else run_through_fp32(func, args, kwargs, dtype)
 
 
 def _device_type(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:

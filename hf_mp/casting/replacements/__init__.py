@@ -6,12 +6,11 @@ from torch import nn
 
 from hf_mp.casting.replacements.activations import ONE_KERNEL_ACTIVATIONS
 from hf_mp.casting.replacements.base import ModelReplacement
-from hf_mp.casting.replacements.fp32_norms import FP32_NORMS
 from hf_mp.casting.replacements.lm_losses import LMLossReplacement
 from hf_mp.casting.replacements.routers import FP32_ROUTERS
 from hf_mp.casting.tables import TableName
 
-REPLACEMENTS: tuple[ModelReplacement, ...] = (LMLossReplacement(), ONE_KERNEL_ACTIVATIONS, FP32_NORMS, FP32_ROUTERS)
+REPLACEMENTS: tuple[ModelReplacement, ...] = (LMLossReplacement(), ONE_KERNEL_ACTIVATIONS, FP32_ROUTERS)
 
 
 def install_replacements(model: nn.Module, tables: TableName) -> None:
