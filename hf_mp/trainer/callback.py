@@ -16,7 +16,6 @@ from hf_mp.policy import PrecisionPolicy
 from hf_mp.trainer.calling_trainer import (
     calling_trainer,
     come_first,
-    compile_by_blocks,
     forget_prepared,
     refuse_compiled_whole,
     resumed_checkpoint,
@@ -111,7 +110,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         session = self._session_for(args)
         refuse_other_precision(args, session.settings.policy)
         if session.runtime is not None:
-            compile_by_blocks(calling_trainer(self))
+            refuse_compiled_whole(calling_trainer(self))
             clear_up(args)
         if model is not None:
             if session.runtime is not None:
@@ -194,6 +193,11 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
             self.session.detach()
 
     def _come_first(self, trainer: Trainer | None) -> None:
+        if isinstance(trainer, OfSession):
+            raise ValueError(
+                "MixedPrecisionCallback is for other Trainers: MixedPrecisionTrainer is in mixed precision already, "
+                "remove the callback"
+            )
         if trainer is not None:
             self._callbacks = come_first(self, trainer)
             extend_card(trainer, self)

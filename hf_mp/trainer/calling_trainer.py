@@ -12,9 +12,6 @@ from typing import Any, cast
 from accelerate.utils import DynamoBackend
 from accelerate.utils.other import has_repeated_blocks
 from transformers import Trainer, TrainerCallback
-from transformers.utils import logging
-
-logger = logging.get_logger(__name__)
 
 
 def calling_trainer(callback: TrainerCallback) -> Trainer | None:
@@ -82,44 +79,21 @@ def forget_prepared(trainer: Trainer | None) -> None:
         vars(trainer.model).pop("_is_accelerate_prepared", None)
 
 
-def compile_by_blocks(trainer: Trainer | None) -> None:
-    """Have accelerate compile the repeated blocks of a model that FSDP2 shards, where it would compile all of it.
+def refuse_compiled_whole(trainer: Trainer | None) -> None:
+    """Raise where ``torch_compile=True`` compiles all of a model that FSDP2 shards, not its equal blocks one by one.
 
     Dynamo cannot trace FSDP's gathering of parameters while an autocast in Python is active.
 
     Raises:
-        ValueError: for a model without repeated blocks.
+        ValueError: naming the ways out.
     """
-    if trainer is None or not _is_compiled_under_fsdp(trainer):
+    if trainer is None or not trainer.is_fsdp_enabled:
         return
-    model = cast(Any, trainer.model)
-    if model is not None and not has_repeated_blocks(model):
+    plugin, model = trainer.accelerator.state.dynamo_plugin, cast(Any, trainer.model)
+    by_blocks = plugin.use_regional_compilation and (model is None or has_repeated_blocks(model))
+    if plugin.backend is not DynamoBackend.NO and not by_blocks:
         raise ValueError(
-            f"torch_compile=True compiles all of {type(model).__name__}, which has no ModuleList of equal blocks, and "
-            "torch.compile cannot trace a whole attached model under FSDP2: compile parts yourself (part.compile()), "
-            "or use DDP"
+            f"torch_compile=True compiles all of {type(model).__name__}, which torch.compile cannot trace under FSDP2 "
+            "once it is attached: set ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true, with which equal blocks are "
+            "compiled one by one; without a ModuleList of such, compile parts yourself (part.compile()), or use DDP"
         )
-    plugin = trainer.accelerator.state.dynamo_plugin
-    if not plugin.use_regional_compilation:
-        plugin.use_regional_compilation = True
-        logger.warning(
-            "torch_compile=True compiles the repeated blocks of the model, one by one: torch.compile cannot trace a "
-            "whole attached model under FSDP2. Set ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true to ask for that "
-            "without this warning"
-        )
-
-
-def refuse_compiled_whole(trainer: Trainer | None) -> None:
-    """Raise for a model that accelerate has compiled as a whole under FSDP2, before its Trainer had our callback."""
-    if trainer is None or not _is_compiled_under_fsdp(trainer):
-        return
-    if not trainer.accelerator.state.dynamo_plugin.use_regional_compilation:
-        raise ValueError(
-            "torch_compile=True has compiled the whole model, which torch.compile cannot trace under FSDP2 once it is "
-            "attached: give the callback to the Trainer when you make it (callbacks=[...]), or set "
-            "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true"
-        )
-
-
-def _is_compiled_under_fsdp(trainer: Trainer) -> bool:
-    return trainer.is_fsdp_enabled and trainer.accelerator.state.dynamo_plugin.backend is not DynamoBackend.NO

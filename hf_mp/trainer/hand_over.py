@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import CONFIG_NAME
 
 from hf_mp.diagnostics.overflow import runtime_of
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.trainer.checkpoints.atomic import discard, make_staging_folder, publish, sync_tree
+from hf_mp.trainer.save_dtype import write_dtype
 from hf_mp.weights.lean.outside_reads import stores_16_bits
 from hf_mp.weights.ranks.placement import get_rank, is_dtensor, is_sharded
 
 _OF_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of activation checkpointing and torch.compile
-_OF_WEIGHTS = (".safetensors", ".bin", ".index.json")
 
 
 def working_copies(model: nn.Module | MixedPrecision) -> Iterator[tuple[str, Tensor]]:
@@ -55,10 +52,9 @@ def working_copies(model: nn.Module | MixedPrecision) -> Iterator[tuple[str, Ten
 def save_working_copies(model: nn.Module | MixedPrecision, directory: str | os.PathLike[str]) -> None:
     """Save an attached model in FP16 or BF16, as its forward reads it, for ``from_pretrained`` or an engine.
 
-    Writes what ``save_pretrained`` does, with the ``dtype`` of the working copies in the config. The directory is there
-    whole or not at all; one that is there is replaced in one moment, and its other files (a tokenizer) are kept. The
-    weights are those of :func:`working_copies`; buffers are saved as they are. Of a model with adapters, these are
-    saved.
+    Writes what ``save_pretrained`` does, in its place, with the ``dtype`` of the working copies in the config: have the
+    engine read when this has returned. The weights are those of :func:`working_copies`; buffers are saved as they are.
+    Of a model with adapters, these are saved.
 
     Under FSDP2 every process must call it, and the first writes; under DDP the first writes.
 
@@ -68,9 +64,8 @@ def save_working_copies(model: nn.Module | MixedPrecision, directory: str | os.P
 
     Raises:
         TypeError: for a model without ``save_pretrained``.
-        ValueError: for a model that is not attached, weights that the dtype does not hold, a ``directory`` with folders
-            inside, and a model sharded by Transformers' own ``distributed_config``.
-        OSError: where the disk fails; the earlier directory is still there.
+        ValueError: for a model that is not attached, weights that the dtype does not hold, and a model sharded by
+            Transformers' own ``distributed_config``.
     """
     runtime = _runtime_of(model, "save_working_copies")
     attached: Any = runtime.model
@@ -84,12 +79,13 @@ def save_working_copies(model: nn.Module | MixedPrecision, directory: str | os.P
             "save_pretrained gathers a model with a distributed_config by itself, in FP32: shard it with fully_shard "
             "or accelerate's FSDP2 instead, or use hf_mp.working_copies(model)"
         )
-    target = Path(directory).absolute()
-    _check_target(target)
     is_first = get_rank() == 0
     state = _state(runtime, attached, keep=is_first)
     if is_first:
-        _write(attached, state, runtime.policy.compute, target)
+        # Of the class: PEFT and accelerate put functions on instances that would ask the model for its FP32 state.
+        type(attached).save_pretrained(attached, directory, state_dict=state)
+        # save_pretrained writes the dtype that the model is in, which is that of its masters.
+        write_dtype(Path(directory), runtime.policy.compute)
     if is_sharded(attached):
         torch.distributed.barrier()
 
@@ -149,33 +145,3 @@ def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield (f"{path}.{name}" if path else name), buffer
-
-
-def _check_target(target: Path) -> None:
-    inside = list(target.iterdir()) if target.exists() else []
-    if folders := sorted(path.name for path in inside if path.is_dir()):
-        raise ValueError(
-            f"{target.name} has folders inside ({', '.join(folders[:3])}), which replacing it would remove: name a "
-            "directory of its own"
-        )
-
-
-def _write(model: Any, state: dict[str, Tensor], dtype: torch.dtype, target: Path) -> None:
-    staged = make_staging_folder(target.parent) / target.name
-    shutil.rmtree(staged, ignore_errors=True)  # what a killed run left
-    try:
-        dtype_before = getattr(model.config, "dtype", None)
-        try:
-            type(model).save_pretrained(model, staged, state_dict=state)
-            if (staged / CONFIG_NAME).is_file():  # an adapter is saved without one
-                model.config.dtype = dtype
-                model.config.save_pretrained(staged)
-        finally:
-            model.config.dtype = dtype_before
-        for path in target.iterdir() if target.exists() else ():
-            if not path.name.endswith(_OF_WEIGHTS) and not (staged / path.name).exists():
-                shutil.copy2(path, staged / path.name)
-        sync_tree(staged)
-        publish(staged, target)
-    finally:
-        discard(staged)

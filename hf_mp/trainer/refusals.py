@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from typing import Any
 
 import torch
@@ -49,12 +48,6 @@ def _refuse_sharding(args: TrainingArguments) -> None:
             f"FSDP version {fsdp_version} flattens parameters, and there is nothing left to give a working copy: use "
             "FSDP2 (fsdp_config={'version': 2}, or `accelerate launch --fsdp_version 2`)"
         )
-    if fsdp_version == 2 and args.device.type == "cpu" and args.parallel_mode is ParallelMode.DISTRIBUTED:
-        warnings.warn(
-            "FSDP has no effect here: accelerate shards models on accelerators only, and trains this one on CPUs with "
-            "DDP. Leave fsdp out, or use torch.distributed.fsdp.fully_shard in a loop of your own",
-            stacklevel=3,
-        )
 
 
 def _refuse_other_engines(args: TrainingArguments, policy: PrecisionPolicy) -> None:
@@ -73,7 +66,7 @@ def _refuse_other_engines(args: TrainingArguments, policy: PrecisionPolicy) -> N
 
 
 # Parts of names of optimizers: those with state of other shapes than their parameters, and those of bitsandbytes.
-_OTHER_SHAPES = re.compile("4bit|torch_8bit|adafactor|ademamix|galore|apollo")
+_OTHER_SHAPES = re.compile("[48]bit|adafactor|ademamix|galore|apollo")
 _OF_BITSANDBYTES = re.compile("bnb|paged|lion_|ademamix|^(?!.*torch).*8bit")  # torchao's are adamw_torch_8bit
 
 
@@ -152,14 +145,10 @@ def refuse_missing(model: nn.Module | None, optimizer: Optimizer | None, trainer
 def refuse_model(model: nn.Module) -> None:
     """Raise for a model whose forward cannot be reached, and for a quantized one with nothing to train."""
     name = type(model).__name__
-    if hasattr(model, "_orig_mod"):
+    if hasattr(model, "_orig_mod") or isinstance(model, (DistributedDataParallel, torch.jit.ScriptModule)):
         raise ValueError(
-            f"this model is compiled already ({name}), which hides its forward from mixed precision: give the Trainer "
-            "the model itself, and TrainingArguments(torch_compile=True)"
-        )
-    if isinstance(model, (DistributedDataParallel, torch.jit.ScriptModule)):
-        raise ValueError(
-            f"{name} hides the forward of the model inside it from mixed precision: give the Trainer the model itself"
+            f"{name} hides the forward of the model inside it from mixed precision: give the Trainer the model itself, "
+            "and TrainingArguments(torch_compile=True) to have it compiled"
         )
     if hasattr(model, "_original_forward"):
         raise ValueError(

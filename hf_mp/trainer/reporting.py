@@ -1,4 +1,4 @@
-"""What a Trainer shows of its run's precision: the progress bar's live line, TensorBoard's histograms, the report."""
+"""What a Trainer shows of its run's precision: the progress bar's live line, the log, the report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback, TrainingArguments
-from transformers.integrations import TensorBoardCallback
 from transformers.utils import logging
 
 from hf_mp.diagnostics.contract.table import PrecisionContract
@@ -18,7 +17,6 @@ from hf_mp.trainer.settings import SessionSettings
 
 if TYPE_CHECKING:  # imported where something is recorded
     from hf_mp.diagnostics.precision_recorder import PrecisionRecorder
-    from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, TensorMagnitudes
 
 logger = logging.get_logger(__name__)
 
@@ -36,7 +34,6 @@ class TrainerReporting:
     def __init__(self, settings: SessionSettings) -> None:
         self.recorder: PrecisionRecorder | None = None
         self._settings = settings
-        self._shown: StepMagnitudes | None = None
         self._line = ""
         self._has_warned = False
 
@@ -71,15 +68,11 @@ class TrainerReporting:
             if self.recorder is not None:
                 self.recorder.note_contract(contract)
 
-    def after_step(self, stats: PrecisionStats, callbacks: Iterable[TrainerCallback], step: int) -> None:
-        """Show optimizer step ``step``, which has just ended."""
-        latest = None if self.recorder is None else self.recorder.latest
-        is_new, self._shown = latest is not self._shown, latest
+    def after_step(self, stats: PrecisionStats, callbacks: Iterable[TrainerCallback]) -> None:
+        """Show the optimizer step that has just ended in the progress bar."""
         for callback in callbacks:
             if isinstance(callback, ProgressCallback):
                 self._show_in_progress_bar(callback, stats)
-            elif isinstance(callback, TensorBoardCallback) and latest is not None and is_new:
-                _add_histograms(callback.tb_writer, latest, step)
 
     def _show_in_progress_bar(self, callback: ProgressCallback, stats: PrecisionStats) -> None:
         bar: Any = callback.training_bar
@@ -118,28 +111,3 @@ def live_line(stats: PrecisionStats) -> str:
     """The stats in a few words: ``loss scale 2048, headroom 5.3, skipped 1``."""
     headroom = [] if stats.headroom is None else [f"headroom {stats.headroom:.1f}"]
     return ", ".join([f"loss scale {scale_text(stats.loss_scale)}", *headroom, f"skipped {stats.skipped_steps}"])
-
-
-def _add_histograms(writer: Any, magnitudes: StepMagnitudes, step: int) -> None:
-    """One histogram of log2 |value| for each tensor; zeros, which have no logarithm, are not in it."""
-    for tensor in magnitudes.tensors if writer is not None else ():
-        if tensor.histogram.finite_nonzero:
-            name = f"{tensor.layer}.{tensor.tensor}" if tensor.tensor else tensor.layer
-            writer.add_histogram_raw(f"log2 of {tensor.kind.value}/{name}", **_raw_histogram(tensor), global_step=step)
-
-
-def _raw_histogram(tensor: TensorMagnitudes) -> dict[str, Any]:
-    octaves = {k: count * tensor.stride for k, count in tensor.histogram.by_octave().items()}
-    first, last = min(octaves), max(octaves)
-    counts = [octaves.get(k, 0) for k in range(first, last + 1)]
-    middles = [k + 0.5 for k in range(first, last + 1)]
-    return {
-        "min": float(first),
-        "max": float(last + 1),
-        "num": sum(counts),
-        "sum": sum(c * m for c, m in zip(counts, middles, strict=True)),
-        "sum_squares": sum(c * m * m for c, m in zip(counts, middles, strict=True)),
-        # The first bucket is empty: TensorBoard draws it from the smallest number there is.
-        "bucket_limits": [float(k) for k in range(first, last + 2)],
-        "bucket_counts": [0, *counts],
-    }

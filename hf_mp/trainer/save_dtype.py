@@ -31,13 +31,17 @@ def extend_save(trainer: Trainer, adapter: OfSession) -> None:
             return
         cast = _cast(state_dict or trainer.model.state_dict(), dtypes)  # type: ignore[union-attr]
         own(output_dir, cast)
-        config = folder / CONFIG_NAME
-        if config.is_file():  # an adapter is saved without one
-            most = str(Counter(dtypes.values()).most_common(1)[0][0]).removeprefix("torch.")
-            said = {**json.loads(config.read_text(encoding="utf-8")), "dtype": most}
-            config.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_dtype(folder, Counter(dtypes.values()).most_common(1)[0][0])
 
     extend_method(trainer, "_save", _save)
+
+
+def write_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Have the config of a saved model say that it is in ``dtype``, for ``from_pretrained``."""
+    config = folder / CONFIG_NAME
+    if config.is_file():  # an adapter is saved without one
+        said = {**json.loads(config.read_text(encoding="utf-8")), "dtype": str(dtype).removeprefix("torch.")}
+        config.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _cast(state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ class TrainerSession:
     Attributes:
         runtime: the :class:`MixedPrecision` of the current model, also between runs; None for FP32.
         overflow_reports: an :class:`OverflowReport` for each skipped step of that model that was explained.
-        reporting: what shows in the progress bar and TensorBoard, and the recorder.
+        reporting: what shows in the progress bar and the log, and the recorder.
         contract: what the first step of the last run that was not skipped showed; None before, and where it is off.
     """
 
@@ -205,11 +205,6 @@ class TrainerSession:
     # In the run
 
     @property
-    def is_stuck(self) -> bool:
-        """Whether the last two steps were skipped: a single one is how a scaler finds its level."""
-        return self.runtime is not None and self.runtime.scaler.state.consecutive_skips > 1
-
-    @property
     def uses_gradients_up(self) -> bool:
         """Whether the parameters are updated inside backward, so that no gradient is left to look at."""
         return self.runtime is not None and self.runtime.uses_up_gradients
@@ -245,7 +240,7 @@ class TrainerSession:
             risks = check_training(model, optimizer).advice if self.contract.lacks_masters else ""
             self.reporting.show_contract(self.contract, risks, self.args)
         if self.runtime is not None:
-            self.reporting.after_step(self.runtime.stats, callbacks, step)
+            self.reporting.after_step(self.runtime.stats, callbacks)
             if self._gap is not None:
                 self._gap.after_step(step)
 

@@ -91,7 +91,7 @@ class PrecisionOptions:
     histogram_steps: int = _option(
         0,
         "Every how many steps the magnitudes of activations, gradients, weights and updates are taken, by layer, for "
-        "OUTPUT_DIR/precision_log.jsonl and TensorBoard; 50 is a good number, 0 is never.",
+        "OUTPUT_DIR/precision_log.jsonl; 50 is a good number, 0 is never.",
     )
     histogram_layers: list[str] | None = _option(  # noqa: RUF009
         None, "Name patterns of their layers ('transformer.h.*.mlp.*'). Not given: all with parameters."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +19,7 @@ from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.events import check_free_gradients
 from hf_mp.scaling.scalers import LossScaleError
 from hf_mp.trainer.arguments import MixedPrecisionArguments
-from hf_mp.trainer.callback import MixedPrecisionCallback
-from hf_mp.trainer.calling_trainer import compile_by_blocks, forget_prepared
+from hf_mp.trainer.calling_trainer import forget_prepared, refuse_compiled_whole
 from hf_mp.trainer.checkpoints.crash_safe_trainer import CrashSafe
 from hf_mp.trainer.checkpoints.optimizer_shards import see_shards
 from hf_mp.trainer.checkpoints.sharded_trainer import LeanShards
@@ -90,8 +88,6 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
         refuse_other_precision(args, policy)
         check_free_gradients(policy, settings.free_gradients)
         _warn_of_little_effect(settings, args)
-        for given in (*positional, *named.values()):
-            _refuse_callbacks(given if isinstance(given, (list, tuple)) else ())
         self.session = TrainerSession(settings, args)
         if model is not None:
             self.session.check(model)
@@ -100,10 +96,10 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
         else:  # by name: the second parameter of TRL's DPOTrainer is the reference model
             super().__init__(model=model, args=args, **named)
         if policy.is_mixed:
-            compile_by_blocks(self)
+            refuse_compiled_whole(self)
         extend_save(self, self)
         extend_card(self, self)
-        super().add_callback(_AfterSteps(self))
+        self.add_callback(_AfterSteps(self))
 
     # Begin and end
 
@@ -188,11 +184,6 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
         """As the stock Trainer's; training logs also carry ``loss_scale`` and ``skipped_steps``."""
         super().log({**logs, **self.session.log_entries(logs)}, *args, **kwargs)
 
-    def add_callback(self, callback: Any) -> None:
-        """As the stock Trainer's; refuses a :class:`MixedPrecisionCallback`."""
-        _refuse_callbacks([callback])
-        super().add_callback(callback)
-
     # Checkpoints
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -208,11 +199,3 @@ def _warn_of_little_effect(settings: SessionSettings, args: TrainingArguments) -
         logger.warning(f"torch_compile=True has little effect with {policy}: graphs end at parameters")
     if not policy.is_mixed and (settings.rules or settings.tables != "compact"):
         logger.warning("tables and rules have no effect with precision='fp32': there is no autocast")
-
-
-def _refuse_callbacks(callbacks: Iterable[Any]) -> None:
-    if any(MixedPrecisionCallback in (callback, type(callback)) for callback in callbacks):
-        raise ValueError(
-            "MixedPrecisionCallback is for other Trainers: MixedPrecisionTrainer is in mixed precision already, remove "
-            "the callback"
-        )

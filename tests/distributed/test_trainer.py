@@ -78,7 +78,7 @@ def test_the_recipe_evaluates_each_block_once_on_any_number_of_processes(one: di
 
 RESUMED = [
     "resume", "lean", "eight_bits_resume", "fsdp_resume_full", "fsdp_resume_sharded", "fsdp_lean_resume",
-    "fsdp_lean_resume_full", "fsdp_eight_bits_resume",
+    "fsdp_lean_resume_full",
 ]  # fmt: skip
 
 

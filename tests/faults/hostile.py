@@ -12,7 +12,6 @@ import pickle
 import resource
 import signal
 import struct
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,14 +125,6 @@ def pipe(file: str) -> Make:
     return make
 
 
-def zip_bomb(checkpoint: Path, touched: Path) -> None:
-    with zipfile.ZipFile(checkpoint / "optimizer.pt", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data.pkl", pickle.dumps({}))
-        with archive.open("archive/data/0", "w") as entry:
-            for _ in range(1024):
-                entry.write(bytes(2**20))
-
-
 def in_json(file: str, text: str, inside: str | None = None) -> Make:
     """With the entries in ``text`` changed, those of ``inside``."""
 
@@ -214,7 +205,6 @@ HOSTILE: dict[str, tuple[str, Make]] = {
         WEIGHTS,
         written(WEIGHTS, struct.pack("<Q", len(BEYOND)) + BEYOND),
     ),
-    "a zip bomb as optimizer.pt": (OPTIMIZER, zip_bomb),
     "a trainer state of 1 GiB": (TRAINER_STATE, sparse(TRAINER_STATE)),
     "a config nested too deeply": ("config.json", written("config.json", '{"a":' * 1_000_000)),
     # Values

@@ -10,7 +10,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from trainer_runs import arguments, poisoned, same, tiny_gpt2, token_rows, weights
 from transformers import HfArgumentParser, ProgressCallback, Trainer, TrainingArguments
-from transformers.integrations import TensorBoardCallback
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
@@ -116,12 +115,10 @@ def test_settings_that_json_has_no_word_for_are_told_as_text(contender: str, tmp
 
 
 @pytest.mark.parametrize("contender", CONTENDERS)
-def test_tensorboard_has_the_scalars_and_the_histograms(
-    contender: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorboard_has_the_scalars(contender: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
     trainer = train(contender, tmp_path, report_to="tensorboard", histogram_steps=2, max_steps=4)
-    events = EventAccumulator(str(tmp_path / "events"), size_guidance={"histograms": 0})
+    events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
     scalars = {
         f"train/{name}" for name in ("loss_scale", "skipped_steps", "headroom", "underflowed_share", "swamped_share")
@@ -129,26 +126,6 @@ def test_tensorboard_has_the_scalars_and_the_histograms(
     assert scalars <= set(events.Tags()["scalars"])
     logged = [entry["swamped_share"] for entry in trainer.state.log_history if "swamped_share" in entry]
     assert [event.value for event in events.Scalars("train/swamped_share")] == pytest.approx(logged)
-    tag = "log2 of weight gradients/transformer.h.0.mlp.c_fc.weight"
-    assert [event.step for event in events.Histograms(tag)] == [1, 3]
-    latest = read_run(tmp_path).latest
-    assert latest is not None
-    (row,) = (t for t in latest.tensors if f"log2 of {t.kind.value}/{t.layer}.{t.tensor}" == tag)
-    shown = events.Histograms(tag)[-1].histogram_value
-    octaves = row.histogram.by_octave()
-    assert shown.num == row.histogram.finite_nonzero
-    assert (shown.min, shown.max) == (min(octaves), max(octaves) + 1)
-    # A bucket reaches from the limit before it up to its own.
-    assert {int(limit) - 1: int(n) for limit, n in zip(shown.bucket_limit, shown.bucket, strict=True) if n} == octaves
-
-
-@pytest.mark.parametrize("contender", CONTENDERS)
-def test_a_reporter_without_a_writer_is_left_alone(contender: str, tmp_path: Path) -> None:
-    class Silent(TensorBoardCallback):
-        def _init_summary_writer(self, args: Any) -> None:
-            pass
-
-    train(contender, tmp_path, histogram_steps=1, callbacks=[Silent()])
 
 
 @pytest.mark.parametrize("contender", CONTENDERS)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,12 +27,12 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_optimizer import _BITSANDBYTES_OPTIMIZERS
-from transformers.training_args import OptimizerNames, ParallelMode
+from transformers.training_args import OptimizerNames
 
 import hf_mp.step.gradients
 import hf_mp.trainer.session
 from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer, PrecisionPolicy
-from hf_mp.trainer.calling_trainer import compile_by_blocks, refuse_compiled_whole
+from hf_mp.trainer.calling_trainer import refuse_compiled_whole
 
 Rows = list[dict[str, Tensor]]
 
@@ -217,15 +217,17 @@ def test_fsdp2_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     arguments(tmp_path)
 
 
-def test_fsdp_on_cpus_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TrainingArguments, "parallel_mode", ParallelMode.DISTRIBUTED)
-    with pytest.warns(UserWarning, match="FSDP has no effect here: accelerate shards .* on accelerators only"):
-        arguments(tmp_path, fsdp=True, fsdp_config={"version": 2}, use_cpu=True)
-
-
 @pytest.mark.parametrize(
     "optim",
-    ["adamw_torch_8bit", "adamw_torch_4bit", "adafactor", "ademamix_8bit", "galore_adamw_8bit", "apollo_adamw"],
+    [
+        "adamw_torch_8bit",
+        "adamw_torch_4bit",
+        "adamw_bnb_8bit",
+        "adafactor",
+        "ademamix_8bit",
+        "galore_adamw_8bit",
+        "apollo_adamw",
+    ],
 )
 def test_state_of_other_shapes_is_refused_where_fsdp_saves_a_lean_layout(tmp_path: Path, optim: str) -> None:
     settings: dict[str, Any] = {"optim": optim, "fsdp": True, "fsdp_config": {"version": 2}}
@@ -250,36 +252,23 @@ def test_bitsandbytes_is_refused_where_fsdp_shards_a_default_layout(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("fsdp", "backend", "regional", "changed"),
-    [(True, "inductor", False, True), (True, "inductor", True, False), (True, "no", False, False),
-     (False, "inductor", False, False)],
+    ("fsdp", "backend", "regional", "has_blocks", "is_refused"),
+    [(True, "inductor", False, True, True), (True, "inductor", True, False, True),
+     (True, "inductor", True, True, False), (True, "no", False, True, False), (False, "inductor", False, True, False)],
 )  # fmt: skip
-def test_a_sharded_model_is_compiled_by_blocks(
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    fsdp: bool,
-    backend: str,
-    regional: bool,
-    changed: bool,
+def test_a_sharded_model_is_compiled_by_blocks_alone(
+    fsdp: bool, backend: str, regional: bool, has_blocks: bool, is_refused: bool
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("hf_mp"), "propagate", True)
     plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=regional)
-    accelerator = SimpleNamespace(state=SimpleNamespace(dynamo_plugin=plugin))
-    blocks = nn.Sequential(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
-    trainer: Any = SimpleNamespace(is_fsdp_enabled=fsdp, accelerator=accelerator, model=blocks)
-    if changed:
-        with pytest.raises(ValueError, match=r"has compiled the whole model.*give the callback to the Trainer when"):
-            refuse_compiled_whole(trainer)
-        trainer.model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-        with pytest.raises(ValueError, match=r"Sequential, which has no ModuleList of equal blocks.*or use DDP"):
-            compile_by_blocks(trainer)
-        trainer.model = blocks
-    else:
+    blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) if has_blocks else nn.Linear(2, 2)
+    trainer: Any = SimpleNamespace(
+        is_fsdp_enabled=fsdp,
+        accelerator=SimpleNamespace(state=SimpleNamespace(dynamo_plugin=plugin)),
+        model=nn.Sequential(blocks),
+    )
+    said = r"compiles all of Sequential.*set ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true.*or use DDP"
+    with pytest.raises(ValueError, match=said) if is_refused else nullcontext():
         refuse_compiled_whole(trainer)
-    compile_by_blocks(trainer)
-    compile_by_blocks(trainer)
-    said = [line for line in caplog.messages if "compiles the repeated blocks of the model, one by one" in line]
-    assert (plugin.use_regional_compilation, len(said)) == (regional or changed, int(changed))
 
 
 @pytest.mark.parametrize("route", ["arguments", "subclass", "callback", "callback fp32"])

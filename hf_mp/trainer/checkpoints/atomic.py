@@ -4,7 +4,6 @@ The folder ``_saving`` lies next to the directory while it is written::
 
     run/_saving/checkpoint-20             being written
     run/_saving/replaced-checkpoint-20    the older one of that name, for the moment between two renames
-    run/_saving/removed-checkpoint-10     being removed
 
 What a killed run leaves there, :func:`recover` brings to its end. Where the disk fails, all of this raises OSError.
 """
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 STAGING_FOLDER = "_saving"  # a name that the Trainer does not push to the hub
-REPLACED, _REMOVED = "replaced-", "removed-"
+REPLACED = "replaced-"
 
 
 def staging_folder(run_directory: Path) -> Path:
@@ -82,24 +81,17 @@ def publish(staged: Path, target: Path) -> None:
     discard(replaced)
 
 
-def remove(directory: Path) -> None:
-    """Remove a checkpoint so that no half of it is ever seen under its name."""
-    aside = set_aside(directory, _REMOVED)
-    sync_folder(directory.parent)
-    discard(aside)
-
-
-def set_aside(directory: Path, prefix: str = REPLACED) -> Path:
+def set_aside(directory: Path) -> Path:
     """Move a checkpoint into the staging folder in one rename; gives its place there."""
-    aside = make_staging_folder(directory.parent) / (prefix + directory.name)
-    _remove_tree(aside)
+    aside = make_staging_folder(directory.parent) / (REPLACED + directory.name)
+    remove(aside)
     os.rename(directory, aside)
     return aside
 
 
 def discard(aside: Path) -> None:
     """Remove a directory from the staging folder, and that folder when nothing is left in it."""
-    _remove_tree(aside)
+    remove(aside)
     with contextlib.suppress(OSError):
         aside.parent.rmdir()
 
@@ -114,18 +106,21 @@ def recover(run_directory: Path, is_whole: Callable[[Path], bool]) -> list[Path]
     # The newer one of a pair first: "checkpoint-" sorts before "replaced-checkpoint-".
     for staged in [] if folder.is_symlink() else sorted(folder.glob("*")):
         target = run_directory / staged.name.removeprefix(REPLACED)
-        is_ours = staged.is_dir() and not staged.is_symlink() and not staged.name.startswith(_REMOVED)
+        is_ours = staged.is_dir() and not staged.is_symlink()
         if is_ours and is_whole(staged) and not target.exists():
             os.rename(staged, target)
             recovered.append(target)
-    _remove_tree(folder)
+    remove(folder)
     if recovered:
         sync_folder(run_directory)
     return recovered
 
 
-def _remove_tree(directory: Path) -> None:
-    # What stays is in the staging folder, where nothing takes it for a checkpoint and the next save clears it.
+def remove(directory: Path) -> None:
+    """Remove a directory, or a link in its place, that is in the staging folder or has a mark.
+
+    What a failing disk keeps of it there is no checkpoint for anybody, and the next save clears it.
+    """
     if directory.is_symlink():
         with contextlib.suppress(OSError):
             directory.unlink()

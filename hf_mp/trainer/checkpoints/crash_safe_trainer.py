@@ -97,7 +97,6 @@ class CrashSafe(_Base):
         step = self._for_all(begin)
         checkpoint = str(run_directory / f"{PREFIX_CHECKPOINT_DIR}-{step}") if wanted is True else wanted
         self._resumed_from = Path(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else None
-        self._saves.before_trouble = self._resumed_from
         if self._resumed_from is not None and self._resumed_from.is_dir():
             _warn_of_other_world_size(self._resumed_from, self.args.world_size)
             if self.args.should_save and not self.is_deepspeed_enabled:
@@ -107,14 +106,14 @@ class CrashSafe(_Base):
     def _last_checkpoint(self, *, save: bool) -> Path | None:
         """That of the last step; where it is not there, it is saved or None."""
         step = Path(str(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        is_missing = bool(self._largest(int(not step.is_dir() or inspection.is_damaged(step))))
+        is_missing = bool(self._largest(int(not inspection.is_finished(step))))
         if is_missing and save:
             assert self.model is not None
             self._save_checkpoint(self.model, None)
         return None if is_missing and not save else step
 
     def _keep_last_state(self, error: Exception) -> None:
-        """Save what the last good step left, next to the previous checkpoint; ``error`` tells where both are."""
+        """Save what the last good step left; ``error`` tells where."""
         step = None
         try:
             step = self._last_checkpoint(save=True) if self.state.global_step else None
@@ -122,9 +121,6 @@ class CrashSafe(_Base):
             error.add_note(str(failure))
         if step is not None and not self._saves.has_failed:
             error.add_note(f"The weights and the optimizer's state as the last good step left them are in {step}.")
-        before = self._saves.before_trouble
-        if before is not None and before.is_dir() and before != step:
-            error.add_note(f"{before} is the last checkpoint from before steps were skipped.")
 
     def _end_preempted(self) -> None:
         step = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
@@ -200,12 +196,10 @@ class CrashSafe(_Base):
         if resumed is None or said is None:
             return
         beside = resumed.parent / Path(said).name
-        if beside.resolve() == Path(said).resolve():
-            return
         is_there = inspection.step_of(beside) is not None and beside.is_dir()
         self.state.best_model_checkpoint = str(beside) if is_there else None
-        what = f"{beside} is taken" if is_there else "the best is sought anew; copy that checkpoint here to keep it"
-        logger.warning(f"{resumed} names {said!r} as the best checkpoint, which is not in its folder: {what}")
+        if not is_there:
+            logger.warning(f"{said!r}, the best checkpoint, is not next to {resumed}: the best is sought anew")
 
 
 def _choose(run_directory: Path) -> int:

@@ -82,6 +82,8 @@ def clear_up(run_directory: Path) -> None:
         if checkpoint.is_dir() and not is_finished(checkpoint):
             logger.warning(f"{checkpoint} is half-written by a run that was killed: it is removed")
             remove(checkpoint)
+            if checkpoint.exists():  # its mark stays, and so nobody resumes from it
+                raise OSError(f"{checkpoint} cannot be removed")
         mark_of(checkpoint).unlink()
     for checkpoint in recover(run_directory, lambda path: not find_problems(path)):
         logger.warning(f"{checkpoint} is put back: the save that was to replace it did not come to its end")

@@ -1,16 +1,15 @@
-"""The checkpoints of a run: which to resume from, the newest that is whole and cannot do harm, and which to remove."""
+"""The checkpoints of a run: which to resume from, and the newest that is whole and cannot do harm."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from hf_mp.trainer.checkpoints.atomic import remove
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, CheckpointError, find_damage, read_manifest
 from hf_mp.trainer.checkpoints.untrusted import find_flipped_bits, find_hazards, find_out_of_place
 
@@ -86,18 +85,15 @@ def warn_of_missing_state(checkpoint: Path, world_size: int) -> None:
 
     The stock Trainer takes the state of optimizer and scheduler only together, and says nothing where it takes neither.
     """
-    names = [path.name for path in checkpoint.iterdir()]
-    random_numbers = {"rng_state.pth"} if world_size == 1 else {f"rng_state_{rank}.pth" for rank in range(world_size)}
-    wanted = {"scheduler.pt", *random_numbers}
-    if not any(name.startswith("optimizer") for name in names):
-        wanted.add("optimizer.pt")
-    if not (missing := wanted.difference(names)):
-        return
-    anew = (
-        [] if missing <= random_numbers else ["the optimizer's state (Adam's moments)", "the learning rate's schedule"]
-    )
-    anew += ["random numbers"] if missing & random_numbers else []
-    logger.warning(f"{checkpoint} has no {', '.join(sorted(missing))}: {' and '.join(anew)} start anew")
+    ranks = [""] if world_size == 1 else [f"_{rank}" for rank in range(world_size)]
+    # Sharded optimizers are in folders, and FSDP's whole ones in optimizer.bin.
+    sought = {"optimizer.pt": "optimizer*", "scheduler.pt": "scheduler.pt"}
+    sought.update({f"rng_state{rank}.pth": f"rng_state{rank}.pth" for rank in ranks})
+    if missing := [name for name, pattern in sought.items() if not any(checkpoint.glob(pattern))]:
+        logger.warning(
+            f"{checkpoint} has no {', '.join(missing)}: what they hold starts anew (without one of the first two, both "
+            "the optimizer's state and the learning rate's schedule do)"
+        )
 
 
 def find_newest_whole(
@@ -130,35 +126,3 @@ def is_finished(checkpoint: Path) -> bool:
     except CheckpointError:
         return False
     return manifest is not None and not find_damage(checkpoint, manifest)
-
-
-# Removal
-
-
-def rotate(run_directory: Path, limit: int | None, *, written: Path, keep: Collection[Path] = ()) -> None:
-    """Remove checkpoints until ``limit`` are left, and never ``written``, which is known to be whole, or ``keep``.
-
-    Those whose files are not the size they were go first, then the oldest by the time they were written. A limit of
-    None or 0 removes none.
-    """
-    if not limit or limit < 0:
-        return
-    checkpoints = list_checkpoints(run_directory)
-    kept = {path.resolve() for path in (written, *keep)}
-    removable = [path for path in checkpoints if path.resolve() not in kept]
-    # By time, as the Trainer removes them: an earlier run may have left higher steps. File systems without times give
-    # equal ones, and the step decides.
-    removable.sort(key=lambda path: (not is_damaged(path), path.stat().st_mtime, step_of(path)))
-    for checkpoint in removable[: max(0, len(checkpoints) - limit)]:
-        remove(checkpoint)
-
-
-def is_damaged(checkpoint: Path) -> bool:
-    """Whether a checkpoint differs from its manifest, as far as sizes tell; without a manifest, if it has a mark."""
-    try:
-        manifest = read_manifest(checkpoint)
-        if manifest is None:
-            return mark_of(checkpoint).exists()
-        return any((checkpoint / name).stat().st_size != entry.size_bytes for name, entry in manifest.files.items())
-    except (CheckpointError, OSError):
-        return True

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
@@ -21,7 +21,6 @@ from hf_mp.trainer.checkpoints.atomic import make_staging_folder, publish, recov
 from hf_mp.trainer.checkpoints.manifest import (
     MANIFEST_NAME,
     CheckpointError,
-    FileEntry,
     Manifest,
     NoCheckpointError,
     find_damage,
@@ -42,8 +41,6 @@ SHARDS_FOLDER = "shards"
 STATE_FILE = "training_state.json"
 _PAIRS = "hf_mp.pairs"  # the one key of a mapping that is written as pairs
 
-_last: list[tuple[Path, Future[None]]] = []  # the asynchronous save that may still run
-
 
 def save_checkpoint(
     directory: str | os.PathLike[str],
@@ -53,7 +50,7 @@ def save_checkpoint(
     *,
     extra: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
-) -> Future[None]:
+) -> None:
     """Save model, optimizer and loss scale of a training loop; any number of processes can resume from it.
 
     All processes call it, each writes its own shards (safetensors), the first one the rest (JSON) and the manifest with
@@ -68,17 +65,15 @@ def save_checkpoint(
         step: number of optimizer steps so far.
         extra: what else to keep, values for JSON (of the first process), such as ``scheduler.state_dict()``. Random
             numbers are not saved.
-        asynchronous: return when the tensors are copied to the CPU (12 bytes a parameter over all processes for AdamW),
-            and write in a thread. Another save or load waits for it; call ``result()`` before a process exits.
-
-    Returns:
-        A future, done when the checkpoint is in its place. Its ``result()`` raises the error of a failed save.
+        asynchronous: gone; a checkpoint is in its place when this returns.
 
     Raises:
+        ValueError: for ``asynchronous=True``.
         CheckpointError: on all processes, naming the rank and the reason; the earlier directory is still there. Also
             for ``extra`` that JSON cannot hold, and for an optimizer's state that cannot be split over other ranks.
     """
-    _wait_for_last()
+    if asynchronous:
+        raise ValueError("asynchronous=True is gone: leave it out, or save less often")
     target = Path(directory).absolute()
     runtime = attached_runtime(model)
     staged = staging_folder(target.parent) / target.name
@@ -89,26 +84,19 @@ def save_checkpoint(
         text = _as_json(
             {"step": step, "extra": _with_str_keys(extra or {}), "optimizer": plain, "mixed_precision": scale}
         )
-    with refused_together():
+    with refused_together(), _as_not_saved(staged):
         # refused_together() ends with a collective call: the other ranks write when the folder is there.
         if get_rank() == 0:
             _make_room_for(staged, target)
 
-    def complete(files: Mapping[str, FileEntry]) -> None:
-        write_synced(staged / STATE_FILE, text)
-        finish(
-            staged,
-            step=step,
-            world_size=get_world_size(),
-            precision="fp32" if runtime is None else str(runtime.policy),
-            known={f"{SHARDS_FOLDER}/{name}": entry for name, entry in files.items()},
-        )
-        publish(staged, target)
-
-    saved = write_shards(staged / SHARDS_FOLDER, tensors, finish=complete, asynchronous=asynchronous)
-    if asynchronous:
-        _last[:] = [(target, saved)]
-    return saved
+    files = write_shards(staged / SHARDS_FOLDER, tensors)
+    with refused_together(), _as_not_saved(staged):
+        if get_rank() == 0:
+            write_synced(staged / STATE_FILE, text)
+            precision = "fp32" if runtime is None else str(runtime.policy)
+            known = {f"{SHARDS_FOLDER}/{name}": entry for name, entry in files.items()}
+            finish(staged, step=step, world_size=get_world_size(), precision=precision, known=known)
+            publish(staged, target)
 
 
 def load_checkpoint(
@@ -132,7 +120,6 @@ def load_checkpoint(
         CheckpointError: on all processes, naming missing, truncated and unexpected files, weights of another model, and
             values that are not finite.
     """
-    _wait_for_last()
     checkpoint = _find(Path(directory).absolute())
     runtime = attached_runtime(model)
     with refused_together(), loaded_state.naming(checkpoint, "the state"):
@@ -149,12 +136,17 @@ def load_checkpoint(
 
 
 def _make_room_for(staged: Path, target: Path) -> None:
+    if target.parent.is_dir():
+        recover(target.parent, inspection.is_finished)  # also clears what a killed run left half-written
+    (make_staging_folder(target.parent) / target.name / SHARDS_FOLDER).mkdir(parents=True)
+
+
+@contextmanager
+def _as_not_saved(staged: Path) -> Iterator[None]:
     try:
-        if target.parent.is_dir():
-            recover(target.parent, inspection.is_finished)  # also clears what a killed run left half-written
-        (make_staging_folder(target.parent) / target.name / SHARDS_FOLDER).mkdir(parents=True)
+        yield
     except OSError as error:
-        raise CheckpointError(f"{staged} could not be saved: rank 0: {error}") from error
+        raise CheckpointError(f"{staged} could not be saved: rank {get_rank()}: {error}") from error
 
 
 def _as_json(values: Mapping[str, Any]) -> str:
@@ -180,14 +172,6 @@ def _with_own_keys(value: Any) -> Any:
             return {key: _with_own_keys(one) for key, one in value[_PAIRS]}
         return {key: _with_own_keys(one) for key, one in value.items()}
     return [_with_own_keys(one) for one in value] if isinstance(value, list) else value
-
-
-def _wait_for_last() -> None:
-    for target, saved in _last:
-        wait([saved])
-        if (error := saved.exception()) is not None:
-            warnings.warn(f"{target} was not saved: {error}", stacklevel=3)
-    _last.clear()
 
 
 # Which checkpoint

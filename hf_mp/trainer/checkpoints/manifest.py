@@ -86,15 +86,13 @@ class Manifest:
 
 def _entries(files: Any) -> dict[str, FileEntry]:
     """The files that a manifest lists, none of them outside of the checkpoint."""
-    if not isinstance(files, dict):
-        raise CheckpointError(f"files cannot be {_short(files)}")
-    for name, entry in files.items():
-        if not is_inside(name):
-            raise CheckpointError(f"{_short(name)} is not a path inside the checkpoint")
-        is_known = isinstance(entry, dict) and entry.keys() == {"size_bytes", "sha256"}
-        if not is_known or type(entry["size_bytes"]) is not int or not isinstance(entry["sha256"], str):
-            raise CheckpointError(f"{_short(name)} cannot have {_short(entry)}: expected size_bytes and sha256")
-    return {name: FileEntry(**entry) for name, entry in files.items()}
+    try:
+        entries = {name: FileEntry(**entry) for name, entry in files.items()}
+    except (AttributeError, TypeError) as error:
+        raise CheckpointError(f"files cannot be {_short(files)}: expected size_bytes and sha256 of each") from error
+    if outside := [name for name in entries if not is_inside(name)]:
+        raise CheckpointError(f"{_short(outside[0])} is not a path inside the checkpoint")
+    return entries
 
 
 def _dump(content: Mapping[str, Any]) -> str:
@@ -136,11 +134,7 @@ def build_manifest(directory: Path, known: Mapping[str, FileEntry] = _NONE, **ab
     # Links to folders are not followed.
     paths = [Path(folder, name) for folder, _, names in os.walk(directory) for name in names]
     files = {path.relative_to(directory).as_posix(): path for path in paths}
-    entries = {
-        name: known.get(name) or FileEntry(path.stat().st_size, sha256(path))
-        for name, path in sorted(files.items())
-        if name != MANIFEST_NAME
-    }
+    entries = {name: known.get(name) or entry_of(path) for name, path in sorted(files.items()) if name != MANIFEST_NAME}
     return Manifest(files=entries, **about)
 
 
@@ -194,6 +188,11 @@ def _difference(directory: Path, name: str, entry: FileEntry) -> str | None:
     except OSError as error:
         return f"{name} cannot be read ({error})"
     return None
+
+
+def entry_of(path: Path) -> FileEntry:
+    """Size and checksum of a file as it is now."""
+    return FileEntry(path.stat().st_size, sha256(path))
 
 
 def sha256(path: Path) -> str:

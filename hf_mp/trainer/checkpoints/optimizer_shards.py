@@ -1,14 +1,14 @@
 """The state of an optimizer by the names of its parameters: tensors for shards, plain values for JSON.
 
 What is saved does not depend on the number of ranks, the memory layout or the wrapper that the optimizer ran with:
-moments are saved as whole FP32 tensors, as the weights are, and sharded by the mesh that loads them. Only bitsandbytes'
-moments of shards are saved by rank: their blocks of 256 elements, each with a scale, begin at a rank's first element.
+moments are saved as whole FP32 tensors, as the weights are, and sharded by the mesh that loads them.
+torch's ``get_state_dict`` is not used: it takes a step to make the state that it loads into, and asks for an optimizer
+of the model's own parameters, which a lean layout replaces.
 """
 
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
 from hf_mp.weights.lean.outside_reads import as_stored
-from hf_mp.weights.ranks.placement import get_rank, is_dtensor, local_part
+from hf_mp.weights.ranks.placement import is_dtensor, local_part
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -62,12 +62,11 @@ def take_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[
         )
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
-    is_cut_into_blocks = _is_of_bitsandbytes(optimizer)
     for one in itertools.chain(*groups):
-        by_rank = is_cut_into_blocks and is_dtensor(one.whole)
         entry = optimizer.state.get(one.inside, {})
         found = {key: value for key, value in entry.items() if isinstance(value, Tensor)}
-        tensors.update(_by_rank(one, found) if by_rank else _by_name(one, found))
+        for key, value in found.items():
+            tensors[f"{PREFIX}{one.name}/{key}"] = _whole(one, key, value).contiguous()
         if plain := {key: value for key, value in entry.items() if key not in found}:
             values[one.name] = plain
     kind = type(_innermost(optimizer)).__name__
@@ -77,15 +76,6 @@ def take_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[
 
 def _settings(group: Mapping[str, Any], owned: list[_Owned]) -> dict[str, Any]:
     return {**{key: _plain(value) for key, value in group.items()}, "params": [one.name for one in owned]}
-
-
-def _by_name(one: _Owned, entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{PREFIX}{one.name}/{key}": _whole(one, key, value).contiguous() for key, value in entry.items()}
-
-
-def _by_rank(one: _Owned, entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    suffix = f"@{get_rank()}{_of_mesh(one)}"
-    return {f"{PREFIX}{one.name}/{key}{suffix}": value.contiguous() for key, value in entry.items()}
 
 
 def make_room(
@@ -101,7 +91,12 @@ def make_room(
     """
     groups = _by_group(optimizer, names)
     _check_groups([[one.name for one in owned] for owned in groups], [group["params"] for group in plain["groups"]])
-    _check_kind(_innermost(optimizer), plain)
+    kind = type(_innermost(optimizer)).__name__
+    if kind != plain["kind"]:
+        raise CheckpointError(
+            f"the checkpoint has the state of {plain['kind']}, and the optimizer is {kind}: resume with the optimizer "
+            "that was saved"
+        )
     owned_by_name = {one.name: one for one in itertools.chain(*groups)}
     found: dict[str, Tensor] = {}
     for name, stored in layout.items():
@@ -113,24 +108,8 @@ def make_room(
                 f"the checkpoint has {key} of {parameter}, which the optimizer does not have: resume with the "
                 "optimizer that was saved"
             )
-        if "@" not in key or _is_of_this_rank(owned_by_name[parameter], key):
-            found[name] = _empty(owned_by_name[parameter], stored, whole="@" not in key)
+        found[name] = _empty(owned_by_name[parameter], stored)
     return found
-
-
-def _of_mesh(one: _Owned) -> str:
-    return f"of{'x'.join(map(str, one.whole.device_mesh.shape))}"
-
-
-def _is_of_this_rank(one: _Owned, key: str) -> bool:
-    """Whether state that was saved by rank is this one's; raises where the ranks were others."""
-    rank, _, mesh = key.partition("@")[2].partition("of")
-    if not is_dtensor(one.whole) or f"of{mesh}" != _of_mesh(one):
-        raise CheckpointError(
-            f"{one.name} has moments of bitsandbytes, whose blocks fit the {mesh} ranks of FSDP2 that saved them: "
-            "resume on as many ranks, or train with torch.optim.AdamW, whose moments resume on any number"
-        )
-    return int(rank) == get_rank()
 
 
 def _innermost(optimizer: Any) -> Any:
@@ -138,10 +117,6 @@ def _innermost(optimizer: Any) -> Any:
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer
-
-
-def _is_of_bitsandbytes(optimizer: Any) -> bool:
-    return hasattr(_innermost(optimizer), "init_state") and hasattr(_innermost(optimizer), "check_overrides")
 
 
 def _check_groups(here: list[list[str]], saved: list[list[str]]) -> None:
@@ -152,19 +127,6 @@ def _check_groups(here: list[list[str]], saved: list[list[str]]) -> None:
         )
 
 
-def _check_kind(optimizer: Any, plain: Mapping[str, Any]) -> None:
-    kind, saved_kind = type(optimizer).__name__, plain["kind"]
-    if kind == saved_kind:
-        return
-    for stored in plain["groups"]:
-        if needs := optimizer.defaults.keys() - stored.keys():
-            raise CheckpointError(
-                f"the checkpoint has the state of {saved_kind}, without what {kind} needs "
-                f"({', '.join(sorted(needs))}): resume with the optimizer that was saved"
-            )
-    warnings.warn(f"{kind} goes on with the state that {saved_kind} has saved", stacklevel=5)
-
-
 def put_state(
     optimizer: Any, names: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], plain: Mapping[str, Any]
 ) -> None:
@@ -172,7 +134,7 @@ def put_state(
     entries: dict[str, dict[str, Any]] = {name: dict(values) for name, values in plain["values"].items()}
     for name, tensor in tensors.items():
         parameter, key = _parameter_and_key(name)
-        entries.setdefault(parameter, {})[key.partition("@")[0]] = tensor
+        entries.setdefault(parameter, {})[key] = tensor
     state: dict[int, dict[str, Any]] = {}
     settings: list[dict[str, Any]] = []
     numbers = itertools.count()
@@ -239,11 +201,11 @@ def _whole(one: _Owned, key: str, value: Any) -> Tensor:
     )
 
 
-def _empty(one: _Owned, stored: TensorStorageMetadata, *, whole: bool) -> Tensor:
+def _empty(one: _Owned, stored: TensorStorageMetadata) -> Tensor:
     dtype, like = stored.properties.dtype, one.whole
-    if is_dtensor(like) and whole and stored.size == like.shape and stored.size:
-        return _on_mesh(like, torch.empty_like(local_part(like), dtype=dtype))
-    if is_dtensor(like) and whole and stored.size:
+    if is_dtensor(like) and stored.size:
+        if stored.size == like.shape:
+            return _on_mesh(like, torch.empty_like(local_part(like), dtype=dtype))
         raise CheckpointError(
             f"a state of {one.name} has shape {tuple(stored.size)}, and the parameter {tuple(like.shape)} is sharded "
             "here: resume with the optimizer that was saved, and without FSDP2 if that was"

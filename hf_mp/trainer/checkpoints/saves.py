@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging
 
 from hf_mp.trainer.calling_trainer import extend_method
@@ -38,7 +38,6 @@ class Saves:
 
     Attributes:
         has_failed: whether the last save did.
-        before_trouble: the last checkpoint that was saved while steps were not being skipped.
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class Saves:
         lock: Callable[[Path], AbstractContextManager[Any]] = DirectoryLock,
     ) -> None:
         self.has_failed = False
-        self.before_trouble: Path | None = None
         self._trainer, self._session, self._lock = trainer, session, lock
         self._errors: list[BaseException] | None = None  # of the save in progress, in this process
         # Transformers has no hook before a save, nor between its last file and the removal of older ones.
@@ -62,7 +60,7 @@ class Saves:
             return
         state, args = self._trainer.state, self._trainer.args
         checkpoint = Path(self._trainer._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        limit, best_before, is_stuck = args.save_total_limit, state.best_model_checkpoint, session.is_stuck
+        limit, best_before = args.save_total_limit, state.best_model_checkpoint
         errors: list[BaseException] = []
         self.has_failed, self._errors = True, errors
         try:
@@ -79,11 +77,12 @@ class Saves:
             state.best_model_checkpoint = best_before
             self._tell(checkpoint, session, errors)
             return
-        self.before_trouble = self.before_trouble if is_stuck else checkpoint
         if args.push_to_hub:
             self._trainer._push_from_checkpoint(str(checkpoint))
         if args.should_save:
-            self._rotate(checkpoint)
+            # The stock save could remove none, with no limit while it ran; it too goes by time, as an earlier run may
+            # have left higher steps.
+            rotate_checkpoints(str(checkpoint.parent), limit, state.best_model_checkpoint, use_mtime=True)
 
     def _begin(self, checkpoint: Path, at_end: ExitStack) -> None:
         at_end.enter_context(self._lock(checkpoint.parent))
@@ -136,14 +135,6 @@ class Saves:
         if session.settings.save_failure == "stop":
             raise CheckpointError(f"{message}. The run ends here (save_failure='stop')") from first
         logger.error(f"{message}. Training goes on and tries again at the next save (save_failure='stop' would end it)")
-
-    def _rotate(self, written: Path) -> None:
-        best = self._trainer.state.best_model_checkpoint
-        keep = [Path(path) for path in (best, self.before_trouble) if path]
-        try:
-            inspection.rotate(written.parent, self._trainer.args.save_total_limit, written=written, keep=keep)
-        except OSError as error:
-            logger.warning(f"older checkpoints in {written.parent} could not be removed ({error})")
 
 
 def largest(number: int, trainer: Trainer) -> int:

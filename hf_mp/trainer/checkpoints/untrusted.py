@@ -2,7 +2,7 @@
 
 torch's restricted unpickler (``weights_only=True``), with which Transformers loads, stops the first at most places.
 :func:`find_hazards` names such files before anything is loaded, and closes what is left: torch reads the sharded state
-of FSDP without restriction. Files are bounded in size; what a small one can be made to take in memory is not looked at.
+of FSDP without restriction. What a small file can be made to take in memory is not looked at.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from transformers.trainer_pt_utils import safe_globals
 from hf_mp.trainer.checkpoints.manifest import is_inside
 
 MAX_JSON_BYTES = 256 * 2**20  # a trainer_state.json with a million log entries has 200 MiB
-MAX_PICKLE_BYTES = 64 * 2**20  # names and shapes in a file of torch.save; those of 10,000 parameters take 5 MB
 
 # What the metadata of shards may name, besides all that torch.distributed.checkpoint.metadata defines.
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
@@ -120,15 +119,6 @@ def _check_torch_file(path: Path) -> None:
 
 def _check_archive(file: IO[bytes]) -> None:
     """Raise Hazard for what ``torch.save`` wrote and must not be loaded, told without loading it."""
-    with zipfile.ZipFile(file) as archive:
-        for entry in archive.infolist():
-            is_pickle = entry.filename.endswith(".pkl")
-            if entry.compress_type != zipfile.ZIP_STORED or (is_pickle and entry.file_size > MAX_PICKLE_BYTES):
-                raise Hazard(
-                    "has compressed entries, or a pickle of more than 64 MiB, which torch.save does not write and "
-                    "which can fill the memory"
-                )
-    file.seek(0)
     with safe_globals():
         names = get_unsafe_globals_in_checkpoint(file)
     if names:
@@ -178,8 +168,6 @@ def _check_shards(path: Path) -> None:
     """Look at pickled metadata and, where it says they lie, at each pickled value inside the shards."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-    if path.stat().st_size > MAX_PICKLE_BYTES:
-        raise Hazard("has more than 64 MiB, which no metadata of shards has")
     with path.open("rb") as file:
         metadata = _ShardMetadataReader(file).load()
     for index, place in metadata.storage_data.items():

@@ -10,7 +10,7 @@ import pytest
 from kills import Killed, kill_at
 
 import hf_mp.trainer.checkpoints.atomic as atomic
-from hf_mp.trainer.checkpoints.atomic import publish, recover, remove, staging_folder, sync_tree
+from hf_mp.trainer.checkpoints.atomic import publish, recover, staging_folder, sync_tree
 
 
 def directory(path: Path, content: str) -> Path:
@@ -38,18 +38,6 @@ def test_a_kill_at_any_call_leaves_the_old_or_the_new_one(tmp_path: Path, replac
     recover(tmp_path, is_whole)
     assert (target / "file").read_text() in (["old", "new"] if replaces else ["new"])
     assert sorted(path.name for path in tmp_path.iterdir()) == [target.name]
-
-
-@pytest.mark.parametrize("killed_at", range(1, 12))
-def test_a_kill_while_removing_leaves_it_whole_or_gone(tmp_path: Path, killed_at: int) -> None:
-    target = directory(tmp_path / "checkpoint-2", "old")
-    with pytest.MonkeyPatch.context() as patch:
-        kill_at(patch, killed_at)
-        with suppress(Killed):
-            remove(target)
-    assert not target.exists() or is_whole(target)
-    recover(tmp_path, is_whole)
-    assert {path.name for path in tmp_path.iterdir()} <= {target.name}
 
 
 def test_a_rename_that_fails_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,22 +87,10 @@ def test_a_link_in_the_place_of_ours_leaves_the_other_directory_alone(tmp_path: 
     assert (other / "checkpoint-4" / "file").read_text() == "theirs"
 
 
-def test_a_linked_staging_folder_takes_no_checkpoint_away(tmp_path: Path) -> None:
-    run, other = tmp_path / "run", tmp_path / "other"
-    target = directory(run / "checkpoint-2", "old")
-    directory(other / "removed-checkpoint-2", "theirs")
-    staging_folder(run).symlink_to(other)
-    remove(target)
-    assert list(run.iterdir()) == []
-    assert (other / "removed-checkpoint-2" / "file").read_text() == "theirs"
-
-
 def test_a_linked_checkpoint_is_unlinked_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     run, other = tmp_path / "run", directory(tmp_path / "other", "theirs")
     run.mkdir()
-    (run / "checkpoint-2").symlink_to(other)
     (run / "checkpoint-4").symlink_to(other)
-    remove(run / "checkpoint-2")
     publish(directory(staging_folder(run) / "checkpoint-4", "new"), run / "checkpoint-4")
     assert [path.name for path in run.iterdir()] == ["checkpoint-4"]
     assert (run / "checkpoint-4" / "file").read_text() == "new" and (other / "file").read_text() == "theirs"

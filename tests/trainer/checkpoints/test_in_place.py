@@ -125,7 +125,7 @@ def test_what_a_failing_disk_keeps_stays_marked_until_the_next_save(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
         take_back(tmp_path / "checkpoint-4")
-    assert inspection.is_damaged(tmp_path / "checkpoint-4") and find_problems(tmp_path / "checkpoint-4")
+    assert find_problems(tmp_path / "checkpoint-4")
     save(tmp_path, "new")
     assert entries(tmp_path) == ["checkpoint-4"] and find_problems(tmp_path / "checkpoint-4") == []
 
@@ -289,9 +289,9 @@ def half_trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("optimizer.pt", r"no optimizer.pt: the optimizer's state \(Adam's moments\) and the learning rate's schedule"),
-        ("scheduler.pt", r"no scheduler.pt: the optimizer's state \(Adam's moments\) and the learning rate's schedule"),
-        ("rng_state.pth", "no rng_state.pth: random numbers start anew"),
+        ("optimizer.pt", "no optimizer.pt: what they hold starts anew .*the optimizer's state and the learning rate's"),
+        ("scheduler.pt", "no scheduler.pt: what they hold starts anew .*the optimizer's state and the learning rate's"),
+        ("rng_state.pth", "no rng_state.pth: what they hold starts anew"),
     ],
 )
 def test_what_a_checkpoint_lacks_is_told(
@@ -317,4 +317,4 @@ def test_nothing_is_told_of_a_whole_one(
 def test_a_weights_only_checkpoint_is_told(tmp_path: Path, told: list[str]) -> None:
     make(tmp_path, "subclass", max_steps=4, save_only_model=True).train()
     make(tmp_path, "subclass").train(resume_from_checkpoint=True)
-    assert "has no optimizer.pt, rng_state.pth, scheduler.pt" in told[0]
+    assert "has no optimizer.pt, scheduler.pt, rng_state.pth" in told[0]

@@ -75,7 +75,7 @@ def test_without_a_manifest_nothing_runs_either(run: Path, tmp_path: Path) -> No
     pickled_by_torch(checkpoint / "optimizer.pt", touched)
     pickled(checkpoint / "rng_state.pth", touched)
     first, second = find_problems(checkpoint)
-    assert f"optimizer.pt {RUNS_CODE}" in first and second == f"rng_state.pth {NO_FILE} (File is not a zip file)"
+    assert f"optimizer.pt {RUNS_CODE}" in first and second.startswith(f"rng_state.pth {NO_FILE} (Expected input")
     (checkpoint / "rng_state.pth").unlink()
     with pytest.raises(CheckpointError, match=f"checkpoint-4: optimizer.pt {RUNS_CODE}"):
         trainer(tmp_path / "again").train(resume_from_checkpoint=str(checkpoint))
@@ -84,10 +84,8 @@ def test_without_a_manifest_nothing_runs_either(run: Path, tmp_path: Path) -> No
 
 def test_large_files_are_not_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(untrusted, "MAX_JSON_BYTES", 10)
-    monkeypatch.setattr(untrusted, "MAX_PICKLE_BYTES", 10)
     problems = find_hazards(run / "checkpoint-4")
-    assert len(problems) > 4
-    assert all("bytes, more than any Trainer writes" in line or "a pickle of more than" in line for line in problems)
+    assert len(problems) > 2 and all("bytes, more than any Trainer writes" in line for line in problems)
 
 
 def test_resuming_does_not_read_the_training_arguments(run: Path, tmp_path: Path) -> None:
