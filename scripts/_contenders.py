@@ -43,7 +43,7 @@ CONTENDERS = (
 
 
 class BareMode(TorchFunctionMode):
-    """Sees every torch call and does nothing: with torch's own casts, the floor of an autocast written in Python."""
+    """Sees every torch call and does nothing: with torch's own casts, the floor of an autocast that is a mode."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

@@ -54,7 +54,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _frozen_for_the_collector() -> None:
-    """As ``pytest_collection_finish``, for what the files before this one imported and compiled."""
+    """As ``pytest_collection_finish``, for what the files before this one imported and compiled.
+
+    Which is forgotten: a forward that kernels of the dispatcher serve asks for a process that compiles nothing.
+    """
+    torch._dynamo.reset()
     gc.collect()
     gc.freeze()
 

@@ -143,12 +143,12 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         if self._ruled_modules and not self._rules_in_force:
             self._rules_in_force = [put_on(*ruled, self) for ruled in self._ruled_modules]
         state.active.append(self)
-        if self.enabled:  # else the autocasts around it see that it is active, and leave all calls alone
+        if self.sees_calls:  # else the autocasts around it see that it is active, and leave all calls alone
             super().__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        if self.enabled:
+        if self.sees_calls:
             super().__exit__(*exc_info)
         state.active.pop()
         if self not in state.active:
@@ -156,6 +156,11 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             for handle in (handle for rule in self._rules_in_force for handle in rule.handles):
                 handle.remove()
             self._rules_in_force = []
+
+    @property
+    def sees_calls(self) -> bool:
+        """Whether it is a mode for torch while it is active."""
+        return self.enabled
 
     def ruled(self, module: nn.Module | None, forward: Callable[..., Any]) -> Callable[..., Any]:
         """``forward`` of a module that was called before this autocast was entered, to run under the module's rules."""

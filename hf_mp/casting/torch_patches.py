@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from hf_mp.casting.active import active_autocast, enter_island, leave_island
+from hf_mp.casting.dispatched import undispatched
 from hf_mp.casting.uncompiled import uncompiled
 
 is_torch_autocast_enabled = torch.is_autocast_enabled  # torch's own answer, whatever is patched below
@@ -181,7 +182,8 @@ def _call_user_compiler(original: Any, self: Any, /, graph: Any, inputs: list[An
         with torch._C.DisableTorchFunction():  # now: each look at a weight would ask the mode
             if mode is not None and torch.is_grad_enabled():
                 inputs = tuple([mode.bring_in(i) if isinstance(i, torch.Tensor) else i for i in inputs])
-            return compiled(*inputs)
+            with undispatched():
+                return compiled(*inputs)
 
     return run
 

@@ -26,7 +26,10 @@ def _into_cache(region: Region, name: str, func: Callable[..., Any], args: Any, 
     return write_in_place(region, name, func, args, kwargs)
 
 
-CACHE_WRITES: Plan = {Tensor.index_copy_: PlannedCall(CastRule.UNLISTED, "index_copy_", _into_cache)}
+CACHE_WRITES: Plan = dict.fromkeys(
+    (Tensor.index_copy_, torch.ops.aten.index_copy_.default),
+    PlannedCall(CastRule.UNLISTED, "index_copy_", _into_cache),
+)
 
 
 # A rotation in FP32 leaves FP32 keys, and Transformers' caches take the dtype of their first keys for values too: each

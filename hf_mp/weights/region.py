@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 import threading
 import weakref
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.cpu.handlers import training_plan
+from hf_mp.casting.dispatched import can_dispatch, compiled_frames, dispatched, register
 from hf_mp.casting.handlers import PlannedCall, widened
 from hf_mp.casting.mode import ALWAYS_HELD, autocast
 from hf_mp.casting.nested import apply_to_tensors
@@ -38,6 +40,8 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.weights: Slots | None = None  # of the forward that runs, if it builds a graph
         self.is_reading = False  # whether that forward began without gradients
+        self.is_dispatched = False  # whether kernels make its calls
+        self.sees_calls = True  # whether a mode does, or looks on
         self.lowers_caches = False  # whether it gives Transformers' caches 16 bits
         self.made: list[tuple[int, float]] = []  # first and last of the autograd nodes of recent forwards
 
@@ -57,6 +61,7 @@ class Region(autocast):
         super().__init__(layout.policy.compute, model=model, **settings)
         self.layout, self._no_backward = layout, no_backward
         self._model = (lambda: None) if model is None else weakref.ref(model)
+        self._meets_compiler = self._has_kernels = False
         self._threads: list[int] = []  # in which a forward of the model runs
         self._plan = {**training_plan(self._plan), **calls_of_weights(self._plan), **planned_losses(self._plan)}
         self._plan.update(CACHE_WRITES)
@@ -82,22 +87,65 @@ class Region(autocast):
     def running(self, weights: Slots | None) -> Iterator[None]:
         """To run a forward in, with the weights that it uses; None for those that the model has."""
         thread, ident = self.thread, threading.get_ident()
-        before = thread.weights, thread.is_reading, thread.lowers_caches
+        before = dict(vars(thread))
         has_grad = weights is not None and weights.has_grad
         is_reading = not has_grad and self.observer is None and not torch.is_grad_enabled()
         thread.weights, thread.is_reading = weights, is_reading
         thread.lowers_caches = is_reading and self._lowers_attention()
+        thread.is_dispatched = weights is not None and self._may_be_dispatched(weights)
+        thread.sees_calls = not thread.is_dispatched or weights is None or weights.is_watched
         if weights is not None:
             weights.fill()
+        versions = [] if weights is None or thread.sees_calls else weights.versions()
         self._threads.append(ident)
         try:
-            with self.layout.saving(), self:
+            with self.layout.saving(), self._kernels(), self:
                 yield
+            if weights is not None and not thread.sees_calls:
+                _refuse_writes(weights.versions(), versions)
         finally:
             self._threads.remove(ident)
-            thread.weights, thread.is_reading, thread.lowers_caches = before
+            vars(thread).update(before)
             if weights is not None:
                 weights.clear()
+
+    def _may_be_dispatched(self, weights: Slots) -> bool:
+        """Whether no call of this forward but those in tables needs a look, in the first or in any other."""
+        is_plain = self.layout.keeps_copies and not weights.has_borders
+        has_rules = self.has_op_rules or self._ruled_modules or self.sums_in_fp64
+        return is_plain and not has_rules and self.observer is None and self._dispatches()
+
+    def _dispatches(self) -> bool:
+        self._meets_compiler = self._meets_compiler or compiled_frames() > 0
+        if self._meets_compiler or not can_dispatch():
+            return False
+        if not self._has_kernels:
+            register(self._plan)
+            self._has_kernels = True
+        return True
+
+    @contextmanager
+    def _kernels(self) -> Iterator[None]:
+        if not self.thread.is_dispatched:
+            yield
+            return
+        with dispatched(self):
+            yield
+        if compiled_frames():  # a first compiled function: its graph has the casts of this region for everybody
+            torch._dynamo.reset()
+            self._meets_compiler = True
+
+    @property
+    def sees_calls(self) -> bool:
+        return self.thread.sees_calls
+
+    def planned(self, func: Callable[..., Any]) -> PlannedCall | None:
+        entry = self._plan.get(func)
+        if entry is not None and entry.rule not in ALWAYS_HELD and state.active[-1] is not self:
+            entry = self.in_island(entry)
+        if entry is not None and self.thread.is_reading and torch.is_grad_enabled():
+            return entry._replace(handler=functools.partial(_with_gradients, entry.handler))
+        return entry
 
     def _lowers_attention(self) -> bool:
         """Whether attention reads keys and values in this dtype, by any op: rules and attentions may come later."""
@@ -150,7 +198,7 @@ class Region(autocast):
             is_outside = weights.has_outside(args) or (kwargs and weights.has_outside(kwargs.values()))
             if is_outside or weights.is_learning:
                 args, kwargs = _brought_in(weights, entry, func, args, kwargs or {})
-        if entry is None:
+        if entry is None or (thread.is_dispatched and entry.rule not in ALWAYS_HELD):  # else a kernel makes the call
             return func(*args, **kwargs) if kwargs else func(*args)
         return entry.handler(self, entry.name, func, args, kwargs or {})
 
@@ -185,6 +233,16 @@ _SHARED_BY_THREADS = (
     "16-bit weights of one forward: run them one after the other, or give the other thread a copy.deepcopy of the model"
 )
 
+
+def _refuse_writes(now: list[tuple[str, int]], before: list[tuple[str, int]]) -> None:
+    if now != before:
+        name = next(name for (name, version), (_, old) in zip(now, before, strict=True) if version != old)
+        raise RuntimeError(
+            f"a forward wrote into {name} in place, which the first of its kind did not, so that its 16-bit copy was "
+            "written and not the weight: write weights between forwards"
+        )
+
+
 _IN_ISLAND = PlannedCall(CastRule.WIDEST, "", widened)
 _SELECTIONS = frozenset({Tensor.__getitem__, Tensor.transpose})
 
@@ -200,6 +258,14 @@ def _brought_in(
     if comes_in and torch.is_grad_enabled() and not _is_below_autograd(func):
         return apply_to_tensors(weights.bring_in, (args, dict(kwargs)))
     return args, kwargs
+
+
+def _with_gradients(
+    handler: Callable[..., Any], region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """A call of a forward that began without gradients, in a part that has switched them on."""
+    args, kwargs = apply_to_tensors(region.bring_in, (args, dict(kwargs)))
+    return handler(region, name, func, args, kwargs)
 
 
 def _is_below_autograd(func: Callable[..., Any]) -> bool:

@@ -78,6 +78,8 @@ class Slots:
         # Whether to ask as_used() about each call, also where gradient checkpointing makes it again later.
         self.is_learning = kind is not None and not self._uses.knows(kind)
         self.is_asked = self.has_borders or self.is_learning  # whether calls may be given other arguments
+        self.is_watched = self.is_asked or self._uses.asks_of_weights(kind)  # whether a mode has to see the calls
+        self._is_asked_of = False  # whether this forward reads `.dtype` or `.data` of a copy, or writes it
         self.unasked = _UNASKED_IN_THE_FIRST if self.is_learning else OF_THE_TENSOR_ITSELF  # but for these
         self._inside: dict[int, _Inside] = {}  # by the identity of what is outside, and of what is inside
         self._carriers: set[int] = set()  # leaves that carry gradients from one piece of the model to another
@@ -142,6 +144,11 @@ class Slots:
                     self._handles.append(module.register_forward_pre_hook(self._fill_gathered))
                     self._handles.append(module.register_forward_hook(self._empty_gathered, always_call=True))
 
+    def versions(self) -> list[tuple[str, int]]:
+        """Of each slot that holds 16 bits, its name and the version of what lies there: a write raises it."""
+        copies = [(slot, value) for slot, value in self._filled if value.dtype is not slot.weight.dtype]
+        return [(f"{type(slot.module).__name__}.{slot.name}", value._version) for slot, value in copies]
+
     def _fill_gathered(self, gathered: nn.Module, *args: Any) -> None:
         with torch._C.DisableTorchFunction():  # the region runs already, and has nothing to decide here
             # FSDP's DTensor is that of a part that it gathers by itself.
@@ -190,6 +197,7 @@ class Slots:
         """Of what is inside of a weight, all tensors whose ``.data`` is the weight's, it first; else ``tensor``."""
         if (inside := self._inside.get(id(tensor))) is None:
             return [tensor]
+        self._is_asked_of = True
         self._note(inside, tensor, by_product=False)
         for place, (slot, value) in enumerate(self._filled):
             if value is inside.rounded:  # what is written through `.data` is not in the copy
@@ -267,12 +275,14 @@ class Slots:
             return tensor.dtype
         if tensor is not inside.rounded:
             self._note(inside, tensor, by_product=False)
+        else:
+            self._is_asked_of = True
         return inside.outside.dtype if tensor.dim() <= 2 else tensor.dtype
 
     def learn(self) -> None:
         """The forward has ended: take in what it did with the weights, if it is the first of its kind."""
         if self.is_learning:
-            self._uses.learn(self._kind, self._slots, self._notes)
+            self._uses.learn(self._kind, self._slots, self._notes, asks_of_weights=self._is_asked_of)
 
     def bring_in(self, tensor: Tensor) -> Tensor:
         """``tensor``, through a border if it comes from outside and wants a gradient."""

@@ -8,7 +8,7 @@ dispatches, with rings; units are the FP32 bytes of the parameters. The plan is 
 ``hf_mp.estimate_training_memory(ranks=...)`` of the same step. The host's cost is that of a whole step of layers so
 narrow that kernels take next to no time: CPU seconds of a process and Python's calls, over FSDP2's with its own policy
 (param_dtype=bfloat16, reduce_dtype=float32), in turns. FSDP2 in FP32 under torch.autocast is another peer; the floor
-of an autocast that is written in Python is a function mode that does nothing around FSDP2 with its own policy.
+of an autocast that is a function mode is one that does nothing around FSDP2 with its own policy.
 """
 
 from __future__ import annotations

@@ -1,0 +1,147 @@
+"""Autocast by kernels of torch's dispatcher: calls that no table names never meet it.
+
+A torch function mode is asked about each torch call of a model, most of them in no table, for a microsecond each. So
+torch's own autocast consists of kernels on a dispatch key (``ATen/autocast_mode.cpp``), and so does this one: of a key
+that no tensor has, that a thread sees only while it is included there, and that lets all other ops through.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch._ops import OpOverload
+
+from hf_mp.casting.handlers import Plan, PlannedCall
+
+_KEY = "AutocastIPU"  # of a backend whose tensors only a torch of its vendor makes
+
+# Public ways to include a key hold for a backend's tensors alone.
+_set_included = getattr(torch._C, "_dispatch_tls_set_dispatch_key_included", None)
+_set_excluded = getattr(torch._C, "_dispatch_tls_set_dispatch_key_excluded", None)
+_backward_task = torch._C._current_graph_task_id
+
+
+class Dispatching(Protocol):
+    """The autocast that kernels make calls for."""
+
+    def planned(self, func: Callable[..., Any]) -> PlannedCall | None:
+        """What to do with a call of ``func`` now; None to make it as it is."""
+
+
+class _Running(threading.local):
+    autocast: Dispatching | None = None  # in which a forward of this thread runs
+    task = -1  # autograd's number of the backward around that forward, if there is one
+
+
+_running = _Running()
+_libraries: list[torch.library.Library] = []  # each takes its kernels back when it is gone
+_registered: set[OpOverload] = set()
+
+
+@functools.cache
+def _key() -> Any:
+    """The key, with which all ops go on to the next one; None where this torch does not have it."""
+    try:
+        found = getattr(torch._C.DispatchKey, _KEY)
+        if _set_included is None or _set_excluded is None:
+            raise AttributeError("torch._C has no _dispatch_tls_set_dispatch_key_included")
+        every = torch.library.Library("_", "IMPL", _KEY)
+        every.fallback(torch.library.fallthrough_kernel)
+    except (AttributeError, RuntimeError) as error:
+        lost = "forwards whose gradients nobody scales ask about each torch call, a microsecond each"
+        warnings.warn(f"torch {torch.__version__} takes no kernels for the key {_KEY} ({error}): {lost}", stacklevel=3)
+        return None
+    _libraries.append(every)
+    return found
+
+
+def can_dispatch() -> bool:
+    """Whether kernels may stand in for a mode: the compiler, which knows of modes and not of keys, is not in use."""
+    return _key() is not None and compiled_frames() == 0
+
+
+def compiled_frames() -> int:
+    """How many frames torch.compile has looked at in this process, since its last reset."""
+    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)
+
+
+@contextmanager
+def dispatched(autocast: Dispatching) -> Iterator[None]:
+    """To run a forward in: each op with a kernel is made as ``autocast`` says."""
+    before, is_outermost = (_running.autocast, _running.task), _running.autocast is None
+    _running.autocast, _running.task = autocast, _backward_task()
+    _set_key(True)
+    try:
+        yield
+    finally:
+        _running.autocast, _running.task = before
+        _set_key(not is_outermost)
+
+
+def _set_key(on: bool) -> None:
+    _set_excluded(_key(), not on)  # type: ignore[misc]
+    _set_included(_key(), on)  # type: ignore[misc]
+
+
+@contextmanager
+def undispatched() -> Iterator[None]:
+    """To run code in that has its casts already, as a compiled graph has."""
+    key = None if _running.autocast is None else _key()
+    if key is None or torch._C._dispatch_tls_is_dispatch_key_excluded(key):
+        yield
+        return
+    _set_excluded(key, True)  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        _set_excluded(key, False)  # type: ignore[misc]
+
+
+def register(plan: Plan) -> None:
+    """Have a kernel for each op that ``plan`` names; for good, since others are not affected."""
+    ops = [func for func in plan if isinstance(func, OpOverload) and func not in _registered]
+    bound = [(entry.name, func) for func, entry in plan.items() if isinstance(func, types.BuiltinFunctionType)]
+    builtins = dict(reversed(bound))  # the first spelling, torch's own
+    libraries: dict[str, torch.library.Library] = {}
+    for op in ops:
+        if op.namespace not in libraries:
+            libraries[op.namespace] = torch.library.Library(op.namespace, "IMPL", _KEY)
+        # torch's binding of the op takes half the time of the op as an object.
+        libraries[op.namespace].impl(op, _kernel(builtins.get(plan[op].name, op), _defaults(op)))
+        _registered.add(op)
+    _libraries.extend(libraries.values())
+
+
+def _defaults(op: OpOverload) -> tuple[Any, ...]:
+    """What the arguments of ``op`` are where the dispatcher leaves them out, as their defaults; empty for most ops.
+
+    torch's bindings of the losses take another default: no reduction.
+    """
+    arguments = [one for one in op._schema.arguments if not one.kwarg_only]
+    return tuple(one.default_value for one in arguments) if any(one.name == "reduction" for one in arguments) else ()
+
+
+def _kernel(call: Callable[..., Any], defaults: tuple[Any, ...]) -> Callable[..., Any]:
+    running, key, set_excluded = _running, _key(), _set_excluded
+    assert set_excluded is not None
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        autocast = running.autocast
+        # Ops of a backward have the dtypes of those of their forward. One that runs inside of a forward sees the key.
+        entry = None if autocast is None or running.task != _backward_task() else autocast.planned(call)
+        set_excluded(key, True)  # nothing that this call is made of is looked at again
+        try:
+            args = (*args, *defaults[len(args) :]) if defaults else args
+            return call(*args, **kwargs) if entry is None else entry.handler(autocast, entry.name, call, args, kwargs)
+        finally:
+            set_excluded(key, False)
+
+    return kernel

@@ -1,0 +1,239 @@
+"""Forwards whose gradients nobody scales: autocast by kernels of torch's dispatcher, with the results of the mode."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from mixtures import make as make_mixture
+from tiny import Using, copies, linear, same
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    ConvNextConfig,
+    ConvNextForImageClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import hf_mp
+from hf_mp.casting import dispatched
+from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.weights.region import Region
+
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+IDS = torch.arange(24).reshape(2, 12)
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
+    "BERT": (
+        lambda: BertForSequenceClassification(BertConfig(num_attention_heads=2, intermediate_size=64, **TINY)),
+        {"input_ids": IDS, "labels": torch.tensor([0, 1])},
+    ),
+    "Llama": (
+        lambda: LlamaForCausalLM(LlamaConfig(num_attention_heads=2, intermediate_size=64, **TINY)),
+        {"input_ids": IDS, "labels": IDS},
+    ),
+    "T5": (
+        lambda: T5ForConditionalGeneration(
+            T5Config(d_model=32, d_kv=8, num_layers=2, num_heads=2, d_ff=64, vocab_size=64, decoder_start_token_id=0)
+        ),
+        {"input_ids": IDS, "labels": IDS},
+    ),
+    "Mamba": (
+        lambda: MambaForCausalLM(MambaConfig(state_size=4, **TINY)),
+        {"input_ids": IDS, "labels": IDS},
+    ),
+    "Mixtral": (lambda: make_mixture("Mixtral"), {"input_ids": IDS, "labels": IDS}),
+    "ConvNext": (
+        lambda: ConvNextForImageClassification(ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2)),
+        {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 1])},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled() -> None:
+    torch._dynamo.reset()
+
+
+def attached(use: Callable[..., Any], precision: str = "bf16", **parts: Any) -> Any:
+    model = MixedPrecision(precision).attach(Using(use, **({"layer": linear()} | parts)))
+    model(X)  # looked at
+    return model
+
+
+def train(make: Callable[[], nn.Module], inputs: dict[str, Tensor], precision: str = "bf16") -> list[Tensor]:
+    torch.manual_seed(0)
+    model = make().train()
+    model, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), precision)
+    found = []
+    for step in range(3):
+        torch.manual_seed(step)
+        loss = model(**inputs).loss
+        loss.backward()
+        found += [loss, *(p.grad for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+        found, _ = copies(found), optimizer.zero_grad()
+    with torch.no_grad():
+        found += [model.eval()(**inputs).loss, model(**inputs).loss]
+    return found
+
+
+@pytest.mark.parametrize(("precision", "forwards"), [("bf16", 5), ("bf16-lean", 2), ("fp16", 2), ("fp16-lean", 2)])
+@pytest.mark.parametrize("kind", MODELS)
+def test_training_and_reading_are_those_of_the_mode(
+    kind: str, precision: str, forwards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[Any] = []
+    enter = dispatched.dispatched
+    monkeypatch.setattr("hf_mp.weights.region.dispatched", lambda region: entered.append(region) or enter(region))
+    found = train(*MODELS[kind], precision)
+    assert len(entered) == forwards
+    monkeypatch.setattr(Region, "_dispatches", lambda self: False)
+    assert same(found, train(*MODELS[kind], precision))
+
+
+def test_a_known_forward_asks_no_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = attached(lambda m, x: F.softmax(m.layer(x), -1))
+    monkeypatch.setattr(Region, "__torch_function__", None)
+    assert model(X).dtype is torch.float32
+    assert torch._C._len_torch_function_stack() == 0
+
+
+OPS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "lower precision": lambda m, x: x @ x.t(),
+    "fp32": lambda m, x: F.layer_norm(m.layer(x), (8,)),
+    "fp32 output": lambda m, x: m.layer(x).log_softmax(-1),
+    "widest type": lambda m, x: torch.addcmul(m.layer(x), x, x),
+    "a loss": lambda m, x: F.mse_loss(m.layer(x), x),
+    "a loss of rows": lambda m, x: F.cross_entropy(m.layer(x), torch.arange(4)),
+    "a norm": lambda m, x: m.layer(x).norm(dim=-1),
+    "in no table": lambda m, x: m.layer(x) + 1.0,
+    "C++ of several ops": lambda m, x: torch.cov(x),
+    "attention": lambda m, x: F.scaled_dot_product_attention(*[m.layer(x).reshape(1, 1, 4, 8)] * 3),
+    "torch's island": lambda m, x: _in(torch.autocast("cpu", enabled=False), lambda: x @ x.t()),
+    "our island": lambda m, x: _in(hf_mp.autocast(enabled=False), lambda: x @ x.t()),
+    "an island in FP16": lambda m, x: _in(hf_mp.autocast(torch.float16), lambda: x @ x.t()),
+    "an island of 16-bit weights": lambda m, x: _in(hf_mp.autocast(enabled=False), lambda: m.layer(x)),
+    "a checkpoint": lambda m, x: checkpoint(m.layer, x, use_reentrant=False),
+    "a gradient inside": lambda m, x: torch.autograd.grad((y := x.detach().requires_grad_()) @ y.t(), y, X @ X.t())[0],
+}
+
+
+def _in(context: Any, call: Callable[[], Tensor]) -> Tensor:
+    with context:
+        return call()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_op_is_computed_as_by_the_mode(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.dtype] = []
+
+    def use(model: Any, x: Tensor) -> Tensor:
+        out = OPS[op](model, x)
+        seen.append(out.dtype)
+        return out
+
+    model = attached(use)
+    results = [model(X), model(X)]
+    monkeypatch.setattr(Region, "_dispatches", lambda self: False)
+    if op == "C++ of several ops":  # torch.autocast casts inside of it, and so do kernels, in each forward alike
+        assert seen == [torch.bfloat16] * 3
+        return
+    assert torch.equal(results[0], results[1]) and torch.equal(results[1], model(X))
+    assert len(set(seen)) == 1
+
+
+def test_nothing_stays_after_an_error_nor_holds_elsewhere() -> None:
+    def use(model: Any, x: Tensor) -> Tensor:
+        def elsewhere() -> None:
+            found.append(F.linear(x, x).dtype)
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        if model.fails:
+            raise KeyError("a bug of the model")
+        return model.layer(x)
+
+    found: list[torch.dtype] = []
+    model = attached(use, fails=False)
+    model.fails = True
+    with pytest.raises(KeyError, match="a bug of the model"):
+        model(X)
+    assert found == [torch.float32] * 2
+    assert F.linear(X, X).dtype is torch.float32
+
+
+def test_a_late_write_in_place_is_refused() -> None:
+    def use(model: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.write(model.layer.weight)
+        return model.layer(x)
+
+    model = attached(use, write=lambda weight: None)
+    before = model.layer.weight.clone()
+    model.write = lambda weight: weight.mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"wrote into Linear\.weight in place, which the first of its kind did not"):
+        model(X)
+    assert torch.equal(model.layer.weight, before)
+
+
+def test_a_late_write_through_data_is_lost() -> None:
+    def use(model: Any, x: Tensor) -> Tensor:
+        model.write(model.layer.weight)
+        return model.layer(x)
+
+    model = attached(use, write=lambda weight: None)
+    before = model.layer.weight.clone()
+    model.write = lambda weight: weight.data.mul_(0.5)
+    model(X)
+    assert torch.equal(model.layer.weight, before)
+
+
+def test_gradients_that_are_switched_on_inside_of_a_reading_forward() -> None:
+    def use(model: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return model.layer(x).sum()
+
+    model = attached(use)
+    with torch.no_grad():
+        model(X)
+        loss = model(X)
+    loss.backward()
+    assert model.layer.weight.grad is not None and model.layer.weight.grad.abs().sum() > 0
+
+
+def test_a_function_that_is_compiled_late_has_the_mode_from_then_on() -> None:
+    compiled = torch.compile(lambda x: x @ x.t(), backend="eager")
+    model = attached(lambda m, x: compiled(m.layer(x).float()) if m.compiles else m.layer(x), compiles=False)
+    model.compiles = True
+    model(X)
+    assert compiled(X).dtype is torch.float32
+    assert torch.equal(model(X), model(X))
+    assert compiled(X).dtype is torch.float32
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean", "bf16-lean"])
+def test_scaled_forwards_keep_the_mode(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_mp.weights.region.dispatched", None)
+    attached(lambda m, x: m.layer(x), precision)(X).sum().backward()
+
+
+def test_a_torch_without_the_key_warns_once_and_keeps_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatched, "_set_included", None)
+    monkeypatch.setattr(dispatched, "_key", functools.cache(dispatched._key.__wrapped__))
+    with pytest.warns(UserWarning, match="takes no kernels for the key AutocastIPU"):
+        model = attached(lambda m, x: m.layer(x))
+    assert model(X).dtype is torch.float32
