@@ -21,7 +21,7 @@ from hf_mp.casting.module_rules import InForce, put_on, ruled
 from hf_mp.casting.plans import plan_for, with_rules
 from hf_mp.casting.rules import ModuleRule, OpRules, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import TABLES, CastRule, TableName
-from hf_mp.casting.torch_patches import is_torch_autocast_enabled, put_on_patches
+from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
 from hf_mp.casting.uncompiled import uncompiled
 from hf_mp.casting.watching import watching
 from hf_mp.kernels.identity import version_of
@@ -70,6 +70,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     module: nn.Module | None = None  # of an island
     has_op_rules = False
     sums_in_fp64 = False
+    puts_on_patches = True  # where nothing else keeps them on
     plain_types: ClassVar[frozenset[type]] = frozenset({type(None), Tensor, nn.Parameter})  # that decide nothing
 
     def __init__(
@@ -84,7 +85,6 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         model: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        put_on_patches()
         dtype, tables = _read_torch_arguments(device_type, dtype, tables)
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"autocast's dtype must be a torch.dtype, not {type(dtype).__name__} ({dtype!r})")
@@ -142,6 +142,8 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             )
         if self._ruled_modules and not self._rules_in_force:
             self._rules_in_force = [put_on(*ruled, self) for ruled in self._ruled_modules]
+        if self.puts_on_patches:
+            PATCHES.acquire()
         state.active.append(self)
         if self.sees_calls:  # else the autocasts around it see that it is active, and leave all calls alone
             super().__enter__()
@@ -151,6 +153,8 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         if self.sees_calls:
             super().__exit__(*exc_info)
         state.active.pop()
+        if self.puts_on_patches:
+            PATCHES.release()
         if self not in state.active:
             self._casts.clear()
             for handle in (handle for rule in self._rules_in_force for handle in rule.handles):

@@ -1,11 +1,8 @@
-"""What autocast changes in torch: one table, put on with the first autocast, for the rest of the process.
+"""What autocast changes in torch while it is in use: one table, put on with the first use and taken off with the last.
 
 torch's own autocast sits in the dispatcher, and gradient checkpointing, models with FP32 islands and the compiler know
 of it by name, but nothing of a torch function mode. Each entry of :data:`TABLE` replaces one attribute of torch;
 outside of our autocast each does what it replaced. A torch that lacks the attribute costs what the entry says.
-
-Nothing is taken off again: compiled code is guarded by the functions that it was traced with, so that each change
-would have it compiled anew, and the last use of several threads, models and traces is not easily told.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +24,7 @@ from hf_mp.casting.dispatched import undispatched
 from hf_mp.casting.uncompiled import uncompiled
 
 is_torch_autocast_enabled = torch.is_autocast_enabled  # torch's own answer, whatever is patched below
+_MISSING = object()
 
 
 def around(function: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -288,47 +286,76 @@ TABLE: tuple[Patch, ...] = (
 
 @dataclass
 class Patches:
-    """Puts a table on, once."""
+    """Puts a table on with the first :meth:`acquire` and takes it off with the last :meth:`release`."""
 
-    table: tuple[Patch, ...]
-    is_on: bool = False
+    table: tuple[Patch, ...] = TABLE
+    _users: int = 0
+    _traced: int = 0  # autocasts that code which is being compiled has entered
+    _trace: Any = None
+    # Owners and names, what the owner itself had (not what it inherits), and what stands in its place.
+    _replaced: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
+    _lock: Any = field(default_factory=threading.RLock)
 
-    def put_on(self) -> None:
-        """Replace what the table names, unless that was done before."""
-        with _LOCK:
-            if self.is_on:
-                return
-            self.is_on = True
-            _load_compiler()
-            for patch in self.table:
-                if not any([_replace(place, patch.replace) for place in patch.places]):
-                    places = " or ".join(patch.places).replace(":", ".")
-                    warnings.warn(f"torch {torch.__version__} has no {places}: {patch.lost}", stacklevel=4)
+    def acquire(self) -> None:
+        """One more autocast or attached model is in use."""
+        if torch.compiler.is_dynamo_compiling():
+            _count_traced(1)
+        else:
+            self.count(users=1)
 
+    def release(self) -> None:
+        """One less."""
+        if torch.compiler.is_dynamo_compiling():
+            _count_traced(-1)
+        else:
+            self.count(users=-1)
 
-_LOCK = threading.Lock()
-PATCHES = Patches(TABLE)
+    def count(self, *, users: int = 0, traced: int = 0, may_stay: bool = False) -> None:
+        """So many more users; and autocasts of the code that is being traced, which may be begun anew at any time.
 
+        ``may_stay``: while code is compiled, a table that nobody uses stays until the next user has gone.
+        """
+        with self._lock:
+            was_used = self._users > 0 or self._traced > 0
+            trace = torch._guards.TracingContext.try_get()
+            if traced > 0 and trace is not self._trace:
+                self._trace, self._traced = trace, 0
+            self._users, self._traced = self._users + users, self._traced + traced
+            is_used = self._users > 0 or self._traced > 0
+            if is_used and not was_used:
+                self._put_on()
+            elif was_used and not is_used and not (may_stay and torch._guards.CompileContext.try_get()):
+                self._take_off()
 
-def put_on_patches() -> None:
-    """Have torch know of our autocast, from its first use on."""
-    PATCHES.put_on()
+    def _put_on(self) -> None:
+        _load_compiler()
+        for patch in self.table if not self._replaced else ():
+            if not any([self._replace(place, patch.replace) for place in patch.places]):
+                _warn_of_lack(patch)
 
+    def _replace(self, place: str, replace: Callable[[Any], Any]) -> bool:
+        module, _, path = place.partition(":")
+        *owners, name = path.split(".")
+        try:
+            owner: Any = functools.reduce(getattr, owners, importlib.import_module(module))
+        except (ImportError, AttributeError):  # moved by a later torch
+            return False
+        if (original := getattr(owner, name, _MISSING)) is _MISSING:
+            return False
+        replacement = _replacement(replace, original)
+        self._replaced.append((owner, name, vars(owner).get(name, _MISSING), replacement))
+        setattr(owner, name, replacement)
+        return True
 
-# As torch.compiler.assume_constant_result does, without its import of the compiler: called when code is traced.
-put_on_patches._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _replace(place: str, replace: Callable[[Any], Any]) -> bool:
-    module, _, path = place.partition(":")
-    *owners, name = path.split(".")
-    try:
-        owner: Any = functools.reduce(getattr, owners, importlib.import_module(module))
-        original = getattr(owner, name)
-    except (ImportError, AttributeError):  # moved by a later torch
-        return False
-    setattr(owner, name, replace(original))
-    return True
+    def _take_off(self) -> None:
+        while self._replaced:
+            owner, name, own, replacement = self._replaced.pop()
+            if vars(owner).get(name) is not replacement:
+                continue  # somebody has patched over it: without an active autocast, ours does what it replaced
+            if own is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
 
 
 @functools.cache
@@ -337,3 +364,38 @@ def _load_compiler() -> None:
     from torch._dynamo import trace_rules
 
     trace_rules.get_torch_obj_rule_map()
+
+
+@functools.cache
+def _replacement(replace: Callable[[Any], Any], original: Any) -> Any:
+    """The same one every time: compiled code is guarded by the functions that it was traced with."""
+    return replace(original)
+
+
+@functools.cache
+def _warn_of_lack(patch: Patch) -> None:
+    places = " or ".join(patch.places).replace(":", ".")
+    warnings.warn(f"torch {torch.__version__} has no {places}: {patch.lost}", stacklevel=5)
+
+
+PATCHES = Patches()
+
+
+def acquire(*patches: Patches) -> Callable[[], None]:
+    """One more user of all of them; returns a function that releases them."""
+    for one in patches:
+        one.acquire()
+
+    def release() -> None:  # of a model that is gone, at any time: the compiler asks again for what it has traced
+        for one in patches:
+            one.count(users=-1, may_stay=True)
+
+    return release
+
+
+def _count_traced(more: int) -> None:
+    PATCHES.count(traced=more)
+
+
+# As torch.compiler.assume_constant_result does, without its import of the compiler: called when code is traced.
+_count_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import Any
 
 from hf_mp.casting.torch_patches import Patch, Patches
@@ -14,13 +15,15 @@ def as_accelerated(optimizer: Any) -> Any:
     return optimizer if accelerate is not None and isinstance(optimizer, accelerate.AcceleratedOptimizer) else None
 
 
-def tell_accelerate() -> None:
-    """Have accelerate's wrappers ask the optimizer inside whether its last step was skipped; it knows none of them.
+def tell_accelerate(optimizer: Any) -> weakref.finalize[..., Any] | None:
+    """Have accelerate's wrappers, of which ``optimizer`` does not know, ask it whether its last step was skipped.
 
-    Nothing while accelerate has not been imported, so that there is no wrapper.
+    Gives what ends that; None while accelerate has not been imported, so that there is no wrapper.
     """
-    if "accelerate.optimizer" in sys.modules:
-        _WRAPPERS.put_on()
+    if "accelerate.optimizer" not in sys.modules:
+        return None
+    _WRAPPERS.count(users=1)
+    return weakref.finalize(optimizer, _WRAPPERS.count, users=-1)
 
 
 def _asking_the_inside(original: Any) -> property:

@@ -58,7 +58,6 @@ _MODULE = "transformers.cache_utils"
 _CACHE_PATCHES = Patches((Patch((f"{_MODULE}:Cache.update",), _update_cache, "generate() keeps rotated keys in FP32"),))
 
 
-def put_on_cache_patches() -> None:
-    """Nothing where Transformers was not imported, of whom no model is."""
-    if _MODULE in sys.modules:
-        _CACHE_PATCHES.put_on()
+def cache_patches() -> list[Patches]:
+    """What to put on while a model is attached: nothing where Transformers was not imported, of whom no model is."""
+    return [_CACHE_PATCHES] if _MODULE in sys.modules else []

@@ -1,4 +1,4 @@
-"""What autocast changes in torch: put on with the first use, looked for by feature."""
+"""What autocast changes in torch: put on with the first use, taken off with the last, looked for by feature."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import types
 from typing import Any
 
 import pytest
+import torch
 from torch._C._dynamo import eval_frame
 
+import hf_mp
 from hf_mp.casting import torch_patches, uncompiled
-from hf_mp.casting.torch_patches import TABLE, Patch, Patches
+from hf_mp.casting.torch_patches import PATCHES, TABLE, Patch, Patches
 
 
 def attributes() -> dict[tuple[str, str], Any]:
@@ -43,33 +45,89 @@ def differences(before: dict[Any, Any]) -> list[Any]:
 
 
 SNAPSHOT = """
-import torch, torch._dynamo, accelerate
+import gc, torch, torch._dynamo, transformers, accelerate
 from transformers import GPT2LMHeadModel, Trainer
 from tests_snapshot import attributes, differences
-before = attributes()
+before, own = attributes(), torch.autocast.__enter__
 import hf_mp
 for name in hf_mp.__all__:
     getattr(hf_mp, name)
 assert not differences(before), ("import", differences(before))
+model = GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9, n_positions=8))
+optimizer = torch.optim.AdamW(model.parameters())
+for precision in ("fp16", "bf16", "fp16-lean"):
+    runtime = hf_mp.MixedPrecision(precision)
+    runtime.attach(model)
+    stepping = runtime.attach_optimizer(torch.optim.AdamW(model.parameters()))
+    assert torch.autocast.__enter__ is not own, "not patched while attached"
+    assert precision != "fp16" or differences(before), "the snapshot sees nothing"
+    for _ in range(2):
+        ids = torch.randint(0, 9, (2, 8))
+        model(input_ids=ids, labels=ids).loss.backward()
+        stepping.step()
+        stepping.zero_grad()
+    runtime.detach()
+    assert not differences(before), (precision, differences(before))
 with hf_mp.autocast():
-    pass
-assert differences(before), "the snapshot sees nothing"
-model = hf_mp.MixedPrecision("fp16").attach(torch.nn.Linear(2, 2))
-hf_mp.detach(model)
-after = attributes()
-with hf_mp.autocast():
-    hf_mp.MixedPrecision("bf16").attach(model)
-assert not differences(after), ("a second use", differences(after))
+    assert torch.autocast.__enter__ is not own, "autocast alone patches as well"
+    runtime.attach(model)
+assert torch.autocast.__enter__ is not own, "the attached model still needs them"
+runtime.detach()
+runtime.detach()
+assert not differences(before), ("detached twice", differences(before))
+hf_mp.MixedPrecision("bf16").attach(model)
+assert torch.autocast.__enter__ is not own
+del model, optimizer, stepping, ids
+gc.collect()
+assert not differences(before), ("the model is gone", differences(before))
 """
 
 
-def test_an_import_changes_nothing_and_a_second_use_no_more_than_the_first(tmp_path: Any) -> None:
-    # In a process of its own: other tests have put the patches on.
+def test_nothing_of_torch_is_different_after_import_and_after_detach(tmp_path: Any) -> None:
+    # In a process of its own: a model that another test left attached would keep the patches on.
     shutil.copy(__file__, tmp_path / "tests_snapshot.py")
     done = subprocess.run(
         [sys.executable, "-c", SNAPSHOT], cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_table_stays_until_the_last_user_and_what_is_traced_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = types.SimpleNamespace(present="original")
+    monkeypatch.setitem(sys.modules, "a_torch", holder)  # type: ignore[arg-type]
+    patches, seen = Patches((Patch(("a_torch:present",), lambda original: "ours", ""),)), []
+    for users, traced in ((1, 0), (0, 1), (0, 1), (-1, 0), (0, -1), (0, -1), (0, 1), (0, -1)):
+        patches.count(users=users, traced=traced)
+        seen.append(holder.present)
+    assert seen == ["ours"] * 5 + ["original", "ours", "original"]
+
+
+def test_a_patch_of_somebody_elses_over_ours_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = types.SimpleNamespace(function=lambda: "original")
+    monkeypatch.setitem(sys.modules, "a_torch", holder)  # type: ignore[arg-type]
+    table = (Patch(("a_torch:function",), lambda original: lambda: "ours", ""),)
+    patches = Patches(table)
+    patches.acquire()
+    assert holder.function() == "ours"
+    theirs = holder.function = lambda: "theirs"
+    patches.release()
+    assert holder.function is theirs
+
+
+def test_a_model_that_goes_while_another_is_compiled_leaves_the_table_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    holder = types.SimpleNamespace(present="original")
+    monkeypatch.setitem(sys.modules, "a_torch", holder)  # type: ignore[arg-type]
+    patches = Patches((Patch(("a_torch:present",), lambda original: "ours", ""),))
+    release = torch_patches.acquire(patches)
+    with torch._guards.compile_context(torch._guards.CompileContext(None)):
+        release()  # the compiler is about to guard what it has read
+        assert holder.present == "ours"
+    release = torch_patches.acquire(patches)
+    assert holder.present == "ours"
+    release()
+    assert holder.present == "original"
 
 
 def test_what_a_torch_lacks_costs_one_warning_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,16 +143,18 @@ def test_what_a_torch_lacks_costs_one_warning_and_nothing_else(monkeypatch: pyte
         UserWarning, match=r"has no a_torch\.Gone\.method or a_torch\.gone_too: islands are lost"
     ) as caught:
         for _ in range(2):
-            patches.put_on()
+            patches.acquire()
             assert holder.present() == "ours"
-    assert len(caught) == 2
+            patches.release()
+    assert len(caught) == 2 and holder.present() == "original"
 
 
-def test_this_torch_lacks_nothing(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
-    replaced = []
-    monkeypatch.setattr(torch_patches, "setattr", lambda *place: replaced.append(place[:2]), raising=False)
-    Patches(TABLE).put_on()
-    assert len(replaced) >= len(TABLE) and not recwarn.list
+def test_this_torch_lacks_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    torch_patches._warn_of_lack.cache_clear()
+    with hf_mp.autocast():
+        places = {place for patch in TABLE for place in patch.places}
+        assert len(PATCHES._replaced) >= len(TABLE) and len(places) >= len(TABLE)
+    assert not [warning for warning in recwarn if "has no" in str(warning.message)]
 
 
 def test_a_compiler_without_strategies_costs_one_warning_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
