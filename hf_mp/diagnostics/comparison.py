@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,13 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.active import active_autocast
-from hf_mp.casting.nested import apply_to_tensors, tensors_in
 from hf_mp.casting.rules import Rules, parse_rules
 from hf_mp.casting.tables import TABLES, TableName, op_name
 from hf_mp.casting.watching import watching
-from hf_mp.diagnostics.comparison_report import LayerError, PrecisionComparison, PrecisionError
+from hf_mp.diagnostics.comparison_report import PrecisionComparison, PrecisionError
 from hf_mp.diagnostics.fp32_reference import (
-    LayerCall,
     Reference,
     first_floating,
     in_rows,
@@ -49,9 +46,9 @@ def compare_precisions(
 ) -> PrecisionComparison:
     """Measure how far the precisions of a model are from FP32, where the error arises, and what rules buy.
 
-    Each batch runs forward in FP32, without autocast and TF32, and in each precision, without dropout. In a second
-    forward every layer is given the inputs that it has in FP32: the error of its output is what arises in it. Layers
-    are numbered blocks, and the modules outside them that have no children.
+    Each batch runs forward in FP32, without autocast and TF32, and in each precision, without dropout. Where the error
+    of a layer's output is larger than that of the layers before, it arises there. Layers are numbered blocks, and the
+    modules outside them that have no children.
 
     Every precision is measured without rules, with its last linear layer in FP32 (the head, as in MiniMax-M1, arXiv
     2506.13585), and with each of the rules given with it alone, and with all of these.
@@ -176,53 +173,22 @@ def _compare(
     reference: Reference,
     differences: _Differences,
 ) -> None:
-    """Run a batch in a precision twice: as it is, and with FP32's inputs to each layer."""
-    # Only of calls that were given FP32's inputs the error is their own.
-    fits: set[tuple[str, int]] = set()
+    """Run a batch in a precision."""
 
-    def give_fp32(name: str, number: int, args: Any, kwargs: Any) -> Any:
-        given = _inputs_in_fp32(reference.call(name, number), (args, kwargs))
-        if given is not None:
-            fits.add((name, number))
-        return given
+    def note(name: str, number: int, output: Any) -> None:
+        # The hook runs inside of the autocast, which is not to cast the differences.
+        with torch._C.DisableTorchFunction():
+            differences.add_layer(name, first_floating(output), reference.outputs.get((name, number)))
 
-    def note(into: dict[str, _Ratio], fitting: bool, name: str, number: int, output: Any) -> None:
-        if not fitting or (name, number) in fits:
-            with torch._C.DisableTorchFunction():
-                into.setdefault(name, _Ratio()).add(first_floating(output), reference.call(name, number))
-
-    total, own = (functools.partial(note, *into) for into in ((differences.totals, False), (differences.owns, True)))
     runtime = MixedPrecision(variant.policy, rules=dict(variant.rules), tables=tables)
     with weights_kept(model):  # FP16 and 16 bits more do not hold all of FP32
         try:
             runtime.attach(model)
-            with untouched(model), watching(layers, left=total):
+            with untouched(model), watching(layers, left=note):
                 logits = logits_of(call(model, batch))[1]
-            with untouched(model), watching(layers, entered=give_fp32, left=own):
-                call(model, batch)
         finally:
             runtime.detach()
     differences.add(in_rows(logits), reference)
-
-
-def _inputs_in_fp32(exact: LayerCall | None, came: Any) -> Any:
-    """What a layer is given, ``came``, with the values that it has in FP32; None where these do not fit."""
-    tensors = list(tensors_in(came))
-    with torch._C.DisableTorchFunction():
-        if exact is None or [tensor.shape for tensor in exact.inputs] != [tensor.shape for tensor in tensors]:
-            return None
-        inputs = {id(old): _as(new, old) for old, new in zip(tensors, exact.inputs, strict=True)}
-    if any(tensor is None for tensor in inputs.values()):
-        return None
-    return apply_to_tensors(lambda tensor: inputs.get(id(tensor), tensor), came)
-
-
-def _as(new: Tensor, old: Tensor) -> Tensor | None:
-    """``new`` in the dtype of ``old``; where that does not hold it, ``old`` if it is finite (a mask), else None."""
-    cast = new.to(old.dtype)
-    if torch.equal(cast.isfinite(), new.isfinite()):
-        return cast
-    return old if old.isfinite().all() else None
 
 
 @dataclass
@@ -245,27 +211,6 @@ class _Sum:
 
 
 @dataclass
-class _Ratio:
-    """The norm of the differences over the norm of the expected values."""
-
-    off: _Sum = field(default_factory=_Sum)
-    expected: _Sum = field(default_factory=_Sum)
-
-    def add(self, found: Tensor | None, exact: LayerCall | None) -> None:
-        if found is None or exact is None or exact.output is None or exact.output.shape != found.shape:
-            return
-        expected = exact.output.double()
-        counts = expected.isfinite()
-        self.off.add((found.double() - expected)[counts])
-        self.expected.add(expected[counts])
-
-    def value(self) -> float:
-        if not self.expected.squares:
-            return 0.0 if not self.off.squares else math.nan
-        return _finite(math.sqrt(self.off.squares / self.expected.squares))
-
-
-@dataclass
 class _Differences:
     """The differences of one precision to FP32, over all batches."""
 
@@ -273,8 +218,14 @@ class _Differences:
     logits: _Sum = field(default_factory=_Sum)
     chosen: _Sum = field(default_factory=_Sum)  # of log-probabilities
     divergence: float = 0.0
-    totals: dict[str, _Ratio] = field(default_factory=dict)
-    owns: dict[str, _Ratio] = field(default_factory=dict)
+    layers: dict[str, tuple[_Sum, _Sum]] = field(default_factory=dict)  # differences of outputs, and what FP32 gives
+
+    def add_layer(self, name: str, found: Tensor | None, exact: Tensor | None) -> None:
+        if found is not None and exact is not None and exact.shape == found.shape:
+            off, expected = self.layers.setdefault(name, (_Sum(), _Sum()))
+            counts = exact.isfinite()  # a mask of -inf is one in every precision
+            off.add((found.double() - exact.double())[counts])
+            expected.add(exact.double()[counts])
 
     def add(self, logits: Tensor, reference: Reference) -> None:
         found, expected = logits[reference.counts], reference.logits[reference.counts]
@@ -297,14 +248,13 @@ class _Differences:
         self.divergence += (probability * (expected - found)).masked_fill(probability == 0.0, 0.0).sum().item()
 
     def error(self, precision: str, rules: dict[str, str]) -> PrecisionError:
-        layers = tuple(
-            LayerError(name, self.owns[name].value() if name in self.owns else None, total.value())
-            for name, total in self.totals.items()
-        )
-        if not self.chosen.count:
-            return PrecisionError(precision, rules, *self.logits.numbers(), layers=layers)
-        divergence = _finite(self.divergence / self.chosen.count)
-        return PrecisionError(precision, rules, *self.logits.numbers(), *self.chosen.numbers(), divergence, layers)
+        # What is 0 in FP32 counts by its own size.
+        layers = {
+            name: _finite(math.sqrt(off.squares / (expected.squares or 1.0)))
+            for name, (off, expected) in self.layers.items()
+        }
+        chosen = (*self.chosen.numbers(), _finite(self.divergence / self.chosen.count)) if self.chosen.count else ()
+        return PrecisionError(precision, rules, layers, *self.logits.numbers(), *chosen)
 
 
 def _finite(value: float) -> float:

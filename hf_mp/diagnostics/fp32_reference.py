@@ -1,4 +1,4 @@
-"""The FP32 reference that precisions are compared with: the logits of a batch, and each layer's inputs and output."""
+"""The FP32 reference that precisions are compared with: the logits of a batch, and each layer's output."""
 
 from __future__ import annotations
 
@@ -43,14 +43,6 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 @dataclass
-class LayerCall:
-    """One call of a layer in FP32."""
-
-    inputs: list[Tensor]
-    output: Tensor | None = None
-
-
-@dataclass
 class Reference:
     """The FP32 results of a batch."""
 
@@ -59,11 +51,7 @@ class Reference:
     counts: Tensor  # bool, (positions,)
     chosen: Tensor  # int64, (positions,): below 0 where none is
     head: str | None
-    calls: dict[str, list[LayerCall]]
-
-    def call(self, layer: str, number: int) -> LayerCall | None:
-        calls = self.calls.get(layer, [])
-        return calls[number] if number < len(calls) else None
+    outputs: dict[tuple[str, int], Tensor]  # of each layer, by name and number of the call; those that are floating
 
 
 @contextmanager
@@ -84,24 +72,19 @@ def run_in_fp32(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any, n
     Raises:
         ValueError: for a model that is inf or NaN in FP32, or returns no floating tensor.
     """
-    calls: dict[str, list[LayerCall]] = {}
+    seen: dict[tuple[str, int], Tensor] = {}
     linear: list[tuple[str, tuple[int, ...]]] = []  # by name, with the width of its output, in the order of the calls
     linears = {name: one for name, one in model.named_modules() if name and isinstance(one, nn.Linear)}
 
-    def enter(name: str, number: int, args: Any, kwargs: Any) -> None:
-        with torch._C.DisableTorchFunction():  # cloned: the model may write into them later
-            inputs = [t.clone() if t.is_floating_point() else t for t in tensors_in((args, kwargs))]
-        calls.setdefault(name, []).append(LayerCall(inputs))
-
     def leave(name: str, number: int, output: Any) -> None:
         with torch._C.DisableTorchFunction():
-            found = first_floating(output)
-            calls[name][number].output = None if found is None else found.clone()
+            if (found := first_floating(output)) is not None:
+                seen[name, number] = found.clone()  # the model may write into it later
 
     def note_width(name: str, number: int, output: Any) -> None:
         linear.append((name, tuple(output.shape)[-1:]))
 
-    watched = watching(layers, entered=enter, left=leave), watching(linears, left=note_width)
+    watched = watching(layers, left=leave), watching(linears, left=note_width)
     with untouched(model), _without_tf32(), watched[0], watched[1]:
         outputs = call(model, batch)
     name, logits = logits_of(outputs)
@@ -114,7 +97,7 @@ def run_in_fp32(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any, n
     counts, chosen = _what_counts(model, logits, by_name(model, batch))
     # Of a model that is none of Transformers', the head is what makes outputs of the logits' width last.
     last = next((name for name, width in reversed(linear) if width == logits.shape[-1:]), None)
-    return Reference(name, rows, counts, chosen, _output_embeddings(model) or last, calls)
+    return Reference(name, rows, counts, chosen, _output_embeddings(model) or last, seen)
 
 
 def _output_embeddings(model: nn.Module) -> str | None:

@@ -7,16 +7,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, names: int = 1, least_width: int = 8) -> Any:
-    """A table of rich; the first ``names`` columns are names, of at least that width, and fold; all others numbers."""
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, names: int = 1) -> Any:
+    """A table of rich; the first ``names`` columns are names, which fold; all others are numbers."""
     from rich.box import SIMPLE_HEAD  # printing alone needs rich
     from rich.table import Table
 
     found = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     for number, name in enumerate(header):
-        is_name = number < names
-        width = least_width if is_name else None
-        found.add_column(name, overflow="fold", justify="left" if is_name else "right", min_width=width)
+        # A name may fold, a number may not: 8 characters of a name are left where the table is narrow.
+        justify, width = ("left", 8) if number < names else ("right", None)
+        found.add_column(name, overflow="fold", justify=justify, min_width=width)
     for row in rows:
         found.add_row(*row)
     return found
