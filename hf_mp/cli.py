@@ -159,27 +159,13 @@ def check(
         raise typer.Exit(1)
 
 
-@app.command()
-def calibrate(
-    model: Annotated[str, typer.Argument(help="Directory with a model and its tokenizer, or a model on the Hub.")],
-    train_file: Annotated[Path, typer.Option(help="Text like that of the training, UTF-8.")],
-    batches: Annotated[int, typer.Option(help="Batches to run.")] = 4,
-    batch_size: Annotated[int, typer.Option(help="Sequences in one batch.")] = 1,
-    seq_len: Annotated[int, typer.Option(help="Tokens in a sequence, as far as the model can.")] = 256,
-    precision: Annotated[str, typer.Option(help="Preset that computes in FP16.")] = "fp16",
-    output: Annotated[
-        Path | None, typer.Option(help="Where to write the rules. Default: precision_rules.json beside the model.")
-    ] = None,
-    every_op: Annotated[bool, typer.Option("--every-op", help="Also show what lies well in FP16's range.")] = False,
-    traceback: WithTraceback = False,
-) -> None:
-    """Find what of MODEL leaves FP16's range, and write the rules that keep it in."""
-    options = {name: value for name, value in locals().items() if name != "traceback"}
-
-    with _errors_in_one_line("calibrate", traceback):
-        from hf_mp.diagnostics.calibrate_command import run
-
-        typer.echo(run(**options), nl=False)
+@app.command(hidden=True, context_settings={"ignore_unknown_options": True})
+def calibrate(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+    """Was here before hf_mp 0.1."""
+    with _errors_in_one_line("calibrate", with_traceback=False):
+        raise ValueError(
+            "there is no such command any more: hf_mp.calibrate(model, batches).save(FOLDER) does the same"
+        )
 
 
 if __name__ == "__main__":

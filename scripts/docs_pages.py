@@ -128,10 +128,10 @@ MEMBERS = {
     "PrecisionStats": ("log_entries",),
     "TensorRange": (),
     "OpRange": ("headroom", "overflows"),
-    "PrecisionComparison": ("change", "to_dict", "to_json", "to_text"),
+    "PrecisionComparison": ("change", "to_dict", "to_json"),
     "PrecisionError": ("error", "name"),
     "LayerError": (),
-    "RangeReport": ("overflows", "close", "largest_gradient", "to_text", "to_json", "save", "load"),
+    "RangeReport": ("overflows", "close", "to_text", "to_json", "save", "load"),
     "autocast": ("explain",),
     "LossScaler": (
         *("scale", "unscale_", "step", "update", "get_scale", "is_enabled"),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,23 +55,30 @@ def calibrate(
         ValueError: without a batch, for a batch with inf or NaN, a precision without FP16, or an attached model.
         CannotHealError: if no rules help.
     """
-    policy, given = _check(model, batches, precision)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"calibrate takes a model, not a {type(model).__name__}")
+    policy, given = PrecisionPolicy.parse(precision), checked(batches)
+    if not needs_loss_scale(policy.compute):
+        raise ValueError(f"precision={str(policy)!r} has FP32's range, which nothing leaves: calibrate is for FP16")
+    if attached_runtime(model) is not None:
+        raise ValueError("mixed precision is attached to this model: call hf_mp.detach(model), or calibrate it before")
     # BF16 has FP32's exponents: nothing overflows there, so all places are seen at once with their magnitudes.
     stand_in = replace(policy, compute=STAND_IN, params=STAND_IN if policy.is_lean else policy.params, loss_scale=None)
-    with _attached(model, MixedPrecision(stand_in, rules=rules, tables=tables)) as runtime:
-        ops: Sequence[OpRange] = _look(runtime, given, backward=True)
-        last = ops
-        notes = (
-            [] if any(op.gradient is not None for op in ops) else ["the batches give no loss: there was no backward"]
-        )
-        if any(math.isnan(op.largest) for op in ops):
-            notes.append("some of it is inf or NaN in FP32's range, too: the cause is the model, and no rule helps")
-        else:
-            last, _ = find_rules(runtime, ops, lambda: _look(runtime, given, backward=False))
-        rules = dict(runtime.remedies)
-        return RangeReport(
-            type(model).__name__, str(policy), len(given), tuple(ops), rules, fp32_share(last), tuple(notes)
-        )
+    runtime = MixedPrecision(stand_in, rules=rules, tables=tables)
+    with untouched(model), gradients_set_aside(list(model.parameters())), weights_kept(model), eagerly():
+        try:
+            runtime.attach(model)
+            last = ops = _look(runtime, model, given, backward=True)
+            notes = ["some of it is inf or NaN in FP32's range, too: the cause is the model, and no rule helps"]
+            if not any(math.isnan(op.largest) for op in ops):
+                notes = []
+                last, _ = find_rules(runtime, ops, lambda: _look(runtime, model, given, backward=False))
+        finally:
+            runtime.detach()
+    if all(op.fp16_gradient is None for op in ops):
+        notes.append("the batches give no loss: there was no backward")
+    found = dict(runtime.remedies), fp32_share(last), tuple(notes)
+    return RangeReport(type(model).__name__, str(policy), len(given), tuple(ops), *found)
 
 
 def find_rules(
@@ -106,34 +112,10 @@ def find_rules(
 def fp32_share(ops: Iterable[OpRange]) -> float:
     """The share of the floating point operations that are not in 16 bits."""
     ops = list(ops)
-    total = sum(op.flops for op in ops)
-    return sum(op.fp32_flops for op in ops) / total if total else 0.0
+    return sum(op.flops for op in ops if not op.is_fp16) / max(1, sum(op.flops for op in ops))
 
 
-def _check(model: Any, batches: Iterable[Any], precision: Any) -> tuple[PrecisionPolicy, list[Any]]:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"calibrate takes a model, not a {type(model).__name__}")
-    policy = PrecisionPolicy.parse(precision)
-    if not needs_loss_scale(policy.compute):
-        raise ValueError(f"precision={str(policy)!r} has FP32's range, which nothing leaves: calibrate is for FP16")
-    if attached_runtime(model) is not None:
-        raise ValueError("mixed precision is attached to this model: call hf_mp.detach(model), or calibrate it before")
-    return policy, checked(batches)
-
-
-@contextmanager
-def _attached(model: nn.Module, runtime: MixedPrecision) -> Iterator[MixedPrecision]:
-    with untouched(model), gradients_set_aside(list(model.parameters())), weights_kept(model), eagerly():
-        try:
-            runtime.attach(model)
-            yield runtime
-        finally:
-            runtime.detach()
-
-
-def _look(runtime: MixedPrecision, batches: Sequence[Any], *, backward: bool) -> tuple[OpRange, ...]:
-    model = runtime.model
-    assert model is not None  # attached
+def _look(runtime: MixedPrecision, model: nn.Module, batches: Sequence[Any], *, backward: bool) -> Sequence[OpRange]:
     recorder = RangeRecorder(SAFE, backward=backward)
     for batch in batches:
         with recorder.recording(runtime.region, model), torch.set_grad_enabled(backward):

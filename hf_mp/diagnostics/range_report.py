@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_mp.casting.rules import match_modules, parse_rules
-from hf_mp.casting.tables import TABLES
 from hf_mp.diagnostics.ranges import OpRange
 from hf_mp.diagnostics.tables import for_json, printed, table
 
@@ -18,6 +15,7 @@ RULES_NAME = "precision_rules.json"
 CLOSE_DOUBLINGS = 2.0
 _KIND = "hf_mp range report"
 _VERSION = 1
+_MAYBE_NAN = ("largest", "least", "largest_weight")  # of an op: null in JSON
 
 
 @dataclass(frozen=True)
@@ -53,11 +51,6 @@ class RangeReport:
         """What comes within 2 doublings of FP16's end."""
         return tuple(op for op in self.ops if op.is_within(CLOSE_DOUBLINGS))
 
-    @property
-    def largest_gradient(self) -> float | None:
-        """The largest magnitude of the true gradients; None without a backward."""
-        return max((op.gradient for op in self.ops if op.gradient is not None), default=None)
-
     def to_json(self) -> str:
         """All fields, as a JSON object; NaN is written as null."""
         return json.dumps({"kind": _KIND, "version": _VERSION, **for_json(asdict(self))}, indent=2, allow_nan=False)
@@ -76,39 +69,26 @@ class RangeReport:
         return file
 
     @classmethod
-    def load(cls, path: str | Path, model: Any = None) -> RangeReport:
+    def load(cls, path: str | Path) -> RangeReport:
         """Read what :meth:`save` wrote.
 
         Args:
             path: the file, or its directory.
-            model: have the rules compared with the modules of this model; default none.
 
         Raises:
             OSError: if there is no such file.
-            ValueError: for a file that is no such report, or rules of another model; the message names those that match
-                no module.
+            ValueError: for a file that is no such report. Attaching a model names rules that match none of its modules.
         """
         file = _file(path)
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
             if values.pop("kind") != _KIND or values.pop("version") != _VERSION:
                 raise ValueError("another kind of file, or another version")
-            report = cls._of(values)
+            ops = tuple(OpRange(**{**op, **{name: _finite(op[name]) for name in _MAYBE_NAN}}) for op in values["ops"])
+            checked = {"rules": dict(values["rules"]), "fp32_share": float(values["fp32_share"])}
+            return cls(**{**values, **checked, "ops": ops, "notes": tuple(values["notes"])})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{file} is no range report as hf_mp.calibrate(...).save() writes it: {error}") from error
-        rules = parse_rules(report.rules, TABLES["compact"])[1]
-        if model is not None:
-            match_modules(rules, model)
-        return report
-
-    @classmethod
-    def _of(cls, values: Mapping[str, Any]) -> RangeReport:
-        ops = []
-        for op in values["ops"]:
-            numbers = {name: op[name] for name in ("largest", "least", "largest_weight") if name in op}
-            ops.append(OpRange(**{**op, **{name: _finite(value) for name, value in numbers.items()}}))
-        read = {"rules": dict(values["rules"]), "notes": tuple(values["notes"])}
-        return cls(**{**values, "ops": tuple(ops), "fp32_share": float(values["fp32_share"]), **read})
 
     def to_text(self, *, every_op: bool = False, width: int = 150) -> str:
         """A table of what overflows and what comes close, or of every op, and the rules."""
@@ -143,6 +123,7 @@ def _file(path: str | Path) -> Path:
 
 
 def _finite(value: Any) -> float:
+    # A file may be somebody else's: inf is no magnitude that was measured.
     found = math.nan if value is None else abs(float(value))
     return found if math.isfinite(found) else math.nan
 
@@ -150,6 +131,6 @@ def _finite(value: Any) -> float:
 def _cells(op: OpRange) -> tuple[str, str, str, str]:
     largest = "inf or NaN" if math.isnan(op.largest) else f"{op.largest:.4g}"
     headroom = f"{op.headroom:+.1f}" if op.is_fp16 and math.isfinite(op.headroom) else ""
-    gradient = "" if op.gradient is None else f"{op.gradient:.3g}"
+    gradient = "" if op.fp16_gradient is None else f"{op.fp16_gradient:.3g}"
     verdict = "overflows" if op.overflows else "close" if op.is_within(CLOSE_DOUBLINGS) else ""
     return largest, headroom, gradient, verdict if op.is_fp16 else "FP32"

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -44,12 +44,10 @@ class OpRange:
         least: the same of the call where it is smallest, of results alone; 0 where they are in FP32.
         largest_weight: of a product, the largest magnitude of its weight and bias, or other factors; else 0.
         is_origin: whether it is beyond the limit in a call whose inputs in 16 bits are not.
-        gradient: the largest magnitude of the true gradient of its results; None without one.
         fp16_gradient: the largest magnitude of the true gradients that FP16 has to hold, times the loss scale: of
             results in 16 bits and, for a product, of what it reads; None without one.
         cuts: whether rounding to 16 bits made -inf of a finite number, as of ``finfo(float32).min`` in a mask.
         flops: floating point operations of all calls.
-        fp32_flops: of these, the ones that are not in 16 bits.
         expert: of stacked experts, whose rows it is about, by the weight of the last product, such as
             ``"model.layers.3.mlp.experts.gate_up_proj[5]"``; ``""`` for all other calls.
     """
@@ -61,11 +59,9 @@ class OpRange:
     least: float = 0.0
     largest_weight: float = 0.0
     is_origin: bool = False
-    gradient: float | None = None
     fp16_gradient: float | None = None
     cuts: bool = False
     flops: int = 0
-    fp32_flops: int = 0
     expert: str = ""
 
     @property
@@ -82,6 +78,21 @@ class OpRange:
         """Whether FP16 holds it, but would not after so many doublings."""
         return self.is_fp16 and not self.overflows and self.headroom < doublings
 
+    def with_call(self, call: OpRange) -> OpRange:
+        """This op with a further call."""
+        # What FP16 did not have to hold is of no account next to what it has to.
+        held = [one for one in (self, call) if one.is_fp16] or [self, call]
+        return replace(
+            self,
+            largest=max_of(one.largest for one in held),
+            is_fp16=self.is_fp16 or call.is_fp16,
+            least=min(self.least, call.least),
+            largest_weight=max(self.largest_weight, call.largest_weight),
+            is_origin=self.is_origin or call.is_origin,
+            cuts=self.cuts or call.cuts,
+            flops=self.flops + call.flops,
+        )
+
 
 class RangeRecorder:
     """Takes down the magnitudes of all calls that an autocast in BF16 sees.
@@ -93,7 +104,7 @@ class RangeRecorder:
 
     def __init__(self, limit: float = FP16_MAX, *, backward: bool = False) -> None:
         self._limit, self._backward = limit, backward
-        self._rows: dict[tuple[str, str, str], _Row] = {}  # by module, op and expert
+        self._found: dict[tuple[str, str, str], OpRange] = {}  # by module, op and expert
         self._flops = FlopCounterMode(display=False)
         self._hooks: list[RemovableHandle] = []
 
@@ -111,9 +122,7 @@ class RangeRecorder:
         for hook in self._hooks:  # parameters keep theirs else
             hook.remove()
         self._hooks.clear()
-        return tuple(
-            OpRange(module, op, expert=expert, **vars(row)) for (module, op, expert), row in self._rows.items()
-        )
+        return tuple(self._found.values())
 
     def _record(self, call: WatchedCall) -> Any:
         """Make a call and take it down."""
@@ -132,67 +141,55 @@ class RangeRecorder:
             if outputs or is_product:
                 flops = self._flops.get_total_flops() - flops
                 for part, largest in zip(given.parts_of(outputs), operands, strict=False):
-                    row = self._rows.setdefault((call.module, name, part.name), _Row())
-                    row.take(given, part, largest, outputs, self._limit)
-                    row.count(round(flops * part.share), outputs)
+                    key = call.module, name, part.name
+                    found = self._range_of(key, given, part, largest, outputs, flops)
+                    self._found[key] = self._found[key].with_call(found) if key in self._found else found
                     if self._backward:
-                        self._hooks += row.watch_gradients(given, part, outputs)
+                        self._watch_gradients(key, given, part, outputs)
         return result
 
-
-class _Row:
-    """What is known of one op in one module: the fields of :class:`OpRange`, as its calls come."""
-
-    def __init__(self) -> None:
-        self.largest = self.largest_weight = 0.0
-        # as long as no call was seen
-        self.least = math.inf
-        self.is_fp16 = self.is_origin = self.cuts = False
-        self.gradient: float | None = None
-        self.fp16_gradient: float | None = None
-        self.flops = self.fp32_flops = 0
-
-    def take(
-        self, given: _Given, part: _Part, operands: tuple[float, float], outputs: list[Tensor], limit: float
-    ) -> None:
-        """Take down a call."""
+    def _range_of(
+        self,
+        key: tuple[str, str, str],
+        given: _Given,
+        part: _Part,
+        operands: tuple[float, float],
+        outputs: list[Tensor],
+        flops: int,
+    ) -> OpRange:
+        """One call."""
         found = [part.of(output) for output in outputs]
         in_16_bits = [output for output in found if output.dtype is STAND_IN]
         made = _largest(in_16_bits)
         held = max_of([*operands, made])
-        if given.is_product or in_16_bits:
-            # What FP16 did not have to hold before is of no account.
-            self.largest, self.is_fp16 = max_of([self.largest if self.is_fp16 else 0.0, held]), True
-        elif not self.is_fp16:
-            self.largest = max_of([self.largest, _largest(found)])
-        self.least = min(self.least, made)
-        self.largest_weight = max(self.largest_weight, operands[1])
-        is_within = held <= limit  # not if it is NaN
-        self.is_origin = self.is_origin or (not is_within and given.largest_input(part) <= limit)
-        self.cuts = self.cuts or given.is_cut_in(in_16_bits)
+        is_fp16 = given.is_product or bool(in_16_bits)
+        return OpRange(
+            *key[:2],
+            largest=held if is_fp16 else _largest(found),
+            is_fp16=is_fp16,
+            least=made,
+            largest_weight=operands[1],
+            # NaN is not within the limit. What the call is given has to be looked at only where it is beyond.
+            is_origin=not held <= self._limit and given.largest_input(part) <= self._limit,
+            cuts=given.is_cut_in(in_16_bits),
+            flops=round(flops * part.share),
+            expert=part.name,
+        )
 
-    def count(self, flops: int, outputs: list[Tensor]) -> None:
-        """Count operations, which were in FP32 if no result is in 16 bits."""
-        self.flops += flops
-        if outputs and not any(output.dtype is STAND_IN for output in outputs):
-            self.fp32_flops += flops
+    def _watch_gradients(self, key: tuple[str, str, str], given: _Given, part: _Part, outputs: list[Tensor]) -> None:
+        """Take down gradients of results and, for a product, of what it reads."""
+        held = [output for output in outputs if output.dtype is STAND_IN]
+        for tensor in [*held, *given.floating] if given.is_product else held:
+            if tensor.requires_grad:
+                take = functools.partial(self._take_gradient, key, part, tensor is part.weight)
+                self._hooks.append(tensor.register_hook(take))
 
-    def watch_gradients(self, given: _Given, part: _Part, outputs: list[Tensor]) -> Iterator[RemovableHandle]:
-        """Hooks that take down gradients of results and, for a product, of what it reads."""
-        in_16_bits = [output for output in outputs if output.dtype is STAND_IN]
-        held = [*in_16_bits, *(given.floating if given.is_product else ())]
-        for name, tensors in (("gradient", outputs), ("fp16_gradient", held)):
-            for tensor in tensors:
-                if tensor.requires_grad:
-                    yield tensor.register_hook(
-                        functools.partial(self._take_gradient, name, part, tensor is part.weight)
-                    )
-
-    def _take_gradient(self, name: str, part: _Part, of_weight: bool, gradient: Tensor | None) -> None:
+    def _take_gradient(self, key: tuple[str, str, str], part: _Part, of_weight: bool, gradient: Tensor | None) -> None:
         if gradient is not None:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 largest = _largest([part.of(gradient, of_weight=of_weight)])
-                setattr(self, name, max_of([getattr(self, name) or 0.0, largest]))
+            before = self._found[key].fp16_gradient or 0.0
+            self._found[key] = replace(self._found[key], fp16_gradient=max_of([before, largest]))
 
 
 class _Part(NamedTuple):

@@ -10,10 +10,8 @@ import pytest
 import torch
 from range_models import Gated, batches
 from torch import nn
-from typer.testing import CliRunner
 
-import hf_mp
-from hf_mp import MixedPrecision, RangeReport, calibrate, cli, compare_precisions
+from hf_mp import MixedPrecision, RangeReport, calibrate, compare_precisions
 from hf_mp.diagnostics.ranges import OpRange
 
 FACTOR = 2.0**18
@@ -43,19 +41,23 @@ def test_it_names_what_overflows_and_its_rules_prevent_it(model: Gated, precisio
 def test_magnitudes_are_those_of_fp32(model: Gated) -> None:
     """To BF16's 8 bits, forward and backward."""
     seen: dict[str, float] = {}
+
+    def largest(one: torch.Tensor) -> float:
+        return one.abs().max().item()
+
     up = model.up.register_forward_hook(lambda m, args, out: seen.update(up=out.abs().max().item()))
     batch = batches(1)[0]
     loss = model(**batch)["loss"]
-    head = model.head.register_full_backward_hook(lambda m, gi, go: seen.update(head=go[0].abs().max().item()))
+    head = model.head.register_full_backward_hook(lambda m, gi, go: seen.update(head=max(map(largest, (*gi, *go)))))
     loss = model(**batch)["loss"]
     loss.backward()
     up.remove(), head.remove()
+    seen["head"] = max(seen["head"], *(largest(one.grad) for one in model.head.parameters()))
     report = calibrate(model, [batch])
     ops = found_in(report)
     assert ops["up:linear"].largest == pytest.approx(seen["up"], rel=0.02)
     assert ops["up:linear"].headroom == pytest.approx(math.log2(65504 / seen["up"]), abs=0.05)
-    assert ops["head:linear"].gradient == pytest.approx(seen["head"], rel=0.05)
-    assert report.largest_gradient == 1.0  # of the loss
+    assert ops["head:linear"].fp16_gradient == pytest.approx(seen["head"], rel=0.05)
     assert not ops["embed:embedding"].is_fp16 and ops["gate:linear"].is_fp16
 
 
@@ -119,16 +121,16 @@ def test_a_report_is_saved_and_loaded(model: Gated, tmp_path: Path) -> None:
     report = calibrate(model, batches(1))
     file = report.save(tmp_path)
     assert file.name == "precision_rules.json"
-    assert RangeReport.load(tmp_path, model) == RangeReport.load(file) == report
+    assert RangeReport.load(tmp_path) == RangeReport.load(file) == report
     assert str(report) == report.to_text() and "down" in str(report) and "overflows" in str(report)
     assert "embedding" in report.to_text(every_op=True) and "embedding" not in report.to_text()
 
 
 def test_rules_of_another_model_are_refused_by_name(model: Gated, tmp_path: Path) -> None:
     calibrate(model, batches(1)).save(tmp_path)
-    other = nn.Sequential(nn.Linear(2, 2))
+    runtime = MixedPrecision("fp16", rules=RangeReport.load(tmp_path).rules)
     with pytest.raises(ValueError, match=r"rules 'up:linear', .*'down:linear'.* match no module of Sequential"):
-        RangeReport.load(tmp_path, other)
+        runtime.attach(nn.Sequential(nn.Linear(2, 2)))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "hf_mp range report", "version": 9}', "{"])
@@ -139,15 +141,6 @@ def test_a_file_that_is_no_report(text: str, tmp_path: Path) -> None:
         RangeReport.load(file)
     with pytest.raises(OSError, match="nosuch"):
         RangeReport.load(tmp_path / "nosuch")
-
-
-def test_rules_in_a_file_are_checked(model: Gated, tmp_path: Path) -> None:
-    file = calibrate(model, batches(1)).save(tmp_path)
-    values = json.loads(file.read_text())
-    values["rules"] = {"up:linear": "fp8"}
-    file.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=r"rule 'up:linear': 'fp8' is not known"):
-        RangeReport.load(file)
 
 
 @pytest.mark.parametrize(
@@ -176,28 +169,6 @@ def test_a_model_that_is_nan_in_fp32_gets_no_rules(model: Gated) -> None:
     report = calibrate(model, batches(1))
     assert not report.rules and "the cause is the model" in report.notes[-1]
     assert json.loads(report.to_json(), parse_constant=pytest.fail) and "inf or NaN" in report.to_text()
-
-
-def test_the_command(tmp_path: Path, gpt2: Any) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    with torch.no_grad():
-        gpt2.transformer.h[1].mlp.c_proj.weight.mul_(2.0**20)
-    gpt2.save_pretrained(tmp_path / "model")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
-    (tmp_path / "text").write_text("a b " * 100)
-    command = ["calibrate", str(tmp_path / "model"), "--train-file", str(tmp_path / "text"), "--seq-len", "32"]
-    result = CliRunner().invoke(cli.app, [*command, "--batches", "2"])
-    assert result.exit_code == 0, result.output
-    assert "mlp.c_proj" in result.stdout and "precision_rules.json is written" in result.stdout
-    report = hf_mp.RangeReport.load(tmp_path / "model")
-    assert report.batches == 2 and list(report.rules) == ["transformer.h.1.mlp.c_proj:addmm"]
-    for wrong, message in [(["--batches", "9"], "6 whole blocks of 32 tokens"), (["--batches", "0"], "at least 1")]:
-        result = CliRunner().invoke(cli.app, [*command, *wrong])
-        assert result.exit_code == 2 and message in result.output
 
 
 def test_memory_that_was_not_written_yet_is_no_value() -> None:

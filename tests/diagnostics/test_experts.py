@@ -196,7 +196,7 @@ def test_calibrate_tells_the_experts_apart(kind: str, implementation: str) -> No
     )
     largest = {op.expert: op.largest for op in products if op.op in ("_grouped_mm", "bmm", "linear", "matmul")}
     assert largest[names[2]] > 65504 > 1000 > max(largest[name] for name in names if name != names[2])
-    assert all(op.gradient is not None for op in products if op.op in ("_grouped_mm", "bmm", "linear", "matmul"))
+    assert all(op.fp16_gradient is not None for op in products if op.op in ("_grouped_mm", "bmm", "linear", "matmul"))
     assert f"{EXPERTS}.gate_up_proj[2]" in report.rules and f"{EXPERTS}.gate_up_proj[1]" not in report.rules
     assert f"{EXPERTS}.gate_up_proj[2]" in report.to_text()
     runtime = hf_mp.MixedPrecision("fp16", rules=report.rules)

@@ -59,13 +59,11 @@ class Folder:
         parts: the floating tensors by name, flat and mapped, of several ranks in their order; an optimizer's begin with
             ``optim``.
         groups: an optimizer's settings, and those that were logged.
-        shapes: of each flat group of DeepSpeed's masters, the parameters in it.
     """
 
     path: Path
     parts: dict[str, list[Tensor]] = field(default_factory=dict)
     groups: list[Mapping[str, Any]] = field(default_factory=list)
-    shapes: list[Mapping[str, Any]] = field(default_factory=list)
 
     def add(self, name: str, part: Tensor) -> None:
         """Note a part of a tensor."""
@@ -148,7 +146,6 @@ def _read_torch_file(file: Path, folder: Folder) -> None:
         loaded = torch.load(str(file), map_location="meta", weights_only=True)
     if not isinstance(loaded, Mapping):
         raise TypeError("it holds no dictionary of tensors: save model.state_dict()")
-    folder.shapes = loaded.get("param_shapes", folder.shapes)  # of DeepSpeed
     if "model_states" in file.name and any(file.parent.parent.glob("*.safetensors")):
         return  # Transformers saves the same weights beside DeepSpeed's folder
     prefix = "optim." if "optim" in file.name else ""
@@ -245,47 +242,20 @@ def evidence_of(
         elements = sum(part.numel() for part in parts)
         getattr(evidence, role).append(Held(name, parts[0].dtype, elements, values, lost))
     evidence.is_training = learning_rate is not None or bool(folder.groups or evidence.seconds or evidence.firsts)
-    evidence.pairs = list(_pairs_by_shape(folder) if folder.shapes else _pairs_by_value(evidence))
+    evidence.pairs = list(_pairs(evidence))
     return evidence
 
 
-def _pairs_by_value(evidence: Evidence) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Masters that are stored by number, each with the 16-bit weight of its size that is nearest to it."""
+def _pairs(evidence: Evidence) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Masters, each with the 16-bit weight of its size that is nearest to it: optimizers store them by number.
+
+    DeepSpeed's are flat and cut across ranks, so that none has the size of a weight: they are not compared.
+    """
     for master in evidence.masters:
         alike = [one for one in evidence.weights if one.elements == master.elements and one.dtype.itemsize == 2]
         if alike:
             nearest = min(alike, key=lambda one: share_apart(master.values, one.values))
             yield nearest.name, master.values, nearest.values
-
-
-def _pairs_by_shape(folder: Folder) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """DeepSpeed's masters: each group is flat, and cut into a part for each rank; ZeRO-3 cuts each parameter."""
-    flat = [parts for name, parts in folder.parts.items() if re.search(r"fp32_(flat_)?groups", name)]
-    cuts_each = any("fp32_flat_groups" in name for name in folder.parts)
-    ranks = len(flat[0]) if cuts_each else 1
-    groups = list(zip(folder.shapes, flat, strict=False))
-    if cuts_each:  # the first rank's are looked at
-        names = {name: shape for shapes in folder.shapes for name, shape in shapes.items()}
-        groups = [(names, [parts[0] for parts in flat])]
-    for shapes, parts in groups:
-        start = 0
-        for name, shape in shapes.items():
-            weight = next((folder.parts[one][0] for one in (name, f"module.{name}") if one in folder.parts), None)
-            elements = -(-shape.numel() // ranks)
-            if weight is not None and weight.dtype.itemsize == 2:
-                count = min(elements, BLOCK)
-                yield name, _read_across(parts, start, count), weight[:count]
-            start += elements
-
-
-def _read_across(parts: list[Tensor], first: int, count: int) -> Tensor:
-    """At most ``count`` elements from ``first`` on of parts that lie one after the other."""
-    found: list[Tensor] = []
-    for part in parts:
-        found.append(part[first : first + count])
-        count -= len(found[-1])
-        first = max(0, first - len(part))
-    return torch.cat(found)
 
 
 def _sample(part: Tensor) -> Tensor:

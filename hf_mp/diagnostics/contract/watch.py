@@ -152,14 +152,12 @@ def precision_contract(
         A :class:`PrecisionContract`; ``print`` shows a table.
 
     Raises:
-        TypeError: for anything but a module, an optimizer and a callable.
+        TypeError: for anything but a module and an optimizer.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"precision_contract takes a model (nn.Module), not {type(model).__name__}: trainer.model")
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise TypeError(f"optimizer= takes the one that updates the model, not {type(optimizer).__name__}")
-    if not (run is None or callable(run)):
-        raise TypeError(f"run= takes a function that takes a step, not {type(run).__name__}: lambda: train(batch)")
     watch = ContractWatch(model)
     try:
         if run is not None:
