@@ -60,20 +60,15 @@ def main(
 
 @app.command()
 def env(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the tables.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
     traceback: WithTraceback = False,
 ) -> None:
     """Show what this machine supports and which preset suits it. Include it in bug reports."""
     with _errors_in_one_line("env", traceback):
-        from rich.console import Console
-
         from hf_mp.environment.report import examine_machine, screen
 
         machine = examine_machine()
-        if as_json:
-            typer.echo(json.dumps(machine, indent=2))
-        else:
-            Console(highlight=False).print(*screen(machine), sep="\n")
+        typer.echo(json.dumps(machine, indent=2) if as_json else screen(machine))
 
 
 @app.command()

@@ -33,7 +33,6 @@ def machine(monkeypatch):
     planted = {
         "versions": {"torch": "2.13.0"},
         "hardware": {"CPU": "a fast one"},
-        "libraries": {"triton": "3.6"},
         "advice": {"preset": "bf16", "reason": "It is fast.", "otherwise": "fp16."},
     }
     monkeypatch.setattr("hf_mp.environment.report.examine_machine", lambda: planted)
@@ -43,9 +42,7 @@ def machine(monkeypatch):
 def test_env_prints_what_the_machine_has(machine):
     result = run("env")
     assert result.exit_code == 0
-    lines = [line.split("│") for line in result.stdout.splitlines()]
-    shown = {cells[0].strip(): cells[1].strip() for cells in lines if len(cells) == 2}
-    assert shown == {"torch": "2.13.0", "triton": "3.6", "CPU": "a fast one"}
+    assert result.stdout.startswith("torch  2.13.0\nCPU    a fast one\n\n")
     assert "Advice: precision='bf16'. It is fast. Otherwise fp16." in result.stdout
 
 

@@ -13,10 +13,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, names: int = 
     from rich.table import Table
 
     found = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    for number, name in enumerate(header):
+    for name in header[:names]:
         # A name may fold, a number may not: 8 characters of a name are left where the table is narrow.
-        justify, width = ("left", 8) if number < names else ("right", None)
-        found.add_column(name, overflow="fold", justify=justify, min_width=width)
+        found.add_column(name, overflow="fold", min_width=8)
+    for name in header[names:]:
+        found.add_column(name, overflow="fold", justify="right")
     for row in rows:
         found.add_row(*row)
     return found

@@ -1,13 +1,10 @@
-"""Whether the optional libraries, bitsandbytes and Triton, can be imported here."""
+"""What bitsandbytes prints when it is imported, and what errors of libraries say first."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 from collections.abc import Iterator
-
-LIBRARIES = ("bitsandbytes", "triton")
 
 
 @contextlib.contextmanager
@@ -23,15 +20,6 @@ def quiet_bitsandbytes() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def library_status(name: str) -> str:
-    """Version of a library, or why it cannot be imported."""
-    try:
-        with quiet_bitsandbytes():
-            return str(importlib.import_module(name).__version__)
-    except Exception as error:  # native libraries raise OSError, RuntimeError and more: a broken one is the answer
-        return f"cannot be imported: {first_line(error)}"
 
 
 def first_line(error: Exception) -> str:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from hf_mp.casting.cpu.upcast import runs_natively
 from hf_mp.environment.advice import advise
-from hf_mp.environment.libraries import LIBRARIES, library_status
 from hf_mp.environment.machine import describe_hardware, package_versions
 
 
 def examine_machine() -> dict[str, dict[str, str]]:
-    """Versions, hardware, libraries and advice, each by name; initializes CUDA if there is a GPU."""
+    """Versions, hardware and advice, each by name; initializes CUDA if there is a GPU."""
     return {
         "versions": dict(package_versions()),
         "hardware": dict(describe_hardware()),
-        "libraries": {name: library_status(name) for name in LIBRARIES},
         "advice": advise_here(),
     }
 
@@ -42,14 +37,9 @@ def advise_here() -> dict[str, str]:
     return advise(torch.cuda.get_device_name(weakest), fp16=fp16, bf16=bf16)
 
 
-def screen(machine: Mapping[str, Mapping[str, str]]) -> Iterator[RenderableType]:
-    """What :func:`examine_machine` found, as a table and a sentence."""
-    environment = Table("environment", "value", show_edge=False)
-    for part in ("versions", "libraries", "hardware"):
-        for label, value in machine[part].items():
-            environment.add_row(label, Text(value))  # Text, or rich would read a name with [brackets] as markup
-    yield environment
-    yield ""
-    advice = machine["advice"]
-    preset = (f"precision={advice['preset']!r}", "bold")
-    yield Text.assemble("Advice: ", preset, f". {advice['reason']} Otherwise {advice['otherwise']}")
+def screen(machine: Mapping[str, Mapping[str, str]]) -> str:
+    """What :func:`examine_machine` found, as lines."""
+    found = [item for part in ("versions", "hardware") for item in machine[part].items()]
+    width = max(len(label) for label, _ in found)
+    advice = "Advice: precision={preset!r}. {reason} Otherwise {otherwise}".format_map(machine["advice"])
+    return "\n".join((*(f"{label:{width}}  {value}" for label, value in found), "", advice))
