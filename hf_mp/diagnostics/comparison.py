@@ -50,8 +50,8 @@ def compare_precisions(
     of a layer's output is larger than that of the layers before, it arises there. Layers are numbered blocks, and the
     modules outside them that have no children.
 
-    Every precision is measured without rules, with its last linear layer in FP32 (the head, as in MiniMax-M1, arXiv
-    2506.13585), and with each of the rules given with it alone, and with all of these.
+    Every precision is measured without rules, with each of the rules given with it alone, and with all of these. A rule
+    that is worth a try keeps the head in FP32 (``{"lm_head": "fp32"}``; MiniMax-M1, arXiv 2506.13585).
 
     The chosen tokens are the labels where the batches have integer ones that fit the logits, shifted by one for a
     decoder that generates, as Transformers' losses do; without labels, its next tokens of ``input_ids``. Class labels
@@ -79,13 +79,12 @@ def compare_precisions(
         raise TypeError(f"compare_precisions takes a model, not a {type(model).__name__}")
     if (outer := active_autocast()) is not None and outer.enabled:
         raise RuntimeError(f"inside hf_mp.autocast({outer.dtype}) nothing is plain FP32: compare precisions outside")
-    asked, given = _parse(precisions, tables), checked(batches)
-    found: dict[_Variant, _Differences] = {}
+    found = {variant: _Differences() for variant in _variants(_parse(precisions, tables))}
+    given = checked(batches)
     with _plain_model(model) as plain:
         layers = layers_of(plain)
         for number, batch in enumerate(given, 1):
             reference = run_in_fp32(plain, layers, batch, number)
-            found = found or {variant: _Differences() for variant in _variants(asked, reference.head)}
             for variant, differences in found.items():
                 _compare(plain, layers, batch, variant, tables, reference, differences)
     first = next(iter(found.values()))
@@ -132,11 +131,11 @@ def _parse(precisions: Any, tables: TableName) -> list[_Variant]:
     return asked
 
 
-def _variants(asked: Iterable[_Variant], head: str | None) -> list[_Variant]:
-    """Each precision without rules, with the head in FP32, with each rule that was asked for, and with all of them."""
+def _variants(asked: Iterable[_Variant]) -> list[_Variant]:
+    """Each precision without rules, with each rule that was asked for, and with all of them."""
     found: list[_Variant] = []
     for policy, rules in asked:
-        several = [(), *([((head, "fp32"),)] if head else []), *((rule,) for rule in rules), rules]
+        several = [(), *((rule,) for rule in rules), rules]
         found += [_Variant(policy, one) for one in (several if policy.is_mixed else [()])]
     return list(dict.fromkeys(found))
 

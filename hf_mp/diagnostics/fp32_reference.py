@@ -50,7 +50,6 @@ class Reference:
     logits: Tensor  # (positions, classes)
     counts: Tensor  # bool, (positions,)
     chosen: Tensor  # int64, (positions,): below 0 where none is
-    head: str | None
     outputs: dict[tuple[str, int], Tensor]  # of each layer, by name and number of the call; those that are floating
 
 
@@ -73,19 +72,13 @@ def run_in_fp32(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any, n
         ValueError: for a model that is inf or NaN in FP32, or returns no floating tensor.
     """
     seen: dict[tuple[str, int], Tensor] = {}
-    linear: list[tuple[str, tuple[int, ...]]] = []  # by name, with the width of its output, in the order of the calls
-    linears = {name: one for name, one in model.named_modules() if name and isinstance(one, nn.Linear)}
 
     def leave(name: str, number: int, output: Any) -> None:
         with torch._C.DisableTorchFunction():
             if (found := first_floating(output)) is not None:
                 seen[name, number] = found.clone()  # the model may write into it later
 
-    def note_width(name: str, number: int, output: Any) -> None:
-        linear.append((name, tuple(output.shape)[-1:]))
-
-    watched = watching(layers, left=leave), watching(linears, left=note_width)
-    with untouched(model), _without_tf32(), watched[0], watched[1]:
+    with untouched(model), _without_tf32(), watching(layers, left=leave):
         outputs = call(model, batch)
     name, logits = logits_of(outputs)
     rows = in_rows(logits)
@@ -95,15 +88,7 @@ def run_in_fp32(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any, n
             "with it: the cause is the model or its data, look for weights that are not finite"
         )
     counts, chosen = _what_counts(model, logits, by_name(model, batch))
-    # Of a model that is none of Transformers', the head is what makes outputs of the logits' width last.
-    last = next((name for name, width in reversed(linear) if width == logits.shape[-1:]), None)
-    return Reference(name, rows, counts, chosen, _output_embeddings(model) or last, seen)
-
-
-def _output_embeddings(model: nn.Module) -> str | None:
-    """The name of Transformers' output embedding, around whose linear layer an adapter may lie; else None."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    return next((name for name, module in model.named_modules() if name and module is head), None)
+    return Reference(name, rows, counts, chosen, seen)
 
 
 def first_floating(output: Any) -> Tensor | None:

@@ -170,8 +170,9 @@ class RangeRecorder:
             least=made,
             largest_weight=operands[1],
             # NaN is not within the limit. What the call is given has to be looked at only where it is beyond.
-            is_origin=not held <= self._limit and given.largest_input(part) <= self._limit,
-            cuts=given.is_cut_in(in_16_bits),
+            is_origin=not held <= self._limit
+            and _largest(part.of(read) for read in given.computed if read.dtype is STAND_IN) <= self._limit,
+            cuts=_has_minus_inf(in_16_bits) and not _has_minus_inf(given.floating),
             flops=round(flops * part.share),
             expert=part.name,
         )
@@ -239,14 +240,6 @@ class _Given(NamedTuple):
         read = [part.of(tensor) for tensor in self.computed if id(tensor) not in factors]
         return _largest(read), _largest(map(part.of, self.factors))
 
-    def largest_input(self, part: _Part) -> float:
-        """The largest magnitude that FP16 holds of what the model has computed."""
-        return _largest(part.of(tensor) for tensor in self.computed if tensor.dtype is STAND_IN)
-
-    def is_cut_in(self, outputs: list[Tensor]) -> bool:
-        """Whether a call has made -inf of finite numbers."""
-        return _has_minus_inf(outputs) and not _has_minus_inf(self.floating)
-
     def parts_of(self, outputs: list[Tensor]) -> list[_Part]:
         """The parts in which results are to be looked at: of other rows than the experts', all of them together."""
         are_rows = all(part.rows is None or len(output) == len(part.rows) for part in self.parts for output in outputs)
@@ -312,9 +305,5 @@ def _largest_of(tensor: Tensor) -> float:
 
 def max_of(values: Iterable[float]) -> float:
     """The largest of ``values``, NaN if one is; 0 for none."""
-    found = 0.0
-    for value in values:
-        if math.isnan(value):
-            return math.nan
-        found = max(found, value)
-    return found
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)

@@ -76,7 +76,6 @@ def render_report(run: RunRecords) -> str:
         healed=run.healed,
         contract=run.contract,
         contract_header=HEADER,
-        ranges=run.ranges,
         fp16_max=FP16_MAX,
         scale_text=scale_text,
         latest=latest,

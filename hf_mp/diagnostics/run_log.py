@@ -20,7 +20,6 @@ from transformers.utils import logging
 
 from hf_mp.diagnostics.healing import Healed
 from hf_mp.diagnostics.overflow_report import OverflowReport
-from hf_mp.diagnostics.range_report import RULES_NAME, RangeReport
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, StepShares, from_record
 
 logger = logging.get_logger(__name__)
@@ -47,22 +46,14 @@ class RunLog:
         line = json.dumps({"record": record, **values}, allow_nan=False, separators=(",", ":"))
         try:
             if self._file is None:
-                self._file = self._open()
-            self._file.write(line.encode() + b"\n")
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self.path.open("ab", buffering=0)  # nothing is left to write when it is closed
+            # In front, so that what a killed process began stays a line of its own.
+            self._file.write(f"\n{line}".encode())
         except OSError as error:
             logger.warning(f"recording the precision of this run stops: {self.path} cannot be written: {error}")
             self._has_failed = True
             self.close()
-
-    def _open(self) -> Any:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        # A run directory may be somebody else's: what is shown is not to come from outside of it.
-        if not self.path.resolve().is_relative_to(self.path.parent.resolve()):
-            raise OSError("it is a link out of the run directory, which would not be read either")
-        file = self.path.open("ab", buffering=0)  # nothing is left to write when it is closed
-        if file.tell():
-            file.write(b"\n")  # what a killed process began stays a line of its own
-        return file
 
     def close(self) -> None:
         """Close the file; another record opens it again."""
@@ -94,7 +85,6 @@ class RunRecords:
     overflows: dict[tuple[int, int, int], OverflowReport] = field(default_factory=dict)  # step, micro-batch, rank
     healed: list[Healed] = field(default_factory=list)
     contract: list[list[str]] = field(default_factory=list)  # of the last start, in the order of its header
-    ranges: RangeReport | None = None  # of a calibration, saved in the run directory
     shares: dict[int, StepShares] = field(default_factory=dict)  # by step
     latest: StepMagnitudes | None = None
     latest_updated: StepMagnitudes | None = None  # of a step that was not skipped
@@ -103,7 +93,7 @@ class RunRecords:
 
 
 def read_run(directory: Path) -> RunRecords:
-    """Read a run directory: our log, kept overflow reports, a calibration.
+    """Read a run directory: our log, and kept overflow reports.
 
     Nothing outside ``directory`` is read: links that lead out of it count as missing.
 
@@ -129,7 +119,7 @@ def read_run(directory: Path) -> RunRecords:
 
 def _missing_of_log(run: RunRecords) -> list[str]:
     writes = "MixedPrecisionArguments(precision_report=True) or hf_mp.record_precision(model, RUN_DIR) writes it"
-    if run.lines is None and not (run.overflows or run.ranges):
+    if run.lines is None and not run.overflows:
         found = "".join(f"; {sentence}" for sentence in run.missing)
         raise ValueError(
             f"{run.directory} holds no run: neither {LOG_NAME} ({writes}) nor overflows/*/report.json{found}"
@@ -219,12 +209,7 @@ def _read_overflow(run: RunRecords, path: Path) -> None:
     _take_overflow(run, OverflowReport.from_dict(json.loads(path.read_bytes())))
 
 
-def _read_ranges(run: RunRecords, path: Path) -> None:
-    run.ranges = RangeReport.load(path)
-
-
 _FILES: dict[str, Callable[[RunRecords, Path], None]] = {
     LOG_NAME: _read_log,
     "overflows/*/report.json": _read_overflow,
-    RULES_NAME: _read_ranges,
 }
