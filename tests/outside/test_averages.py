@@ -71,40 +71,17 @@ def _copy(step: Callable[[list[nn.Parameter], list[nn.Parameter]], Any], is_trai
     return make
 
 
-def _state_dicts(model: nn.Module) -> Any:
-    copied = copy.deepcopy(model)
-
-    def update(model: nn.Module) -> None:
-        for kept, value in zip(copied.state_dict().values(), model.state_dict().values(), strict=True):
-            kept.copy_(DECAY * kept + (1 - DECAY) * value)
-
-    return update, lambda: list(copied.parameters())
-
-
-def _evaluate_with(shadows: list[Tensor], parameters: list[nn.Parameter], foreach: bool = False) -> None:
+def _evaluate_with(shadows: list[Tensor], parameters: list[nn.Parameter]) -> None:
     """Store the weights, put the average in their place, save, and restore them: no master may lose a bit."""
     stored = [parameter.detach().cpu().clone() for parameter in parameters]
-    if foreach:
-        torch._foreach_copy_([parameter.data for parameter in parameters], [shadow.data for shadow in shadows])
-    else:
-        _each(lambda shadow, parameter: parameter.data.copy_(shadow.data))(shadows, parameters)
+    torch._foreach_copy_([parameter.data for parameter in parameters], [shadow.data for shadow in shadows])
     copy.deepcopy(parameters)
     _each(lambda kept, parameter: parameter.data.copy_(kept.data))(stored, parameters)
 
 
 def _diffusers(shadows: list[Tensor], parameters: list[nn.Parameter]) -> None:
-    _each(lambda s, p: s.sub_((1 - DECAY) * (s - p)))(shadows, parameters)
-    _evaluate_with(shadows, parameters)
-
-
-def _diffusers_foreach(shadows: list[Tensor], parameters: list[nn.Parameter]) -> None:
     torch._foreach_sub_(shadows, torch._foreach_sub(shadows, parameters), alpha=1 - DECAY)
-    _evaluate_with(shadows, parameters, foreach=True)
-
-
-def _ema_pytorch(averages: list[nn.Parameter], parameters: list[nn.Parameter]) -> None:
-    for average, parameter in zip(averages, parameters, strict=True):
-        average.sub_((average.data - parameter.data).mul_(1 - DECAY))
+    _evaluate_with(shadows, parameters)
 
 
 def _cloned(parameter: nn.Parameter) -> Tensor:
@@ -124,11 +101,8 @@ WAYS: dict[str, Average] = {
         _cloned, lambda s, p: (torch._foreach_mul_(s, DECAY), torch._foreach_add_(s, p, alpha=1 - DECAY))
     ),
     "diffusers": _shadows(_cloned, _diffusers),
-    "diffusers foreach": _shadows(_cloned, _diffusers_foreach),
-    "ema-pytorch": _copy(_ema_pytorch, is_trained=False),
     "deepcopy and lerp_": _copy(_each(lambda s, p: s.lerp_(p, 1 - DECAY))),  # type: ignore[arg-type]
     "deepcopy and data": _copy(_each(lambda s, p: s.data.lerp_(p.data, 1 - DECAY)), is_trained=False),  # type: ignore[arg-type]
-    "state_dict of a deepcopy": _state_dicts,
 }
 
 
@@ -169,19 +143,6 @@ def test_it_is_the_average_of_the_masters(way: str, precision: str) -> None:
                 expected = torch.lerp(expected, weight, 1 - DECAY)
         assert average.dtype is torch.float32
         torch.testing.assert_close(average, expected, rtol=2e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("precision", ["fp16-lean", "bf16-lean"])
-def test_a_penalty_and_a_head_outside_have_fp32_values_and_gradients(precision: str) -> None:
-    torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    reference = copy.deepcopy(model)
-    model, _ = hf_mp.prepare(model, torch.optim.SGD(model.parameters()), precision)
-    for each in (model, reference):
-        penalty = sum((p.view(-1) * p.flatten()).sum() for p in each.parameters())
-        (penalty + nn.functional.linear(X, each[1].weight.t()).square().mean()).backward()  # type: ignore[index]
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=1e-6)
 
 
 def test_what_is_not_a_reader_sees_what_is_stored() -> None:

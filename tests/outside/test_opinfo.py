@@ -15,6 +15,7 @@ import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -165,32 +166,21 @@ def store(part: str, counts: Counts, seconds: float, monkeypatch: pytest.MonkeyP
     save_result(f"outside_opinfo_{part}", found)
 
 
-@pytest.mark.outside
-@pytest.mark.timeout(3600)
-def test_every_call_is_as_under_torchs_cpu_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = time.monotonic()
-    counts = on_device("cpu", OURS, THEIRS, samples=None)
-    store("cpu", counts, time.monotonic() - start, monkeypatch)
-    assert not counts.others
+SWEEPS: dict[str, Callable[[], Counts]] = {
+    "cpu": lambda: on_device("cpu", OURS, THEIRS, samples=None),
+    "fake_cuda": lambda: on_fake_cuda(samples=4),
+    "cuda": lambda: on_device("cuda", autocast, functools.partial(torch.autocast, "cuda", FP16), samples=4),
+}
 
 
 @pytest.mark.outside
 @pytest.mark.timeout(3600)
-def test_every_call_has_the_dtypes_of_torchs_cuda_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", [*list(SWEEPS)[:2], pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_call_is_as_under_torchs_autocast(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fake tensors the dtypes alone."""
     start = time.monotonic()
-    counts = on_fake_cuda(samples=4)
-    store("fake_cuda", counts, time.monotonic() - start, monkeypatch)
-    assert not counts.others
-
-
-@pytest.mark.gpu
-@pytest.mark.outside
-@pytest.mark.timeout(3600)
-def test_every_call_is_as_under_torchs_cuda_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = time.monotonic()
-    theirs = functools.partial(torch.autocast, "cuda", FP16)
-    counts = on_device("cuda", autocast, theirs, samples=4)
-    store("cuda", counts, time.monotonic() - start, monkeypatch)
+    counts = SWEEPS[part]()
+    store(part, counts, time.monotonic() - start, monkeypatch)
     assert not counts.others
 
 

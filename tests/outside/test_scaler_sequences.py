@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -18,126 +17,81 @@ from step_reports import CLEAN, OVERFLOW
 
 from hf_mp import DynamicLossScaler
 
-Rule = Callable[[bool], float]  # from whether a step overflowed to the scale of the next one
+Rule = Callable[[Iterable[bool]], Iterator[float]]  # from whether each step overflowed to the scale of the next one
 
 
-@dataclass
-class DeepSpeed:
+def deepspeed(overflows: Iterable[bool], scale: float, window: int, floor: float = 1.0) -> Iterator[float]:
     """FP16 optimizer: one step more than the window passes before the first growth, counted from the last overflow."""
-
-    scale: float
-    window: int
-    floor: float = 1.0
-    step: int = 0
-    last_overflow: int = -1
-
-    def __call__(self, overflow: bool) -> float:
+    last_overflow = -1
+    for step, overflow in enumerate(overflows):
         if overflow:
-            self.scale, self.last_overflow = max(self.scale / 2, self.floor), self.step
-        else:
-            stable = self.step - self.last_overflow - 1
-            self.scale *= 2 if stable > 0 and stable % self.window == 0 else 1
-        self.step += 1
-        return self.scale
+            scale, last_overflow = max(scale / 2, floor), step
+        elif step - last_overflow > 1 and (step - last_overflow - 1) % window == 0:
+            scale *= 2
+        yield scale
 
 
-@dataclass
-class DeepSpeedWithHysteresis:
+def deepspeed_with_hysteresis(
+    overflows: Iterable[bool], scale: float, window: int, hysteresis: int, is_consecutive: bool
+) -> Iterator[float]:
     """ZeRO's scaler: overflows are tolerated until ``hysteresis`` is spent; growth, or a clean step, restores it."""
-
-    scale: float
-    window: int
-    hysteresis: int
-    is_consecutive: bool
-    floor: float = 1.0
-    step: int = 0
-    last_overflow: int = -1
-
-    def __post_init__(self) -> None:
-        self.left = self.hysteresis
-
-    def __call__(self, overflow: bool) -> float:
+    left, last_overflow = hysteresis, -1
+    for step, overflow in enumerate(overflows):
+        grows = not overflow and (step - last_overflow) % window == 0
         if overflow:
-            if self.left > 1:
-                self.left -= 1
-            else:
-                self.scale = max(self.scale / 2, self.floor)
-            self.last_overflow = self.step
-        else:
-            grows = (self.step - self.last_overflow) % self.window == 0
-            if grows or self.is_consecutive:
-                self.left = self.hysteresis
-            self.scale *= 2 if grows else 1
-        self.step += 1
-        return self.scale
+            scale, left, last_overflow = (scale, left - 1, step) if left > 1 else (max(scale / 2, 1.0), left, step)
+        elif grows or is_consecutive:
+            left = hysteresis
+        scale *= 2 if grows else 1
+        yield scale
 
 
-@dataclass
-class Apex:
-    """``amp``'s dynamic scale: the count of clean steps starts over with an overflow; bounds may be left out."""
-
-    scale: float = 2.0**16
-    window: int = 2000
-    factor: float = 2.0
-    floor: float | None = None
-    ceiling: float = 2.0**24
-    unskipped: int = 0
-
-    def __call__(self, overflow: bool) -> float:
+def apex(overflows: Iterable[bool], scale: float, window: int, floor: float = 0.0) -> Iterator[float]:
+    """``amp``'s dynamic scale: the count of clean steps starts over with an overflow; its ceiling is 2**24."""
+    unskipped = 0
+    for overflow in overflows:
+        unskipped = 0 if overflow else unskipped + 1
         if overflow:
-            self.scale = max(self.floor or 0.0, self.scale / self.factor)
-            self.unskipped = 0
-        else:
-            self.unskipped += 1
-        if self.unskipped == self.window:
-            self.scale, self.unskipped = min(self.ceiling, self.scale * self.factor), 0
-        return self.scale
+            scale = max(floor, scale / 2)
+        elif unskipped == window:
+            scale, unskipped = min(2.0**24, scale * 2), 0
+        yield scale
 
 
-@dataclass
-class Jmp:
+def jmp(overflows: Iterable[bool], scale: float, period: int, factor: int = 2, floor: float = 1.0) -> Iterator[float]:
     """``DynamicLossScale``: grows at the step whose count reaches the period; never leaves FP32, has a floor."""
-
-    scale: float
-    period: int = 2000
-    factor: int = 2
-    floor: float = 1.0
-    counter: int = 0
-
-    def __call__(self, overflow: bool) -> float:
-        if overflow:
-            self.scale, self.counter = max(self.floor, self.scale / self.factor), 0
-        elif self.counter == self.period - 1:
-            self.scale, self.counter = self.scale * self.factor, 0
-        else:
-            self.counter += 1
-        return self.scale
+    counter = 0
+    for overflow in overflows:
+        grows = not overflow and counter == period - 1
+        counter = 0 if overflow or grows else counter + 1
+        scale = max(floor, scale / factor) if overflow else scale * factor if grows else scale
+        yield scale
 
 
-class GradScaler:
+def grad_scaler(
+    overflows: Iterable[bool], scale: float, growth: float, backoff: float, interval: int
+) -> Iterator[float]:
     """torch's own, by the kernel that it calls."""
-
-    def __init__(self, scale: float, growth: float, backoff: float, interval: int) -> None:
-        self.scale, self.tracker = torch.tensor([scale]), torch.tensor([0], dtype=torch.int32)
-        self.settings = growth, backoff, interval
-
-    def __call__(self, overflow: bool) -> float:
-        torch._amp_update_scale_(self.scale, self.tracker, torch.tensor([float(overflow)]), *self.settings)
-        return self.scale.item()
+    held, tracker = torch.tensor([scale]), torch.tensor([0], dtype=torch.int32)
+    for overflow in overflows:
+        torch._amp_update_scale_(held, tracker, torch.tensor([float(overflow)]), growth, backoff, interval)
+        yield held.item()
 
 
-PAIRS: dict[str, tuple[Callable[[], Rule], Callable[[], DynamicLossScaler]]] = {
+PAIRS: dict[str, tuple[Rule, Callable[[], DynamicLossScaler]]] = {
     "DeepSpeed": (
-        lambda: DeepSpeed(2.0**8, 3),
+        partial(deepspeed, scale=2.0**8, window=3),
         lambda: DynamicLossScaler("cpu", 2.0**8, growth_interval=3, growth_delay=1, min_scale=1.0),
     ),
     "DeepSpeed, min_loss_scale 0.25": (
-        lambda: DeepSpeed(2.0**4, 2, 0.25),
+        partial(deepspeed, scale=2.0**4, window=2, floor=0.25),
         lambda: DynamicLossScaler("cpu", 2.0**4, growth_interval=2, growth_delay=1, min_scale=0.25),
     ),
     **{
         f"DeepSpeed, hysteresis {hysteresis}, consecutive {consecutive}": (
-            lambda h=hysteresis, c=consecutive: DeepSpeedWithHysteresis(2.0**8, 3, h, c),
+            partial(
+                deepspeed_with_hysteresis, scale=2.0**8, window=3, hysteresis=hysteresis, is_consecutive=consecutive
+            ),
             lambda h=hysteresis, c=consecutive: DynamicLossScaler(
                 "cpu", 2.0**8, growth_interval=3, hysteresis=h, consecutive_hysteresis=c, min_scale=1.0
             ),
@@ -145,33 +99,35 @@ PAIRS: dict[str, tuple[Callable[[], Rule], Callable[[], DynamicLossScaler]]] = {
         for hysteresis, consecutive in itertools.product((1, 2, 4), (False, True))
     },
     "Apex": (
-        lambda: Apex(2.0**16, 4),
+        partial(apex, scale=2.0**16, window=4),
         lambda: DynamicLossScaler("cpu", 2.0**16, growth_interval=4, min_scale=0, max_scale=2.0**24),
     ),
     "Apex, min_loss_scale 128": (
-        lambda: Apex(2.0**16, 4, floor=128.0),
+        partial(apex, scale=2.0**16, window=4, floor=128.0),
         lambda: DynamicLossScaler("cpu", 2.0**16, growth_interval=4, min_scale=128, max_scale=2.0**24),
     ),
-    "jmp": (lambda: Jmp(2.0**10, 3), lambda: DynamicLossScaler("cpu", 2.0**10, growth_interval=3, min_scale=1.0)),
+    "jmp": (
+        partial(jmp, scale=2.0**10, period=3),
+        lambda: DynamicLossScaler("cpu", 2.0**10, growth_interval=3, min_scale=1.0),
+    ),
     "jmp, factor 4, floor 2": (
-        lambda: Jmp(2.0**10, 2, 4, 2.0),
+        partial(jmp, scale=2.0**10, period=2, factor=4, floor=2.0),
         lambda: DynamicLossScaler("cpu", 2.0**10, 4.0, 0.25, 2, min_scale=2.0),
     ),
     "GradScaler": (
-        lambda: GradScaler(2.0**16, 2.0, 0.5, 5),
+        partial(grad_scaler, scale=2.0**16, growth=2.0, backoff=0.5, interval=5),
         lambda: DynamicLossScaler("cpu", 2.0**16, growth_interval=5, min_scale=0),
     ),
     "GradScaler, growth_interval 1": (
-        lambda: GradScaler(2.0**3, 2.0, 0.25, 1),
+        partial(grad_scaler, scale=2.0**3, growth=2.0, backoff=0.25, interval=1),
         lambda: DynamicLossScaler("cpu", 2.0**3, 2.0, 0.25, 1, min_scale=0),
     ),
 }
 
 
-def differences(peer: Rule, ours: DynamicLossScaler, overflows: Iterable[bool]) -> Iterator[tuple[int, float, float]]:
+def differences(peer: Rule, ours: DynamicLossScaler, overflows: Sequence[bool]) -> Iterator[tuple[int, float, float]]:
     """Steps after which the two scales differ, while both are within FP32's normal numbers."""
-    for step, overflow in enumerate(overflows):
-        expected = peer(overflow)
+    for step, (overflow, expected) in enumerate(zip(overflows, peer(overflows), strict=True)):
         ours.record_step(OVERFLOW if overflow else CLEAN)
         if not 2.0**-126 <= expected < 2.0**127:
             return
@@ -179,9 +135,9 @@ def differences(peer: Rule, ours: DynamicLossScaler, overflows: Iterable[bool]) 
             yield step, ours.get_scale(), expected
 
 
-def check(name: str, overflows: Iterable[bool]) -> None:
+def check(name: str, overflows: Sequence[bool]) -> None:
     peer, ours = PAIRS[name]
-    assert list(differences(peer(), ours(), overflows)) == []
+    assert list(differences(peer, ours(), overflows)) == []
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -202,7 +158,7 @@ def test_every_sequence_of_sixteen_steps_and_long_random_ones(name: str) -> None
 
 
 def test_a_pair_that_differs_is_noticed() -> None:
-    peer: Any = Apex(2.0**16, 4)
+    peer = partial(apex, scale=2.0**16, window=4)
     assert list(differences(peer, DynamicLossScaler("cpu", 2.0**16, growth_interval=5), [False] * 4)) == [
         (3, 2.0**16, 2.0**17)
     ]

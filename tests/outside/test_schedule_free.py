@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import bitsandbytes as bnb
 import pytest
 import torch
 from tiny import take_step
 from torch import Tensor, nn
 
 import hf_mp
-from hf_mp import MasterWeightOptimizer
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 
@@ -57,11 +55,15 @@ class ScheduleFreeSGD(torch.optim.Optimizer):
                 z.sub_(y.grad, alpha=lr)
 
 
+def prepared(model: nn.Module, precision: str) -> Any:
+    """The optimizer of ``model`` that ``prepare`` returns."""
+    return hf_mp.prepare(model, ScheduleFreeSGD(model.parameters()), precision)[1]
+
+
 def train(precision: str, steps: int = 8) -> tuple[list[Tensor], list[float], Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer: Any
-    model, optimizer = hf_mp.prepare(model, ScheduleFreeSGD(model.parameters()), precision)  # type: ignore[assignment]
+    optimizer = prepared(model, precision)
     evaluated = []
     for step in range(steps):
         optimizer.train()
@@ -90,8 +92,7 @@ def test_eval_and_train_again_cost_no_bits(precision: str) -> None:
     """In 16 bits, each turn would round each weight: FP32 comes back within its own rounding."""
     torch.manual_seed(0)
     model = nn.Linear(8, 4)
-    optimizer: Any
-    model, optimizer = hf_mp.prepare(model, ScheduleFreeSGD(model.parameters()), precision)  # type: ignore[assignment]
+    optimizer = prepared(model, precision)
     for _ in range(3):
         optimizer.train()
         take_step(model(X).square().mean(), optimizer)
@@ -105,8 +106,7 @@ def test_eval_and_train_again_cost_no_bits(precision: str) -> None:
 
 def test_methods_see_true_gradients_and_leave_what_they_only_read() -> None:
     model = nn.Linear(8, 4)
-    optimizer: Any
-    model, optimizer = hf_mp.prepare(model, ScheduleFreeSGD(model.parameters()), "fp16-lean")  # type: ignore[assignment]
+    optimizer = prepared(model, "fp16-lean")
     optimizer.train()
     model(X).square().mean().backward()
     before = [
@@ -115,12 +115,3 @@ def test_methods_see_true_gradients_and_leave_what_they_only_read() -> None:
     assert optimizer.largest_gradient() == max(p.grad.abs().max().item() for p in model.parameters())  # type: ignore[union-attr]
     after = [(p._version, value) for p, value in zip(model.parameters(), model.state_dict().values(), strict=True)]
     assert all(v == w and torch.equal(a, b) for (v, a), (w, b) in zip(before, after, strict=True))
-
-
-def test_attributes_of_the_wrapped_optimizer_are_there() -> None:
-    model = nn.Linear(8, 4).bfloat16()
-    wrapper: Any = MasterWeightOptimizer(bnb.optim.AdamW(model.parameters()))
-    assert wrapper.mng is wrapper.optimizer.mng
-    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
-        wrapper.nothing_of_the_kind  # noqa: B018
-    assert not hasattr(MasterWeightOptimizer(torch.optim.SGD(nn.Linear(2, 2).half().parameters())), "train")

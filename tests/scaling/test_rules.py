@@ -3,8 +3,7 @@
 import itertools
 import json
 import math
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from step_reports import CLEAN, FP32_MAX, OVERFLOW, SMALLEST_FP32, is_power_of_two, magnitudes, record, saw
+from step_reports import CLEAN, OVERFLOW, SMALLEST_FP32, is_power_of_two, magnitudes, record, saw
 
 from hf_mp.scaling.rules import (
     FP16_MAX,
@@ -104,12 +103,7 @@ class TestDynamic:
         ]
 
     def test_defaults_are_torchs(self) -> None:
-        torchs = torch.amp.GradScaler("cpu")
-        ours = DynamicLossScaler()
-        assert ours.get_scale() == torchs.get_scale()
-        assert ours.get_growth_factor() == torchs.get_growth_factor()
-        assert ours.get_backoff_factor() == torchs.get_backoff_factor()
-        assert ours.get_growth_interval() == torchs.get_growth_interval()
+        assert torch.amp.GradScaler("cpu").state_dict().items() <= DynamicLossScaler().state_dict().items()
 
     @pytest.mark.parametrize(("rule", "reports", "expected"), DYNAMIC.values(), ids=DYNAMIC)
     def test_scale_tracker_and_hysteresis(
@@ -138,57 +132,6 @@ class TestDynamic:
     def test_what_was_measured_does_not_matter(self, overflow: bool, largest: float | None) -> None:
         after = DynamicRule(8.0, growth_interval=1).adjust(StepReport(overflow, largest))
         assert after.scale == (4.0 if overflow else 16.0)
-
-    @settings(deadline=None, derandomize=True, max_examples=40)
-    @given(
-        runs=st.lists(
-            st.one_of(
-                st.tuples(st.just(True), st.integers(1, 12)),
-                st.tuples(st.just(False), st.integers(1, 600)),
-            ),
-            min_size=8,
-            max_size=20,
-        ),
-        factors=st.sampled_from([(2.0, 0.5), (4.0, 0.5), (2.0, 0.25)]),
-        interval=st.sampled_from([1, 2, 3, 10, 47]),
-        init_scale=st.integers(0, 30).map(lambda exponent: 2.0**exponent),
-    )
-    def test_it_is_torchs_update(
-        self, runs: list[tuple[bool, int]], factors: tuple[float, float], interval: int, init_scale: float
-    ) -> None:
-        rule = DynamicRule(init_scale, 0, 0, 0, *factors, interval, min_scale=2.0**-126)
-        for state, scale, tracker in in_step_with_torch(runs, rule):
-            assert (state.scale, state.growth_tracker) == (scale, tracker)
-
-    @settings(deadline=None, derandomize=True, max_examples=60)
-    @given(
-        runs=st.lists(st.tuples(st.booleans(), st.integers(1, 20)), min_size=8, max_size=20),
-        init_scale=st.floats(1.0, 1e6),
-        growth=st.floats(1.1, 3.0),
-        backoff=st.floats(0.3, 0.9),
-    )
-    def test_with_any_factors_it_is_torchs_to_the_last_bit(
-        self, runs: list[tuple[bool, int]], init_scale: float, growth: float, backoff: float
-    ) -> None:
-        rule = DynamicRule(init_scale, 0, 0, 0, growth, backoff, 3, min_scale=2.0**-60, max_scale=2.0**100)
-        for state, scale, tracker in in_step_with_torch(runs, rule):
-            assert (state.scale, state.growth_tracker) == (scale, tracker)
-
-
-def in_step_with_torch(runs: list[tuple[bool, int]], rule: DynamicRule) -> Iterable[tuple[DynamicRule, float, int]]:
-    """Our rule beside torch's scale and tracker, step by step, while torch's scale is between our bounds."""
-    scale, tracker = torch.tensor([rule.scale]), torch.tensor([0], dtype=torch.int32)
-    rule, highest = rule.checked(), min(rule.max_scale, FP32_MAX)
-    for overflow, length in runs:
-        found_inf = torch.tensor([float(overflow)])
-        for _ in range(length):
-            torch._amp_update_scale_(
-                scale, tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval
-            )
-            if not rule.min_scale <= scale.item() <= highest:
-                return
-            rule = rule.adjust(StepReport(overflow))
-            yield rule, scale.item(), int(tracker.item())
 
 
 # Settings, reports of steps, and the scale after each.
@@ -274,13 +217,6 @@ class TestHeadroom:
         scale = scale_with_headroom(largest, headroom)
         assert is_power_of_two(scale)
         assert scale * largest * 2.0**headroom <= 65504 < 2.0 * scale * largest * 2.0**headroom
-
-    @settings(deadline=None, derandomize=True, max_examples=100)
-    @given(magnitudes, st.floats(0.0, 30.0))
-    def test_headroom_need_not_be_whole(self, largest: float, headroom: float) -> None:
-        scale = scale_with_headroom(largest, headroom)
-        assert is_power_of_two(scale)
-        assert headroom - 1e-9 <= headroom_left(scale, largest) < headroom + 1.0 + 1e-9
 
     @settings(deadline=None, derandomize=True, max_examples=60)
     @given(
@@ -404,22 +340,10 @@ class TestHeadroom:
             scaler.record_step(OVERFLOW if overflow else saw(1.0))
         assert scaler.get_scale() < 1.0 and scaler.state.skipped_steps < 15
 
-    def test_the_more_steps_were_skipped_the_longer_headroom_is_kept(self) -> None:
-        few, many = (HeadroomRule(1024.0, skipped_steps=skips, level=1.0, headroom=6.0) for skips in (0, 2))
-        sunk = [6.0 - each.adjust(saw(1.0)).headroom for each in (few, many)]
-        assert sunk == pytest.approx([2 * (6 - 4) / 250, 1 / 250 / 17])
-
     def test_the_first_doublings_of_headroom_sink_fast_and_the_last_slowly(self) -> None:
         # Gradients so small that torch's first scale leaves them 12 doublings.
         states = record(HeadroomLossScaler(), [saw(2.0**-12)] * 1001)
         assert [round(states[step].headroom, 1) for step in (0, 60, 250, 1000)] == [12.0, 8.9, 5.1, 1.9]
-
-    def test_gradients_of_activations_8_doublings_above_those_of_weights_cost_no_early_step(self) -> None:
-        """Adapters: gradients of 2**-12, and an overflow from 2**20 on, where dynamic scaling from 2**16 loses none."""
-        scaler = HeadroomLossScaler()
-        for _ in range(60):
-            assert scaler.get_scale() < 2.0**20
-            scaler.record_step(saw(2.0**-12))
 
     def test_futile_overflows_are_forgiven_until_there_were_none_for_long(self) -> None:
         rule = HeadroomRule(64.0, 1, 1, 1, level=1.0, headroom=12.0, quiet_steps=400, patience=10)
@@ -432,14 +356,11 @@ class TestHeadroom:
 
 
 @pytest.mark.parametrize(
-    ("scale", "magnitude", "left"), [(1.0, 65504.0, 0.0), (1024.0, 65504.0 / 4096, 2.0), (2.0, 65504.0, -1.0)]
+    ("scale", "magnitude", "left"),
+    [(1.0, 65504.0, 0.0), (1024.0, 65504.0 / 4096, 2.0), (2.0, 65504.0, -1.0), (1.0, 0.0, math.inf)],
 )
 def test_headroom_left_counts_doublings(scale: float, magnitude: float, left: float) -> None:
     assert headroom_left(scale, magnitude) == pytest.approx(left)
-
-
-def test_zero_gradients_leave_all_headroom() -> None:
-    assert headroom_left(1.0, 0.0) == math.inf
 
 
 class TestStates:
@@ -449,12 +370,6 @@ class TestStates:
     def test_the_scale_is_rounded_to_fp32(self, make: Callable[[float], ScaleRule]) -> None:
         assert make(0.1).checked().scale == torch.tensor(0.1).item() != 0.1
         assert type(make(8).checked().scale) is float
-
-    @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, 1e39, 2.0**-127, "8", True, None])
-    @pytest.mark.parametrize("make", [StaticRule, DynamicRule, HeadroomRule])
-    def test_a_scale_is_positive_and_one_that_fp32_holds(self, make: Callable[[Any], ScaleRule], scale: Any) -> None:
-        with pytest.raises(ValueError, match=rf"a loss scale .*, not {re.escape(repr(scale))}"):
-            make(scale).checked()
 
     @pytest.mark.parametrize(
         ("make", "name", "smallest"),
@@ -474,20 +389,6 @@ class TestStates:
                 ValueError, match=f"{name}={value!r} must be a whole number of steps, at least {smallest}"
             ):
                 make(1.0, **{name: value}).checked()
-
-    @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan, "1", True])
-    def test_a_level_is_positive_or_none(self, value: Any) -> None:
-        with pytest.raises(ValueError, match=rf"level={value!r} must be a positive, finite number or None"):
-            HeadroomRule(1.0, level=value).checked()
-
-    @pytest.mark.parametrize("value", [-1.0, math.inf, math.nan, "1", True, None])
-    def test_headroom_is_a_number_of_doublings(self, value: Any) -> None:
-        with pytest.raises(ValueError, match=rf"headroom={value!r} must be a finite number of doublings, at least 0"):
-            HeadroomRule(1.0, headroom=value).checked()
-
-    def test_futile_is_a_truth_value(self) -> None:
-        with pytest.raises(ValueError, match="is_futile=1 must be True or False"):
-            HeadroomRule(1.0, is_futile=1).checked()  # type: ignore[arg-type]
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)

@@ -86,15 +86,6 @@ class TestGivingUp:
         with pytest.raises(LossScaleError, match=r"at loss scale 4, the smallest allowed"):
             record(scaler, [OVERFLOW] * 5)
 
-    def test_an_applied_step_ends_the_row(self) -> None:
-        record(DynamicLossScaler("cpu", 1.0, max_consecutive_skips=2), [OVERFLOW, CLEAN] * 20)
-
-    @pytest.mark.parametrize("make", [DynamicLossScaler, HeadroomLossScaler, lambda **s: StaticLossScaler(1.0, **s)])
-    @pytest.mark.parametrize("skips", [0, -1])
-    def test_at_least_one_skip_is_allowed(self, make: Callable[..., LossScaler[Any]], skips: int) -> None:
-        with pytest.raises(ValueError, match=f"max_consecutive_skips={skips} must be a whole number of steps"):
-            make(max_consecutive_skips=skips)
-
 
 # Each scaler, twice: made with what a program would pass, and what it was at after steps that moved every field.
 USED: list[tuple[Callable[[], LossScaler[Any]], list[StepReport]]] = [
@@ -165,13 +156,6 @@ class TestSavedState:
         state.pop(left_out, None)
         said = rf"neither one of a 'dynamic' loss scaler nor of a torch\.amp\.GradScaler: .*{message}"
         self.check_refused(DynamicLossScaler("cpu", 2.0), state, said)
-
-    @pytest.mark.parametrize("scale", [0.0, -8.0, math.nan, math.inf, "8", None, True])
-    @pytest.mark.parametrize("make", [lambda: StaticLossScaler(2.0), DynamicLossScaler, HeadroomLossScaler], ids=KINDS)
-    def test_a_scale_that_is_none_is_refused(self, make: Callable[[], LossScaler[Any]], scale: Any) -> None:
-        message = rf"a loss scale .*not {re.escape(repr(scale))}"
-        self.check_refused(make(), {**make().state_dict(), "scale": scale}, message)
-        self.check_refused(make(), {**torch.amp.GradScaler("cpu").state_dict(), "scale": scale}, message)
 
     @pytest.mark.parametrize(
         ("make", "key", "value"),
@@ -285,14 +269,10 @@ def torch_state(**changed: Any) -> dict[str, Any]:
 
 
 class TestScaleTensors:
-    def test_values_dtype_and_shape(self) -> None:
-        scale, inverse = StaticLossScaler(1024.0).scale_tensors(CPU)
-        assert (scale.dtype, inverse.dtype) == (torch.float32, torch.float32)
-        assert (scale.tolist(), inverse.tolist()) == ([1024.0], [2.0**-10])
-
     def test_they_follow_the_scale_without_being_asked_for_again(self) -> None:
         scaler = DynamicLossScaler("cpu", 16.0, growth_interval=2)
         held, found = scaler.scale_tensors(CPU), []
+        assert {(tensor.dtype, tensor.shape) for tensor in held} == {(torch.float32, (1,))}
         for report in [OVERFLOW, OVERFLOW, CLEAN, CLEAN]:
             scaler.record_step(report)
             found.append(tuple(tensor.item() for tensor in held))
@@ -319,29 +299,12 @@ class TestScaleTensors:
         assert scaler.scale_tensors(CPU).scale is first.scale
         assert scaler.scale_tensors(CPU).inverse is first.inverse
 
-    def test_those_of_a_copy_go_their_own_way(self) -> None:
-        scaler = DynamicLossScaler("cpu", 16.0, growth_interval=7)
-        held = scaler.scale_tensors(CPU)
-        copied = scaler.copy()
-        assert copied.state == scaler.state
-        copied.record_step(OVERFLOW)
-        assert (scaler.get_scale(), copied.get_scale()) == (16.0, 8.0)
-        assert (held.scale.item(), copied.scale_tensors(CPU).scale.item()) == (16.0, 8.0)
-
     def test_asked_for_first_in_inference_mode_they_follow_too(self) -> None:
         scaler = DynamicLossScaler("cpu", 16.0)
         with torch.inference_mode():
             scaler.scale_tensors(CPU)
         scaler.record_step(OVERFLOW)
         assert [tensor.item() for tensor in scaler.scale_tensors(CPU)] == [8.0, 0.125]
-
-    @pytest.mark.parametrize("make", [StaticLossScaler, partial(DynamicLossScaler, "cpu"), HeadroomLossScaler])
-    @pytest.mark.parametrize("scale", [1e39, 2.0**-127, 1e-46])
-    def test_a_scale_whose_tensors_would_not_be_finite_is_refused(
-        self, make: Callable[[float], LossScaler[Any]], scale: float
-    ) -> None:
-        with pytest.raises(ValueError, match=re.escape(f"from 2**-126 to 3.403e+38, FP32's range, not {scale!r}")):
-            make(scale)
 
     @pytest.mark.parametrize("scale", [2.0**-126, 2.0**127])
     def test_at_the_ends_of_fp32s_range_they_are_finite(self, scale: float) -> None:
@@ -384,6 +347,7 @@ class TestMaking:
                 "min_scale, patience",
             ),
             ("dynamic", "headroom", "backoff_factor, consecutive_hysteresis, enabled, growth_delay, growth_factor"),
+            ("dynamic", "one", "backoff_factor, consecutive_hysteresis, enabled, growth_delay, growth_factor"),
             (8.0, "init_scale", "enabled, max_consecutive_skips"),
             (None, "hysteresis", "enabled, max_consecutive_skips"),
         ],
@@ -394,11 +358,7 @@ class TestMaking:
         with pytest.raises(ValueError, match=f"loss scaler has no setting {setting}: it has {has}"):
             make_loss_scaler(loss_scale, **{setting: 1})
 
-    def test_all_unknown_settings_are_named(self) -> None:
-        with pytest.raises(ValueError, match="'dynamic' loss scaler has no setting another, one: it has"):
-            make_loss_scaler("dynamic", one=1, another=2)
-
-    @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, True, "16"])
+    @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, 1e39, 2.0**-127, 1e-46, True, "16", None])
     @pytest.mark.parametrize("make", [StaticLossScaler, partial(DynamicLossScaler, "cpu"), HeadroomLossScaler])
     def test_a_scale_is_positive_and_finite(self, make: Callable[[Any], LossScaler[Any]], scale: Any) -> None:
         with pytest.raises(ValueError, match=rf"a loss scale .*not {re.escape(repr(scale))}"):
@@ -433,6 +393,7 @@ class TestMaking:
             ("headroom", {"half_life": 0}, "half_life=0 must be at least 1 step"),
             ("headroom", {"half_life": math.nan}, "half_life=nan must be at least 1 step and finite"),
             ("headroom", {"patience": 0}, "patience=0 must be a whole number of steps, at least 1"),
+            (8.0, {"max_consecutive_skips": 0}, "max_consecutive_skips=0 must be a whole number of steps"),
             (
                 "headroom",
                 {"min_scale": 3.0, "max_scale": 3.5},

@@ -112,13 +112,13 @@ def saved_tensors() -> Iterator[list[Tensor]]:
 
 
 class Dispatched(TorchDispatchMode):
-    """The first arguments of the calls that reach the kernels of ops with these names."""
+    """The positional arguments of the calls that reach the kernels of ops with these names, where ``only`` says so."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, only: Callable[[Any], bool] = lambda args: True) -> None:
         super().__init__()
-        self.names, self.calls = names, list[tuple[str, Any]]()
+        self.names, self.only, self.calls = names, only, list[tuple[str, Any]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (name := func.overloadpacket.__name__) in self.names:
+        if (name := func.overloadpacket.__name__) in self.names and self.only(args):
             self.calls.append((name, args))
         return func(*args, **(kwargs or {}))

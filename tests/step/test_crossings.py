@@ -8,7 +8,8 @@ import gc
 import threading
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,6 @@ import torch.nn.functional as F
 from tiny import Using, assert_true, attached, check_gradients, copies, gradients_of, same, take_step
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_mp
 from hf_mp import MixedPrecision
@@ -52,11 +52,6 @@ class Plain:
         self.value, self.me = value, self
 
 
-@dataclass
-class Record:
-    value: Tensor
-
-
 @dataclass(slots=True)
 class SlottedRecord:
     value: Tensor
@@ -79,7 +74,6 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "deque": (lambda y: collections.deque([y], maxlen=3), lambda d: squared(d[0])),
     "namespace": (lambda y: types.SimpleNamespace(value=y), lambda o: squared(o.value)),
     "namespace in a tuple": (lambda y: (types.SimpleNamespace(value=y), 1), lambda o: squared(o[0].value)),
-    "dataclass in a list": (lambda y: [Record(y)], lambda o: squared(o[0].value)),
     "dataclass with slots": (SlottedRecord, lambda o: squared(o.value)),
     "object in a mapping": (lambda y: {"a": (Plain(y),)}, lambda o: squared(o["a"][0].value)),
     "defaultdict": (lambda y: collections.defaultdict(list, a=y), lambda o: squared(o["a"])),
@@ -103,18 +97,6 @@ def test_floating_outputs_are_fp32_and_others_as_they_are() -> None:
     assert out["count"] == 3 and out["ids"].dtype is torch.int64 and out["none"] is None
 
 
-def test_a_task_whose_output_is_a_distribution_is_learnt() -> None:
-    def losses(precision: str) -> list[float]:
-        torch.manual_seed(0)
-        model = body(lambda m, x: torch.distributions.Normal(m.second(hidden(m, x)), 1.0))
-        target = torch.stack([X.sum(1), X[:, 0]], 1) / 4
-        _, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05), precision)
-        return [take_step(-model(X).log_prob(target).mean(), optimizer) for _ in range(100)]
-
-    found = losses("fp16")
-    assert found[-1] == pytest.approx(losses("fp32")[-1], abs=2e-3) and found[-1] < found[0] - 0.05
-
-
 def test_a_tensor_that_is_stashed_and_not_returned_has_its_true_gradient_and_a_warning() -> None:
     kept: list[Tensor] = []
     model = body(lambda m, x: kept.append(m.second(hidden(m, x))))
@@ -128,6 +110,62 @@ WAYS_IN: dict[str, Callable[[Tensor], Callable[[], Tensor]]] = {
     "closure": lambda gate: lambda: gate,
     "object": lambda gate: (lambda holder: lambda: holder.value)(types.SimpleNamespace(value=gate)),
 }
+
+
+def of_an_object() -> tuple[nn.Module, Callable[[nn.Module], Tensor], Iterable[Tensor]]:
+    """Inputs inside of an object, and of a mapping in it."""
+    encoder = nn.Linear(6, 6)
+    batch = lambda: types.SimpleNamespace(x=encoder(X), more={"y": encoder(X + 1)})  # noqa: E731
+    model = body(lambda m, batch: m.second(hidden(m, batch.x * batch.more["y"])))
+    return model, lambda model: squared(model(batch())), encoder.parameters()
+
+
+def of_functional_call() -> tuple[nn.Module, Callable[[nn.Module], Tensor], Iterable[Tensor]]:
+    """With tensors that are no parameters."""
+    shift = torch.full((2,), 0.5, requires_grad=True)
+
+    def loss(model: nn.Module) -> Tensor:
+        weights = {name: p * 1.5 for name, p in model.named_parameters()}
+        return squared(torch.func.functional_call(model, weights | {"second.bias": shift}, (X,)))
+
+    return body(), loss, [shift]
+
+
+def of_what_was_given() -> tuple[nn.Module, Callable[[nn.Module], Tensor], Iterable[Tensor]]:
+    """A model that returns what it was given."""
+    x = torch.randn(3, requires_grad=True)
+    return Using(lambda m, x: x, unused=nn.Parameter(torch.ones(1))), lambda model: squared(model(x)), [x]
+
+
+def of_another_model() -> tuple[nn.Module, Callable[[nn.Module], Tensor], Iterable[Tensor]]:
+    """A model that is attached and called inside of another."""
+    inner = body()
+    attached(inner, scale=64.0)
+    return (
+        Using(lambda m, x: m.head(inner(x)), head=nn.Linear(2, 2)),
+        lambda model: squared(model(X)),
+        inner.parameters(),
+    )
+
+
+def of_a_shared_layer() -> tuple[nn.Module, Callable[[nn.Module], Tensor], Iterable[Tensor]]:
+    """Two models of one layer, each attached, add their gradients up."""
+    shared = nn.Linear(6, 6)
+    one, other = (nn.Sequential(shared, nn.Linear(6, 2)) for _ in range(2))
+    attached(other, scale=8.0)
+    return one, lambda model: squared(model(X)) + other(X).float().abs().sum(), other[1].parameters()
+
+
+def of_vmap() -> tuple[nn.Module, Callable[[nn.Module], Tensor], Iterable[Tensor]]:
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8)), lambda model: squared(torch.func.vmap(model)(X)[:, 0]), ()
+
+
+@pytest.mark.parametrize(
+    "make", [of_an_object, of_functional_call, of_what_was_given, of_another_model, of_a_shared_layer, of_vmap]
+)
+def test_what_comes_in_and_is_added_up(make: Callable[[], Any]) -> None:
+    model, loss, others = make()
+    check_gradients(model, lambda: loss(model), others)
 
 
 @pytest.mark.parametrize("is_leaf", [False, True], ids=["computed", "leaf"])
@@ -144,27 +182,6 @@ def test_tensors_with_grad_that_come_in_other_than_by_arguments(way: str, is_lea
         return squared(model(X))
 
     check_gradients(model, loss, (leaf,) if is_leaf else hypernet.parameters())
-
-
-def test_an_input_inside_of_an_object() -> None:
-    model, encoder = body(lambda m, batch: m.second(hidden(m, batch.x * batch.more["y"]))), nn.Linear(6, 6)
-
-    def loss() -> Tensor:
-        batch: Any = Plain(X)
-        batch.x, batch.more = encoder(X), {"y": encoder(X + 1)}
-        return squared(model(batch))
-
-    check_gradients(model, loss, encoder.parameters())
-
-
-def test_functional_call_with_tensors_that_are_no_parameters() -> None:
-    model, shift = body(), torch.full((2,), 0.5, requires_grad=True)
-
-    def loss() -> Tensor:
-        weights = {name: p * 1.5 for name, p in model.named_parameters()}
-        return squared(torch.func.functional_call(model, weights | {"second.bias": shift}, (X,)))
-
-    check_gradients(model, loss, (shift,))
 
 
 # What a forward does with its weights
@@ -222,11 +239,6 @@ def test_what_is_done_with_weights(name: str, precision: str) -> None:
     check_gradients(model, lambda: of_what_is_returned(model(X)), precision=precision)
 
 
-def test_a_model_that_returns_what_it_was_given() -> None:
-    model, x = Using(lambda m, x: x, unused=nn.Parameter(torch.ones(1))), torch.randn(3, requires_grad=True)
-    check_gradients(model, lambda: squared(model(x)), (x,))
-
-
 PARAMETRIZED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "weight_norm": parametrizations.weight_norm,
     "spectral_norm": parametrizations.spectral_norm,
@@ -247,18 +259,6 @@ def test_parametrized_layers(name: str, precision: str) -> None:
     check_gradients(model, lambda: squared(model(X)), precision=precision)
 
 
-@every_kind
-def test_a_frozen_half_base_with_trained_biases(precision: str) -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 2))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("bias" in name)
-        parameter.data = parameter.data.half().float()  # the same values in both
-    expected = gradients_of(model, lambda: squared(model(X)))
-    attached(model.half(), precision)
-    for _ in range(2):
-        assert_true(gradients_of(model, lambda: squared(model(X.half()))), expected)
-
-
 # Models within models
 
 
@@ -277,46 +277,19 @@ def test_a_part_of_an_attached_model_is_attached_as_well(precision: str) -> None
         assert not optimizer.step_was_skipped
 
 
-def test_an_attached_model_that_is_called_inside_of_another() -> None:
-    inner = body()
-    outer = Using(lambda m, x: m.head(inner(x)), head=nn.Linear(2, 2))
-    expected = gradients_of(outer, lambda: squared(outer(X)), inner.parameters())
-    attached(inner, scale=64.0)
-    attached(outer)
-    for _ in range(2):
-        assert_true(gradients_of(outer, lambda: squared(outer(X)), inner.parameters()), expected)
-
-
-def two_with_a_shared_layer() -> tuple[nn.Module, nn.Module]:
-    shared = nn.Linear(6, 6)
-    return nn.Sequential(shared, nn.Linear(6, 2)), nn.Sequential(shared, nn.Linear(6, 2))
-
-
-def test_a_layer_that_two_default_models_share_has_the_sum_of_both_gradients() -> None:
-    one, other = two_with_a_shared_layer()
-
-    def gradients() -> list[Tensor | None]:
-        return gradients_of(one, lambda: squared(one(X)) + other(X).float().abs().sum(), other.parameters())
-
-    expected = gradients()
-    attached(one)
-    attached(other, scale=8.0)
-    assert_true(gradients(), expected)
-
-
 @pytest.mark.parametrize("precision", ["fp16-lean", "fp16"])
 def test_a_layer_of_a_lean_model_is_refused_in_another_one(precision: str) -> None:
-    one, other = two_with_a_shared_layer()
-    attached(one, "fp16-lean")
+    shared = nn.Linear(6, 6)
+    attached(nn.Sequential(shared), "fp16-lean")
     with pytest.raises(ValueError, match=r"0\.weight is in the lean layout of another model.*default layout"):
-        attached(other, precision)
+        attached(nn.Sequential(shared), precision)
 
 
 def test_one_optimizer_over_two_attached_models_skips_for_both() -> None:
     one, other = nn.Linear(6, 2), nn.Linear(6, 2)
     optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
-    hf_mp.prepare(one, optimizer, "fp16")
-    hf_mp.prepare(other, optimizer, "fp16")
+    for model in (one, other):
+        hf_mp.prepare(model, optimizer, "fp16")
     before = copies([*one.parameters(), *other.parameters()])
     for factor, skipped in ((float("inf"), True), (1.0, False)):
         take_step(one(X).sum() + other(X).sum() * factor, optimizer)
@@ -399,108 +372,6 @@ def test_weights_that_a_forward_writes_are_honoured() -> None:
     assert "weight" not in vars(model.first)
 
 
-def pair_of(*layers: nn.Module, precision: str = "fp16") -> tuple[nn.Module, nn.Module]:
-    reference = nn.Sequential(*layers)
-    model = copy.deepcopy(reference)
-    hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), precision)
-    return model, reference
-
-
-class TestThreads:
-    def test_a_backward_that_ends_elsewhere_leaves_this_one_scaled(self) -> None:
-        class Held(torch.autograd.Function):
-            hold = staticmethod(lambda: None)
-
-            @staticmethod
-            def forward(ctx: Any, x: Tensor) -> Tensor:
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx: Any, gradient: Tensor) -> Tensor:
-                Held.hold()
-                return gradient
-
-        class Holding(nn.Module):
-            def forward(self, x: Tensor) -> Tensor:
-                return Held.apply(x)
-
-        model, reference = pair_of(nn.Linear(8, 8), Holding(), nn.Linear(8, 1))
-        x, reached, go_on = torch.randn(4, 8), threading.Event(), threading.Event()
-        model(x).sum().backward()
-        model.zero_grad()
-        reference(x).sum().backward()
-        loss = model(x).sum()
-        other = model(x).sum()
-        Held.hold = staticmethod(lambda: (reached.set(), go_on.wait(10)))
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        assert reached.wait(10)
-        Held.hold = staticmethod(lambda: None)
-        other.backward()
-        go_on.set()
-        thread.join()
-        for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(found.grad, 2 * expected.grad, rtol=0.01, atol=0.01)  # type: ignore[operator]
-
-    def test_an_argument_that_another_thread_made_is_outside(self) -> None:
-        model, reference = pair_of(nn.Linear(8, 1))
-        before = nn.Linear(8, 8)
-        for _ in range(50):
-            hidden = before(torch.ones(4, 8))  # autograd numbers nodes by thread
-        thread = threading.Thread(target=lambda: model(hidden).sum().backward())
-        thread.start()
-        thread.join()
-        found = before.weight.grad
-        before.zero_grad()
-        reference(before(torch.ones(4, 8))).sum().backward()
-        torch.testing.assert_close(found, before.weight.grad, rtol=0.01, atol=0.01)
-
-
-class TestWithoutBorders:
-    def test_a_part_of_a_model_that_is_gone_trains_as_an_ordinary_model(self) -> None:
-        inner = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8))
-        ids = torch.arange(8)[None]
-        outer = nn.Sequential(inner)
-        MixedPrecision("bf16").attach(outer)
-        parts = [inner, copy.deepcopy(inner)]
-        del outer
-        gc.collect()
-        for part in parts:
-            part(input_ids=ids, labels=ids).loss.backward()
-            assert all(parameter.grad is not None for parameter in part.parameters())
-
-    def test_vmap_gives_every_weight_its_gradient(self) -> None:
-        model, reference = pair_of(nn.Linear(8, 8), nn.LayerNorm(8))
-        x = torch.randn(4, 8)
-        for each in (model, reference):
-            torch.func.vmap(each)(x)[:, 0].square().sum().backward()
-        for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(found.grad, expected.grad, rtol=0.02, atol=0.02)
-
-
-def test_a_step_in_the_middle_of_a_scaled_backward_is_refused() -> None:
-    model, _ = pair_of(nn.Linear(8, 8), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.forward.runtime.attach_optimizer(optimizer)
-    handle = model[1].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
-    with pytest.raises(RuntimeError, match=r"step\(\) was called in a backward.*free_gradients='backward'"):
-        model(torch.randn(4, 8)).sum().backward()
-    handle.remove()
-    model.zero_grad()
-    model(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
-    assert not optimizer.step_was_skipped
-
-
-def test_attaching_that_fails_leaves_nothing_attached() -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
-    runtime = MixedPrecision("fp16", rules={"nosuch": "fp32"})
-    with pytest.raises(ValueError, match="nosuch"):
-        runtime.attach(model)
-    assert runtime.model is None and "forward" not in model.__dict__
-    MixedPrecision("fp16").attach(model)
-
-
 def test_a_shared_weight_is_watched_on_when_one_of_its_models_is_detached() -> None:
     shared = nn.Linear(8, 8)
     first, second = nn.Sequential(shared), nn.Sequential(shared, nn.Tanh())
@@ -512,6 +383,72 @@ def test_a_shared_weight_is_watched_on_when_one_of_its_models_is_detached() -> N
     shared.weight.data.zero_()
     shared.bias.data.zero_()
     assert not second(torch.ones(2, 8)).any()
+
+
+class Held(torch.autograd.Function):
+    """The identity, whose backward waits when it is told to."""
+
+    hold = staticmethod(lambda: None)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        Held.hold()
+        return gradient
+
+
+def test_a_backward_that_ends_elsewhere_leaves_this_one_scaled() -> None:
+    model, reached, go_on = body(lambda m, x: m.second(Held.apply(hidden(m, x)))), threading.Event(), threading.Event()
+
+    def loss() -> Tensor:
+        held = squared(model(X))
+        Held.hold = staticmethod(lambda: (reached.set(), go_on.wait(10)))
+        thread = threading.Thread(target=held.backward)
+        thread.start()
+        assert reached.wait(10)
+        Held.hold = staticmethod(lambda: None)
+        squared(model(X)).backward()
+        go_on.set()
+        thread.join()
+        return squared(model(X))
+
+    check_gradients(model, loss)
+
+
+def test_an_argument_that_another_thread_made_is_outside() -> None:
+    model, before = body(), nn.Linear(6, 6)
+
+    def loss() -> Tensor:
+        for _ in range(50):
+            made = before(X)  # autograd numbers nodes by thread
+        with ThreadPoolExecutor() as pool:
+            return pool.submit(lambda: squared(model(made))).result()
+
+    check_gradients(model, loss, before.parameters())
+
+
+def test_a_part_of_a_model_that_is_gone_trains_as_an_ordinary_model() -> None:
+    outer = nn.Sequential(inner := body())
+    MixedPrecision("bf16").attach(outer)
+    del outer
+    gc.collect()
+    for part in (inner, copy.deepcopy(inner)):
+        assert all(gradient is not None for gradient in gradients_of(part, lambda part=part: squared(part(X))))
+
+
+def test_a_step_in_the_middle_of_a_scaled_backward_is_refused() -> None:
+    model: Any = body()
+    model, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16")
+    handle = model.second.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(RuntimeError, match=r"step\(\) was called in a backward.*free_gradients='backward'"):
+        squared(model(X)).backward()
+    handle.remove()
+    model.zero_grad()
+    take_step(squared(model(X)), optimizer)
+    assert not optimizer.step_was_skipped
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -554,15 +491,13 @@ def test_gradients_of_a_batch_of_directions() -> None:
         ([3, 10, 3, 4, 3], 10, [[10], [3, 3, 4], [3]]),
         ([3, 3], 1, [[3], [3]]),
         ([], 10, []),
+        ([2, -2, -2], 100, [[2], [2, 2]]),
     ],
 )
 def test_weights_share_a_border_up_to_so_many_elements(
     sizes: list[int], elements: int, expected: list[list[int]]
 ) -> None:
-    groups = list(_groups([(torch.zeros(size), None) for size in sizes], elements))
+    # a size below zero stands for a weight on another device
+    weights = [torch.zeros(abs(size), device="meta" if size < 0 else "cpu") for size in sizes]
+    groups = list(_groups([(weight, None) for weight in weights], elements))
     assert [[weight.numel() for weight, _ in group] for group in groups] == expected
-
-
-def test_weights_of_two_devices_share_no_border() -> None:
-    weights = [torch.zeros(2), torch.zeros(2, device="meta"), torch.zeros(2, device="meta")]
-    assert [len(group) for group in _groups([(weight, None) for weight in weights], 100)] == [1, 2]

@@ -58,15 +58,17 @@ def prompts() -> Tensor:
     return torch.randint(2, 96, (3, 9), generator=torch.Generator().manual_seed(1))
 
 
+def padded_on_the_left() -> Tensor:
+    return torch.arange(9).ge(torch.tensor([[4], [0], [0]])).long()
+
+
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_the_gap_is_zero(kind: str, precision: str) -> None:
     model, batch = attached(kind, precision, exact_generation=True), {"input_ids": prompts()}
     assert hf_mp.log_probability_gap(model, batch, new_tokens=12).maximum == 0.0
     model = attached(kind, precision, exact_generation=True, fp32_head=True)
-    padding = torch.ones(3, 9, dtype=torch.int64)
-    padding[0, :4] = 0
-    gap = hf_mp.log_probability_gap(model, {**batch, "attention_mask": padding}, new_tokens=12)
+    gap = hf_mp.log_probability_gap(model, {**batch, "attention_mask": padded_on_the_left()}, new_tokens=12)
     assert gap.maximum == 0.0 and gap.tokens == 36
 
 
@@ -79,9 +81,7 @@ def test_mixtures_of_experts_have_no_gap(kind: str, implementation: str, precisi
     for weight in (parameter for parameter in model.parameters() if parameter.dim() > 1):
         weight.data *= 6  # what the default initialization hides
     hf_mp.MixedPrecision(precision, exact_generation=True).attach(model)
-    padding = torch.ones(3, 9, dtype=torch.int64)
-    padding[0, :4] = 0
-    batch = {"input_ids": prompts(), "attention_mask": padding}
+    batch = {"input_ids": prompts(), "attention_mask": padded_on_the_left()}
     assert hf_mp.log_probability_gap(model, batch, new_tokens=4).maximum == 0.0
     model.eval()
     with torch.no_grad():

@@ -26,29 +26,23 @@ def dtypes_of_products(model: Any, head: nn.Module, other: nn.Module) -> dict[st
     return found
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16-lean"])
-def test_the_head_alone_is_in_fp32(precision: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "settings"),
+    [
+        ("fp16", {"fp32_head": True}),
+        ("bf16-lean", {"fp32_head": True}),
+        ("fp16,fp32_head=true", {}),
+        ("params=fp32,compute=bf16,fp32_head=True", {}),
+    ],
+)
+def test_the_head_alone_is_in_fp32(precision: str, settings: dict[str, bool]) -> None:
     tied, plain = GPT2LMHeadModel(GPT2), LlamaForCausalLM(LLAMA)
-    for model, other in ((tied, tied.transformer.h[0].mlp.c_fc), (plain, plain.model.layers[0].mlp.up_proj)):
-        hf_mp.MixedPrecision(precision, fp32_head=True).attach(model)
-        found = dtypes_of_products(model, model.get_output_embeddings(), other)
-        assert found["head"] == {torch.float32} and torch.float32 not in found["other"]
+    for model, other in ((tied, "transformer.h.0.mlp.c_fc"), (plain, "model.layers.0.mlp.up_proj")):
+        hf_mp.MixedPrecision(precision, **settings).attach(model)
+        for each in (model, copy.deepcopy(model)):
+            found = dtypes_of_products(each, each.get_output_embeddings(), each.get_submodule(other))
+            assert found["head"] == {torch.float32} and torch.float32 not in found["other"]
     assert tied.lm_head.weight is tied.transformer.wte.weight
-
-
-@pytest.mark.parametrize("precision", ["fp16,fp32_head=true", "params=fp32,compute=bf16,fp32_head=True"])
-def test_a_policy_says_it_as_text(precision: str) -> None:
-    model = LlamaForCausalLM(LLAMA)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hf_mp.prepare(model, optimizer, precision)
-    assert dtypes_of_products(model, model.lm_head, model.model.norm)["head"] == {torch.float32}
-
-
-def test_a_copy_has_it_too() -> None:
-    model = LlamaForCausalLM(LLAMA)
-    hf_mp.MixedPrecision("fp16", fp32_head=True).attach(model)
-    copied = copy.deepcopy(model)
-    assert dtypes_of_products(copied, copied.lm_head, copied.model.norm)["head"] == {torch.float32}
 
 
 def test_a_model_without_a_head_is_refused() -> None:
@@ -66,10 +60,3 @@ def test_a_rule_that_contradicts_it_is_refused() -> None:
         runtime.attach(model)
     assert "forward" not in vars(model)
     hf_mp.MixedPrecision("fp16", rules={"lm_head": "fp32", "*": "bf16"}, fp32_head=True).attach(model)
-
-
-def test_no_other_option_is_taken() -> None:
-    with pytest.raises(TypeError, match="rulez is no option of mixed precision"):
-        hf_mp.MixedPrecision("fp16", rulez={})  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="fp32_head='yes' must be True or False"):
-        hf_mp.MixedPrecision("fp16", fp32_head="yes")  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import copies, same
-from torch import Tensor, nn
+from torch import nn
 
 import hf_mp
 from hf_mp import StaticLossScaler
@@ -18,27 +18,17 @@ from hf_mp.step.mixed_precision import MixedPrecision
 X = torch.ones(4, 8)
 
 
-def each_gradient(repair: Callable[[Tensor], Any]) -> Callable[[nn.Module], None]:
-    def run(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            repair(parameter.grad)
-
-    return run
-
-
-def give_new_ones(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = torch.full(parameter.shape, 0.5)
-
-
-REPAIRS = {
-    "nan_to_num_": each_gradient(lambda gradient: gradient.nan_to_num_(0.5, 0.5, 0.5)),
-    "fill_": each_gradient(lambda gradient: gradient.fill_(0.5)),
-    "clamp_ by hand": each_gradient(lambda gradient: gradient.copy_(gradient.nan_to_num(0.0).clamp(-0.5, 0.5))),
-    "through data": each_gradient(lambda gradient: gradient.data.fill_(0.5)),
-    "a new .grad": give_new_ones,
+REPAIRS: dict[str, Callable[[Any], Any]] = {
+    "nan_to_num_": lambda weight: weight.grad.nan_to_num_(0.5, 0.5, 0.5),
+    "clamp_ by hand": lambda weight: weight.grad.copy_(weight.grad.nan_to_num(0.0).clamp(-0.5, 0.5)),
+    "through data": lambda weight: weight.grad.data.fill_(0.5),
+    "a new .grad": lambda weight: setattr(weight, "grad", torch.full(weight.shape, 0.5)),
 }
+
+
+def repair(model: nn.Module, how: str = "nan_to_num_") -> None:
+    for parameter in model.parameters():
+        REPAIRS[how](parameter)
 
 
 def made(precision: str) -> tuple[nn.Module, Any]:
@@ -54,12 +44,12 @@ def overflow(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp16-lean", "bf16-lean"])
-@pytest.mark.parametrize("repair", REPAIRS)
-def test_a_step_with_finite_gradients_is_taken(precision: str, repair: str) -> None:
+@pytest.mark.parametrize("how", REPAIRS)
+def test_a_step_with_finite_gradients_is_taken(precision: str, how: str) -> None:
     model, optimizer = made(precision)
     overflow(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    REPAIRS[repair](model)
+    repair(model, how)
     expected = {name: before[name] - 0.1 * p.grad for name, p in model.named_parameters()}  # type: ignore[operator]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "gradients were inf or NaN when the backward ended")
@@ -74,7 +64,7 @@ def test_it_is_told_once() -> None:
     with pytest.warns(UserWarning, match="are finite at optimizer.step.*does not learn of the overflow") as told:
         for _ in range(3):
             overflow(model)
-            REPAIRS["fill_"](model)
+            repair(model)
             optimizer.step()
             optimizer.zero_grad()
     assert len([each for each in told if "does not learn" in str(each.message)]) == 1
@@ -89,7 +79,7 @@ def test_a_repair_between_micro_batches_counts_too() -> None:
     runtime.check.measures_norm = True
     optimizer: Any = runtime.attach_optimizer(torch.optim.SGD(model.parameters(), 0.1))
     overflow(model)
-    REPAIRS["fill_"](model)
+    repair(model)
     model(X).sum().backward()
     with pytest.warns(UserWarning, match="are finite at optimizer.step"):
         optimizer.step()
