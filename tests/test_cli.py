@@ -12,15 +12,18 @@ def run(*arguments):
     return CliRunner().invoke(cli.app, arguments)
 
 
-def test_version():
-    result = run("--version")
-    assert (result.exit_code, result.stdout) == (0, f"hf_mp {__version__}\n")
-
-
-def test_help_names_the_commands():
-    result = run("--help")
-    assert result.exit_code == 0
-    assert "env" in result.stdout
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "shown"),
+    [
+        (["--version"], 0, f"hf_mp {__version__}\n"),
+        (["--help"], 0, "env"),
+        ([], 2, "Usage: hf-mp"),
+        (["evn"], 2, "evn"),
+    ],
+)
+def test_what_is_shown_without_a_command(arguments, exit_code, shown):
+    result = run(*arguments)
+    assert result.exit_code == exit_code and shown in result.output
 
 
 def test_a_command_that_is_gone_names_the_way_out():
@@ -44,12 +47,7 @@ def test_env_prints_what_the_machine_has(machine):
     assert result.exit_code == 0
     assert result.stdout.startswith("torch  2.13.0\nCPU    a fast one\n\n")
     assert "Advice: precision='bf16'. It is fast. Otherwise fp16." in result.stdout
-
-
-def test_env_as_json_is_one_object(machine):
-    result = run("env", "--json")
-    assert result.exit_code == 0
-    assert json.loads(result.stdout) == machine
+    assert json.loads(run("env", "--json").stdout) == machine
 
 
 def test_the_command_loads_before_torch_does():

@@ -24,9 +24,11 @@ def trl_trainer(
     import trl
 
     name = KINDS[kind].trainer
+    named = named_for(kind) | {key: settings.pop(key) for key in ("ref_model",) if key in settings}
     defaults = {"bf16": False, "gradient_checkpointing": False, "max_steps": 3, **KINDS[kind].settings}
     args = quick_arguments(path / contender, getattr(trl, f"{name}Config"), **{**defaults, **settings})
-    named = named_for(kind) | ({} if peft_config is None else {"peft_config": peft_config})
+    if peft_config is not None:
+        named["peft_config"] = peft_config
     if "eval_strategy" in settings:
         named["eval_dataset"] = named["train_dataset"]
     torch.manual_seed(7)

@@ -86,21 +86,31 @@ def test_what_moves_in_fp32_moves_with_the_subclass(
         ("plain", "subclass", "bf16-lean"),
         ("plain", "callback", "fp16"),
         pytest.param("sft", "callback", "bf16", marks=SLOW),
+        pytest.param("adapter", "callback", "bf16", marks=SLOW),
+        ("adapter", "subclass", "fp16-lean"),
     ],
 )
 def test_a_resumed_run_has_its_masters(
     tmp_path: Path, saved: Path, kind: str, contender: str, precision: str, without_first_check: None
 ) -> None:
     """Bit for bit: a checkpoint in BF16, or a resume that loads into BF16 weights, would end elsewhere."""
-    whole = trainer_for(kind, contender, precision, saved, tmp_path, max_steps=4)
-    whole.train()
-    settings = {"save_steps": 2, "save_strategy": "steps", "max_steps": 4}
-    first = trainer_for(kind, contender, precision, saved, tmp_path / "first", **settings)
-    first.train()
+
+    def train(path: Path, checkpoint: str | None = None, **settings: Any) -> Any:
+        if kind == "adapter":
+            settings["peft_config"] = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["norm", "lm_head"])
+        name = "sft" if kind == "adapter" else kind
+        trainer = trainer_for(name, contender, precision, saved, path, max_steps=4, **settings)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer
+
+    whole = train(tmp_path)
+    settings = {"save_steps": 2, "save_strategy": "steps"}
+    first = train(tmp_path / "first", **settings)
     checkpoint = str(Path(first.args.output_dir, "checkpoint-2"))
-    resumed = trainer_for(kind, contender, precision, saved, tmp_path / "first", **settings)
-    resumed.train(resume_from_checkpoint=checkpoint)
+    resumed = train(tmp_path / "first", checkpoint, **settings)
     assert same(weights(resumed.model), weights(whole.model))
+    if kind == "adapter":
+        return
     start = dict(load_default("sft", saved).named_parameters())
     assert shares_moved(resumed.model, start).norms > 0.98
     # and a run that takes the checkpoint for its model gets the masters, without being told a dtype
@@ -118,26 +128,6 @@ def test_modules_that_peft_saves_move(tmp_path: Path, saved: Path) -> None:
     in_fp32 = trained("stock", loading={"dtype": torch.float32})
     assert in_fp32.norms > 0.98
     assert trained("callback") == pytest.approx(in_fp32, abs=0.01)
-
-
-@pytest.mark.parametrize(
-    ("contender", "precision"), [pytest.param("callback", "bf16", marks=SLOW), ("subclass", "fp16-lean")]
-)
-def test_a_resumed_adapter_has_its_masters(
-    tmp_path: Path, saved: Path, contender: str, precision: str, without_first_check: None
-) -> None:
-    def trainer(path: Path, **settings: Any) -> Any:
-        adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm", "lm_head"])
-        return trainer_for("sft", contender, precision, saved, path, peft_config=adapter, max_steps=4, **settings)
-
-    whole = trainer(tmp_path)
-    whole.train()
-    settings = {"save_steps": 2, "save_strategy": "steps"}
-    first = trainer(tmp_path / "first", **settings)
-    first.train()
-    resumed = trainer(tmp_path / "first", **settings)
-    resumed.train(resume_from_checkpoint=str(Path(first.args.output_dir, "checkpoint-2")))
-    assert same(weights(resumed.model), weights(whole.model))
 
 
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=SLOW), "bf16-lean"])
