@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_mp.casting.nested import named_tensors, tensors_in
 from hf_mp.diagnostics.values import finiteness
-from hf_mp.weights.lean.split_parameter import SplitParameter, open_master
+from hf_mp.weights.lean.split_parameter import SplitParameter
 
 _GRAD: Any = Tensor.grad  # the property itself, which split parameters override
 
@@ -222,7 +222,7 @@ def masters_in_place(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         for module, name, parameter in places:
             if isinstance(parameter, SplitParameter):
                 if id(parameter) not in masters:
-                    masters[id(parameter)] = nn.Parameter(open_master(parameter).to(dtype), parameter.requires_grad)
+                    masters[id(parameter)] = nn.Parameter(parameter.fp32_value().to(dtype), parameter.requires_grad)
                 module._parameters[name] = masters[id(parameter)]
         yield
     finally:

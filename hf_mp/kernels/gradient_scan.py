@@ -95,17 +95,7 @@ def largest_magnitude_and_norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tenso
     """What :func:`largest_magnitude` and ``get_total_norm`` give, bit for bit on a CPU, of dense FP32 tensors."""
     if (kernel := chosen("gradient_scan", tensors)) is not None:
         return kernel(tensors)
-    if any(tensor.device.type != "cpu" for tensor in tensors):
-        return largest_magnitude(tensors), get_total_norm(tensors)
-    extremes: list[Tensor] = []
-    norms: list[Tensor] = []
-    for tensor in tensors:
-        if tensor.numel():
-            extremes += torch.aminmax(tensor)
-        norms.append(torch.linalg.vector_norm(tensor))  # an empty one's as well: it moves the others in torch's sum
-    largest = torch.stack(extremes).abs().max() if extremes else torch.zeros((), dtype=torch.float32, device="cpu")
-    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float32, device="cpu")
-    return largest, norm
+    return largest_magnitude(tensors), get_total_norm(tensors)
 
 
 @torch.no_grad()

@@ -258,7 +258,7 @@ class MixedPrecision:
             self.ranks.compare(parameters)
             self.layout = spread_layout(before, parameters, placement)
         if self.layout is not before:
-            before.copies.clear()
+            before.restore(model)  # of a lean one, what FSDP2 has left whole
             self.check.layout = self.region.layout = self.layout
         if model is not None:
             self.layout.join_ranks(model, placement, self, self.region.fp32_modules)

@@ -66,7 +66,7 @@ def _refuse_other_engines(args: TrainingArguments, policy: PrecisionPolicy) -> N
 
 
 # Parts of names of optimizers: those with state of other shapes than their parameters, and those of bitsandbytes.
-_OTHER_SHAPES = re.compile("[48]bit|adafactor|ademamix|galore|apollo")
+_OTHER_SHAPES = re.compile("4bit|torch_8bit|adafactor|galore|apollo")
 _OF_BITSANDBYTES = re.compile("bnb|paged|lion_|ademamix|^(?!.*torch).*8bit")  # torchao's are adamw_torch_8bit
 
 
@@ -75,17 +75,16 @@ def _refuse_optimizer(optim: str, args: TrainingArguments, policy: PrecisionPoli
         raise ValueError(f"optim={optim!r} updates inside backward, where an overflow cannot be skipped: use another")
     if _fsdp_version(args) != 2:
         return
+    if _OF_BITSANDBYTES.search(optim):
+        raise ValueError(
+            f"optim={optim!r} of bitsandbytes updates plain tensors, and under FSDP2 parameters are DTensors: use "
+            "optim='adamw_torch', or DDP"
+        )
     is_kept = args.save_strategy != "no" and not args.save_only_model
     if policy.is_lean and is_kept and _OTHER_SHAPES.search(optim):
         raise ValueError(
             f"optim={optim!r} has state of other shapes than its parameters, which precision={str(policy)!r} cannot "
             "save under FSDP2: use save_strategy='no', save_only_model=True, or optim='adamw_torch'"
-        )
-    if not policy.is_lean and _OF_BITSANDBYTES.search(optim):
-        raise ValueError(
-            f"optim={optim!r} of bitsandbytes updates plain tensors, and under FSDP2 those of precision="
-            f"{str(policy)!r} are DTensors: use a lean layout, whose shards are plain (precision='fp16-lean'), or "
-            "optim='adamw_torch'"
         )
 
 

@@ -28,7 +28,6 @@ from hf_mp.trainer.refusals import refuse_other_precision
 from hf_mp.trainer.save_dtype import extend_save
 from hf_mp.trainer.session import OfSession, TrainerSession
 from hf_mp.trainer.settings import SessionSettings
-from hf_mp.weights.lean.outside_reads import stores_16_bits
 from hf_mp.weights.ranks.agreement import compare_settings
 
 logger = logging.get_logger(__name__)
@@ -150,10 +149,6 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
         self.session.watch_contract(cast(nn.Module, self.model))
         self.session.check_first_backward(self.accelerator)
         return super()._inner_training_loop(*args, **kwargs)
-
-    @stores_16_bits  # FSDP2 shards the stored halves: values read in FP32 would make FP32 shards of them
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._prepare_for_training(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
         """As the stock Trainer's, over FP32 masters and with a guarded ``step``."""

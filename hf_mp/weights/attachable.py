@@ -97,8 +97,7 @@ def check_layout(model: nn.Module, placement: Placement, policy: PrecisionPolicy
         )
     if policy.exact_generation and (reasons := list(_inexact(model))):
         raise ValueError(f"exact_generation=True would not be exact for {type(model).__name__}: {reasons[0]}")
-    if not policy.is_lean:
-        check_masters(model, placement)
+    check_masters(model, placement)
     _refuse_shared_lean_parameters(model)
     if is_scaled:
         _refuse_trained_scripts(model)

@@ -137,15 +137,6 @@ def replaces_step(replaced_step: Callable[..., Any] | None) -> bool:
     return replaced_step is not None and not hasattr(replaced_step, "_wrapped_by_lr_sched")
 
 
-def check_moment(name: str, moment: Tensor, parameter: Tensor) -> None:
-    """Raise ``ValueError`` for a moment of another shape than its parameter's: a kernel would write beyond its end."""
-    if moment.shape != parameter.shape:
-        raise ValueError(
-            f"{name} has shape {tuple(moment.shape)}, but its parameter {tuple(parameter.shape)}: the state of this "
-            "optimizer is that of another model"
-        )
-
-
 def _groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequence[nn.Parameter]]]:
     """The groups whose settings the kernel has."""
     for group in optimizer.param_groups:
@@ -164,8 +155,9 @@ def _groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequence[nn.P
 def _split_tensors(optimizer: Optimizer, parameter: SplitParameter) -> Given | None:
     """What the kernel needs of ``parameter``, and the factor of its gradient; None where the optimizer is to step."""
     gradient, factor = gradient_and_factor(parameter)
-    if gradient is None or (halves := halves_of(parameter)) is None:  # somebody cast the parameter to FP32
+    if gradient is None:
         return None
+    halves = halves_of(parameter)
     if gradient.device.type != "cpu" and chosen("adamw", [gradient, halves.working]) is None:
         return None
     if (moments := _moments(optimizer, parameter, gradient)) is None:
@@ -198,7 +190,10 @@ def _moments(optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor) ->
         if not state[name].is_contiguous():
             state[name] = state[name].contiguous()
         if state[name].shape != shape:
-            check_moment(name, state[name], parameter)
+            raise ValueError(  # a kernel would write beyond its end
+                f"{name} has shape {tuple(state[name].shape)}, but its parameter {tuple(shape)}: the state of this "
+                "optimizer is that of another model"
+            )
     moments = state["exp_avg"], state["exp_avg_sq"], state["step"]
     for moment in moments:
         if moment.dtype is not torch.float32 or moment.device != device:

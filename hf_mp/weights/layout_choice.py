@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.weights.layout import WeightLayout
-from hf_mp.weights.lean.layouts import ShardedSplitLayout, SplitLayout
+from hf_mp.weights.lean.layouts import SplitLayout
 from hf_mp.weights.ranks.layouts import TensorParallelLayout, TransientLayout
 from hf_mp.weights.ranks.placement import Placement, is_dtensor
 
@@ -28,12 +28,13 @@ def spread_layout(layout: WeightLayout, parameters: Iterable[Tensor], placement:
     if isinstance(layout, TransientLayout) or not any(map(is_dtensor, parameters)):
         return layout
     policy = layout.policy
-    if not isinstance(layout, SplitLayout):
-        return TensorParallelLayout(policy) if placement.is_tensor_parallel else TransientLayout(policy)
-    if placement.is_tensor_parallel:
+    if not placement.is_tensor_parallel:
+        # Of a lean model too: fully_shard has read its weights as what they are, FP32 values.
+        return TransientLayout(policy)
+    if isinstance(layout, SplitLayout):
         usual = str(policy).removesuffix("-lean")
         raise ValueError(
-            f"precision={str(policy)!r} keeps the rest of each master next to a whole weight or FSDP2's shard "
-            f"of it, and this model is tensor parallel: use {usual!r}"
+            f"precision={str(policy)!r} keeps the rest of each master next to a whole weight, and this "
+            f"model is tensor parallel: use {usual!r}"
         )
-    return ShardedSplitLayout(policy, layout.unsharded)
+    return TensorParallelLayout(policy)

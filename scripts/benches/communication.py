@@ -52,6 +52,7 @@ OURS = {
     **{name: name for name in mixed_presets()},
     "fp16, reduce=fp16": "params=fp32,compute=fp16,loss_scale=headroom,reduce=fp16",
 }
+SHARDED = [name for name in OURS if not name.endswith("-lean")]  # FSDP2 makes default layouts of the lean ones
 AUTOCAST = "torch FSDP2 fp32, torch.autocast bf16"
 FLOOR = f"{PEER}, bare function mode"
 CONTEXTS: dict[str, Callable[[], Any]] = {AUTOCAST: lambda: torch.autocast("cpu", torch.bfloat16), FLOOR: BareMode}
@@ -132,7 +133,7 @@ def count(name: str, config: GPT2Config, ranks: int) -> dict[str, float]:
 
 def host_costs(rounds: int) -> dict[str, dict[str, float]]:
     """CPU seconds of a step in this process, contenders in turns, and Python's calls in one."""
-    names = [PEER, *CONTEXTS, *(f"hf_mp FSDP2 {precision}" for precision in OURS)]
+    names = [PEER, *CONTEXTS, *(f"hf_mp FSDP2 {precision}" for precision in SHARDED)]
     steps = {name: make_step(name, config(12, 32, 512), 16) for name in names}
     together = dict.fromkeys(names, distributed.barrier)
     seconds = alternate(steps, rounds=rounds, warmup=3, before=together, clock=time.process_time)
@@ -157,7 +158,8 @@ def worker(rank: int, folder: str, ranks: int, model: GPT2Config, rounds: int) -
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    names = [*OF_TORCH, *(f"hf_mp {kind} {precision}" for kind in ("DDP", "FSDP2") for precision in OURS)]
+    ways = {"DDP": OURS, "FSDP2": SHARDED}
+    names = [*OF_TORCH, *(f"hf_mp {kind} {precision}" for kind, given in ways.items() for precision in given)]
     counted = {name: count(name, model, ranks) for name in names}
     costs = host_costs(rounds) if rounds else {}
     if rank == 0:

@@ -25,7 +25,7 @@ MODELS: dict[str, PreTrainedConfig] = {
     "Llama 70B": LlamaConfig(**LARGE),
 }
 PRESETS: dict[Parallel, tuple[str, ...]] = {
-    "fsdp2": ("trainer-bf16", "fp16", "fp16-lean"), "hsdp": ("fp16",), "ddp": ("fp16",), "tp": ("fp16",)
+    "fsdp2": ("trainer-bf16", "fp16"), "hsdp": ("fp16",), "ddp": ("fp16",), "tp": ("fp16",)
 }  # fmt: skip
 SEQ_LEN = 1024
 BANDWIDTH = "450,50"  # GB/s of an H100 in one direction: NVLink 4, and InfiniBand of 400 Gb/s

@@ -13,14 +13,14 @@ LAYOUTS = ("fp16", "bf16", "fp16-lean")
 Results = dict[str, list[dict[str, Any]]]
 
 FOUR = ("2-save-fsdp-two", "4-load-fsdp-two", "4-save-fsdp-four", "2-load-fsdp-four")
-LOST = "2-lost-killed+asleep+absent"
+LOST = "2-lost-killed+asleep"
 SHARD = r"shards/shard-00002-model-00001-of-00001\.safetensors"
 
 
 @pytest.fixture(scope="module")
 def two(launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Saved on two ranks, and what is damaged or refused there."""
-    runs = ("2-save-fsdp-two", "1-load-one-two", "2-load-fsdp-two", "2-damaged-fsdp-damaged", "2-refused-fsdp-refused")
+    runs = ("2-save-fsdp-two", "1-load-one-two", "2-damaged-fsdp-damaged", "2-refused-fsdp-refused")
     return launch("checkpoint_worker.py", tmp_path_factory.mktemp("two"), *runs, processes=1)[0]
 
 
@@ -129,9 +129,7 @@ def test_other_ways_to_spread_a_model_resume_it_too(layouts: Results, precision:
 def test_a_lean_layout_and_the_default_one_resume_each_other(layouts: Results, saved: str) -> None:
     before = layouts["2-save-fsdp-fsdp"][0][saved]["state"]
     for rank in layouts["2-others-fsdp-fsdp"]:
-        # In FP16, split weights below 2**-16 are off by less than 2**-39.
-        apart = [abs(rank[saved]["tensors"][name] - value).max() for name, value in before["tensors"].items()]
-        assert max(apart) < (2**-39 if saved == "fp16" else 2**-149)
+        assert all(torch.equal(rank[saved]["tensors"][name], value) for name, value in before["tensors"].items())
         assert rank[saved]["runtime"]["loss_scaler"] == before["runtime"]["loss_scaler"]
 
 
@@ -147,11 +145,6 @@ def test_a_rank_that_dies_or_hangs_ends_the_other_after_the_timeout(lost: Result
     found = lost[LOST][LOST.removeprefix("2-lost-").split("+").index(how)]
     assert found["said"] != "nothing"
     assert found["seconds"] < 2 * 5 + 3  # what init_process_group gives, once for the backward and once for the step
-
-
-@pytest.mark.slow
-def test_a_rank_that_never_attached_is_named(lost: Results) -> None:
-    assert "rank 1 has not attached mixed precision as rank 0 has" in lost[LOST][2]["said"]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What travels between processes, and the lean layouts with DDP and with FSDP2."""
+"""What travels between processes; lean layouts with DDP, and with FSDP2, whose shards are FP32."""
 
 from __future__ import annotations
 
@@ -41,9 +41,11 @@ def four(launch: Callable[..., Results], tmp_path_factory: pytest.TempPathFactor
     return launch("wire_worker.py", tmp_path_factory.mktemp("four"), processes=4)
 
 
-def assert_trains_alike(losses: list[float], expected: list[float]) -> None:
+def assert_trains_alike(losses: list[float], expected: list[float], way: str) -> None:
     assert len(losses) == 20 and expected[-1] < 0.95 * expected[0]  # it learns, so that equal losses say something
-    assert losses == pytest.approx(expected, rel=1e-4)
+    # FSDP2's shards are FP32: norms read FP32 weights, and ties are rounded to even, as a lean layout does not.
+    is_other_layout = way.endswith("bf16-lean") and "ddp" not in way
+    assert losses == pytest.approx(expected, rel=3e-4 if is_other_layout else 1e-4)
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
@@ -51,7 +53,7 @@ def assert_trains_alike(losses: list[float], expected: list[float]) -> None:
 def test_two_processes_train_as_one(one: dict[str, Any], two: Results, wrap: str, precision: str) -> None:
     for rank in two:
         expected = one["one"]["fp16" if precision == IN_16_BITS else precision]
-        assert_trains_alike(rank["losses"][f"{wrap} {precision}"], expected)
+        assert_trains_alike(rank["losses"][f"{wrap} {precision}"], expected, f"{wrap} {precision}")
 
 
 @pytest.mark.exhaustive
@@ -60,8 +62,8 @@ def test_two_processes_train_as_one(one: dict[str, Any], two: Results, wrap: str
 def test_four_processes_train_as_one(one: dict[str, Any], four: Results, precision: str) -> None:
     for rank in four:
         for wrap in ("ddp", "fsdp"):
-            assert_trains_alike(rank["losses"][f"{wrap} {precision}"], one["one"][precision])
-        assert_trains_alike(rank["hybrid"][precision], one["one"][precision])
+            assert_trains_alike(rank["losses"][f"{wrap} {precision}"], one["one"][precision], f"{wrap} {precision}")
+        assert_trains_alike(rank["hybrid"][precision], one["one"][precision], f"hybrid {precision}")
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
@@ -106,7 +108,7 @@ def test_masters_keep_all_their_bits(two: Results, name: str) -> None:
 
 
 def test_an_overflow_of_one_process_is_skipped_by_all(two: Results) -> None:
-    assert len(two[0]["overflows"]) == 10
+    assert len(two[0]["overflows"]) == 5
     for name, first in two[0]["overflows"].items():
         second = two[1]["overflows"][name]
         for case in (first, second):
@@ -127,7 +129,7 @@ def test_fsdp_gathers_16_bits(two: Results, precision: str) -> None:
         found, of_torch = gathered(rank, f"fsdp {precision}"), gathered(rank, "torch bf16")
         assert gathered(rank, "torch") == 2 * of_torch
         # Norms and biases travel in FP32, so that FP32 ops read their masters: 0.4% of this model.
-        assert of_torch <= found <= (1.0 if precision.endswith("lean") else 1.005) * of_torch
+        assert of_torch <= found <= 1.005 * of_torch
 
 
 def test_gradients_are_reduced_in_16_bits_where_wanted(two: Results) -> None:
@@ -139,14 +141,6 @@ def test_gradients_are_reduced_in_16_bits_where_wanted(two: Results) -> None:
             assert fsdp["alltoall_base_"] <= 0.5001 * bytes_of["torch"]["_reduce_scatter_base_"]
             assert "_reduce_scatter_base_" not in fsdp
             assert ddp["alltoall_base_"] + ddp["_allgather_base_"] <= 0.5001 * bytes_of["ddp fp16"]["allreduce_"]
-
-
-@pytest.mark.parametrize(("states", "most"), [("torch", 14.01), ("8-bit", 8.13)])
-def test_bytes_of_a_lean_parameter_over_all_ranks(one: dict[str, Any], two: Results, states: str, most: float) -> None:
-    # bitsandbytes keeps FP32 states for fewer than 4,096 elements, a scale for each 256, and a table: 1% here.
-    found, losses = two[0]["persistent_bytes"][states]
-    assert found <= most
-    assert losses == pytest.approx(one["persistent_bytes"][states][1], rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -162,8 +156,10 @@ def test_bytes_of_a_lean_parameter_over_all_ranks(one: dict[str, Any], two: Resu
         ("lean_with_a_hook", "ValueError: .*communication hook of another's: leave register_comm_hook out, or use a"),
         ("default_with_a_hook", "ValueError: fp16_compress_hook rounds .* become 0: leave .*'fp16,reduce=fp16'"),
         ("lean_of_a_hooked_weight", "ValueError: .*shape .32,. has a hook.*use 'fp16', or remove the hook"),
-        ("lean_of_16_bit_shards", "ValueError: .*sharded in torch.bfloat16 and its FP32 value is lost: attach"),
-        ("lean_after_a_forward", "ValueError: .*run a forward.*attach a lean layout before the first forward"),
+        (
+            "lean_of_16_bit_shards",
+            "ValueError: .* is torch.bfloat16 and fully_shard holds it already.*before fully_shard",
+        ),
         ("attached_inside_of_ddp", "ValueError: DistributedDataParallel holds parameters of float, .* c10::Half since"),
         (
             "halved_inside_of_ddp",
@@ -177,11 +173,8 @@ def test_bytes_of_a_lean_parameter_over_all_ranks(one: dict[str, Any], two: Resu
         ("ddp_in_fp16", "ValueError: .* is torch.float16 and DistributedDataParallel holds it already"),
         ("optimizer_before_fsdp", "ValueError: no parameter of this SGD is in the model any more: fully_shard put"),
         ("lean_without_optimizer", "ValueError: .*ran already: call attach_optimizer before the first forward"),
-        ("lean_with_an_optimizer_forgotten", "RuntimeError: this SGD would round its updates to the 16 bits"),
         ("lean_in_backward", "ValueError: free_gradients='backward' .*leave it out on several processes"),
-        ("lean_with_batch_norm", "ValueError: .*normalizations with statistics in FP32.*use 'bf16', or DDP"),
-        ("eight_bits_of_dtensors", "ValueError: AdamW8bit of bitsandbytes .*DTensors: use a lean layout.*fp16-lean"),
-        ("lean_offloaded", "ValueError: lean layouts .*CPUOffloadPolicy.*leave it out, or use a default layout"),
+        ("eight_bits_of_dtensors", "ValueError: AdamW8bit of bitsandbytes .*DTensors: use torch's optimizers"),
     ],
 )
 def test_what_cannot_work_is_refused_by_all(two: Results, case: str, said: str) -> None:

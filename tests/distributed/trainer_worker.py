@@ -167,7 +167,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "fsdp_ram_efficient": fsdp(cpu_ram_efficient_loading=True),
     "eight_bits_fp16": EIGHT_BITS,
     "eight_bits_fp16-lean": {**LEAN, **EIGHT_BITS},
-    "fsdp_eight_bits": {**LEAN, **EIGHT_BITS, **fsdp()},
 }
 RESUMED: dict[str, dict[str, Any]] = {
     "resume": {},
@@ -176,7 +175,6 @@ RESUMED: dict[str, dict[str, Any]] = {
     "fsdp_resume_full": FULL,
     "fsdp_resume_sharded": SHARDED,
     "fsdp_lean_resume": {**LEAN, **SHARDED},
-    "fsdp_lean_resume_full": {**LEAN, **FULL},
 }
 
 
@@ -271,13 +269,9 @@ def fsdp_compiled(folder: Path) -> dict[str, Any]:
     """``torch_compile=True``, with which accelerate compiles each block where the environment asks for that."""
     os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
     settings = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 4, "overflow_at": 2}
-    found = {}
     try:
-        for precision in ("fp16", "fp16-lean"):
-            torch._dynamo.reset()
-            counters.clear()
-            found[precision] = run(folder, precision=precision, **settings, **fsdp())
-            found[precision]["compiled_frames"] = counters["frames"]["ok"]
+        found = run(folder, **settings, **fsdp())
+        found["compiled_frames"] = counters["frames"]["ok"]
     finally:
         for name in [name for name in os.environ if name.startswith("ACCELERATE_DYNAMO_")]:
             del os.environ[name]

@@ -36,11 +36,10 @@ from loop_worker import (
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_mp
-from hf_mp.weights.lean.split_parameter import raw_gradient
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from benches.communication import ReceivedBytes
@@ -177,8 +176,12 @@ def masters_survive() -> dict[str, Any]:
 
 
 OVERFLOWS = [
-    *itertools.product(WRAPS, ("fp16", "fp16-lean", "bf16-lean", IN_16_BITS)), ("shard", "bf16"), ("shard", "fp16-lean")
-]  # fmt: skip
+    ("ddp", "fp16"),
+    ("ddp", "fp16-lean"),
+    ("fsdp", "fp16"),
+    ("fsdp", IN_16_BITS),
+    ("shard", "bf16-lean"),
+]
 
 
 def overflows() -> dict[str, Any]:
@@ -247,31 +250,6 @@ def wide() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0, use_cache=False)).train()
 
 
-def persistent_bytes() -> dict[str, Any]:
-    """What a rank keeps between steps of a lean layout with FSDP2, in bytes a parameter over all ranks; its losses."""
-    from bitsandbytes.optim import AdamW8bit
-
-    found = {}
-    for name, make in {"torch": torch.optim.AdamW, "8-bit": AdamW8bit}.items():
-        runtime = hf_mp.MixedPrecision("fp16-lean")
-        model: Any = runtime.attach(wide())
-        model = shard(model) if dist.is_initialized() else model
-        optimizer = runtime.attach_optimizer(make(model.parameters(), lr=3e-4))
-        losses = train(model, optimizer, batches(8), runtime=runtime)["loss"]
-        part = my_rows(batches(1)[0])
-        model(input_ids=part, labels=part).loss.backward()
-        kept, local_parts = 0, [getattr(parameter, "local", parameter) for parameter in model.parameters()]
-        for local in local_parts:
-            kept += local.nbytes + local.remainder_bits.nbytes + raw_gradient(local).nbytes
-        states = [state for local in local_parts for state in optimizer.state[local].values()]
-        tensors = {id(state): state for state in states if isinstance(state, Tensor) and state.dim()}
-        total = torch.tensor(float(kept + sum(tensor.nbytes for tensor in tensors.values())))
-        if dist.is_initialized():
-            dist.all_reduce(total)
-        found[name] = total.item() / sum(p.numel() for p in wide().parameters()), losses
-    return found
-
-
 def hybrid() -> dict[str, Any]:
     """Two replicas of shards (HSDP), on four processes."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
@@ -321,19 +299,6 @@ def refusals() -> dict[str, str]:
         model.transformer.ln_f.weight.register_hook(lambda gradient: None)
         forward(DistributedDataParallel(model))
 
-    def lean_after_a_forward() -> None:
-        model = shard(tiny_gpt2())
-        forward(model)
-        attach_to("bf16-lean", model)
-
-    def lean_with_an_optimizer_forgotten() -> None:
-        runtime = hf_mp.MixedPrecision("bf16-lean")
-        model = shard(runtime.attach(tiny_gpt2()))
-        first, *others = model.parameters()
-        runtime.attach_optimizer(torch.optim.SGD([first], lr=0.1))
-        forward(model).loss.backward()
-        torch.optim.SGD(others, lr=0.1).step()
-
     def eight_bits_of_dtensors() -> None:
         from bitsandbytes.optim import AdamW8bit
 
@@ -344,8 +309,6 @@ def refusals() -> dict[str, str]:
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    norms = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    offloading = CPUOffloadPolicy(pin_memory=False)
     partial = functools.partial
     cases: dict[str, Callable[[], Any]] = {
         "settings_differ": partial(with_scaler, hf_mp.DynamicLossScaler, init_scale=2.0 ** (8 + rank)),
@@ -367,12 +330,8 @@ def refusals() -> dict[str, str]:
         "default_with_a_hook": partial(hooked, "fp16"),
         "lean_of_a_hooked_weight": lean_of_a_hooked_weight,
         "lean_of_16_bit_shards": lambda: attach_to("bf16-lean", shard(tiny_gpt2().bfloat16())),
-        "lean_after_a_forward": lean_after_a_forward,
         "lean_without_optimizer": lambda: forward(fully_shard(hf_mp.MixedPrecision("bf16-lean").attach(tiny_gpt2()))),
-        "lean_with_an_optimizer_forgotten": lean_with_an_optimizer_forgotten,
         "lean_in_backward": lambda: forward(ddp_of("bf16-lean", free_gradients="backward")),
-        "lean_with_batch_norm": lambda: attach_to("bf16-lean", fully_shard(norms)),
-        "lean_offloaded": lambda: attach_to("bf16-lean", shard(tiny_gpt2(), offload_policy=offloading)),
         "eight_bits_of_dtensors": eight_bits_of_dtensors,
     }
     return said_of(cases)
@@ -393,10 +352,9 @@ def handed_over() -> dict[str, Any]:
     return found
 
 
-ONE_PROCESS = [one, one_gradients, persistent_bytes]
+ONE_PROCESS = [one, one_gradients]
 CASES = [
-    losses, gradients, ddp_options, masters_survive, overflows, received,
-    persistent_bytes, handed_over, refusals,
+    losses, gradients, ddp_options, masters_survive, overflows, received, handed_over, refusals,
 ]  # fmt: skip
 FOUR_PROCESSES = [losses, hybrid]
 

@@ -21,10 +21,8 @@ from hf_mp.weights.lean.split_parameter import (
     make_split,
     master_value,
     multiply_gradients,
-    open_master,
     raw_gradient,
     unsplit,
-    write_master,
 )
 
 DTYPES = [torch.float16, torch.bfloat16]
@@ -123,7 +121,7 @@ def test_a_write_of_all_elements_wins(name: str) -> None:
         WHOLE_WRITES[name](parameter)
     assert not torch.equal(own_master(parameter), torch.zeros(4, 3)) or name == "zero_"
     assert torch.equal(master_value(parameter), own_master(parameter))
-    assert torch.equal(open_master(parameter), own_master(parameter))
+    assert torch.equal(parameter.fp32_value(), own_master(parameter))
 
 
 def row(value: float = 0.3) -> Tensor:
@@ -164,7 +162,7 @@ def test_an_alias_that_lives_on_is_watched_for_as_long_as_it_lives() -> None:
     assert torch.equal(master_value(parameter)[0], torch.ones(3))
     array = parameter.data.view(torch.int16).numpy()
     del alias
-    write_master(parameter, value)
+    parameter.write_fp32(value)
     assert torch.equal(master_value(parameter), value)
     array[2] = 0
     assert torch.equal(master_value(parameter)[2], torch.zeros(3)) and torch.equal(
@@ -221,15 +219,11 @@ def test_load_state_dict_in_fp32_and_fp16() -> None:
 def test_casts_and_moves_of_a_module() -> None:
     model = split_model()
     before = {name: master_value(p) for name, p in model.named_parameters()}  # type: ignore[arg-type]
-    model.to("cpu")
-    model.float()
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, SplitParameter) and parameter.dtype is torch.float32
-        assert torch.equal(parameter.detach(), before[name]) and torch.equal(master_value(parameter), before[name])
-    model.half()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.detach(), before[name].half())  # type: ignore[arg-type]
-        assert torch.equal(master_value(parameter), before[name])  # type: ignore[arg-type]
+    for cast in (torch.float32, torch.float16, torch.float64):  # the layout keeps its dtype, and every bit
+        model.to("cpu", cast)
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, SplitParameter) and parameter.dtype is torch.float16
+            assert torch.equal(master_value(parameter), before[name])
     model.to(torch.bfloat16)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(master_value(parameter), before[name], rtol=2**-8, atol=0)  # type: ignore[arg-type]
@@ -276,7 +270,7 @@ def test_writing_the_master_is_seen_by_autograd() -> None:
     parameter = made(values())
     with as_stored():  # as in a forward
         out = (parameter * parameter).sum()
-    write_master(parameter, torch.zeros(4, 3))
+    parameter.write_fp32(torch.zeros(4, 3))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
 

@@ -214,10 +214,11 @@ def _empty(one: _Owned, stored: TensorStorageMetadata) -> Tensor:
     return torch.empty(stored.size, dtype=dtype, device=like.device if stored.size else "cpu")
 
 
-def _on_mesh(like: Tensor, part: Tensor) -> Tensor:
-    from hf_mp.weights.lean.split_shard import with_part  # which not every build of torch can import
+def _on_mesh(like: Any, part: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor  # which not every build of torch can import
 
-    return with_part(like, part)
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def _plain(value: Any) -> Any:

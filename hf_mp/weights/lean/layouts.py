@@ -1,4 +1,4 @@
-"""The lean layouts of a model: on one process and under DDP, and of what FSDP2 shards."""
+"""The lean layout of a model, on one process and under DDP. What FSDP2 shards has FP32 masters in its shards."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_mp.policy import PrecisionPolicy
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.lean.optimizer import MasterWeightOptimizer, clip_grad_norm_
 from hf_mp.weights.lean.outside_reads import stores_16_bits
-from hf_mp.weights.lean.split_model import restore_parameters, save_masters, split_trainable_parameters
+from hf_mp.weights.lean.split_model import restore_parameters, split_trainable_parameters
 from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor, keep_scale_of_gradients
 from hf_mp.weights.lean.unwrapped_steps import refuse_unwrapped_steps
-from hf_mp.weights.model_walk import modules_of
 from hf_mp.weights.ranks.buckets import check_split_reduction
-from hf_mp.weights.ranks.layouts import TransientLayout
 from hf_mp.weights.ranks.placement import Placement, is_running
-from hf_mp.weights.ranks.wire import Arrivals, Runtime, send_in_16_bits
+from hf_mp.weights.ranks.wire import Runtime
 
 
 class SplitLayout(WeightLayout):
@@ -30,21 +27,10 @@ class SplitLayout(WeightLayout):
 
     takes_gradients = True
 
-    def __init__(self, policy: PrecisionPolicy) -> None:
-        super().__init__(policy)
-        self.unsharded: dict[tuple[nn.Module, str], SplitParameter] = {}  # until FSDP has sharded them
-
     def prepare(self, model: nn.Module) -> None:
         if split_trainable_parameters(model, self.policy.params):
             self.copies.clear()  # of what was frozen before
             refuse_unwrapped_steps()
-            if is_running():
-                self.unsharded = {
-                    (module, name): parameter
-                    for module in modules_of(model)
-                    for name, parameter in module._parameters.items()
-                    if isinstance(parameter, SplitParameter)
-                }
 
     def join_ranks(
         self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
@@ -54,10 +40,7 @@ class SplitLayout(WeightLayout):
                 f"precision={str(self.policy)!r} learned that FSDP shards this {type(model).__name__} when a forward "
                 "ran already: call attach_optimizer before the first forward"
             )
-        if not is_running() or placement.ddp is None:
-            return
-        self.unsharded.clear()
-        if self._join_ddp(placement.ddp, runtime):
+        if is_running() and placement.ddp is not None and self._join_ddp(placement.ddp, runtime):
             check_split_reduction(model, self.policy, runtime)
 
     def take_gradients(
@@ -81,11 +64,11 @@ class SplitLayout(WeightLayout):
         parameters = list(parameters)
         for buckets in self._joined.values():
             buckets.hand_out(parameters)
-        found = [gradient_and_factor(getattr(parameter, "local", parameter)) for parameter in parameters]
+        found = [gradient_and_factor(parameter) for parameter in parameters]
         return [(gradient, factor) for gradient, factor in found if gradient is not None]
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor | None:
-        return clip_grad_norm_([getattr(parameter, "local", parameter) for parameter in parameters], max_norm)
+        return clip_grad_norm_(parameters, max_norm)
 
     def wrap(self, optimizer: Optimizer) -> Optimizer:
         is_wrapped = isinstance(optimizer, MasterWeightOptimizer)
@@ -99,40 +82,9 @@ class SplitLayout(WeightLayout):
 
     @stores_16_bits
     def scale_changes(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
-        keep_scale_of_gradients(getattr(parameter, "local", parameter) for parameter in parameters())
+        keep_scale_of_gradients(parameters())
 
     def restore(self, model: nn.Module | None) -> None:
         super().restore(model)
         if model is not None:
             restore_parameters(model)
-
-
-class ShardedSplitLayout(SplitLayout, TransientLayout):
-    """Split masters of what FSDP2 shards: gathered as they are, gradients reduced in 16 bits, scaled."""
-
-    def __init__(self, policy: PrecisionPolicy, unsharded: dict[tuple[nn.Module, str], SplitParameter]) -> None:
-        super().__init__(policy)
-        self.unsharded = unsharded
-        self._arrivals: Arrivals | None = None
-
-    def prepare(self, model: nn.Module) -> None:
-        pass  # what is whole now is FSDP's, until it is used
-
-    def join_ranks(
-        self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
-    ) -> None:
-        from hf_mp.weights.lean.split_shard import split_shards  # imports DTensor
-
-        if self._arrivals is None:
-            check_split_reduction(model, self.policy, runtime)
-            self._arrivals = Arrivals(runtime)
-            split_shards(model, self.policy.params, self.unsharded, self._arrivals)
-            save_masters(model)
-        send_in_16_bits(model, self.policy, runtime, (), self._arrivals)
-
-    def restore(self, model: nn.Module | None) -> None:
-        from hf_mp.weights.lean.split_shard import unsplit_shards
-
-        if model is not None:
-            unsplit_shards(model)
-        super().restore(model)

@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,7 +18,6 @@ from hf_mp.kernels.gradient_scan import real_values, total_norm
 from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.attachable import check_closure
-from hf_mp.weights.blockwise_adam import step_blockwise
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.fused_adamw import replaces_step, skipping, step_split
 from hf_mp.weights.lean.outside_reads import as_stored, stores_16_bits
@@ -29,11 +28,8 @@ from hf_mp.weights.lean.split_parameter import (
     make_split,
     master_value,
     multiply_gradients,
-    open_master,
     unscaled,
-    write_master,
 )
-from hf_mp.weights.ranks.placement import is_dtensor, mesh_of
 from hf_mp.weights.working_copies import seen, watch
 
 MasterLayout = Literal["whole", "split"]
@@ -131,7 +127,6 @@ class MasterWeightOptimizer(Optimizer):
     _refuse_direct_step.only_refuses = True  # type: ignore[attr-defined]
 
     def _adopt(self, parameters: list[nn.Parameter]) -> None:
-        parameters[:] = [getattr(parameter, "local", parameter) for parameter in parameters]  # in the place of shards
         for parameter in parameters:
             if not parameter.is_floating_point():
                 raise TypeError(
@@ -226,7 +221,7 @@ class MasterWeightOptimizer(Optimizer):
         for parameter in parameters if self._loaded else ():
             self._take_over_loaded(parameter)
         with as_stored():
-            stepped = self._step_in_place(parameters, found_inf)
+            stepped = step_split(self.optimizer, parameters, found_inf)
             left = [p for p in parameters if id(p) not in stepped and has_gradient(p)]
         result = None
         if left or not stepped:
@@ -234,13 +229,6 @@ class MasterWeightOptimizer(Optimizer):
                 for bucket in self._buckets(left if stepped else parameters):
                     result = self._step_on(bucket, keeps_gradients=found_inf is not None)
         return result
-
-    def _step_in_place(self, parameters: list[nn.Parameter], found_inf: Tensor | None) -> set[int]:
-        """Update what needs no whole master for it; gives the identities of what was."""
-        stepped = step_split(self.optimizer, parameters, found_inf)
-        if not stepped and steps_by_parameter(self.optimizer):
-            stepped = step_blockwise(self.optimizer, parameters)
-        return stepped
 
     @stores_16_bits
     def free_gradients(self) -> None:
@@ -274,13 +262,13 @@ class MasterWeightOptimizer(Optimizer):
         """What the wrapped optimizer updates in the place of ``parameter``."""
         self._take_over_loaded(parameter)
         if isinstance(parameter, SplitParameter):
-            return nn.Parameter(open_master(parameter), requires_grad=parameter.requires_grad)
+            return nn.Parameter(parameter.fp32_value(), requires_grad=parameter.requires_grad)
         return self._whole(parameter).open() if _needs_master(parameter) else parameter
 
     def _close(self, masters: dict[nn.Parameter, nn.Parameter]) -> None:
         for parameter, master in masters.items():
             if isinstance(parameter, SplitParameter):
-                write_master(parameter, master.detach())
+                parameter.write_fp32(master.detach())
             elif master is not parameter:
                 self._masters[parameter].round_into_parameter()
             if master is not parameter:
@@ -292,10 +280,6 @@ class MasterWeightOptimizer(Optimizer):
         return self._masters[parameter]
 
     def _parameters(self) -> list[nn.Parameter]:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            for group in self.param_groups:
-                if any(is_dtensor(parameter) for parameter in group["params"]):  # FSDP came after this wrapper
-                    self._adopt(group["params"])
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _buckets(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -388,7 +372,7 @@ class MasterWeightOptimizer(Optimizer):
         is_rounding = (loaded.to(working.dtype) == working) | (split(loaded, working.dtype).working == working)
         value = torch.where(is_rounding, loaded, self.master(parameter))
         if isinstance(parameter, SplitParameter):
-            write_master(parameter, value)
+            parameter.write_fp32(value)
         else:
             self._whole(parameter).open().copy_(value)
             self._whole(parameter).round_into_parameter()
@@ -396,35 +380,16 @@ class MasterWeightOptimizer(Optimizer):
 
 def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     """:meth:`MasterWeightOptimizer.clip_grad_norm_`, of any parameters."""
-    by_mesh: dict[Any, list[tuple[Tensor, Tensor | None]]] = {}
+    by_factor: dict[tuple[torch.device, Tensor | None], list[Tensor]] = {}
     for parameter in parameters:
         gradient, factor = gradient_and_factor(parameter)
         if gradient is not None:
-            by_mesh.setdefault(mesh_of(parameter), []).append((gradient, factor))
-    total = norm_of([_norm_over(mesh, _local_norm(spread)) for mesh, spread in by_mesh.items()])
+            by_factor.setdefault((gradient.device, factor), []).append(real_values(gradient))
+    norms = {factor: total_norm(values) for factor, values in by_factor.items()}
+    total = norm_of([norm if factor is None else norm * factor.squeeze() for (_, factor), norm in norms.items()])
     if (clip_by := clip_factor(total, max_norm)) is not None:
         multiply_gradients(parameters, clip_by)
     return total
-
-
-def _local_norm(gradients: Iterable[tuple[Tensor, Tensor | None]]) -> Tensor:
-    by_factor: dict[tuple[torch.device, Tensor | None], list[Tensor]] = {}
-    for gradient, factor in gradients:
-        by_factor.setdefault((gradient.device, factor), []).append(real_values(gradient))
-    norms = [
-        total_norm(values) if factor is None else total_norm(values) * factor.squeeze()
-        for (_, factor), values in by_factor.items()
-    ]
-    return norm_of(norms)
-
-
-def _norm_over(mesh: Any, norm: Tensor) -> Tensor:
-    """The norm of all shards from that of this rank's; its last dimension shards, others repeat."""
-    if mesh is None:
-        return norm
-    squares = norm.to(mesh.device_type).square()
-    torch.distributed.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
-    return squares.sqrt()
 
 
 def norm_of(norms: list[Tensor]) -> Tensor:

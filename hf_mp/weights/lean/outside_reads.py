@@ -18,7 +18,6 @@ from torch import Tensor
 from hf_mp.casting.active import state as autocasts
 from hf_mp.casting.nested import apply_to_tensors, tensors_in
 from hf_mp.kernels.split import merge, split_into
-from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 as_stored = torch._C.DisableTorchFunctionSubclass  # to look at split parameters in, as nothing but tensors
 
@@ -55,16 +54,12 @@ class MasterView(Tensor):
     def fp32_value(self) -> Tensor:
         """The FP32 value, a new tensor."""
         self.owner.reconcile()
-        working = self.as_subclass(Tensor)
-        return merge(working, self.remainder_bits) if working.dtype in LOWER_PRECISION_DTYPES else working.clone()
+        return merge(self.as_subclass(Tensor), self.remainder_bits)
 
     @stores_16_bits
     def write_fp32(self, value: Tensor) -> None:
         """Write FP32 ``value``, of its shape, into the parameter."""
-        if self.dtype in LOWER_PRECISION_DTYPES:
-            split_into(value, self.as_subclass(Tensor), self.remainder_bits)
-        else:
-            self.as_subclass(Tensor).copy_(value)
+        split_into(value, self.as_subclass(Tensor), self.remainder_bits)
         self.owner.note_written()
 
     @property
@@ -108,10 +103,7 @@ def read_in_fp32(
             for tensor in targets:
                 _owner(tensor).take_snapshot()
             return func(*args, **kwargs)
-    result = _call_on_values(func, args, kwargs, targets, tensors)
-    if _is_split(first) and _casts(func, args, kwargs):  # the whole model may be cast
-        _owner(first).note_cast(result)
-    return result
+    return _call_on_values(func, args, kwargs, targets, tensors)
 
 
 def _call_on_values(
@@ -193,12 +185,6 @@ def _targets(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     return list({id(tensor): tensor for tensor in tensors_in(written) if _is_split(tensor)}.values())
 
 
-def _casts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    if func not in _MOVES:
-        return func in _CASTS
-    return any(isinstance(value, (torch.dtype, Tensor)) for value in (*args[1:], *kwargs.values()))
-
-
 def _named(names: str) -> frozenset[Callable[..., Any]]:
     homes = (Tensor, torch)
     return frozenset(getattr(home, name) for name in names.split() for home in homes if hasattr(home, name))
@@ -207,8 +193,6 @@ def _named(names: str) -> frozenset[Callable[..., Any]]:
 _WIDE = {torch.float32, torch.float64}
 _DETACHES = _named("detach")
 _FINDS_NODES = _named("view_as expand_as")  # of a tensor with itself: how code finds the node that accumulates .grad
-_MOVES = _named("to")
-_CASTS = _named("float type type_as")
 _VIEWS = (
     _DETACHES
     | _named(

@@ -56,48 +56,34 @@ class SplitParameter(nn.Parameter):
     _snapshot: Tensor | None = None
     _wants_true_gradients: bool
     _merged: tuple[weakref.ref[Tensor], int] | None = None  # the master value that a reader was given, and its version
-    _cast: weakref.ref[Tensor] | None = None  # what float() or the like gave
 
     @property
     def data(self) -> Tensor:
         with as_stored():
             self.take_snapshot()
-            working = _DATA.__get__(self)
-            return view_of(working, self.remainder_bits, self) if working.dtype in LOWER_PRECISION_DTYPES else working
+            return view_of(_DATA.__get__(self), self.remainder_bits, self)
 
     @data.setter
     @stores_16_bits
     def data(self, value: Tensor) -> None:
-        is_cast = self._cast is not None and self._cast() is value
-        if value.dtype is torch.float32 and self.dtype in LOWER_PRECISION_DTYPES and not is_cast:
+        if value.dtype is not self.dtype:
+            # The layout has the say in the dtype: model.float() and the like change no value that anybody reads.
+            value = value.float()
             halves = split(value, self.dtype)
             _DATA.__set__(self, torch.empty_like(value, dtype=self.dtype).copy_(halves.working))  # in memory as `value`
             self.remainder_bits = halves.remainder
             _mark_seen(self)
             return
-        value = value.as_subclass(Tensor) if isinstance(value, MasterView) else value
-        master, before = open_master(self), _DATA.__get__(self)
+        self.reconcile()
+        before, remainder = _DATA.__get__(self), self.remainder_bits
+        value = value.as_subclass(Tensor)  # no MasterView, which is one of what is here now
         _DATA.__set__(self, value)
-        self._merged = None
-        if value.shape == before.shape:  # written, moved to a device, or cast as model.float() does
-            self._keep_master_where_equal(master, before)
-        else:
-            self.remainder_bits = torch.zeros_like(value, dtype=REMAINDER_DTYPE)
-        self._snapshot = _DATA.__get__(self).clone()  # `value` still is an alias
-        self._version_seen = version_of(self)
-
-    @torch.no_grad()
-    def _keep_master_where_equal(self, master: Tensor, before: Tensor) -> None:
-        value = _DATA.__get__(self)
-        master, before = master.to(value.device), before.to(value.device)
-        if value.dtype in LOWER_PRECISION_DTYPES:
-            halves = split(master, value.dtype)
-            self.remainder_bits = halves.remainder
-            _keep_where_equal(self.remainder_bits, value, halves.working)
-            return
-        if value.dtype is torch.float32:
-            _DATA.__set__(self, torch.where(value == before.float(), master, value))
         self.remainder_bits = torch.zeros_like(value, dtype=REMAINDER_DTYPE)
+        if value.shape == before.shape:  # written, or moved to a device
+            self.remainder_bits.copy_(remainder)
+            _keep_where_equal(self.remainder_bits, value, before.to(value.device))
+        self._merged, self._snapshot = None, value.clone()  # whoever gave `value` still has it
+        self._version_seen = version_of(self)
 
     @property
     def grad(self) -> Tensor | None:
@@ -163,7 +149,7 @@ class SplitParameter(nn.Parameter):
         """As ``Tensor.copy_``; the bits of an FP32, FP64 or split ``source`` are kept in the remainder."""
         if isinstance(source, (SplitParameter, MasterView)):
             source = source.fp32_value()
-        if source.dtype not in (torch.float32, torch.float64) or self.dtype is torch.float32:
+        if source.dtype not in (torch.float32, torch.float64):
             return _noticed("copy_")(self, source, non_blocking)
         value = source.detach().to(self.device, torch.float32).expand(self.shape).contiguous()
         halves = split(value, self.dtype)
@@ -207,19 +193,16 @@ class SplitParameter(nn.Parameter):
         if self._scaled is not None:
             _GRAD.__set__(self, None)
 
-    def note_cast(self, value: Tensor) -> None:
-        """Take in that ``value`` is what somebody has cast the parameter to, perhaps to have it in its place."""
-        self._cast = weakref.ref(value)
-
     @stores_16_bits
     def fp32_value(self) -> Tensor:
-        """The FP32 master weight as a new tensor."""
-        return open_master(self)
+        """The FP32 master weight as a new tensor, to change and give to :meth:`write_fp32`."""
+        return merge(*halves_of(self))
 
     @stores_16_bits
     def write_fp32(self, value: Tensor) -> None:
-        """Set the FP32 master weight."""
-        write_master(self, value)
+        """Set the FP32 master weight, and with it the parameter."""
+        split_into(value, _DATA.__get__(self), self.remainder_bits)
+        note_written_halves(self)
 
     def note_written(self) -> None:
         """Take in that both halves were written."""
@@ -227,18 +210,25 @@ class SplitParameter(nn.Parameter):
 
     def reconcile(self) -> None:
         """Let writes from outside win."""
-        _reconcile(self)
+        version = version_of(self)
+        if self._snapshot is not None:
+            _keep_where_equal(self.remainder_bits, _DATA.__get__(self), self._snapshot)
+            _renew_snapshot(self)
+        elif self._version_seen != version:
+            self.remainder_bits.zero_()
+            self._merged = None
+        self._version_seen = version
 
     def take_snapshot(self) -> None:
         """Notice, element by element, what is about to be written."""
         if self._snapshot is None:
-            _reconcile(self)
+            self.reconcile()
             self._snapshot = _DATA.__get__(self).clone()
         self._merged = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(open_master(self), self.requires_grad)
+            memo[id(self)] = nn.Parameter(self.fp32_value(), self.requires_grad)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -326,47 +316,28 @@ def unsplit(parameter: SplitParameter) -> None:
 
 def master_value(parameter: SplitParameter) -> Tensor:
     """The FP32 master weight, of the parameter's shape: a new tensor, or one given before that is still true."""
-    _reconcile(parameter)
+    parameter.reconcile()
     if parameter._merged is not None:  # tied weights of one state dict stay one tensor
         given, version = parameter._merged[0](), parameter._merged[1]
         if given is not None and version_of(given) == version:
             return given
-    merged = open_master(parameter)
+    merged = parameter.fp32_value()
     parameter._merged = weakref.ref(merged), version_of(merged)
     return merged
-
-
-def open_master(parameter: SplitParameter) -> Tensor:
-    """The FP32 master weight as a new tensor, to change and give to :func:`write_master`."""
-    halves = halves_of(parameter)
-    return _DATA.__get__(parameter).clone() if halves is None else merge(*halves)
 
 
 @torch.no_grad()
 def master_sample(parameter: nn.Parameter, select: Callable[[Tensor], Tensor]) -> Tensor:
     """What ``select``, which picks elements by place, takes of the FP32 master weight of any parameter."""
-    halves = halves_of(parameter) if isinstance(parameter, SplitParameter) else None
-    if halves is None:
+    if not isinstance(parameter, SplitParameter):
         return select(parameter.detach()).to(torch.float32)
-    return merge(select(halves.working), select(halves.remainder))
+    return merge(*map(select, halves_of(parameter)))
 
 
-@torch.no_grad()
-def write_master(parameter: SplitParameter, value: Tensor) -> None:
-    """Set the FP32 master weight, and with it the parameter."""
-    working = _DATA.__get__(parameter)
-    if working.dtype is torch.float32:  # somebody called model.float()
-        working.copy_(value)
-    else:
-        split_into(value, working, parameter.remainder_bits)
-    note_written_halves(parameter)
-
-
-def halves_of(parameter: SplitParameter) -> Split | None:
-    """The halves of the master weight, to write to; then call :func:`note_written_halves`. None if it is FP32 now."""
-    _reconcile(parameter)
-    working = _DATA.__get__(parameter)
-    return Split(working, parameter.remainder_bits) if working.dtype in LOWER_PRECISION_DTYPES else None
+def halves_of(parameter: SplitParameter) -> Split:
+    """The halves of the master weight, to write to; then call :func:`note_written_halves`."""
+    parameter.reconcile()
+    return Split(_DATA.__get__(parameter), parameter.remainder_bits)
 
 
 def note_written_halves(*parameters: SplitParameter) -> None:
@@ -459,12 +430,8 @@ def put_masters_into_state_dict(
     """State-dict hook of a module: its split parameters are saved as what they are, FP32 values."""
     for name, parameter in module._parameters.items():
         key = prefix + name
-        if key not in state_dict or state_dict[key] is parameter:
-            continue
-        if isinstance(parameter, SplitParameter):
+        if isinstance(parameter, SplitParameter) and key in state_dict and state_dict[key] is not parameter:
             state_dict[key] = master_value(parameter)
-        elif (master := getattr(parameter, "master", None)) is not None:  # of a split shard
-            state_dict[key] = master()
 
 
 @torch.no_grad()
@@ -475,17 +442,10 @@ def follow_first_rank(parameters: Sequence[SplitParameter], group: Any) -> None:
     for parameter in parameters:
         if parameter._snapshot is None and version_of(parameter) == parameter._version_seen + 1:
             parameter._version_seen += 1  # DDP's writing, of what was there
-        _reconcile(parameter)
+        parameter.reconcile()
         for half in (_DATA.__get__(parameter), parameter.remainder_bits):
             distributed.broadcast(half.contiguous().view(torch.uint8), first, group=group)
         _mark_seen(parameter)
-
-
-def remainder_where_equal(remainder: Tensor, working: Tensor, before: Tensor) -> Tensor:
-    """A copy of ``remainder``, 0 where ``working`` is no longer what it was ``before``."""
-    kept = remainder.clone()
-    _keep_where_equal(kept, working, before)
-    return kept
 
 
 def _mark_seen(*parameters: SplitParameter) -> None:
@@ -503,21 +463,7 @@ def _renew_snapshot(parameter: SplitParameter) -> None:
         parameter._snapshot = working.clone()
 
 
-def _reconcile(parameter: SplitParameter) -> None:
-    """Let writes from outside win."""
-    version = version_of(parameter)
-    if parameter._snapshot is not None:
-        _keep_where_equal(parameter.remainder_bits, _DATA.__get__(parameter), parameter._snapshot)
-        _renew_snapshot(parameter)
-    elif parameter._version_seen != version:
-        parameter.remainder_bits.zero_()
-        parameter._merged = None
-    parameter._version_seen = version
-
-
 @torch.no_grad()
 def _keep_where_equal(remainder: Tensor, working: Tensor, before: Tensor) -> None:
-    if working.dtype not in LOWER_PRECISION_DTYPES:
-        return
     changed = working.view(torch.int16) != before.view(torch.int16)  # bits: NaN does not equal itself
     remainder.masked_fill_(changed, 0)

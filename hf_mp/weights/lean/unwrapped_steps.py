@@ -51,6 +51,4 @@ _refuse.only_refuses = True  # type: ignore[attr-defined]
 
 
 def _lacks_master(parameter: Any) -> bool:
-    here = getattr(parameter, "local", parameter)  # of a shard
-    is_lean = isinstance(here, SplitParameter) and (here.is_saved_in_full or here is not parameter)
-    return is_lean and not here.has_optimizer
+    return isinstance(parameter, SplitParameter) and parameter.is_saved_in_full and not parameter.has_optimizer

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ from hf_mp.weights.ranks.placement import (
     Placement,
     check_masters,
     check_placement,
-    get_rank,
     is_dtensor,
     is_running,
     local_part,
@@ -71,8 +69,7 @@ class Ranks:
         if not is_running():
             return
         check_placement(model, placement)
-        if not is_lean:
-            check_masters(model, placement)
+        check_masters(model, placement)
         if not torch.is_grad_enabled():
             return
         if self._stepped:
@@ -151,38 +148,15 @@ class Ranks:
 
 
 def compare_settings(group: ProcessGroup, settings: str) -> None:
-    """Raise a ValueError, on all ranks of ``group``, if not all of them call this with the same ``settings``.
-
-    A rank that does not come ends the others' wait after the timeout of ``init_process_group``: a RuntimeError.
-    """
-    ranks, store = torch.distributed.get_process_group_ranks(group), _default_store()
-    if store is None:
+    """Raise a ValueError, on all ranks of ``group``, if not all of them call this with the same ``settings``."""
+    if torch.distributed.get_backend(group) == "fake":  # of a plan, which has no other ranks
         return
-    _COMPARISONS[group.group_name] += 1
-    keys = {rank: f"hf_mp/{group.group_name}/{_COMPARISONS[group.group_name]}/{rank}" for rank in ranks}
-    store.set(keys[get_rank()], settings)
-    try:
-        store.wait(list(keys.values()), 0.9 * store.timeout)  # before the others' collectives end the job
-    except RuntimeError as error:
-        late = ", ".join(str(rank) for rank, key in keys.items() if not store.check([key]))
-        raise RuntimeError(
-            f"rank {late} has not attached mixed precision as rank {get_rank()} has, or has not come so far: all of "
-            f"ranks {ranks} train one model, so all must attach it alike"
-        ) from error
-    found = {rank: store.get(key).decode() for rank, key in keys.items()}
-    if len(set(found.values())) > 1:
-        said = "; ".join(f"rank {rank} has {one}" for rank, one in found.items())
+    ranks = torch.distributed.get_process_group_ranks(group)
+    found = [""] * len(ranks)
+    torch.distributed.all_gather_object(found, settings, group=group)
+    if len(set(found)) > 1:
+        said = "; ".join(f"rank {rank} has {one}" for rank, one in zip(ranks, found, strict=True))
         raise ValueError(f"ranks that train one model have different settings: {said}. Give all of them the same")
-
-
-def _default_store() -> Any:
-    """The store of all processes; None where there is none to ask: MPI, a fake process group, another torch."""
-    distributed: Any = torch.distributed
-    find_store = getattr(distributed.distributed_c10d, "_get_default_store", None)  # private
-    return None if find_store is None or distributed.get_backend() == "fake" else find_store()
-
-
-_COMPARISONS: Counter[str] = Counter()  # by the name of a group, counted alike on all ranks
 
 
 def check_reduced_dtypes(ddp: Any) -> None:

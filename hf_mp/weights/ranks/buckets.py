@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.weights.lean.split_parameter import SplitParameter, follow_first_rank
-from hf_mp.weights.ranks.placement import is_dtensor
 from hf_mp.weights.ranks.wire import Runtime, sum_parts
 
 
@@ -103,11 +101,6 @@ def check_split_reduction(model: nn.Module, policy: PrecisionPolicy, runtime: An
         raise ValueError(
             f"free_gradients='backward' updates before gradients are reduced: leave it out on several processes, or "
             f"use {name} on one"
-        )
-    if any(map(is_dtensor, model.parameters())) and any(isinstance(one, _NormBase) for one in model.modules()):
-        raise ValueError(
-            f"{name} keeps weights of normalizations with statistics in FP32, and FSDP reduces one dtype: use "
-            f"{usual!r}, or DDP"
         )
     for parameter in model.parameters():
         if isinstance(parameter, SplitParameter) and parameter._wants_true_gradients:

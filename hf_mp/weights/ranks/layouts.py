@@ -21,9 +21,6 @@ class TransientLayout(WeightLayout):
     """FP32 masters whose memory something else manages (FSDP2): rounded at each use."""
 
     keeps_copies = False
-    _instead_of_bitsandbytes = (
-        "a lean layout, whose shards under FSDP2 are plain (precision='fp16-lean'), or torch's optimizers"
-    )
 
     def __init__(self, policy: PrecisionPolicy) -> None:
         super().__init__(policy)
@@ -35,7 +32,7 @@ class TransientLayout(WeightLayout):
     def join_ranks(
         self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
     ) -> None:
-        send_in_16_bits(model, self.policy, runtime, in_fp32, None)
+        send_in_16_bits(model, self.policy, runtime, in_fp32)
 
     def restore(self, model: nn.Module | None) -> None:
         super().restore(model)
@@ -52,7 +49,7 @@ class TransientLayout(WeightLayout):
         if type(optimizer).__module__.startswith("bitsandbytes."):
             raise ValueError(
                 f"{type(optimizer).__name__} of bitsandbytes updates plain tensors, and these parameters are DTensors: "
-                f"use {self._instead_of_bitsandbytes}"
+                "use torch's optimizers"
             )
         return optimizer
 
@@ -68,8 +65,6 @@ class TensorParallelLayout(TransientLayout):
 
     No copy is kept between forwards: a DTensor's version counter knows nothing of writes into its shard.
     """
-
-    _instead_of_bitsandbytes = "torch's optimizers"
 
     def working_copies(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
         return {id(weight): weight.detach().to(self.policy.compute) for weight in weights if is_master(weight)}

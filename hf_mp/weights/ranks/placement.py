@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.weights.lean.split_parameter import SplitParameter
 from hf_mp.weights.model_walk import modules_of, parameters_of
 
 if TYPE_CHECKING:
@@ -190,13 +191,14 @@ def _ranks_of(mesh: Any) -> list[int]:
 
 
 def check_masters(model: nn.Module, placement: Placement) -> None:
-    """Raise a ValueError where DDP or FSDP2 holds trained parameters of ``model`` in 16 bits."""
+    """Raise a ValueError where DDP or FSDP2 holds trained parameters of ``model`` in 16 bits, and nobody the rest."""
     is_ddp = isinstance(model, DistributedDataParallel)
     if not is_ddp and not placement.fsdp:
         return
     wrapper = "DistributedDataParallel" if is_ddp else "fully_shard"
     for parameter in parameters_of(model):
-        if parameter.requires_grad and parameter.dtype in LOWER_PRECISION_DTYPES:
+        is_narrow = parameter.dtype in LOWER_PRECISION_DTYPES and not isinstance(parameter, SplitParameter)
+        if is_narrow and parameter.requires_grad:
             raise ValueError(
                 f"{_name_of(parameter, model)} is {parameter.dtype} and {wrapper} holds it already, so it cannot be "
                 f"given an FP32 master: attach mixed precision to the model before {wrapper}, or load it in FP32"

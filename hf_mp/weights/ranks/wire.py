@@ -32,25 +32,6 @@ class Runtime(Protocol):
         """S, FP32 of shape (1,); None where nothing is scaled."""
 
 
-class Arrivals:
-    """The factor that unscales the reduced gradients of a backward, while it runs."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime, self._task = runtime, -1
-        self.inverse: Tensor | None = None  # FP32 of shape (1,), or None for 1
-
-    def begin(self, device: torch.device) -> None:
-        """Called before a reduced gradient of this backward arrives on ``device``."""
-        if self._task != (task := torch._C._current_graph_task_id()):
-            self._task = task
-            factor = self._runtime.scale(device)
-            self.inverse = None if factor is None else factor.reciprocal()
-
-    def are_open(self) -> bool:
-        """Whether this is called in that backward."""
-        return self._task != -1 and self._task == torch._C._current_graph_task_id()
-
-
 class RoundedGather:
     """An all-gather of FP32 shards that sends them rounded to ``dtype``, and casts what it receives to FP32.
 
@@ -119,14 +100,10 @@ class RoundedGather:
 
 
 class ScaledReduceScatter:
-    """A reduce-scatter of FP32 gradients that sends them times S in 16 bits; what it gives is FP32 and unscaled.
+    """A reduce-scatter of FP32 gradients that sends them times S in 16 bits; what it gives is FP32 and unscaled."""
 
-    With ``arrivals`` it stays scaled, for shards of 16 bits, which FSDP rounds it to.
-    """
-
-    def __init__(self, group: Any, policy: PrecisionPolicy, runtime: Runtime, arrivals: Arrivals | None) -> None:
-        self.before, self._policy = group._reduce_scatter_comm, policy
-        self._runtime, self._arrivals = runtime, arrivals
+    def __init__(self, group: Any, policy: PrecisionPolicy, runtime: Runtime) -> None:
+        self.before, self._policy, self._runtime = group._reduce_scatter_comm, policy, runtime
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """As FSDP's own."""
@@ -139,19 +116,15 @@ class ScaledReduceScatter:
         """Reduce ``input_tensor``, one dimension, into this rank's part of it, ``output_tensor``."""
         averages, wire = op == torch.distributed.ReduceOp.AVG, self._policy.wire
         factor = self._runtime.scale(input_tensor.device)
-        if self._arrivals is not None:
-            self._arrivals.begin(input_tensor.device)
         sums = averages or op == torch.distributed.ReduceOp.SUM
         if wire is torch.float32 or input_tensor.dtype is not torch.float32 or not sums:
             self.before(output_tensor, input_tensor, group, op, False)
-            if factor is not None and self._arrivals is not None:
-                output_tensor.div_(factor.reciprocal())
             return
         sent = (input_tensor if factor is None else input_tensor * factor).to(wire)
         sum_parts(output_tensor, sent, group)
         if averages:
             output_tensor.div_(group.size())
-        if factor is not None and self._arrivals is None:
+        if factor is not None:
             output_tensor.div_(factor)
 
 
@@ -196,16 +169,11 @@ def _hooks_of(module: Any) -> Iterator[tuple[dict[int, Any], int]]:
             yield hooks, key
 
 
-def send_in_16_bits(
-    model: nn.Module, policy: PrecisionPolicy, runtime: Runtime, kept: Iterable[nn.Module], arrivals: Arrivals | None
-) -> None:
+def send_in_16_bits(model: nn.Module, policy: PrecisionPolicy, runtime: Runtime, kept: Iterable[nn.Module]) -> None:
     """Have FSDP2 gather weights of ``model`` in 16 bits, and reduce gradients as ``policy`` says.
 
     ``kept`` are modules whose parameters, those of their children included, travel in FP32. A communication that was
-    set before (``set_custom_all_gather``, ``set_symm_mem_for_comm``) stays. ``arrivals``: as for the reduce-scatter.
-
-    Raises:
-        ValueError: for what keeps gradients from staying scaled until they reach shards of 16 bits.
+    set before (``set_custom_all_gather``, ``set_symm_mem_for_comm``) stays.
     """
     for module, group in fsdp_groups(model):
         for hooks, key in _hooks_of(module) if module._compiled_call_impl is None else ():
@@ -213,21 +181,8 @@ def send_in_16_bits(
                 hooks[key] = _Unseen(hooks[key])
         if type(group._all_gather_comm).__name__ == "DefaultAllGather":
             module.set_custom_all_gather(RoundedGather(group, policy.compute, kept))
-        if arrivals is not None or policy.wire is not torch.float32:
-            _reduce_scaled(module, group, policy, runtime, arrivals)
-
-
-def _reduce_scaled(
-    module: Any, group: Any, policy: PrecisionPolicy, runtime: Runtime, arrivals: Arrivals | None
-) -> None:
-    before = group._reduce_scatter_comm
-    if type(before).__name__ == "DefaultReduceScatter":
-        module.set_custom_reduce_scatter(ScaledReduceScatter(group, policy, runtime, arrivals))
-    elif arrivals is not None and not isinstance(before, ScaledReduceScatter):
-        raise ValueError(
-            f"precision={str(policy)!r} keeps gradients scaled, and another reduce-scatter ({type(before).__name__}) "
-            "was set: leave it out, or use a default layout"
-        )
+        if policy.wire is not torch.float32 and type(group._reduce_scatter_comm).__name__ == "DefaultReduceScatter":
+            module.set_custom_reduce_scatter(ScaledReduceScatter(group, policy, runtime))
 
 
 def send_as_before(model: nn.Module) -> None:
