@@ -108,9 +108,9 @@ def _split_fp16(value: Tensor, working: Tensor, remainder: Tensor) -> Tensor:
 
 def _merge_into_fp16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     value.copy_(working)
-    binade = (value.view(torch.int32) & _EXPONENT_BITS).clamp_(_SMALLEST_BINADE, _LARGEST_BINADE)
-    # Negated twice, so that -0.0 stays what it is: torch's copysign costs as much as all of the rest.
-    value.addcmul_(remainder.neg().float(), binade.view(torch.float32), value=-(2.0**-25))
+    unit = (value.view(torch.int32) & _EXPONENT_BITS).clamp_(_SMALLEST_BINADE, _LARGEST_BINADE)
+    merged = torch.addcmul(value, remainder.float(), unit.sub_(_UNITS_BELOW_BINADE).view(torch.float32))
+    torch.copysign(merged, value, out=value)  # -0.0 plus no unit is +0.0
 
 
 class _Format(NamedTuple):
