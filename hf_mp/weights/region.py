@@ -8,7 +8,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -93,17 +93,17 @@ class Region(autocast):
         is_reading = not has_grad and self.observer is None and not torch.is_grad_enabled()
         thread.weights, thread.is_reading = weights, is_reading
         thread.lowers_caches = is_reading and self._lowers_attention()
-        thread.is_dispatched = weights is not None and self._may_be_dispatched(weights)
-        thread.sees_calls = not thread.is_dispatched or weights is None or weights.is_watched
+        kernels: AbstractContextManager[None] = nullcontext()
+        thread.is_dispatched, thread.sees_calls = False, True
         if weights is not None:
             weights.fill()
-        versions = [] if weights is None or thread.sees_calls else weights.versions()
+            if self._may_be_dispatched(weights):
+                kernels = self._kernels(weights)
+                thread.is_dispatched, thread.sees_calls = True, weights.is_watched
         self._threads.append(ident)
         try:
-            with self.layout.saving(), self._kernels(), self:
+            with self.layout.saving(), kernels, self:
                 yield
-            if weights is not None and not thread.sees_calls:
-                _refuse_writes(weights.versions(), versions)
         finally:
             self._threads.remove(ident)
             vars(thread).update(before)
@@ -126,12 +126,12 @@ class Region(autocast):
         return True
 
     @contextmanager
-    def _kernels(self) -> Iterator[None]:
-        if not self.thread.is_dispatched:
-            yield
-            return
+    def _kernels(self, weights: Slots) -> Iterator[None]:
+        versions = [] if weights.is_watched else weights.versions()
         with dispatched(self):
             yield
+        if not weights.is_watched:
+            _refuse_writes(weights.versions(), versions)
         if compiled_frames():  # a first compiled function: its graph has the casts of this region for everybody
             torch._dynamo.reset()
             self._meets_compiler = True
