@@ -57,6 +57,7 @@ LOWER_PRECISION_DTYPES: dict[torch.dtype, ComputeDtype] = {
             ("float16", "half"),
             "c10::Half",
             loss_scale="headroom",
+            # torch has no public question for what oneDNN multiplies on this CPU.
             has_cpu_products=lambda: bool(torch.ops.mkldnn._is_mkldnn_fp16_supported()),
             has_cpu_convolutions=False,
         ),
@@ -330,6 +331,7 @@ def _lean_layout(entry: ComputeDtype) -> dict[str, PrecisionPolicy]:
 PRESETS: dict[str, PrecisionPolicy] = {"fp32": PrecisionPolicy(compute=torch.float32)}
 """The policies by name. A new one is one entry, before :mod:`hf_mp.trainer` and :mod:`hf_mp.memory` are imported."""
 
+# All default layouts first: help texts and messages list them in this order.
 for _layout in (_default_layout, _lean_layout):
     for _entry in LOWER_PRECISION_DTYPES.values():
         PRESETS |= _layout(_entry)

@@ -76,6 +76,7 @@ def accumulates(node: Any, index: int) -> bool:
     if torch.is_grad_enabled():  # create_graph=True
         return False
     try:
+        # The engine alone knows whether this is backward(), which fills .grad, or autograd.grad(), which does not.
         return torch._C._will_engine_execute_node(node.next_functions[index][0])
     except RuntimeError:  # how torch says that this is torch.autograd.grad
         return False
@@ -180,6 +181,7 @@ def inward_borders(
     if not with_aliases and all(copy is None for copy in copies):
         return list(outside), list(copies)
     inside = _InwardBorders.apply(crossings, copies, with_aliases, *outside)
+    # None where nothing wants a gradient.
     if (node := inside[0].grad_fn) is not None and _has_order():
         node._set_sequence_nr(_AT_ONCE)
     of_copies = iter(inside[len(outside) if with_aliases else 0 :])
@@ -200,6 +202,7 @@ def behind_border(copy: Tensor) -> Behind | None:
     An op that writes the gradient of ``outside`` itself, times the inverse of S, needs no 16-bit gradient.
     """
     node: Any = copy.grad_fn
+    # autograd names the class of a node's forward nowhere else.
     if getattr(type(node), "_forward_cls", None) is not _InwardBorders:
         return None
     place = node.leads_to[copy.output_nr]

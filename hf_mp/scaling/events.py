@@ -94,6 +94,7 @@ def check_free_gradients(policy: PrecisionPolicy, free_gradients: str, max_grad_
 
 def observers_for(takers: Mapping[str, tuple[str, str] | None], name: str, *arguments: Any) -> list[StepObserver]:
     """The observer that ``name`` has among ``takers``, made of ``arguments``."""
+    # By name: a training that asks for none of them imports none.
     home = takers[name]
     return [] if home is None else [getattr(import_module(home[0]), home[1])(*arguments)]
 

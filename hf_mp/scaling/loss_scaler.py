@@ -184,6 +184,7 @@ class LossScaler(Generic[Rule]):
         before, after = self.state, self._state.adjust(StepReport(overflow=True))
         is_lower = self._enabled and after.scale < before.scale
         if scale is not None and is_lower:
+            # A replay has found that this scale fits: no need to go down step by step.
             after = replace(after, scale=max(scale, min(self.smallest_scale, before.scale)))
         skips = max(before.consecutive_skips, int(is_lower))
         self.state = replace(after, steps=before.steps, skipped_steps=before.skipped_steps, consecutive_skips=skips)
@@ -217,6 +218,7 @@ class LossScaler(Generic[Rule]):
         if not state_dict:
             way_out = "resume without it, or disable this one"
             raise RuntimeError(f"the state is empty, as that of a disabled scaler is: {way_out}")
+        # A run that moves over from torch.amp goes on at the scale that it had.
         if set(state_dict) == _TORCH_KEYS:
             check_scale(state_dict["scale"])
             self._take(self.state.from_torch(state_dict))

@@ -229,6 +229,7 @@ class HeadroomLossScaler(LossScaler[HeadroomRule]):
 
 
 def _check_device(device: Any) -> None:
+    # torch.device() is the one that knows all names of devices.
     with contextlib.suppress(RuntimeError):  # of a name that is none
         if device is None or isinstance(device, torch.device) or (isinstance(device, str) and torch.device(device)):
             return
@@ -249,6 +250,7 @@ def make_loss_scaler(loss_scale: str | float | None, **settings: Any) -> LossSca
     """
     kind = parse_loss_scale(loss_scale)
     rule = RULES[kind] if isinstance(kind, str) else StaticRule
+    # A rule that is registered elsewhere needs no class of its own: its fields are its settings.
     if (scaler := _SCALERS.get(rule.name)) is not None:
         allowed = set(signature(scaler).parameters) - {"scale", "device"}
     else:
@@ -285,6 +287,7 @@ def load_state(state: Mapping[str, Any], policy: PrecisionPolicy, scaler: LossSc
         found, keys = state.get("version"), sorted(state, key=str)
         raise ValueError(f"not a mixed precision state of version {STATE_VERSION}: version={found!r}, keys {keys}")
     saved = PrecisionPolicy.parse(str(state.get("precision", policy)))
+    # Another rule would read the numbers of this one as its own.
     if saved.loss_scale == policy.loss_scale:
         scaler.load_state_dict(state["loss_scaler"])
         return

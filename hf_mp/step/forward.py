@@ -69,6 +69,7 @@ class _Passage:
             if weights.has_borders:
                 args, kwargs = apply_to_tensors(weights.bring_in_argument, (args, kwargs))
         self.args, self.kwargs = args, kwargs
+        # The arguments have crossed: inside, they are recognized as made in this forward.
         self._inside = runtime.region.running(weights)
         self._inside.__enter__()
         self.forward = autocasts.active[-1].ruled(forward.module(), forward.inside)
@@ -85,6 +86,7 @@ class _Passage:
         """The outputs, each through its border."""
         weights = self._weights
         if weights is not None:
+            # After the forward, also if it is the first of its kind: an exception teaches nothing.
             weights.learn()
         if weights is None or not weights.has_grad:
             return apply_to_tensors(lambda output: output_border(output, None), outputs, objects=True)

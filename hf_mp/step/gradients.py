@@ -59,6 +59,7 @@ class Verdict:
         Holds no gradients, so that they may be freed: those of a device that takes ``found_inf`` are not read again.
         """
         device, largest = self.bound.device, self.bound if self.largest is None else self.largest
+        # One copy: each would be a round trip that the host waits for.
         numbers = torch.stack([self.bound, largest.to(device)]).to("cpu", non_blocking=True)  # into pinned memory
         arrival = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         return Verdict((), (), numbers[0], True, None if self.largest is None else numbers[1], arrival)
@@ -159,6 +160,7 @@ class GradientCheck:
         if not (found := self.layout.gradients(parameters)):
             return None
         largest, norm = measure(found, with_norm=self.measures_norm)
+        # FSDP and DDP's no_sync leave sums that other ranks have yet to add to.
         is_final = self._ranks.gradients_are_final(parameters)
         self._measured = MeasuredGradients([gradient for gradient, _ in found]) if is_final else None
         self._norm, self._bound, self.clipping = norm, largest, None

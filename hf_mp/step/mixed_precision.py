@@ -107,6 +107,7 @@ class MixedPrecision:
         self.observers: list[StepObserver] = observers_for(FREE_GRADIENTS, free_gradients, self, max_grad_norm)
         self.uses_up_gradients = any([observer.uses_up_gradients for observer in self.observers])
         self.observers += observers_for(ON_OVERFLOW, on_overflow, self)
+        # A library may put its own forward over ours; detach() then finds the runtime here.
         RUNTIMES.add(self)
 
     @property
@@ -141,6 +142,7 @@ class MixedPrecision:
         if self.model is not None:
             raise ValueError("this MixedPrecision has a model already: detach() it, or make another one")
         placement = placement_of(model)
+        # All that can be refused is refused before the model is touched.
         check_attachable(model, placement)
         check_layout(model, placement, self.policy, is_scaled=self.scaler.is_scaling)
         try:
@@ -155,6 +157,7 @@ class MixedPrecision:
         return model
 
     def _take_model(self, model: nn.Module) -> None:
+        # The model holds the runtime by its forward: held strongly here, the pair would wait for the garbage collector.
         self._model = weakref.ref(model)
         self.region, self.check.is_scaled = self._make_region(model), self.scaler.is_scaling
         self._patches = weakref.finalize(model, acquire(PATCHES, VALUE_PATCHES, *cache_patches()))
@@ -165,6 +168,7 @@ class MixedPrecision:
 
     def add_rules(self, rules: Mapping[str, str]) -> None:
         """Have rules by module (``remedies``) hold too, and be saved; a ValueError for names that match no module."""
+        # The region refuses names that match no module; then nothing else has changed.
         self.region.add_rules(rules if self.model else {}, self.model)
         self.rules, self.remedies = {**self.rules, **rules}, {**self.remedies, **rules}
         self.stats = self.stats.with_remedies(self.remedies)
@@ -203,6 +207,7 @@ class MixedPrecision:
         state_to_fp32(optimizer)
         for observer in self.observers:
             observer.take_optimizer(optimizer)
+        # A copied optimizer has the guard of the one that it was copied from.
         guard = getattr(optimizer.step, "hf_mp_guard", None)
         if guard is None or not guard.runtimes or guard.optimizer is not optimizer:
             guard = StepGuard(optimizer)
@@ -228,6 +233,8 @@ class MixedPrecision:
             self._use_layout_for(model.parameters(), placement)
         if (parameter := next(model.parameters(), None)) is not None:
             self.scaler.scale_tensors(parameter.device)
+        # Borders are autograd functions without rules for torch.func, which has no public way to ask whether it is at
+        # work.
         if torch._C._are_functorch_transforms_active():
             return None
         if has_grad := torch.is_grad_enabled():
@@ -329,6 +336,7 @@ class MixedPrecision:
         knows it; None if torch's own function must do it.
         """
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        # A lean layout has them still scaled in 16 bits, where nobody else can clip them.
         norm = self.layout.clip_grad_norm(given, max_norm)
         if norm is None and (norm := self.check.norm(parameters)) is not None and math.isfinite(max_norm):
             self.check.clip(parameters, max_norm, norm)
@@ -344,6 +352,7 @@ class MixedPrecision:
         self._step_was_skipped = was_skipped
         if self.check.is_scaled:
             self.layout.scale_changes(self.check.parameters)
+        # Now: record_step() sets the next one.
         used_scale = self.scaler.get_scale()
         for observer in self.observers:
             observer.stepped(report)
@@ -353,10 +362,12 @@ class MixedPrecision:
             words = [words for observer in self.observers if (words := observer.last_words())]
             raise LossScaleError("\n".join([str(error), *words])) from None
         finally:
+            # Also of the step that ends the training: its numbers belong into the log.
             self._stats = self._stats.after_step(used_scale, self.scaler.get_scale(), report)
 
     def detach(self) -> None:
         """Leave the model as an ordinary FP32 model and its optimizers as they were: no hook, wrapper or copy stays."""
+        # The last one first: each gives back the forward that it found.
         for forward in filter(None, [reference() for reference in reversed(self._forwards)]):
             forward.remove()
         self.scaler.settle()

@@ -115,8 +115,10 @@ class StepGuard:
             take_in()
         else:
             self._answered = self._answered or _STEP_WAS_SKIPPED.answer_for(optimizer)
+            # The descriptor at torch's class answers only where the optimizer itself has no such attribute.
             vars(optimizer).pop("step_was_skipped", None)
             runtime.scaler.settle_later(take_in)
+        # Lean gradients are read by the kernels that were queued, and nobody else needs them.
         if hasattr(optimizer, "free_gradients") and not vars(optimizer).get("step_was_skipped"):
             optimizer.free_gradients()
         return result
@@ -132,6 +134,7 @@ class StepGuard:
         optimizer, result = self.optimizer, None
         with labelled("read of the verdict"):
             reports = [runtime.report(verdict) for runtime, verdict in zip(runtimes, verdicts, strict=True)]
+        # A replay has the forwards of one model, and a closure is the loop's to call again.
         may_try_again = len(runtimes) == 1 and not kwargs and reports[0].overflow
         if may_try_again and (again := tried_again(runtimes[0].observers, optimizer)) is not None:
             reports, is_updated = [again], False
@@ -181,6 +184,8 @@ def _check_step(optimizer: Any, runtimes: list[MixedPrecision]) -> None:
             "optimizer.step() was called in a backward, of which the other gradients would be divided by the next loss "
             "scale: use free_gradients='backward' in a lean layout, or a precision that scales nothing (bf16)"
         )
+    # torch.amp.GradScaler leaves the two on an optimizer that has _step_supports_amp_scaling, and calls its step in any
+    # case.
     told = vars(optimizer)
     if told.get("found_inf") is not None or told.get("grad_scale") is not None:
         optimizer.found_inf = optimizer.grad_scale = None

@@ -42,6 +42,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 def runtimes_of(model: nn.Module) -> list[Any]:
     """Each MixedPrecision that is attached to ``model``, to a model inside, or to one whose forward reaches into it."""
     modules = list(model.modules())
+    # An attached forward lies in the instance; the class has the model's own.
     forwards = [module.__dict__.get("forward") for module in modules]
     # A library may have put its own forward over ours, with a copy of its attributes.
     of_forwards = [one.runtime for one in forwards if isinstance(one, ReplacedForward) and hasattr(one, "runtime")]
@@ -128,6 +129,7 @@ def _inexact(model: nn.Module) -> Iterator[str]:
     In dense models, and in experts that Transformers stacks, only products and attention depend on it.
     """
     for name, part in model.named_modules():
+        # Transformers marks so what cannot go back to an earlier token (Mamba, RWKV).
         if getattr(part, "_is_stateful", False):
             yield "it has a recurrent state, which training computes in another order than generation"
         positions = getattr(type(part), "_prepare_position_ids_for_generation", None)
@@ -196,6 +198,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module | None) -> None:
 
 def check_closure(optimizer: Optimizer) -> None:
     """Raise a ValueError if ``optimizer`` calls its closure several times in a step."""
+    # LBFGS requires the argument; others take it for compatibility and call it once.
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(

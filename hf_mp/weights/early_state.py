@@ -24,6 +24,7 @@ def state_to_fp32(optimizer: Optimizer, around: tuple[Optimizer, ...] = ()) -> N
         if is_state and tensor.dtype in LOWER_PRECISION_DTYPES:
             tensor.data = tensor.data.float()  # the same object: state may be shared between containers
     around = (*around, optimizer)
+    # Lookahead, SAM and schedule-free wrappers hold an optimizer, some of them one that holds them.
     for inner in held:
         if isinstance(inner, Optimizer) and all(inner is not outer for outer in around):
             state_to_fp32(inner, around)

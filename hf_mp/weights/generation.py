@@ -39,6 +39,7 @@ CACHE_WRITES: Plan = dict.fromkeys(
 def lowers_attention(model: nn.Module | None) -> bool:
     """Whether tables lower the attention of ``model``, or its kernels do; flex attention wants one dtype of all."""
     config = getattr(model, "config", None)
+    # A model of several parts (vision and text) has a configuration for each.
     configs = [config, *[getattr(config, name, None) for name in getattr(config, "sub_configs", ())]]
     names = {getattr(one, "_attn_implementation", None) for one in configs} - {None}
     return all([name in ("eager", "sdpa") or str(name).startswith("flash_attention") for name in names])

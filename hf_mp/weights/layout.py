@@ -118,6 +118,7 @@ class WeightLayout:
 
 def _to_fp32(parameter: nn.Parameter) -> None:
     if not is_dtensor(parameter):
+        # The Parameter stays: optimizers, tied modules and hooks hold it.
         parameter.data = parameter.data.float()
         return
     whole = nn.Parameter(parameter.detach().float())  # `.data` of a DTensor leaves its shard as it is
@@ -137,6 +138,7 @@ def measure(found: Sequence[tuple[Tensor, Tensor | None]], *, with_norm: bool) -
 
 def largest_true_magnitude(found: Iterable[tuple[Tensor, Tensor | None]]) -> Tensor:
     """The largest magnitude of gradients times their factors (None for 1), FP32 of shape ()."""
+    # A fused scan takes gradients of one factor together.
     by_factor: dict[Tensor | None, list[Tensor]] = {}
     for gradient, factor in found:
         by_factor.setdefault(factor, []).append(gradient)
@@ -152,6 +154,7 @@ def largest_true_magnitude(found: Iterable[tuple[Tensor, Tensor | None]]) -> Ten
 def too_large(layout: WeightLayout, model: nn.Module | None) -> list[str]:
     """The parameters whose gradients make a step be skipped, by name."""
     named = () if model is None else model.named_parameters()
+    # One read of the device for each parameter: only the error that ends a training asks.
     largest = {name: largest_true_magnitude(layout.gradients([one])).item() for name, one in named}
     found = {name: value for name, value in largest.items() if not value < SQUARES_BELOW}
     return [f"{name} ({value:g} squared)" if math.isfinite(value) else name for name, value in found.items()]

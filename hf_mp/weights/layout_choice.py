@@ -25,6 +25,7 @@ def spread_layout(layout: WeightLayout, parameters: Iterable[Tensor], placement:
     Raises:
         ValueError: for a lean layout of a model that is tensor parallel.
     """
+    # Plain tensors need no other layout: DDP holds whole weights.
     if isinstance(layout, TransientLayout) or not any(map(is_dtensor, parameters)):
         return layout
     policy = layout.policy

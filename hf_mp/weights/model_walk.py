@@ -24,6 +24,7 @@ _WALKS: weakref.WeakKeyDictionary[nn.Module, _Walk] = weakref.WeakKeyDictionary(
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """``list(model.modules())``, a third of its time while no module is added, replaced or removed."""
     if (walk := _WALKS.get(model)) is not None:
+        # A module that was removed may be gone, and its address taken by another one.
         modules = [module for reference in walk.modules if (module := reference()) is not None]
         if len(modules) == len(walk.modules) and _children(modules) == walk.children:
             return modules
@@ -35,6 +36,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
     """``list(model.parameters())``, as :func:`modules_of`."""
     found = [p for module in modules_of(model) for p in module._parameters.values() if p is not None]
+    # A tied weight once; parameters are compared by identity, since == compares their values.
     return list({id(parameter): parameter for parameter in found}.values())
 
 

@@ -45,6 +45,7 @@ class ReadingLayout(WeightLayout):
         with_statistics, others = trained_with_statistics(model), {torch.float32, *LOWER_PRECISION_DTYPES}
         others.remove(self.policy.params)
         for parameter in model.parameters():
+            # BatchNorm's weights stay FP32 in a lean layout, next to its statistics.
             is_left = parameter in with_statistics or (self._trained_alone and not parameter.requires_grad)
             if parameter.dtype in others and not is_left and not is_dtensor(parameter):
                 own, parameter.data = parameter.data, split(parameter.data.float(), self.policy.params).working

@@ -112,6 +112,7 @@ class Region(autocast):
 
     def _may_be_dispatched(self, weights: Slots) -> bool:
         """Whether no call of this forward but those in tables needs a look, in the first or in any other."""
+        # FSDP and tensor parallelism fill slots while the forward runs.
         is_plain = self.layout.keeps_copies and not weights.has_borders
         has_rules = self.has_op_rules or self._ruled_modules or self.sums_in_fp64
         return is_plain and not has_rules and self.observer is None and self._dispatches()
@@ -128,6 +129,7 @@ class Region(autocast):
     @contextmanager
     def _kernels(self, weights: Slots) -> Iterator[None]:
         versions = [] if weights.is_watched else weights.versions()
+        # Kernels hold for this thread: one of another forward is not affected.
         with dispatched(self):
             yield
         if not weights.is_watched:
@@ -174,11 +176,13 @@ class Region(autocast):
     def ended(self, weights: Slots) -> None:
         """Take in that a forward has ended, of which tensors may be kept for another one."""
         self.thread.made.append((weights.first_node, torch.autograd._get_sequence_nr()))
+        # What is kept for longer counts as made outside: the list must not grow with the training.
         del self.thread.made[:-1000]
 
     def made_earlier(self, node: Any) -> bool:
         """Whether an earlier forward of this model made an autograd node, whose result was kept."""
         made, number = self.thread.made, node._sequence_nr()
+        # Numbers only grow, so the list is sorted as it is.
         position = bisect.bisect_right(made, (number, math.inf)) - 1
         return position >= 0 and number < made[position][1]
 
@@ -187,6 +191,7 @@ class Region(autocast):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         # Every torch call of a model comes here, most of them in no table: one look-up decides.
+        # Dynamo traces this function: it reads a plan, but no lists of weights.
         if self.observer is not None or is_dynamo_compiling():
             return super().__torch_function__(func, types, args, kwargs)
         thread = self.thread

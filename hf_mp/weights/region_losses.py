@@ -43,6 +43,7 @@ def _cross_entropy(
 
 def _is_saving_elsewhere() -> bool:
     """Whether a checkpoint or an offload takes what autograd saves: our loss holds its logits itself."""
+    # saved_tensors_hooks can be set by a public class, but not asked for.
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is not None and top(False) is not None
 

@@ -86,6 +86,7 @@ class Slots:
         self._slots: list[Slot] = []
         self._filled: list[tuple[Slot, Tensor]] = []  # what lies where
         self._handles: list[RemovableHandle] = []  # of FSDP's modules
+        # autograd numbers nodes as they are made; nothing public tells which of two is older.
         self.first_node = torch.autograd._get_sequence_nr()
         if layout.keeps_copies:
             self._filled = self._bring_in_all(list(self._uses.slots(model)))
@@ -140,6 +141,7 @@ class Slots:
         if self.has_grad and not self._layout.keeps_copies:
             self._fill_gathered(self._model)
             for module in fsdp_modules(self._model):
+                # Hooks on a module that is compiled in place would be part of its graph.
                 if module._compiled_call_impl is None:
                     self._handles.append(module.register_forward_pre_hook(self._fill_gathered))
                     self._handles.append(module.register_forward_hook(self._empty_gathered, always_call=True))
@@ -223,6 +225,7 @@ class Slots:
         """
         weights = {id(i.outside): i.outside for one in targets if (i := self._inside.get(id(one))) is not None}
         written = func(*self.in_fp32(args, {})[0], **self.in_fp32((), kwargs)[1])
+        # A weight that is put back must have its border, whatever the write ran in.
         with torch.set_grad_enabled(self.has_grad):  # writes are made without
             for place, (slot, _) in enumerate(self._filled):
                 if id(slot.weight) in weights and (found := self._bring_in_all([slot])):

@@ -29,6 +29,7 @@ def _clip_value(original: Any, parameters: Any, clip_value: float, *args: Any, *
 VALUE_PATCHES = Patches(
     (
         Patch(
+            # torch.nn.utils has imported the function by name, and callers take it from there.
             ("torch.nn.utils.clip_grad:clip_grad_value_", "torch.nn.utils:clip_grad_value_"),
             _clip_value,
             "clip_grad_value_ hides an overflow from the step",

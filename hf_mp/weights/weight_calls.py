@@ -25,6 +25,7 @@ def calls_of_weights(plan: Plan) -> Plan:
 def _writing_functions() -> Iterator[Callable[..., Any]]:
     for holder, start in ((Tensor, ""), (torch, "_foreach_")):
         for name in dir(holder):
+            # torch lists its in-place functions nowhere; their names tell.
             is_in_place = name.endswith("_") and not name.startswith("__") and name.startswith(start)
             if is_in_place or (holder is Tensor and name in _OPERATORS):
                 yield getattr(holder, name)
@@ -47,6 +48,7 @@ def write_in_place(region: Region, name: str, func: Callable[..., Any], args: An
 def _read_or_set_data(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``weight.data``, of which the parameter outside must know."""
     weights = region.thread.weights
+    # What is read from one alias and written through it must reach the others, which autograd sees as separate tensors.
     first, *others = [args[0]] if weights is None else weights.data_of(args[0])
     for other in others:
         func(other, *args[1:])

@@ -77,6 +77,7 @@ def let_optimizers_be_fast(kind: type[nn.Parameter]) -> None:
 def watch(parameter: nn.Parameter) -> None:
     """Notice writes through ``parameter.data`` from now on. Subclasses of ``nn.Parameter`` are left as they are."""
     if type(parameter) is nn.Parameter:
+        # torch.optim looks up the exact class of parameters before it takes a multi-tensor path.
         let_optimizers_be_fast(WatchedParameter)
         parameter.__class__ = WatchedParameter
         # A parameter within a larger buffer is written through that, as FSDP does.
