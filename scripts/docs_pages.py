@@ -107,7 +107,6 @@ SECTIONS = (
             "hf_mp.memory.footprint.TensorRow",
             "hf_mp.memory.footprint.Kind",
             "hf_mp.memory.footprint.ModuleBytes",
-            "hf_mp.memory.footprint.Difference",
             "hf_mp.memory.precisions.TRAINING_PRESETS",
             "hf_mp.memory.training.TrainingSettings",
             "hf_mp.memory.ledger.Category",

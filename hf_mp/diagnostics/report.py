@@ -14,7 +14,7 @@ from hf_mp.diagnostics.magnitudes import Histogram, Swamped
 from hf_mp.diagnostics.report_charts import percent
 from hf_mp.diagnostics.run_log import RunRecords, StepRecord, read_run
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, StepShares
-from hf_mp.memory.html_page import check_writable, page_template, write_whole
+from hf_mp.memory.html_page import check_writable, page_template
 from hf_mp.scaling.rules import FP16_MAX, scale_text
 
 PAGE_NAME = "precision_report.html"
@@ -42,7 +42,7 @@ def write_report(run_directory: str | Path, path: str | Path | None = None) -> P
 def _write(run_directory: Path, path: str | Path | None) -> tuple[Path, RunRecords]:
     run, target = read_run(run_directory), Path(path or run_directory / PAGE_NAME)
     check_writable(target)
-    write_whole(target, render_report(run))
+    target.write_text(render_report(run), encoding="utf-8")
     return target, run
 
 

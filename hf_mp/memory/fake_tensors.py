@@ -69,7 +69,10 @@ def _attention(
     if enable_gqa and query.shape[-3] != key.shape[-3]:  # only the flash kernel shares heads
         mathematics = torch.ops.aten._scaled_dot_product_attention_math.default
         return mathematics(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
-    bias = None if attn_mask is None else _as_bias(attn_mask, query.dtype).expand(*query.shape[:-1], key.shape[-2])
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        # The memory-efficient kernel adds its mask to the scores.
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask.logical_not(), -torch.inf)
+    bias = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], key.shape[-2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     return efficient(query, key, value, bias, needs_gradient, dropout_p, is_causal, scale=scale)[0]
@@ -84,13 +87,6 @@ def _flash_attention(
     # The kernel takes heads whose width is a multiple of 8.
     padded = [F.pad(tensor, (0, missing)) for tensor in (query, key, value)]
     return flash(*padded, dropout_p, is_causal, False, scale=scale)[0][..., :-missing]
-
-
-def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as the memory-efficient kernel takes it: added to the scores."""
-    if mask.dtype is not torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask.logical_not(), -torch.inf)
 
 
 class FakeSplitParameter(SplitParameter, FakeTensor):

@@ -48,8 +48,6 @@ def largest_batch_size(
     Raises:
         ValueError: for an invalid size, and as :func:`hf_mp.estimate_training_memory`.
     """
-    if "batch_size" in settings:
-        raise ValueError("batch_size is what is searched for: leave it out")
     memory_bytes = parse_size(memory)
     config = find_config(model)
 
@@ -62,10 +60,10 @@ def largest_batch_size(
 
 
 def search_largest(peak: Callable[[int], int], memory_bytes: int) -> int:
-    """The largest n >= 1 with ``peak(n) <= memory_bytes``, or 0; ``peak`` must be non-decreasing.
+    """The largest n from 1 to :data:`LARGEST_TRIED` with ``peak(n) <= memory_bytes``, or 0.
 
-    Memory is nearly linear in the batch size, so the line through the last two points mostly finds the answer at once;
-    if another part of the step becomes the peak, the search continues from there.
+    ``peak`` must be non-decreasing. Memory is nearly linear in the batch size, so the line through the last two points
+    mostly finds the answer at once; if another part of the step becomes the peak, the search continues from there.
     """
     # Bisection alone would need twice as many estimates.
     fits, exceeds = 0, LARGEST_TRIED + 1
@@ -75,8 +73,6 @@ def search_largest(peak: Callable[[int], int], memory_bytes: int) -> int:
             fits = tried
         else:
             exceeds = tried
-    if fits == LARGEST_TRIED:
-        raise ValueError(f"a batch of {fits} still fits in {memory_bytes} bytes: there is nothing to search for")
     return fits
 
 

@@ -3,63 +3,50 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from hf_mp.memory.footprint import Kind, MemoryFootprint, ModuleBytes, TensorRow
+from hf_mp.memory.footprint import Kind, MemoryFootprint, TensorRow
 from hf_mp.memory.precisions import PRECISIONS
 
 
-@dataclass(frozen=True)
-class FoldedRow:
-    name: str  # as `transformer.h.0 - h.11.ln_1.weight`; the plain name for a single one
-    count: int
-    dtype: str
-    device: str
-    shape: tuple[int, ...]
-    total_bytes: int  # of all together
+def fold_parameters(rows: Iterable[TensorRow]) -> list[TensorRow]:
+    """Fold parameters: consecutive layers of equal dtype, device and shape become one row, with the bytes of all.
 
-
-def fold_parameters(rows: Iterable[TensorRow], kind: Kind = Kind.PARAMETER) -> tuple[FoldedRow, ...]:
-    """Fold the tensors of one kind: consecutive layers of equal dtype, device and shape become one line.
-
-    The layer is the first number in a name. A tensor that shares the memory of an earlier one has no line.
+    The layer is the first number in a name. A parameter that shares the memory of an earlier one has no row.
     """
-    runs: list[list[TensorRow]] = []
-    latest: dict[tuple[object, ...], tuple[int | None, list[TensorRow]]] = {}
+    runs: dict[tuple[object, ...], list[TensorRow]] = {}
+    seen: Counter[tuple[object, ...]] = Counter()
     for row in rows:
-        if row.kind is not kind or row.shared_with is not None:
+        if row.kind is not Kind.PARAMETER or row.shared_with is not None:
             continue
         before, layer, after = _split(row.name)
-        key = (before, after, row.dtype, row.device, row.shape, row.place)
-        last, run = latest.get(key, (None, []))
-        # A run ends where a layer is missing or unlike the one before.
-        if layer is None or last != layer - 1:
-            run = []
-            runs.append(run)
-        run.append(row)
-        latest[key] = layer, run
-    return tuple(map(_folded, runs))
+        key = before, after, row.dtype, row.device, row.shape
+        # As long as no layer is missing or unlike the others, its number grows as their count does.
+        runs.setdefault((*key, layer - seen[key]), []).append(row)
+        seen[key] += 1
+    return [_folded(run) for run in runs.values()]
 
 
-def _split(name: str) -> tuple[str, int | None, str]:
+def _split(name: str) -> tuple[str, int, str]:
+    """What stands before the number of the layer, the number, and what stands after; without a number all before."""
     found = re.match(r"((?:[^.]+\.)*?)(\d+)(\..+)$", name)
-    return (found.group(1), int(found.group(2)), found.group(3)) if found else (name, None, "")
+    return (found[1], int(found[2]), found[3]) if found else (name, 0, "")
 
 
-def _folded(run: list[TensorRow]) -> FoldedRow:
-    row = run[0]
-    name = row.name
+def _folded(run: list[TensorRow]) -> TensorRow:
+    name = run[0].name
     if len(run) > 1:
-        before, first, after = _split(row.name)
+        before, first, after = _split(name)
         layers = before.rstrip(".").rpartition(".")[2]
         name = f"{before}{first} - {f'{layers}.' if layers else ''}{_split(run[-1].name)[1]}{after}"
-    return FoldedRow(name, len(run), row.dtype, row.device, row.shape, sum(one.tensor_bytes for one in run))
+    return replace(run[0], name=name, tensor_bytes=sum(row.tensor_bytes for row in run))
 
 
-def left_in_16_bits(footprints: Mapping[str, MemoryFootprint]) -> dict[str, list[FoldedRow]]:
+def left_in_16_bits(footprints: Mapping[str, MemoryFootprint]) -> dict[str, list[TensorRow]]:
     """By quantized precision, the parameters that bitsandbytes leaves as they were: those of no linear layer."""
     return {
         precision: [row for row in fold_parameters(found.rows) if getattr(torch, row.dtype).is_floating_point]
@@ -73,24 +60,10 @@ def kept_sentences(footprints: Mapping[str, MemoryFootprint]) -> list[str]:
     sentences = []
     for precision, rows in left_in_16_bits(footprints).items():
         if kept := [row for row in rows if len(row.shape) > 2]:
-            share = sum(row.total_bytes for row in kept) / footprints[precision].total_bytes
+            share = sum(row.tensor_bytes for row in kept) / footprints[precision].total_bytes
             names = ", ".join(row.name for row in kept[:4]) + (f" and {len(kept) - 4} more" if len(kept) > 4 else "")
             sentences.append(
                 f"{PRECISIONS[precision].label}: {share:.0%} of these bytes stay in {kept[0].dtype}. bitsandbytes "
                 f"quantizes the weights of linear layers, and these are stacked experts or the like: {names}"
             )
     return sentences
-
-
-def fold_tree(tree: ModuleBytes) -> ModuleBytes:
-    """The tree with consecutive equal children as one, named ``0 - 11``."""
-    folded: list[ModuleBytes] = []
-    for child in map(fold_tree, tree.children):
-        previous = folded[-1] if folded else None
-        # Frozen dataclasses compare by value: equal modules have equal children.
-        if previous and child.name.isdigit() and child == replace(previous, name=child.name, count=child.count):
-            first = previous.name.partition(" - ")[0]
-            folded[-1] = replace(previous, name=f"{first} - {child.name}", count=previous.count + 1)
-        else:
-            folded.append(child)
-    return replace(tree, children=tuple(folded))

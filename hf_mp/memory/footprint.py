@@ -44,30 +44,20 @@ class TensorRow:
     counted_bytes: int  # what it adds to the total: its storage, or 0 if that was counted already or is not here
     shared_with: str | None = None  # the name under which its storage was counted, if any
     is_alias: bool = False  # whether it is the same object as that one (tied weights)
-    place: str = "here"  # or "meta" (a tensor without memory), "offloaded to the CPU", "offloaded to disk"
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A reason why our total differs from ``get_memory_footprint()``, and the bytes it adds or subtracts."""
-
-    reason: str
-    size_bytes: int
 
 
 @dataclass(frozen=True, repr=False)
 class ModuleBytes:
-    """A module in the tree, or several consecutive equal ones."""
+    """A module in the tree."""
 
-    name: str  # its name within its parent; "0 - 11" for twelve equal ones
+    name: str  # its name within its parent
     class_name: str
-    total_bytes: int  # of one module, with its children
+    total_bytes: int  # with its children
     children: tuple[ModuleBytes, ...] = ()
-    count: int = 1  # number of equal modules
 
     def __repr__(self) -> str:
-        size = f"{self.count} of {readable(self.total_bytes)} each" if self.count > 1 else readable(self.total_bytes)
-        return f"<ModuleBytes {self.name or 'the model'} ({self.class_name}): {size}, {len(self.children)} inside>"
+        size = f"{readable(self.total_bytes)}, {len(self.children)} inside"
+        return f"<ModuleBytes {self.name or 'the model'} ({self.class_name}): {size}>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,7 +78,7 @@ class MemoryFootprint:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all storages, each once, without offloaded and ``meta`` tensors."""
+        """Bytes of all storages, each once, without ``meta`` tensors, which accelerate leaves of offloaded ones."""
         return sum(row.counted_bytes for row in self.rows)
 
     @property
@@ -107,34 +97,25 @@ class MemoryFootprint:
         return self._total_by(lambda row: row.device)
 
     @property
-    def not_here(self) -> dict[str, int]:
-        """Bytes outside the total, by place: offloaded, or ``meta``."""
-        found: Counter[str] = Counter()
-        for row in self.rows:
-            if row.place != "here" and not row.is_alias:
-                found[row.place] += row.tensor_bytes
-        return dict(found)
-
-    @property
     def transformers_bytes(self) -> int:
         """The result of Transformers' ``get_memory_footprint()``: parameters and buffers by their elements."""
         return sum(row.tensor_bytes for row in self._known_to_transformers())
 
     @property
-    def differences(self) -> tuple[Difference, ...]:
+    def differences(self) -> dict[str, int]:
         """Every byte between :attr:`transformers_bytes` and :attr:`total_bytes`, by reason."""
         found: Counter[str] = Counter()
         for row in self.rows:
             if row.kind not in (Kind.PARAMETER, Kind.BUFFER):
                 found[f"{row.kind.value}, which get_memory_footprint() leaves out"] += row.counted_bytes
         for row in self._known_to_transformers():
-            if row.place != "here":
-                found[f"{row.place}, which get_memory_footprint() counts"] -= row.tensor_bytes
-            elif row.shared_with is not None:
+            if row.shared_with is not None:
                 found["memory shared with another tensor, counted twice there"] -= row.tensor_bytes
+            elif row.device == "meta" and not row.counted_bytes:
+                found["offloaded or on meta, which get_memory_footprint() counts"] -= row.tensor_bytes
             else:
                 found["views of a larger storage, of which all stays in memory"] += row.counted_bytes - row.tensor_bytes
-        return tuple(Difference(reason, size) for reason, size in found.items() if size)
+        return {reason: size for reason, size in found.items() if size}
 
     def _known_to_transformers(self) -> Iterator[TensorRow]:
         return (row for row in self.rows if row.kind in (Kind.PARAMETER, Kind.BUFFER) and not row.is_alias)
@@ -175,18 +156,14 @@ def memory_footprint(model: nn.Module, *, as_if_loaded: bool = False) -> MemoryF
     storages: dict[int, str] = {}
     objects: dict[int, str] = {}
     for name, module, kind, tensor in tensors_of(model):
-        place, shared_with, counted = "here", objects.get(id(tensor)), 0
-        if tensor.is_meta and not as_if_loaded:
-            place = _place_of_meta(model.get_submodule(module), name.rpartition(".")[2])
-        elif (key := tensor.untyped_storage()._cdata) in storages:
-            shared_with = storages[key]
-        else:
-            storages[key] = name
-            counted = tensor.untyped_storage().nbytes()
+        storage, first_name = tensor.untyped_storage(), objects.setdefault(id(tensor), name)
+        is_here = as_if_loaded or not tensor.is_meta
+        # Not by data_ptr(), which is 0 for every tensor on meta.
+        owner = storages.setdefault(storage._cdata, name) if is_here else first_name
+        counted = storage.nbytes() if is_here and owner == name else 0
         dtype, size_bytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
-        is_alias = objects.setdefault(id(tensor), name) != name
-        facts = (dtype, str(tensor.device), tuple(tensor.shape), size_bytes, counted, shared_with, is_alias, place)
-        rows.append(TensorRow(name, module, kind, *facts))
+        facts = dtype, str(tensor.device), tuple(tensor.shape), size_bytes, counted
+        rows.append(TensorRow(name, module, kind, *facts, None if owner == name else owner, first_name != name))
     totals: Counter[str] = Counter()
     for row in rows:
         totals[row.module] += row.counted_bytes
@@ -205,7 +182,7 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, str, Kind, Tensor]]:
             for suffix, kind, tensor in _beside(parameter):
                 yield f"{name}.{suffix}", path, kind, tensor
         for name, kind, tensor in _attributes(module):
-            yield _join(path, name), path, kind, tensor
+            yield f"{path}.{name}".removeprefix("."), path, kind, tensor
 
 
 def _beside(parameter: nn.Parameter) -> Iterator[tuple[str, Kind, Tensor]]:
@@ -213,6 +190,7 @@ def _beside(parameter: nn.Parameter) -> Iterator[tuple[str, Kind, Tensor]]:
     for gradient in gradients_of(parameter):
         yield "grad", Kind.GRADIENT, gradient
     kind = Kind.MASTER_WEIGHTS if isinstance(parameter, SplitParameter) else Kind.QUANTIZATION_STATE
+    # bitsandbytes and lean layouts hang tensors on the parameter itself, in no registry of the module.
     for name, tensor in _inside({key: value for key, value in vars(parameter).items() if key not in _GRADIENTS}):
         yield name, kind, tensor
 
@@ -251,26 +229,8 @@ def _is_bitsandbytes(value: Any) -> bool:
     return is_state and not isinstance(value, (nn.Module, Tensor, type))
 
 
-def _place_of_meta(module: nn.Module, name: str) -> str:
-    """Where the memory of a meta tensor is, according to accelerate's offloading hook."""
-    # accelerate has no public answer: its hooks hold the maps that they load from.
-    hook = getattr(module, "_hf_hook", None)
-    for candidate in getattr(hook, "hooks", [hook]):
-        weights = getattr(candidate, "weights_map", None)
-        if weights is None:
-            continue
-        loader, full_name = getattr(weights, "dataset", weights), getattr(weights, "prefix", "") + name
-        on_disk = full_name in (getattr(loader, "index", None) or {})
-        return "offloaded to disk" if on_disk else "offloaded to the CPU"
-    return "meta"
-
-
 def _tree(module: nn.Module, path: str, totals: Counter[str]) -> ModuleBytes:
-    children = tuple(_tree(child, _join(path, name), totals) for name, child in module.named_children())
-    own = totals[path]
-    name = path.rpartition(".")[2]
-    return ModuleBytes(name, type(module).__name__, own + sum(child.total_bytes for child in children), children)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+    inside = ((f"{path}.{name}".removeprefix("."), child) for name, child in module.named_children())
+    children = tuple(_tree(child, child_path, totals) for child_path, child in inside)
+    total_bytes = totals[path] + sum(child.total_bytes for child in children)
+    return ModuleBytes(path.rpartition(".")[2], type(module).__name__, total_bytes, children)

@@ -1,9 +1,7 @@
-"""Shared by our HTML pages: the template environment, the style, and atomic writes."""
+"""Shared by our HTML pages: the template environment, and the style."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 import jinja2
@@ -30,15 +28,3 @@ def check_writable(path: Path) -> None:
         raise ValueError(f"{path} is a directory: name a file, as in {path / 'report.html'}")
     if not path.parent.is_dir():
         raise ValueError(f"{path} cannot be written: there is no directory {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{path} cannot be written: no permission for {path.parent}")
-
-
-def write_whole(path: Path, content: str) -> None:
-    # In the same folder, since a rename is one operation on one file system alone.
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-        whole = Path(folder, path.name)
-        whole.write_text(content, encoding="utf-8")
-        # Temporary files are for their owner alone.
-        whole.chmod(0o644)
-        whole.replace(path)

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from hf_mp.memory.sizes import readable
-
 
 class Category(StrEnum):
     """The purpose of memory, in the order of reports."""
@@ -36,7 +34,7 @@ class Phase(StrEnum):
 @dataclass
 class Allocation:
     size_bytes: int
-    category: Category  # may become known later (a gradient)
+    category: Category  # may become known later (a gradient), for the events that were, too
 
 
 @dataclass(frozen=True)
@@ -49,14 +47,11 @@ class Event:
     op: str
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Moment:
     position: float  # from 0 to 1, among the events of the step
     phase: Phase
     bytes_by_category: dict[Category, int]  # zeros included
-
-    def __repr__(self) -> str:
-        return f"<Moment at {self.position:.3f}, {self.phase}: {readable(self.total_bytes)}>"
 
     @property
     def total_bytes(self) -> int:
@@ -91,19 +86,12 @@ class Ledger:
         self.events.append(Event(allocation, 1, self.phase, op))
 
     def free(self, key: int) -> None:
-        """Record a freed storage; unknown ones are ignored. What forward frees itself was temporary."""
-        allocation = self.live.pop(key, None)
-        if allocation is None:
-            return
+        """Record a freed storage. What forward frees itself was temporary."""
+        allocation = self.live.pop(key)
         # An activation is what forward keeps for backward.
         if self.phase is Phase.FORWARD and allocation.category is Category.ACTIVATIONS:
             allocation.category = Category.TEMPORARIES
         self.events.append(Event(allocation, -1, self.phase, ""))
-
-    def assign(self, key: int, category: Category) -> None:
-        """Set the category of a storage; unknown ones are ignored."""
-        if key in self.live:
-            self.live[key].category = category
 
 
 def profile_step(events: Sequence[Event], moments: int = 240) -> StepProfile:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +22,6 @@ from hf_mp.memory.training import (
     record_steps,
     train_one_step,
 )
-
-_PROCESS = Path("/proc/self")
 
 
 def measure_training_memory(
@@ -51,23 +47,20 @@ def measure_training_memory(
             ``free_gradients``, as for :func:`hf_mp.estimate_training_memory`.
 
     Returns:
-        As :func:`hf_mp.estimate_training_memory`, for real tensors, with ``process_peak_bytes`` on a CPU.
+        As :func:`hf_mp.estimate_training_memory`, for real tensors.
 
     Raises:
-        ValueError: as for :func:`hf_mp.estimate_training_memory`, and if there is no GPU.
+        ValueError: as for :func:`hf_mp.estimate_training_memory`.
     """
     config = find_config(model)
     asked = make_settings(config, precision, **settings)
-    place = _device(device)
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     before = torch.cuda.memory_allocated() if place.type == "cuda" else 0
-    # The peak would be that of whatever this process did before.
-    reset_process_peak()
     real = _real_model(config, parse_preset(precision).loaded, place)
     kind, parameters = type(real), real.num_parameters()
     trainee = make_trainee(prepare_model(real, asked).to(place), kind, asked, place)
     recorder = MemoryRecorder(place)
     profile = record_steps(trainee, recorder)
-    process_peak = process_peak_bytes() if place.type == "cpu" else None
     allocator_peak = None
     if ask_allocator or (ask_allocator is None and place.type == "cuda"):
         allocator_peak = _cuda_peak(trainee) - before if place.type == "cuda" else _cpu_peak(trainee, recorder)
@@ -79,18 +72,7 @@ def measure_training_memory(
         device=place.type,
         measured=True,
         allocator_peak_bytes=allocator_peak,
-        process_peak_bytes=process_peak,
     )
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in ("cpu", "cuda"):
-        raise ValueError(f"device={name!r} cannot be measured on: use 'cuda' or 'cpu'")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda': torch sees no GPU here; measure on the 'cpu', or estimate for 'cuda'")
-    return torch.device(name)
 
 
 def _real_model(config: PreTrainedConfig, precision: str, device: torch.device) -> PreTrainedModel:
@@ -137,16 +119,3 @@ def _train_until_updated(trainee: Trainee) -> None:
         trainee.optimizer.zero_grad()
         if updated:
             return
-
-
-def reset_process_peak() -> None:
-    """Reset the peak resident memory on Linux (proc_pid_clear_refs(5)); elsewhere it stays."""
-    with contextlib.suppress(OSError):  # not Linux, or a container that does not let us
-        (_PROCESS / "clear_refs").write_text("5")
-
-
-def process_peak_bytes() -> int | None:
-    """The peak resident memory of this process since :func:`reset_process_peak`, on Linux; elsewhere None."""
-    status = _PROCESS / "status"
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)

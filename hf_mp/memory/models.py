@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -14,7 +13,7 @@ import torch
 import transformers
 from huggingface_hub import HfApi
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.quantizers import AutoHfQuantizer
 
@@ -23,7 +22,6 @@ from hf_mp.memory.folding import kept_sentences
 from hf_mp.memory.footprint import memory_footprint
 from hf_mp.memory.precisions import bitsandbytes_config, parse_precision
 from hf_mp.policy import spell
-from hf_mp.weights.ranks.placement import is_dtensor, local_part
 
 ModelLike = str | Path | PreTrainedConfig | PreTrainedModel
 
@@ -33,10 +31,6 @@ _TASKS = (
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
-
-# DeepNet, the deepest model, has 1,000. A configuration lists its layers as soon as it is made, before a model is.
-MOST_LAYERS = 10_000
-_COUNTS = re.compile(r"(n|num)_.*(layers?|blocks?|experts?)|.*_layers|depth")
 
 # Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", table 2, and the released checkpoints.
 _GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 50257, "n_positions": 1024}
@@ -49,10 +43,6 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 }
 
 
-class UnknownModelError(ValueError):
-    """A model that is neither built in, nor a directory or file, nor in the cache or on the Hub."""
-
-
 def find_config(model: ModelLike) -> PreTrainedConfig:
     """The configuration of a model: its own, or from a directory, a ``config.json``, the built-in ones, or the Hub.
 
@@ -61,57 +51,32 @@ def find_config(model: ModelLike) -> PreTrainedConfig:
     if isinstance(model, PreTrainedModel):
         model = model.config
     if isinstance(model, PreTrainedConfig):
-        _check_counts(model.to_dict())
         return copy.deepcopy(model)
-    if not isinstance(model, (str, Path)):
-        raise TypeError(
-            f"a model is given by name, directory, config.json, configuration or as a PreTrainedModel, not as "
-            f"{type(model).__name__}"
-        )
-    path = Path(model)
-    if path.exists():
-        return _read_config(path)
-    if (short_name := str(model).removeprefix("openai-community/")) in BUILT_IN:
+    short_name = str(model).removeprefix("openai-community/")
+    if short_name in BUILT_IN and not Path(model).exists():
         return AutoConfig.for_model(**BUILT_IN[short_name])
+    return _fetch(model, AutoConfig.from_pretrained)
+
+
+def _fetch(model: str | Path, from_pretrained: Callable[..., Any], **settings: Any) -> Any:
+    """What ``from_pretrained`` makes of a path, of a model on the Hub, or, where nobody reaches the Hub, in the cache.
+
+    Raises:
+        ValueError: where it fails, with the reason.
+    """
     # from_pretrained itself would ask again and again for half a minute.
-    if (reason := ask_hub(str(model))) is None:
-        return _load_config(str(model))
+    reason = None if Path(model).exists() else ask_hub(str(model))
+    given = {"local_files_only": reason is not None, "trust_remote_code": False, **settings}
     try:
-        return _load_config(str(model), local_files_only=True)
-    except OSError as error:
-        raise UnknownModelError(unknown_model(str(model), reason)) from error
-
-
-def _load_config(name: str, **settings: Any) -> PreTrainedConfig:
-    """The configuration in a directory, a file, the cache or on the Hub, validated before it is instantiated."""
-    values, _ = PreTrainedConfig.get_config_dict(name, **settings)
-    code = (values.get("auto_map") or {}).get("AutoConfig")
-    # Transformers builds a type that it knows by its own class, whatever code the file names.
-    if code is not None and values.get("model_type") not in CONFIG_MAPPING:
-        raise UnknownModelError(
-            f"{name} is a model of type {values.get('model_type')!r}, which needs its own code ({code}), and that does "
-            "not run here: if you trust it, pass the model or its PreTrainedConfig, loaded by from_pretrained with "
-            "trust_remote_code=True"
-        )
-    _check_counts(values)
-    return AutoConfig.from_pretrained(name, trust_remote_code=False, **settings)
-
-
-def _check_counts(values: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the setting, for more layers or experts than any model has."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            _check_counts(value)
-        elif isinstance(value, int) and value > MOST_LAYERS and _COUNTS.fullmatch(name):
-            raise ValueError(f"{name}={value:,} is more than any model has: at most {MOST_LAYERS:,} are counted")
-
-
-def unknown_model(name: str, reason: Exception) -> str:
-    return (
-        f"{name!r} is not a directory, not a file, not in the cache, and the Hub does not give it "
-        f"({first_line(reason)}). Ways out: a directory with a config.json (as save_pretrained writes), the path of a "
-        f"config.json, or a configuration that is built in: {', '.join(BUILT_IN)}"
-    )
+        return from_pretrained(str(model), **given)
+    # All but the first: what Transformers raises for a file that holds something else.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = " ".join(str(error).split()) if reason is None else first_line(reason)
+        raise ValueError(
+            f"{model} cannot be loaded: {why} Ways out: a directory that save_pretrained wrote; without its weights "
+            f"(`hf-mp memory ... --config-only`) also a config.json, or one of {', '.join(BUILT_IN)}; and, for a model "
+            "with code of its own, which does not run here, its PreTrainedConfig from from_pretrained"
+        ) from error
 
 
 def ask_hub(name: str) -> Exception | None:
@@ -121,18 +86,6 @@ def ask_hub(name: str) -> Exception | None:
     except Exception as error:  # no network, no such model, no access, no valid name: each has a type of its own
         return error
     return None
-
-
-def _read_config(path: Path) -> PreTrainedConfig:
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(f"{path} holds no config.json: give a directory that save_pretrained wrote, or a config.json")
-    try:
-        return _load_config(str(path))
-    except UnknownModelError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is not the configuration of a model: {first_line(error)}") from error
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -158,12 +111,8 @@ def skeleton(config: PreTrainedConfig, precision: str, *, double_quant: bool = F
     bitsandbytes' own functions quantize the weights there, too.
     """
     dtype = parse_precision(precision).dtype
-    kind = model_class(config)
-    try:
-        with torch.device("meta"):
-            model: PreTrainedModel = kind._from_config(copy.deepcopy(config), dtype=dtype)
-    except RuntimeError as error:  # a tensor with more bytes than torch can count
-        raise ValueError(f"no {kind.__name__} of this configuration: {first_line(error)}") from error
+    with torch.device("meta"):
+        model: PreTrainedModel = model_class(config)._from_config(copy.deepcopy(config), dtype=dtype)
     model.tie_weights()
     if (quantization := bitsandbytes_config(precision, double_quant)) is None:
         return model
@@ -204,78 +153,45 @@ def load(
         The model, as ``from_pretrained`` gives it.
 
     Raises:
-        ValueError: for an unknown precision, a device that bitsandbytes does not support, a ``dtype`` or
-            ``quantization_config`` in addition to ``precision``, or a model that is not found.
+        ValueError: for an unknown precision, or a model that cannot be loaded.
+        TypeError: for a ``dtype`` or ``quantization_config`` in addition to ``precision``.
         ImportError: if bitsandbytes is needed and missing.
     """
     chosen = parse_precision(precision)
-    for name in ("dtype", "torch_dtype", "quantization_config"):
-        if name in settings:
-            raise ValueError(f"{name} is decided by precision={precision!r}: leave {name} out, or use from_pretrained")
-    quantization_config = bitsandbytes_config(precision, double_quant, settings.get("device_map"))
-    if quantization_config is not None:
-        settings["quantization_config"] = quantization_config
-    config = find_config(model_name_or_path)
-    offline = None if Path(model_name_or_path).exists() else ask_hub(str(model_name_or_path))
-    try:
-        model: PreTrainedModel = model_class(config).from_pretrained(
-            str(model_name_or_path),
-            dtype=chosen.dtype,
-            **{"local_files_only": offline is not None, "trust_remote_code": False, **settings},
-        )
-    except OSError as error:
-        if offline is None:
-            raise ValueError(
-                f"{model_name_or_path} cannot be loaded: {first_line(error)} `hf-mp memory {model_name_or_path} "
-                "--config-only` counts it without its weights"
-            ) from error
-        message = unknown_model(str(model_name_or_path), offline)
-        raise ValueError(f"{message}; these have no weights: --config-only counts them all the same") from error
+    kind = model_class(find_config(model_name_or_path))
+    # Given always, so that Python refuses a second one in the settings.
+    given = {"dtype": chosen.dtype, "quantization_config": bitsandbytes_config(precision, double_quant)}
+    model: PreTrainedModel = _fetch(model_name_or_path, kind.from_pretrained, **given, **settings)
     if chosen.quantization:
         for sentence in kept_sentences({spell(precision): memory_footprint(model)}):
             warnings.warn(sentence, stacklevel=2)
     return model
 
 
-def replace_tensors(model: nn.Module, device: torch.device) -> nn.Module:
-    """Give a model new tensors of the same shapes on ``device``, with the same ties; fake in a FakeTensorMode."""
+def replace_tensors(model: nn.Module, device: torch.device) -> None:
+    """Give a model new tensors of the same shapes on ``device``, with the same ties; fake in a FakeTensorMode.
+
+    A skeleton cannot be built in that mode: bitsandbytes' classes of parameters cannot be made of fake tensors.
+    """
     renewed: dict[int, Tensor] = {}
 
     def renew(tensor: Tensor) -> Tensor:
-        if id(tensor) not in renewed:
-            renewed[id(tensor)] = _renewed(tensor, device, renew)
-        return renewed[id(tensor)]
+        if id(tensor) in renewed:  # tied
+            return renewed[id(tensor)]
+        new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        if isinstance(tensor, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+            for name, value in vars(tensor).items():
+                # bitsandbytes keeps codes and scales there, and the weight itself by a second name.
+                if isinstance(value, Tensor):
+                    is_weight = value.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+                    value = new.detach() if is_weight and value.shape == tensor.shape else renew(value)
+                setattr(new, name, value)
+        renewed[id(tensor)] = new
+        return new
 
     for module in model.modules():
         for registry in (module._parameters, module._buffers, vars(module)):
             for name, value in list(registry.items()):
                 if isinstance(value, Tensor):
                     registry[name] = renew(value)  # type: ignore[assignment]
-    return model
-
-
-def _renewed(tensor: Tensor, device: torch.device, renew: Callable[[Tensor], Tensor]) -> Tensor:
-    """A tensor like this one, or a parameter with its attributes, of which ``renew`` makes new tensors."""
-    new = _empty_like(tensor, device)
-    if not isinstance(tensor, nn.Parameter):
-        return new
-    new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-    storage = tensor.untyped_storage()._cdata
-    for name, value in vars(tensor).items():
-        if isinstance(value, Tensor):
-            # bitsandbytes keeps codes and scales there, and the weight itself by a second name.
-            is_weight = value.shape == tensor.shape and value.untyped_storage()._cdata == storage
-            value = new.detach() if is_weight else renew(value)
-        setattr(new, name, value)
-    return new
-
-
-def _empty_like(tensor: Any, device: torch.device) -> Tensor:
-    """Memory on ``device`` that is laid out as ``tensor``, also as the part of a DTensor."""
-    whole = tensor.detach() if is_dtensor(tensor) else tensor  # FakeTensorMode of torch 2.11 detaches no 4-bit weights
-    local = local_part(whole)
-    new = torch.empty_strided(local.shape, local.stride(), dtype=tensor.dtype, device=device)
-    if not is_dtensor(whole):
-        return new
-    layout = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-    return cast(Tensor, type(whole).from_local(new, whole.device_mesh, whole.placements, **layout))

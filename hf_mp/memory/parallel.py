@@ -10,11 +10,12 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
@@ -39,17 +40,22 @@ class Spread:
     node_size: int = 8
 
     def __post_init__(self) -> None:
-        if isinstance(self.ranks, bool) or not isinstance(self.ranks, int) or not 1 <= self.ranks <= MOST_RANKS:
-            raise ValueError(f"ranks={self.ranks!r} is not possible: use a whole number from 1 to {MOST_RANKS}")
+        check_count("ranks", self.ranks, 1, MOST_RANKS)
+        check_count("node_size", self.node_size, 1)
         if self.parallel not in get_args(Parallel):
             raise ValueError(f"parallel={self.parallel!r} is not known: use one of {', '.join(get_args(Parallel))}")
-        if self.node_size < 1:
-            raise ValueError(f"node_size={self.node_size} is not possible: a machine has at least one rank")
         if self.parallel == "hsdp" and self.ranks % self.node_size:
             raise ValueError(
                 f"hsdp shards within a machine and replicates over machines: ranks={self.ranks} is not a multiple of "
                 f"node_size={self.node_size}"
             )
+
+
+def check_count(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raise a ValueError unless ``value`` is a whole number from ``least`` to ``most``, None for any."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or value > (most or value):
+        end = "on" if most is None else f"to {most}"
+        raise ValueError(f"{name}={value!r} is not possible: use a whole number from {least} {end}")
 
 
 @dataclass(frozen=True)
@@ -107,11 +113,8 @@ class CommunicationRecorder(TorchDispatchMode):
 
 def _kind(func: Any) -> tuple[str, int]:
     """The name of a collective, and how often a ring sends the largest tensor of it, but for one rank's part."""
-    name = func._schema.name.partition("::")[2].replace("_", "")
-    for key, found in _KINDS.items():
-        if key in name:
-            return found
-    return func._schema.name.partition("::")[2].strip("_"), 1
+    name = func._schema.name.partition("::")[2]
+    return next((found for key, found in _KINDS.items() if key in name.replace("_", "")), (name.strip("_"), 1))
 
 
 _KINDS = {
@@ -142,8 +145,8 @@ def reduce_gradients(forward: Any, *, has_hook: bool) -> Any:
     return ddp
 
 
-def _make_tensor_parallel(model: PreTrainedModel, ranks: int) -> None:
-    """Spread ``model``, on the meta device, as ``from_pretrained(..., tp_plan="auto")`` does before it loads weights.
+def make_tensor_parallel(model: PreTrainedModel, ranks: int) -> None:
+    """Spread ``model``, of fake tensors, as ``from_pretrained(..., tp_plan="auto")`` does before it loads weights.
 
     Raises:
         ValueError: for a model without a plan, or with heads that so many ranks cannot share.
@@ -155,7 +158,8 @@ def _make_tensor_parallel(model: PreTrainedModel, ranks: int) -> None:
             "'ddp'"
         )
     check_heads(model, ranks)
-    config, _, mesh = model.prepare_distribute_model(DistributedConfig(tp_size=ranks))
+    with unset_fake_temporarily():  # a mesh is made of real tensors
+        config, _, mesh = model.prepare_distribute_model(DistributedConfig(tp_size=ranks))
     model.maybe_distribute_model(model, config, mesh)
     model.tie_weights()  # each of two tied weights was split by itself
 
@@ -169,14 +173,13 @@ def _all_reduce(gradients: Tensor) -> torch.futures.Future[Tensor]:
 
 
 @contextlib.contextmanager
-def one_rank_of(spread: Spread, device: torch.device, model: nn.Module) -> Iterator[DeviceMesh | None]:
-    """Be rank 0 of ``spread.ranks``, of which no other exists, on ``device``; ``model``, on meta, is spread for "tp".
+def one_rank_of(spread: Spread, device: torch.device) -> Iterator[DeviceMesh | None]:
+    """Be rank 0 of ``spread.ranks``, of which no other exists, on ``device``.
 
     Yields:
         The mesh that FSDP2 shards over, None without it.
 
     Raises:
-        ValueError: for a model that cannot be tensor parallel on so many ranks.
         RuntimeError: where this process is one of several that do exist.
     """
     if spread.ranks == 1:
@@ -189,8 +192,6 @@ def one_rank_of(spread: Spread, device: torch.device, model: nn.Module) -> Itera
     with mock.patch.object(sys, "excepthook", sys.excepthook):  # torch puts its own there, which names the rank
         distributed.init_process_group("fake", rank=0, world_size=spread.ranks, store=distributed.HashStore())
         try:
-            if spread.parallel == "tp":
-                _make_tensor_parallel(cast(PreTrainedModel, model), spread.ranks)
             with _accepted_by_torch(device):
                 yield make_mesh(spread)
         finally:
@@ -201,12 +202,11 @@ def make_mesh(spread: Spread) -> DeviceMesh | None:
     """The mesh that FSDP2 shards over, None without it; a ``FakeTensorMode`` cannot make one."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    if spread.parallel in ("ddp", "tp"):
+    shapes = {"fsdp2": (spread.ranks,), "hsdp": (spread.ranks // spread.node_size, spread.node_size)}
+    if (shape := shapes.get(spread.parallel)) is None:
         return None
-    if spread.parallel == "fsdp2":
-        return init_device_mesh("cpu", (spread.ranks,))
-    machines = spread.ranks // spread.node_size
-    return init_device_mesh("cpu", (machines, spread.node_size), mesh_dim_names=("replicate", "shard"))
+    # FSDP2 shards over the last dimension, and replicates over one before it.
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,40 +42,16 @@ def parse_precision(precision: str | torch.dtype) -> LoadPrecision:
     return PRECISIONS[spell(precision)]
 
 
-def bitsandbytes_config(
-    precision: str | torch.dtype, double_quant: bool = False, device_map: Any = None
-) -> BitsAndBytesConfig | None:
+def bitsandbytes_config(precision: str | torch.dtype, double_quant: bool = False) -> BitsAndBytesConfig | None:
     """Transformers' configuration for a quantized precision; None for the others."""
     quantization = parse_precision(precision).quantization
     if double_quant and (quantization is None or "load_in_4bit" not in quantization):
         raise ValueError(f"double_quant is for nf4 and fp4, it has no meaning with precision={precision!r}")
     if quantization is None:
         return None
-    check_bitsandbytes(precision, device_map)
+    with quiet_bitsandbytes():  # here, since Transformers would import it aloud; where it is missing, Python says so
+        importlib.import_module("bitsandbytes")
     return BitsAndBytesConfig(**quantization, **({"bnb_4bit_use_double_quant": True} if double_quant else {}))
-
-
-def check_bitsandbytes(precision: str | torch.dtype, device_map: Any = None) -> None:
-    """Raise ImportError if bitsandbytes is missing, ValueError if it does not support the device."""
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ImportError(
-            f"precision={precision!r} needs bitsandbytes: pip install bitsandbytes, or use fp32, fp16 or bf16"
-        )
-    with quiet_bitsandbytes():
-        import bitsandbytes
-
-    devices = device_map.values() if isinstance(device_map, dict) else [device_map]
-    supported = bitsandbytes.supported_torch_devices
-    for device in devices:
-        # Where accelerate places a part is decided while it loads.
-        if not isinstance(device, (str, torch.device)) or device in ("auto", "balanced", "sequential", "disk"):
-            continue
-        kind = torch.device(device).type
-        if kind not in supported:
-            raise ValueError(
-                f"bitsandbytes {bitsandbytes.__version__} does not support {kind!r}: precision={precision!r} works on "
-                f"{', '.join(sorted(supported))}; use fp32, fp16 or bf16 on {kind}"
-            )
 
 
 # Training: ours, FP32, the Trainer's own mixed precision, pure BF16, quantized weights with LoRA

@@ -39,7 +39,6 @@ class MemoryRecorder(TorchDispatchMode):
         self.ledger = Ledger()
         self.device_type = device.type
         self._block_bytes = _CUDA_BLOCK_BYTES if device.type in ("cuda", "meta") else 1  # meta stands for a GPU
-        self._references: dict[int, weakref.ref[Any]] = {}
         self._parameters: set[int] = set()
         self._in_head = False
         self._followed: list[nn.Parameter] = []
@@ -48,23 +47,18 @@ class MemoryRecorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in _here(tensors_in(result)):
             storage = tensor.untyped_storage()
-            if tensor.device.type == self.device_type and storage._cdata not in self._references:
+            if tensor.device.type == self.device_type and storage._cdata not in self.ledger.live:
                 self._add(storage, self._category(tensor, func, args), str(func))
         return result
 
     def _add(self, storage: torch.UntypedStorage, category: Category, op: str = "") -> None:
-        key = storage._cdata
-
-        def went(_: Any) -> None:
-            del self._references[key]
-            self.ledger.free(key)
-
         # torch keeps one Python object for each storage, which goes with its memory.
-        self._references[key] = weakref.ref(storage, went)
-        self.ledger.allocate(key, self._size_bytes(storage), category, op)
+        weakref.finalize(storage, self.ledger.free, storage._cdata).atexit = False
+        self._allocate(storage, category, op)
 
-    def _size_bytes(self, storage: torch.UntypedStorage) -> int:
-        return -(-storage.nbytes() // self._block_bytes) * self._block_bytes
+    def _allocate(self, storage: torch.UntypedStorage, category: Category, op: str) -> None:
+        size_bytes = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
+        self.ledger.allocate(storage._cdata, size_bytes, category, op)
 
     def _category(self, tensor: Tensor, func: Any, args: Any) -> Category:
         phase = self.ledger.phase
@@ -82,24 +76,15 @@ class MemoryRecorder(TorchDispatchMode):
         recomputed = phase is Phase.BACKWARD and torch.is_grad_enabled()
         return Category.ACTIVATIONS if phase is Phase.FORWARD or recomputed else Category.TEMPORARIES
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Take in that FSDP2 has given up the memory of a gathered weight, or taken it again."""
-        if (key := storage._cdata) not in self._references:
-            return
-        self.ledger.free(key)
-        if storage.nbytes():
-            self.ledger.allocate(key, self._size_bytes(storage), Category.WORKING_COPIES, "all-gather")
-
     def take(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Set the category of tensors, also of those older than the recorder."""
         for tensor in _here(tensors):
             if tensor.device.type != self.device_type:
                 continue
             storage = tensor.untyped_storage()
-            if storage._cdata in self._references:
-                self.ledger.assign(storage._cdata, category)
-            else:
+            if storage._cdata not in self.ledger.live:
                 self._add(storage, category)
+            self.ledger.live[storage._cdata].category = category
 
     def start_phase(self, phase: Phase) -> None:
         self.ledger.phase = phase
@@ -112,8 +97,6 @@ class MemoryRecorder(TorchDispatchMode):
     @contextlib.contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
         """Categorize the gradients, weights and logits of ``model``."""
-        find_head = getattr(model, "get_output_embeddings", lambda: None)
-        hook = head.register_forward_pre_hook(self._enter_head) if (head := find_head()) is not None else None
         for _, _, kind, tensor in tensors_of(model):
             category = _CATEGORIES.get(kind, Category.INPUTS_AND_BUFFERS)
             if isinstance(tensor, nn.Parameter):
@@ -124,21 +107,23 @@ class MemoryRecorder(TorchDispatchMode):
                     category = Category.WORKING_COPIES if is_copy else Category.MASTER_WEIGHTS
             self.take([tensor], category)
         self._followed = list(model.parameters())
-        resize, recorder = torch.UntypedStorage.resize_, self
+        resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size_bytes: int) -> Any:
             result = resize(storage, size_bytes)
-            recorder.resized(storage)
+            if storage._cdata in self.ledger.live:
+                self.ledger.free(storage._cdata)
+                self._allocate(storage, Category.WORKING_COPIES, "all-gather")
             return result
 
-        try:
-            # FSDP2 gives a gathered weight up by resizing its storage to 0, which is no op.
-            with mock.patch.object(torch.UntypedStorage, "resize_", resized):
-                yield
-        finally:
-            self._followed = []
-            if hook is not None:
-                hook.remove()
+        # A model without a head has the hook on a module that nobody calls.
+        head = getattr(model, "get_output_embeddings", nn.Identity)() or nn.Identity()
+        # FSDP2 gives up a gathered weight's memory, and takes it again, by resizing its storage, which is no op.
+        with (
+            head.register_forward_pre_hook(self._enter_head),
+            mock.patch.object(torch.UntypedStorage, "resize_", resized),
+        ):
+            yield
 
     def _enter_head(self, head: nn.Module, args: Any) -> None:
         self._in_head = True

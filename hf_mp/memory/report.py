@@ -5,20 +5,19 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from hf_mp.environment.machine import describe_hardware, package_versions
 from hf_mp.memory.fitting import LargestBatch, largest_batch_size
-from hf_mp.memory.folding import fold_parameters, fold_tree
-from hf_mp.memory.footprint import MemoryFootprint, ModuleBytes, memory_footprint
+from hf_mp.memory.footprint import MemoryFootprint, memory_footprint
 from hf_mp.memory.measuring import measure_training_memory
 from hf_mp.memory.models import ModelLike, find_config, load, model_class, skeleton
-from hf_mp.memory.parallel import Bandwidth, Spread
-from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS
+from hf_mp.memory.parallel import Bandwidth
+from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS, parse_preset
 from hf_mp.memory.training import TrainingMemory, estimate_training_memory
+from hf_mp.policy import spell
 
 Progress = Callable[[str], None]
 
@@ -64,10 +63,12 @@ def gather_report(
     Raises:
         ValueError: where several ranks cannot train in any of ``presets``, and as :func:`estimate_training_memory`.
     """
+    # First of all: loading takes minutes, a misspelt preset should not.
+    labels = {spell(name): parse_preset(name).label for name in (TRAINING_PRESETS if "all" in presets else presets)}
     config = find_config(model)
-    spread = Spread(**{name: settings[name] for name in ("ranks", "parallel", "node_size") if name in settings})
-    if measure and spread.ranks > 1:
-        raise ValueError(f"measure=True takes a step in this process alone, not on {spread.ranks} ranks: leave out one")
+    ranks = settings.get("ranks", 1)
+    if measure and ranks > 1:
+        raise ValueError(f"measure=True takes a step in this process alone, not on {ranks} ranks: leave out one")
     unavailable: dict[str, str] = {}
     footprints: dict[str, MemoryFootprint] = {}
     for precision in precisions:
@@ -76,12 +77,18 @@ def gather_report(
             footprints[precision] = _footprint(model, config, precision, config_only)
         except ImportError as error:
             unavailable[precision] = str(error)
-
-    def row_of(number: int, preset: str) -> TrainingRow:
-        where = f"{TRAINING_PRESETS[preset].label} ({number} of {len(presets)})"
-        return _training_row(model, preset, measure, gpu_bytes, settings, lambda step: progress(f"{step} in {where}"))
-
-    training = _training_rows(presets, row_of, spread, unavailable) if train or measure else {}
+    training: dict[str, TrainingRow] = {}
+    for number, preset in enumerate(labels if train or measure else (), start=1):
+        progress(f"taking a training step in {labels[preset]} ({number} of {len(labels)})")
+        try:
+            training[preset] = _training_row(model, preset, measure, gpu_bytes, settings)
+        except ImportError as error:
+            unavailable[preset] = str(error)
+        except (ValueError, RuntimeError) as error:
+            # Several ranks train in some presets only. What none of them can do is wrong in the settings.
+            if ranks == 1 or (number == len(labels) and not training):
+                raise
+            unavailable[preset] = f"not on several ranks: {error}"
     planned = skeleton(config, "fp32")
     return MemoryReport(
         model=model if isinstance(model, str) else getattr(model, "name", type(planned).__name__),
@@ -96,61 +103,29 @@ def gather_report(
     )
 
 
-def _training_rows(
-    presets: Sequence[str], row_of: Callable[[int, str], TrainingRow], spread: Spread, unavailable: dict[str, str]
-) -> dict[str, TrainingRow]:
-    """The rows of all presets, the reasons for missing ones in ``unavailable``.
-
-    Raises:
-        ValueError: where several ranks refuse all of them; for one process, whatever a preset raises.
-    """
-    rows: dict[str, TrainingRow] = {}
-    refused: Exception | None = None
-    for number, preset in enumerate(presets, start=1):
-        try:
-            rows[preset] = row_of(number, preset)
-        except ImportError as error:
-            unavailable[preset] = str(error)
-        except (ValueError, RuntimeError) as error:  # what training on real ranks would raise as well
-            if spread.ranks == 1:
-                raise
-            unavailable[preset] = f"not on several ranks: {error}"
-            refused = refused or error
-    if refused is not None and not rows:
-        raise ValueError(str(refused)) from refused
-    return rows
-
-
 def _footprint(model: ModelLike, config: Any, precision: str, config_only: bool) -> MemoryFootprint:
     if config_only:
         return memory_footprint(skeleton(config, precision), as_if_loaded=True)
-    if not isinstance(model, (str, Path)):
-        raise ValueError("a configuration has no weights to load: pass config_only=True, or a directory or name")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the tables say it
-        found = memory_footprint(load(model, precision))
+        found = memory_footprint(load(model, precision))  # type: ignore[arg-type]
     # The next precision must not be loaded beside this one.
     gc.collect()
     return found
 
 
 def _training_row(
-    model: ModelLike, preset: str, measure: bool, gpu_bytes: int | None, settings: dict[str, Any], tell: Progress
+    model: ModelLike, preset: str, measure: bool, gpu_bytes: int | None, settings: dict[str, Any]
 ) -> TrainingRow:
     asked = dict(settings)
     if TRAINING_PRESETS[preset].optimizer is not None:  # the preset is about its own
         asked.pop("optimizer", None)
-    tell("predicting a training step")
     estimate = estimate_training_memory(model, preset, **asked)
-    measurement = largest = None
-    if measure:
-        tell("measuring a training step")
-        measurement = measure_training_memory(model, preset, **{"device": "cuda", **asked})
-    if gpu_bytes is not None:
-        tell("looking for the largest batch")
-        asked.pop("batch_size", None)
-        largest = largest_batch_size(model, gpu_bytes, preset, **asked)
-    return TrainingRow(estimate, measurement, largest)
+    measurement = measure_training_memory(model, preset, **{"device": "cuda", **asked}) if measure else None
+    if gpu_bytes is None:
+        return TrainingRow(estimate, measurement)
+    asked.pop("batch_size", None)
+    return TrainingRow(estimate, measurement, largest_batch_size(model, gpu_bytes, preset, **asked))
 
 
 def as_json(report: MemoryReport) -> dict[str, Any]:
@@ -179,21 +154,9 @@ def _footprint_json(footprint: MemoryFootprint) -> dict[str, Any]:
         "bytes_by_dtype": footprint.by_dtype,
         "bytes_by_device": footprint.by_device,
         "get_memory_footprint_bytes": footprint.transformers_bytes,
-        "differences": [{"reason": one.reason, "bytes": one.size_bytes} for one in footprint.differences],
-        "bytes_elsewhere": footprint.not_here,
+        "differences": footprint.differences,
         "tensors": [vars(row) for row in footprint.rows],
-        "folded_parameters": [vars(row) for row in fold_parameters(footprint.rows)],
-        "modules": _tree_json(fold_tree(footprint.tree)),
-    }
-
-
-def _tree_json(node: ModuleBytes) -> dict[str, Any]:
-    return {
-        "name": node.name,
-        "class": node.class_name,
-        "count": node.count,
-        "bytes_each": node.total_bytes,
-        "modules": [_tree_json(child) for child in node.children],
+        "modules": asdict(footprint.tree),
     }
 
 

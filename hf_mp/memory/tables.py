@@ -14,19 +14,19 @@ from rich.text import Text
 from hf_mp.memory.folding import fold_parameters, kept_sentences, left_in_16_bits
 from hf_mp.memory.footprint import Kind, MemoryFootprint
 from hf_mp.memory.ledger import Category
-from hf_mp.memory.parallel import Collective
 from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS
 from hf_mp.memory.report import MemoryReport, TrainingRow
-from hf_mp.memory.sizes import in_one_unit, readable
+from hf_mp.memory.sizes import readable
 from hf_mp.memory.training import TrainingMemory
 from hf_mp.policy import compute_dtypes
 
 LOADED_HEADER = (
     "loaded in", "total", "parameters", "buffers", "quantization state", "Transformers counts", "16 bits",
 )  # fmt: skip
+_SHOWN_KINDS = (Kind.PARAMETER, Kind.BUFFER, Kind.QUANTIZATION_STATE)
 TRAINING_HEADER = ("trained in", "peak", "in", *(category.value for category in Category))
 
-MEASURED_HEADER = ("trained in", "predicted", "measured", "difference", "allocator or process")
+MEASURED_HEADER = ("trained in", "predicted", "measured", "difference", "allocator")
 FIT_HEADER = ("trained in", "this batch", "largest batch", "its peak")
 
 GAP = 2  # between columns
@@ -38,20 +38,21 @@ _SENT = {**_SHORT, "uint8": "weights as bytes"}
 def loaded_rows(footprints: Mapping[str, MemoryFootprint]) -> list[tuple[str, ...]]:
     """One row for each precision, in the order of :data:`LOADED_HEADER`."""
 
-    def of_kind(kind: Kind) -> list[str]:
-        return in_one_unit(found.by_kind.get(kind, 0) for found in footprints.values())
-
-    left = {name: sum(row.total_bytes for row in rows) for name, rows in left_in_16_bits(footprints).items()}
-    shown = dict(zip(left, in_one_unit(left.values()), strict=True))
-    columns = [
-        in_one_unit(found.total_bytes for found in footprints.values()),
-        of_kind(Kind.PARAMETER),
-        of_kind(Kind.BUFFER),
-        of_kind(Kind.QUANTIZATION_STATE),
-        in_one_unit(found.transformers_bytes for found in footprints.values()),
-        [shown.get(precision, "") for precision in footprints],
+    left = {name: sum(row.tensor_bytes for row in rows) for name, rows in left_in_16_bits(footprints).items()}
+    return [
+        (
+            PRECISIONS[precision].label,
+            readable(found.total_bytes),
+            *(readable(found.by_kind.get(kind, 0)) for kind in _SHOWN_KINDS),
+            readable(found.transformers_bytes),
+            _readable_or_blank(left.get(precision)),
+        )
+        for precision, found in footprints.items()
     ]
-    return list(zip((PRECISIONS[precision].label for precision in footprints), *columns, strict=True))
+
+
+def _readable_or_blank(size_bytes: int | None) -> str:
+    return "" if size_bytes is None else readable(size_bytes)
 
 
 def what_it_is(report: MemoryReport) -> str:
@@ -62,9 +63,9 @@ def what_it_is(report: MemoryReport) -> str:
 def difference_rows(footprints: Mapping[str, MemoryFootprint]) -> list[tuple[str, ...]]:
     """Precision, size and reason of every difference to ``get_memory_footprint()``."""
     return [
-        (PRECISIONS[precision].label, f"{one.size_bytes:+,} B", one.reason)
+        (PRECISIONS[precision].label, f"{size_bytes:+,} B", reason)
         for precision, footprint in footprints.items()
-        for one in footprint.differences
+        for reason, size_bytes in footprint.differences.items()
     ]
 
 
@@ -93,30 +94,32 @@ def training_rows(training: Mapping[str, TrainingRow]) -> list[tuple[str, ...]]:
 
 
 def measured_rows(training: Mapping[str, TrainingRow]) -> list[tuple[str, ...]]:
-    """Label, predicted peak, measured peak, their difference, allocator or process."""
-    rows: list[tuple[str, ...]] = []
-    for preset, row in training.items():
-        if row.measurement is None:
-            continue
-        measured = row.measurement.peak_bytes
-        off = f"{100 * (row.estimate.peak_bytes / measured - 1):+.2f}%"
-        beside = row.measurement.allocator_peak_bytes or row.measurement.process_peak_bytes
-        shown = "" if beside is None else readable(beside)
-        rows.append((TRAINING_PRESETS[preset].label, readable(row.estimate.peak_bytes), readable(measured), off, shown))
-    return rows
+    """Label, predicted peak, measured peak, their difference, and the allocator's peak where it was asked."""
+    return [
+        (
+            TRAINING_PRESETS[preset].label,
+            readable(row.estimate.peak_bytes),
+            readable(measured.peak_bytes),
+            f"{100 * (row.estimate.peak_bytes / measured.peak_bytes - 1):+.2f}%",
+            _readable_or_blank(measured.allocator_peak_bytes),
+        )
+        for preset, row in training.items()
+        if (measured := row.measurement) is not None
+    ]
 
 
-def fit_rows(report: MemoryReport) -> list[tuple[str, ...]]:
+def fit_rows(training: Mapping[str, TrainingRow]) -> list[tuple[str, ...]]:
     """For the report's GPU: label, whether the step fits, the largest batch and its peak."""
-    rows: list[tuple[str, ...]] = []
-    for preset, row in report.training.items():
-        if row.largest_batch is None or report.gpu_bytes is None:
-            continue
-        fits = "fits" if row.estimate.peak_bytes <= report.gpu_bytes else "does not fit"
-        peak = row.largest_batch.peak_bytes
-        largest = str(row.largest_batch.batch_size) if row.largest_batch.batch_size else "none: not even 1"
-        rows.append((TRAINING_PRESETS[preset].label, fits, largest, "" if peak is None else readable(peak)))
-    return rows
+    return [
+        (
+            TRAINING_PRESETS[preset].label,
+            "fits" if row.estimate.peak_bytes <= largest.memory_bytes else "does not fit",
+            str(largest.batch_size or "none: not even 1"),
+            _readable_or_blank(largest.peak_bytes),
+        )
+        for preset, row in training.items()
+        if (largest := row.largest_batch) is not None
+    ]
 
 
 def communication_rows(report: MemoryReport) -> list[tuple[str, ...]]:
@@ -130,20 +133,14 @@ def communication_rows(report: MemoryReport) -> list[tuple[str, ...]]:
         for one in estimate.communication:
             # Smaller ones are agreements of the ranks on one number.
             if one.sent_bytes >= 1024:
-                sent.setdefault(_collective(one), {})[preset] = readable(one.sent_bytes)
+                where = "" if one.within_node else " of several machines"
+                name = f"{one.name} of {one.ranks} ranks{where}, {_SENT.get(one.dtype, one.dtype)}"
+                sent.setdefault(name, {})[preset] = readable(one.sent_bytes)
     rows = [(name, *(found.get(preset, "") for preset in estimates)) for name, found in sent.items()]
     if rows and (rates := report.bandwidth) is not None:
-        rows.append(("time to send", *(_milliseconds(rates.seconds(one.communication)) for one in estimates.values())))
+        seconds = [rates.seconds(one.communication) for one in estimates.values()]
+        rows.append(("time to send", *(f"{1e3 * one:,.2f} ms" for one in seconds)))
     return rows
-
-
-def _collective(one: Collective) -> str:
-    where = "" if one.within_node else " of several machines"
-    return f"{one.name} of {one.ranks} ranks{where}, {_SENT.get(one.dtype, one.dtype)}"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.1f} ms" if seconds >= 1e-2 else f"{1e3 * seconds:.2f} ms"
 
 
 @group()
@@ -167,13 +164,10 @@ def render(report: MemoryReport, width: int) -> Iterator[RenderableType]:
         yield Text(f"{name} is missing: {reason}")
 
 
-def _step_title(estimate: TrainingMemory) -> str:
-    s = estimate.settings
+def step_title(estimate: TrainingMemory) -> str:
+    """What the figures of a step are about."""
     place = "a GPU" if estimate.device == "cuda" else "a CPU"
-    title = f"One training step on {place}: {s.batch_size} x {s.seq_len} tokens"
-    title += f", {s.accumulation_steps} micro-batches" if s.accumulation_steps > 1 else ""
-    title += ", gradient checkpointing" if s.gradient_checkpointing else ""
-    return title + (f", one of {s.ranks} ranks, {s.parallel}" if s.ranks > 1 else "")
+    return f"One training step on {place}: {estimate.settings}"
 
 
 def _training_parts(report: MemoryReport, width: int) -> Iterator[RenderableType]:
@@ -181,14 +175,14 @@ def _training_parts(report: MemoryReport, width: int) -> Iterator[RenderableType
     # Terminals are narrow: presets are columns, categories are rows.
     header = ("at the peak", *(TRAINING_PRESETS[preset].label for preset in report.training))
     rows = list(zip(TRAINING_HEADER, *training_rows(report.training), strict=True))[1:]
-    yield from _tables(_step_title(first), header, rows, width)
+    yield from _tables(step_title(first), header, rows, width)
     if rows := communication_rows(report):
         yield from _tables("Sent by each rank in a step, which receives as much", ("", *header[1:]), rows, width)
     if first.device == "cuda":
         yield Text("Predicted for a GPU; not measured on a GPU yet. CUDA's context and fragmentation are not included.")
     if rows := measured_rows(report.training):
         yield from _tables("Predicted and measured", MEASURED_HEADER, rows, width)
-    if report.gpu_bytes is not None and (rows := fit_rows(report)):
+    if report.gpu_bytes is not None and (rows := fit_rows(report.training)):
         yield from _tables(f"In {readable(report.gpu_bytes)}", FIT_HEADER, rows, width)
 
 

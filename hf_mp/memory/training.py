@@ -32,6 +32,8 @@ from hf_mp.memory.parallel import (
     CommunicationRecorder,
     Parallel,
     Spread,
+    check_count,
+    make_tensor_parallel,
     one_rank_of,
     reduce_gradients,
     shard,
@@ -52,8 +54,10 @@ MOST_STEPS = 40  # a real run skips steps at first, until the loss scale has com
 _RECORDED_MICRO_BATCHES = 2  # the second adds to the gradients of the first, like all others
 
 
-@dataclass(frozen=True)
-class TrainingSettings:
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings(Spread):
+    """How a training step is taken. Each rank has ``batch_size`` sequences, all ranks of ``"tp"`` the same ones."""
+
     precision: str  # one of hf_mp.memory.precisions.TRAINING_PRESETS
     batch_size: int  # sequences in one forward
     seq_len: int  # tokens in a sequence
@@ -61,9 +65,12 @@ class TrainingSettings:
     gradient_checkpointing: bool = False  # whether blocks are recomputed in backward
     optimizer: str = DEFAULT_OPTIMIZER  # as in TrainingArguments(optim=...)
     free_gradients: FreeGradients = "step"  # as for MixedPrecision
-    ranks: int = 1  # processes that train together, each with `batch_size` sequences (tp: the same ones)
-    parallel: Parallel = "fsdp2"  # how, where there are several
-    node_size: int = 8  # of which so many are on one machine
+
+    def __str__(self) -> str:
+        text = f"{self.batch_size} x {self.seq_len} tokens"
+        text += f", {self.accumulation_steps} micro-batches" if self.accumulation_steps > 1 else ""
+        text += ", gradient checkpointing" if self.gradient_checkpointing else ""
+        return text + (f", one of {self.ranks} ranks, {self.parallel}" if self.ranks > 1 else "")
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,7 +89,6 @@ class TrainingMemory(StepProfile):
         bytes_by_category: bytes of every :class:`Category` at the peak.
         timeline: the step in moments; the peak is one of them.
         allocator_peak_bytes: the allocator's own peak, with the workspace of kernels; None if not requested.
-        process_peak_bytes: peak resident memory of the process during the measurement; None for an estimate.
         communication: what one of several ranks sends and receives in a step, by collective.
     """
 
@@ -92,16 +98,12 @@ class TrainingMemory(StepProfile):
     device: str
     measured: bool
     allocator_peak_bytes: int | None = None
-    process_peak_bytes: int | None = None
     communication: tuple[Collective, ...] = ()
 
     def __repr__(self) -> str:
-        step = f"{self.settings.batch_size} x {self.settings.seq_len} tokens"
-        how = f"{'measured' if self.measured else 'estimated'} on {self.device}"
-        if self.settings.ranks > 1:
-            how += f", one of {self.settings.ranks} ranks with {self.settings.parallel}"
+        how = f"{self.settings}, {'measured' if self.measured else 'estimated'} on {self.device}"
         peak = f"peak {readable(self.peak_bytes)} in {self.peak_phase} ({largest_first(self.bytes_by_category)})"
-        return f"<TrainingMemory of {self.model} in {self.settings.precision}, {step}, {how}: {peak}>"
+        return f"<TrainingMemory of {self.model} in {self.settings.precision}, {how}: {peak}>"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -182,22 +184,25 @@ def estimate_training_memory(
         parallel=parallel,
         node_size=node_size,
     )
-    spread = Spread(ranks, parallel, node_size)
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r} cannot be estimated for: use 'cuda' or 'cpu'")
     target = STAND_IN if device == "cuda" else torch.device("cpu")
     preset = parse_preset(precision)
     if preset.lora and ranks > 1 and parallel != "ddp":
         raise ValueError(f"parallel={parallel!r} cannot shard quantized weights of precision={precision!r}: use 'ddp'")
+    communication = CommunicationRecorder(node_size) if ranks > 1 else None
     planned = skeleton(config, preset.loaded)
     kind, parameters = type(planned), planned.num_parameters()
     prepared = prepare_model(planned, settings)
-    communication = CommunicationRecorder(node_size) if ranks > 1 else None
-    with one_rank_of(spread, target, prepared) as mesh, _fake_tensors(target):
-        trainee = make_trainee(shard(replace_tensors(prepared, target), mesh), kind, settings, target)
+    with one_rank_of(settings, target) as mesh, fake_tensors(target):
+        replace_tensors(prepared, target)
+        if communication is not None and parallel == "tp":
+            make_tensor_parallel(planned, ranks)
+        trainee = make_trainee(shard(prepared, mesh), kind, settings, target)
         trainee.communication = communication
         if communication is not None and parallel == "ddp":
-            _reduce_gradients(trainee)
+            wire = torch.float32 if trainee.runtime is None else trainee.runtime.policy.wire
+            trainee.forward = reduce_gradients(trainee.forward, has_hook=wire is not torch.float32)
         if trainee.runtime is not None:  # a scaler keeps no fake tensors, and an update joins gradients of one scale
             scaler = trainee.runtime.scaler
             scaler.scale_tensors = functools.cache(scaler.scale_tensors)  # type: ignore[method-assign]
@@ -213,14 +218,9 @@ def estimate_training_memory(
     )
 
 
-def _reduce_gradients(trainee: Trainee) -> None:
-    """Put DDP around the forward; a runtime's layout may have its own reduction."""
-    has_hook = trainee.runtime is not None and trainee.runtime.policy.wire is not torch.float32
-    trainee.forward = reduce_gradients(trainee.forward, has_hook=has_hook)
-
-
 @contextlib.contextmanager
-def _fake_tensors(device: torch.device) -> Iterator[None]:
+def fake_tensors(device: torch.device) -> Iterator[None]:
+    """Have all tensors of a training on ``device`` be fake, the meta device standing for a GPU."""
     fused = [*_get_fused_kernels_supported_devices(), STAND_IN.type]
     with (
         warnings.catch_warnings(),
@@ -262,9 +262,19 @@ def make_settings(
     # A fused update takes no mixture of DTensors and plain tensors.
     default = "adamw_torch" if settings.get("parallel") == "tp" else DEFAULT_OPTIMIZER
     asked = TrainingSettings(
-        spell(precision), batch_size, seq_len, optimizer=optimizer or preset.optimizer or default, **settings
+        precision=spell(precision),
+        batch_size=batch_size,
+        seq_len=seq_len,
+        optimizer=optimizer or preset.optimizer or default,
+        **settings,
     )
-    _check_sizes(asked, positions)
+    for name, least in {"batch_size": 1, "accumulation_steps": 1, "seq_len": 2}.items():
+        check_count(name, getattr(asked, name), least)
+    # An embedding of fake tensors takes any position: only a real step would fail.
+    if positions is not None and seq_len > positions:
+        raise ValueError(
+            f"seq_len={seq_len} is longer than the {positions} positions that the model has: use at most {positions}"
+        )
     if preset.optimizer not in (None, asked.optimizer):
         raise ValueError(
             f"precision={precision!r} is about optimizer={preset.optimizer!r}: leave optimizer out, or choose another "
@@ -277,18 +287,6 @@ def make_settings(
             "none: use 1 of them"
         )
     return asked
-
-
-def _check_sizes(settings: TrainingSettings, positions: int | None) -> None:
-    for name, least in {"batch_size": 1, "accumulation_steps": 1, "seq_len": 2}.items():
-        value = getattr(settings, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r} is not possible: use a whole number from {least} on")
-    if positions is not None and settings.seq_len > positions:
-        raise ValueError(
-            f"seq_len={settings.seq_len} is longer than the {positions} positions that the model has: use at most "
-            f"{positions}"
-        )
 
 
 def prepare_model(model: PreTrainedModel, settings: TrainingSettings) -> nn.Module:
@@ -334,11 +332,8 @@ def _forward(model: nn.Module, preset: TrainingPreset, device: torch.device) -> 
 
 def _with_adapters(model: PreTrainedModel, gradient_checkpointing: bool) -> nn.Module:
     """A frozen, quantized model with LoRA adapters, as in peft's guide to quantization; experts stay in 16 bits."""
-    try:
-        with quiet_bitsandbytes():
-            from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-    except ImportError as error:
-        raise ImportError("LoRA needs peft: pip install peft, or choose another precision") from error
+    with quiet_bitsandbytes():
+        from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of Transformers, about a name that peft reads
         # It casts all that is not quantized to FP32, stacked experts too, which are most of a model.
@@ -359,15 +354,12 @@ def make_batch(kind: type[PreTrainedModel], settings: TrainingSettings, device: 
         raise ValueError(
             f"{kind.__name__} takes {kind.main_input_name}, not token ids: only text models can be trained here"
         )
-    sizes = (settings.batch_size, settings.seq_len)
     # No shape depends on what the tokens are.
-    ids = torch.zeros(sizes, dtype=torch.long, device=device)
-    per_sequence = kind.__name__.endswith(("ForSequenceClassification", "ForMultipleChoice"))
-    labels = torch.zeros(sizes[0] if per_sequence else sizes, dtype=torch.long, device=device)
+    ids = torch.zeros(settings.batch_size, settings.seq_len, dtype=torch.long, device=device)
     if kind.__name__.endswith("ForQuestionAnswering"):
-        per_row = torch.zeros(sizes[0], dtype=torch.long, device=device)
-        return {"input_ids": ids, "start_positions": per_row, "end_positions": per_row}
-    return {"input_ids": ids, "labels": labels}
+        return {"input_ids": ids, "start_positions": ids[:, 0].clone(), "end_positions": ids[:, 0].clone()}
+    per_sequence = kind.__name__.endswith(("ForSequenceClassification", "ForMultipleChoice"))
+    return {"input_ids": ids, "labels": (ids[:, 0] if per_sequence else ids).clone()}
 
 
 def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimizer:

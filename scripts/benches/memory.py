@@ -10,6 +10,7 @@ sequence of 1024 tokens is estimated in each of our presets instead.
 from __future__ import annotations
 
 import multiprocessing
+import resource
 import time
 import warnings
 from typing import Annotated, Any
@@ -19,7 +20,6 @@ from transformers import BertConfig, GPT2Config, LlamaConfig, PreTrainedConfig
 
 import hf_mp
 from hf_mp.memory.command import quiet_libraries
-from hf_mp.memory.measuring import process_peak_bytes
 from hf_mp.memory.precisions import TRAINING_PRESETS
 from hf_mp.policy import PRESETS
 
@@ -97,7 +97,6 @@ def compare(name: str, preset: str) -> dict[str, Any]:
         "predicted_bytes": predicted.peak_bytes,
         "measured_bytes": measured.peak_bytes,
         "allocator_bytes": measured.allocator_peak_bytes,
-        "process_bytes": measured.process_peak_bytes,
         "peak_in": predicted.peak_phase.value,
         "estimate_seconds": round(seconds, 2),
     }
@@ -112,7 +111,7 @@ def estimate_large() -> dict[str, Any]:
         "peak_bytes": found.peak_bytes,
         "seconds": round(time.perf_counter() - wall, 1),
         "cpu_seconds": round(time.process_time() - cpu, 1),
-        "process_bytes": process_peak_bytes(),
+        "process_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
 
 

@@ -1,10 +1,8 @@
-import gc
 import logging
-from pathlib import Path
 
-import pytest
 import torch
-from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig
+from torch import nn
+from transformers import BertConfig, GPT2Config, LlamaConfig
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
@@ -24,17 +22,23 @@ CONFIGS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="session")
-def gpt2_124m(tmp_path_factory) -> Path:
-    """GPT-2 124M with random weights, saved."""
-    directory = tmp_path_factory.mktemp("gpt2")
-    with torch.device("meta"):
-        model = GPT2LMHeadModel(GPT2Config())
-    model = model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        parameter.data.fill_(0.01)
-    model.tie_weights()
-    model.save_pretrained(directory)
-    del model
-    gc.collect()
-    return directory
+def storages_of(model):
+    """Every storage that can be reached from ``model``, by walking all its objects: an independent count."""
+    seen, found, waiting = set(), {}, [model]
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen or isinstance(thing, (type, str, bytes)):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            if not thing.is_meta:
+                found[thing.untyped_storage()._cdata] = thing.untyped_storage().nbytes()
+            waiting.append(vars(thing))
+            waiting.append(thing.grad)
+        elif isinstance(thing, dict):
+            waiting.extend(thing.values())
+        elif isinstance(thing, (list, tuple, set)):
+            waiting.extend(thing)
+        elif (hasattr(thing, "__dict__") and not callable(thing)) or isinstance(thing, nn.Module):
+            waiting.append(vars(thing))
+    return sum(found.values())

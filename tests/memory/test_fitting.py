@@ -31,11 +31,6 @@ def test_a_line_needs_few_estimates():
     assert len(set(asked)) <= 12 and max(asked) < 8 * 2476
 
 
-def test_what_never_ends_is_refused():
-    with pytest.raises(ValueError, match="nothing to search for"):
-        search_largest(lambda n: 1, 10)
-
-
 @pytest.mark.slow
 def test_a_real_batch_fits_and_the_next_one_does_not():
     config = CONFIGS["gpt2-4"]()
@@ -55,7 +50,5 @@ def test_not_even_one_sequence():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="'24 GB' has a decimal"):
+    with pytest.raises(ValueError, match="'24 GB' is not a size of memory"):
         hf_mp.largest_batch_size("gpt2", "24 GB")
-    with pytest.raises(ValueError, match="leave it out"):
-        hf_mp.largest_batch_size("gpt2", "24GiB", batch_size=3)

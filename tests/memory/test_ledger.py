@@ -41,15 +41,8 @@ def test_what_forward_frees_itself_was_temporary():
 def test_what_a_storage_turns_out_to_be_for_holds_from_its_beginning():
     ledger = Ledger(phase=Phase.BACKWARD)
     ledger.allocate(1, 8, Category.TEMPORARIES, "mm")
-    ledger.assign(1, Category.GRADIENTS)
+    ledger.live[1].category = Category.GRADIENTS
     assert profile_step(ledger.events).bytes_by_category[Category.GRADIENTS] == 8
-
-
-def test_unknown_storages_are_left_out():
-    ledger = Ledger()
-    ledger.free(7)
-    ledger.assign(7, Category.GRADIENTS)
-    assert ledger.events == []
 
 
 @pytest.mark.parametrize("moments", [1, 3, 10, 240])

@@ -1,21 +1,16 @@
-import json
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 
 import pytest
 from html_outline import Outline
 
 from hf_mp.memory.ledger import Category
-from hf_mp.memory.page import HEIGHT, WIDTH, render_page, timeline
+from hf_mp.memory.page import HEADROOM, HEIGHT, WIDTH, areas, render_page, stretches
 from hf_mp.memory.report import gather_report
 
 from .conftest import CONFIGS
 
 pytestmark = pytest.mark.slow
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +71,12 @@ def test_bars_are_as_wide_as_their_bytes(report, page):
 
 def test_a_timeline_is_a_stack_that_fills_the_picture(report):
     step = report.training["fp16"].estimate
-    found = timeline("fp16", step.timeline, step.peak_bytes, step.peak_phase)
-    assert [stretch.name for stretch in found.stretches] == ["forward", "backward", "update"]
-    assert sum(stretch.percent for stretch in found.stretches) == pytest.approx(100)
-    for area in found.areas:
-        points = [tuple(map(float, point.split(","))) for point in area.points.split()]
-        assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT + 0.05 for x, y in points)
-    highest = min(float(point.split(",")[1]) for area in found.areas for point in area.points.split())
-    assert highest == pytest.approx(found.peak_y, abs=0.06)
+    found = areas(step.timeline).values()
+    assert [phase.value for phase, _, _ in stretches(step.timeline)] == ["forward", "backward", "update"]
+    assert sum(length for _, _, length in stretches(step.timeline)) == pytest.approx(100)
+    points = [tuple(map(float, point.split(","))) for corners in found for point in corners.split()]
+    assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT + 0.05 for x, y in points)
+    assert min(y for _, y in points) == pytest.approx(HEIGHT * (1 - 1 / HEADROOM), abs=0.06)
 
 
 def test_the_gpu_is_a_line_across_all_bars(report, outline):
@@ -96,78 +89,3 @@ def test_without_training_there_is_no_step():
     plain = gather_report(CONFIGS["gpt2-4"](), config_only=True, precisions=("fp32",))
     page = render_page(plain)
     assert "One training step" not in page and 'gpu-line"' not in page
-
-
-# In a browser
-
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium (Debian: apt-get install chromium)")
-
-_PROBE = """
-<script>
-addEventListener("load", () => {
-  const bars = [...document.querySelectorAll("#trained + section .bar")];
-  const style = getComputedStyle(document.body);
-  document.documentElement.setAttribute("data-probe", JSON.stringify({
-    overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
-    bars: bars.map(bar => [...bar.children].reduce((sum, piece) => sum + piece.getBoundingClientRect().width, 0)),
-    widths: bars.map(bar => bar.getBoundingClientRect().width),
-    line: document.querySelector(".gpu-line").getBoundingClientRect().left - bars[0].getBoundingClientRect().left,
-    background: style.backgroundColor, text: style.color,
-    requests: performance.getEntriesByType("resource").length,
-    details: document.querySelectorAll("details").length,
-  }));
-});
-</script></body>
-"""
-
-
-def in_browser(page, tmp_path, *flags, frame=None):
-    """What the page looks like to its own browser: the probe's answers, from the DOM after loading."""
-    file = tmp_path / "probed.html"
-    file.write_text(page.replace("</body>", _PROBE))
-    shown = file
-    if frame is not None:  # headless windows have a least width; a frame does not
-        shown = tmp_path / "frame.html"
-        shown.write_text(
-            f'<iframe src="probed.html" style="width:{frame}px;height:2000px;border:0"></iframe><script>onload = () =>'
-            "document.documentElement.setAttribute('data-probe', document.querySelector('iframe').contentDocument"
-            ".documentElement.getAttribute('data-probe'))</script>"
-        )
-    command = [
-        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files",
-        f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000", *flags, "--dump-dom", shown.as_uri(),
-    ]  # fmt: skip
-    dumped = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    found = re.search(r'data-probe="([^"]*)"', dumped)
-    assert found, dumped[:500]
-    return json.loads(found.group(1).replace("&quot;", '"'))
-
-
-@needs_chromium
-def test_the_page_opens_in_a_browser(page, report, tmp_path):
-    found = in_browser(page, tmp_path, "--window-size=1200,900")
-    assert found["requests"] == 0
-    assert found["overflow"] <= 0
-    scale = 1.02 * max(report.gpu_bytes, *(row.estimate.peak_bytes for row in report.training.values()))
-    for row, bar, width in zip(report.training.values(), found["bars"], found["widths"], strict=True):
-        assert bar == pytest.approx(width * row.estimate.peak_bytes / scale, abs=1.5)
-    assert found["line"] == pytest.approx(found["widths"][0] * report.gpu_bytes / scale, abs=2)
-    assert found["details"] > 10
-
-
-@needs_chromium
-def test_the_page_fits_a_phone(page, tmp_path):
-    found = in_browser(page, tmp_path, frame=360)
-    assert found["overflow"] <= 0
-    assert 250 < found["widths"][0] < 350  # a bar has the whole width, its label is above it
-
-
-@needs_chromium
-def test_the_page_is_dark_where_a_person_wants_that(page, tmp_path):
-    def brightness(colour):
-        return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
-
-    for flags, dark in (((), False), (("--blink-settings=preferredColorScheme=0",), True)):
-        found = in_browser(page, tmp_path, *flags)
-        assert (brightness(found["background"]) < 60) == dark
-        assert abs(brightness(found["background"]) - brightness(found["text"])) > 150

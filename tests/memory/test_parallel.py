@@ -17,7 +17,7 @@ from hf_mp.memory import parallel
 from hf_mp.memory.ledger import Category
 from hf_mp.memory.parallel import Bandwidth, Collective
 
-LAYERS, WIDTH = 3, 64
+LAYERS, WIDTH = 2, 64
 
 
 def config() -> GPT2Config:
@@ -34,14 +34,13 @@ def test_what_shrinks_with_the_ranks_and_what_stays() -> None:
     for few, more in zip(eight.communication, many.communication, strict=True):
         assert (few.name, few.dtype, few.calls) == (more.name, more.dtype, more.calls)
         assert 7 / 8 * more.sent_bytes <= 1.3 * few.sent_bytes  # (n - 1) / n of the whole, and padding
-    assert "one of 8 ranks with fsdp2" in repr(eight)
+    assert "one of 8 ranks, fsdp2" in repr(eight)
 
 
 @pytest.mark.parametrize("preset", ["fp32", "trainer-bf16"])
 def test_ddp_holds_all_and_sends_each_gradient_twice(preset: str) -> None:
     ddp = estimate_training_memory(config(), preset, ranks=4, parallel="ddp")
-    alone = estimate_training_memory(config(), preset)
-    assert ddp.bytes_by_category[Category.MASTER_WEIGHTS] == alone.bytes_by_category[Category.MASTER_WEIGHTS]
+    assert ddp.bytes_by_category[Category.MASTER_WEIGHTS] >= 4 * ddp.parameters
     reduced = next(one for one in ddp.communication if one.name == "all-reduce" and one.dtype == "float32")
     assert reduced.sent_bytes == 2 * 4 * ddp.parameters * 3 // 4
 
@@ -61,18 +60,14 @@ def test_the_first_chunk_says_what_all_chunks_do(monkeypatch: pytest.MonkeyPatch
     assert short == estimate_training_memory(config(), "fp16-lean", ranks=48)
 
 
-def test_hsdp_shards_within_a_machine() -> None:
+def test_hsdp_shards_within_a_machine_and_leaves_nothing_behind() -> None:
+    hook = sys.excepthook
     found = estimate_training_memory(config(), "fp32", ranks=16, parallel="hsdp", node_size=8).communication
     ranks = {one.name: (one.ranks, one.within_node) for one in found if one.sent_bytes > 1024}
     assert ranks == {"all-gather": (8, True), "reduce-scatter": (8, True), "all-reduce": (2, False)}
     # As many replicas as a machine has ranks: they are on several machines all the same.
     found = estimate_training_memory(config(), "fp32", ranks=64, parallel="hsdp", node_size=8).communication
     assert [one.within_node for one in found if one.name == "all-reduce" and one.sent_bytes > 1024] == [False]
-
-
-def test_nothing_is_left_behind() -> None:
-    hook = sys.excepthook
-    estimate_training_memory(config(), "fp32", ranks=2)
     assert sys.excepthook is hook
     assert not distributed.is_initialized()
 
@@ -120,7 +115,7 @@ def test_impossible_tensor_parallel_plans(settings: dict[str, object], message: 
         ({"ranks": 5000}, r"ranks=5000 is not possible"),
         ({"ranks": 8, "parallel": "zero"}, r"parallel='zero' is not known: use one of ddp, fsdp2, hsdp, tp"),
         ({"ranks": 12, "parallel": "hsdp"}, r"ranks=12 is not a multiple of node_size=8"),
-        ({"ranks": 8, "parallel": "ddp", "node_size": 0}, r"node_size=0 is not possible: a machine has at least one"),
+        ({"ranks": 8, "parallel": "ddp", "node_size": 0}, r"node_size=0 is not possible: use a whole number from 1 on"),
         ({"ranks": 2, "precision": "int8-lora"}, r"quantized weights of precision='int8-lora': use 'ddp'"),
     ],
 )

@@ -2,7 +2,7 @@ import io
 import json
 import os
 import re
-import time
+import sys
 import warnings
 from dataclasses import replace
 
@@ -12,14 +12,13 @@ from transformers import GPT2Config, MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
 from hf_mp import cli
-from hf_mp.memory import command as command_module
 from hf_mp.memory import report as report_module
 from hf_mp.memory.folding import kept_sentences
 from hf_mp.memory.footprint import memory_footprint
-from hf_mp.memory.html_page import check_writable, write_whole
 from hf_mp.memory.models import load, skeleton
 from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS
 from hf_mp.memory.report import as_json, gather_report
+from hf_mp.memory.sizes import readable
 from hf_mp.memory.tables import (
     LOADED_HEADER,
     TRAINING_HEADER,
@@ -68,11 +67,10 @@ def test_a_report_says_what_was_counted(saved, report):
 
 def test_rows_are_the_data_in_words(report):
     fp32, *_, int8, nf4, fp4 = loaded_rows(report.footprints)
-    expected = report.footprints["fp32"].total_bytes / 2**20
-    size = f"{expected:.2f} MiB"
-    assert fp32 == ("FP32", size, size, "0.00 MiB", "0.00 MiB", size, "")
+    size = readable(report.footprints["fp32"].total_bytes)
+    assert fp32 == ("FP32", size, size, "0 B", "0 B", size, "")
     unquantized = [row for row in report.footprints["int8"].rows if row.dtype == "float16" and not row.shared_with]
-    assert int8[-1] == f"{sum(row.counted_bytes for row in unquantized) / 2**20:.2f} MiB"
+    assert int8[-1] == readable(sum(row.counted_bytes for row in unquantized))
     assert (int8[0], nf4[0], fp4[0]) == ("INT8", "NF4", "FP4")
     rows = {row[0]: row for row in parameter_rows(report.footprints)}
     assert rows["transformer.h.0 - h.1.attn.c_attn.weight"][1:] == (
@@ -91,7 +89,7 @@ def test_predicted_stands_beside_measured(report):
 
 
 def test_what_fits_in_the_gpu(report):
-    for row, words in zip(report.training.values(), fit_rows(report), strict=True):
+    for row, words in zip(report.training.values(), fit_rows(report.training), strict=True):
         assert words[1] == ("fits" if row.estimate.peak_bytes <= 2**20 else "does not fit")
         largest = row.largest_batch
         assert largest.next_peak_bytes > 2**20
@@ -105,11 +103,9 @@ def test_json_holds_every_byte_with_units_and_versions(report):
     for precision, footprint in report.footprints.items():
         stored = values["loaded"][precision]
         assert stored["total_bytes"] == footprint.total_bytes == sum(t["counted_bytes"] for t in stored["tensors"])
-        assert (
-            stored["get_memory_footprint_bytes"] + sum(d["bytes"] for d in stored["differences"])
-            == stored["total_bytes"]
-        )
-        assert stored["modules"]["bytes_each"] == footprint.total_bytes
+        explained = sum(stored["differences"].values())
+        assert stored["get_memory_footprint_bytes"] + explained == stored["total_bytes"]
+        assert stored["modules"]["total_bytes"] == footprint.total_bytes
     step = values["training"]["fp16"]["estimate"]
     assert step["peak_bytes"] == sum(step["bytes_by_category"].values())
     assert step["settings"]["batch_size"] == 2
@@ -118,22 +114,11 @@ def test_json_holds_every_byte_with_units_and_versions(report):
 
 
 def test_a_missing_package_leaves_the_rest(saved, monkeypatch):
-    def missing(precision, *args):
-        raise ImportError("needs bitsandbytes: pip install bitsandbytes")
-
-    monkeypatch.setattr("hf_mp.memory.precisions.check_bitsandbytes", missing)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     found = gather_report(str(saved), config_only=True)
     assert list(found.footprints) == ["fp32", "fp16", "bf16"]
     assert set(found.unavailable) == {"int8", "nf4", "fp4"}
-
-
-def test_a_preset_with_its_own_optimizer_keeps_it(saved):
-    found = gather_report(
-        str(saved), config_only=True, train=True, precisions=("fp32",), presets=("fp32", "fp16-adamw8bit"),
-        optimizer="sgd", **STEP,
-    )  # fmt: skip
-    optimizers = [row.estimate.settings.optimizer for row in found.training.values()]
-    assert optimizers == ["sgd", "adamw_bnb_8bit"]
+    assert "bitsandbytes" in found.unavailable["int8"]
 
 
 # The command
@@ -146,7 +131,7 @@ def test_the_command_prints_tables(saved):
         assert words in result.stdout
     assert "not measured on a GPU yet" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
-    assert "hf-mp memory: predicting a training step in hf_mp fp16 (1 of 1) ...\n" in result.stderr
+    assert "hf-mp memory: taking a training step in hf_mp fp16 (1 of 1) ...\n" in result.stderr
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
@@ -217,25 +202,11 @@ def test_gpt2_without_weights(monkeypatch):
     assert mib == {"fp32": 474.70, "fp16": 237.35, "bf16": 237.35, "int8": 156.35, "nf4": 115.85, "fp4": 115.85}
 
 
-def test_the_command_is_quick_and_importing_hf_mp_stays_free_of_it():
-    import resource
-    import subprocess
-    import sys
-
-    code = "import sys, hf_mp; print([name for name in sys.modules if name.split('.')[0] in ('torch', 'jinja2')])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = "from hf_mp.cli import app; app(['memory', 'gpt2', '--config-only'])"
-    subprocess.run([sys.executable, "-c", command], capture_output=True, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 15  # CPU seconds
-
-
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["no-such/model", "--config-only"], "is not a directory, not a file.*gpt2, gpt2-medium, gpt2-large, gpt2-xl"),
-        (["gpt2", "--gpu", "24GB"], "'24GB' has a decimal or incomplete unit: write GiB"),
+        (["no-such/model", "--config-only"], "cannot be loaded: no network.*gpt2, gpt2-medium, gpt2-large, gpt2-xl"),
+        (["gpt2", "--gpu", "24GB"], "'24GB' is not a size of memory: write a number and KiB, MiB, GiB"),
         (["gpt2", "--gpu", "big"], "'big' is not a size of memory"),
         (["gpt2", "--config-only", "--train", "--seq-len", "2000"], "longer than the 1024 positions"),
         (["gpt2", "--config-only", "--train", "--batch-size", "0"], "batch_size=0 is not possible"),
@@ -258,43 +229,6 @@ def test_bad_input_ends_in_one_line_and_nothing_is_written(flags, message, tmp_p
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_is_written_at_once_or_not_at_all(tmp_path):
-    page = tmp_path / "memory.html"
-    page.write_text("older")
-    with pytest.raises(UnicodeEncodeError):
-        write_whole(page, "half \ud800")
-    assert page.read_text() == "older"
-    write_whole(page, "whole")
-    assert page.read_text() == "whole"
-    assert os.listdir(tmp_path) == ["memory.html"]
-    check_writable(page)
-
-
 def test_every_preset_has_its_own_name():
     labels = [preset.label for preset in TRAINING_PRESETS.values()]
     assert len(set(labels)) == len(labels)
-
-
-def test_a_person_who_waits_is_told_what_is_done(saved):
-    told = []
-    gather_report(
-        str(saved), config_only=True, measure=True, gpu_bytes=2**20, precisions=("fp16",), presets=("fp32", "bf16"),
-        device="cpu", progress=told.append, **STEP,
-    )  # fmt: skip
-    labels = [f"{TRAINING_PRESETS['fp32'].label} (1 of 2)", f"{TRAINING_PRESETS['bf16'].label} (2 of 2)"]
-    steps = ["predicting a training step", "measuring a training step", "looking for the largest batch"]
-    assert told == ["counting the bytes of FP16", *(f"{step} in {label}" for label in labels for step in steps)]
-
-
-@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
-def test_the_progress_is_on_stderr(monkeypatch, capsys, terminal):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
-    with command_module._told_progress() as tell:
-        tell("measuring a training step in FP16")
-        time.sleep(0.3 if terminal else 0.0)  # it is drawn some times a second
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "measuring a training step in FP16" in captured.err
-    assert ("\x1b" in captured.err) == terminal

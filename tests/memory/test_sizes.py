@@ -1,6 +1,6 @@
 import pytest
 
-from hf_mp.memory.sizes import in_one_unit, largest_first, parse_size, readable
+from hf_mp.memory.sizes import largest_first, parse_size, readable
 
 
 @pytest.mark.parametrize(
@@ -11,7 +11,6 @@ from hf_mp.memory.sizes import in_one_unit, largest_first, parse_size, readable
         ("1.5 MiB", 3 * 2**19),
         ("512KiB", 2**19),
         ("1TiB", 2**40),
-        ("7 B", 7),
         (4096, 4096),
     ],
 )
@@ -22,17 +21,14 @@ def test_sizes_are_read(text, size):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("24GB", r"'24GB' has a decimal.*24GiB"),
-        ("24g", r"'24g' has a decimal.*24GiB"),
+        ("24GB", r"'24GB' is not a size of memory: .*a card sold as 24 GB has 24 GiB"),
+        ("24g", r"'24g' is not a size of memory.*24GiB"),
         ("24", r"'24' is not a size of memory.*24GiB"),
         ("much", r"'much' is not a size"),
         ("-1GiB", r"'-1GiB' is not a size"),
-        ("0GiB", r"must be above 0"),
         ("", r"'' is not a size"),
         ("1e3GiB", r"is not a size"),
         ("nanGiB", r"is not a size"),
-        (0, r"0 bytes is not a size"),
-        (True, r"'?True'? is not a size"),
     ],
 )
 def test_what_is_not_a_size_is_refused(text, message):
@@ -44,9 +40,6 @@ def test_sizes_are_written_in_1024_based_units():
     assert [readable(size) for size in (0, 1023, 1024, 2**20, 3 * 2**29, 2**40)] == [
         "0 B", "1,023 B", "1.00 KiB", "1.00 MiB", "1.50 GiB", "1.00 TiB",
     ]  # fmt: skip
-    assert in_one_unit([497759232, 512]) == ["474.70 MiB", "0.00 MiB"]
-    assert in_one_unit([178157 * 2**20, 497759232]) == ["173.98 GiB", "0.46 GiB"]
-    assert in_one_unit([]) == []
 
 
 def test_named_sizes_come_in_one_line():

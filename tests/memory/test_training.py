@@ -163,7 +163,8 @@ def test_the_recorder_agrees_with_torchs_own_tracker():
     settings = training.make_settings(config, "fp32", **STEP)
     prepared = training.prepare_model(planned, settings)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        trainee = training.make_trainee(training.replace_tensors(prepared, cpu), type(planned), settings, cpu)
+        training.replace_tensors(prepared, cpu)
+        trainee = training.make_trainee(prepared, type(planned), settings, cpu)
         tracker = MemTracker()
         tracker.track_external(trainee.model, trainee.optimizer, *trainee.batch.values())
         with tracker:
@@ -310,18 +311,9 @@ def test_a_model_without_tokens_is_refused():
         estimate_training_memory(config, "fp32")
 
 
-def test_a_gpu_that_is_not_there_cannot_be_measured_on(monkeypatch, gpt2_config):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="torch sees no GPU here; measure on the 'cpu'"):
-        hf_mp.measure_training_memory(gpt2_config, device="cuda")
-    with pytest.raises(ValueError, match="cannot be measured on"):
-        hf_mp.measure_training_memory(gpt2_config, device="tpu")
-
-
 def test_measuring_leaves_a_given_model_alone(gpt2):
     before = {name: value.clone() for name, value in gpt2.state_dict().items()}
-    found = hf_mp.measure_training_memory(gpt2, "fp16", batch_size=2, seq_len=16, device="cpu")
-    assert found.process_peak_bytes is None or found.process_peak_bytes > found.peak_bytes
+    hf_mp.measure_training_memory(gpt2, "fp16", batch_size=2, seq_len=16, device="cpu")
     assert all(torch.equal(value, before[name]) for name, value in gpt2.state_dict().items())
     assert not any(parameter.grad is not None for parameter in gpt2.parameters())
 
@@ -355,4 +347,3 @@ def test_evaluated_by_itself_it_is_one_readable_line():
     assert sizes == sorted(sizes, key=float, reverse=True)
     assert "frozen weights" not in text
     assert len(text) < 400
-    assert re.fullmatch(r"<Moment at 0\.\d{3}, forward: [\d.]+ MiB>", repr(memory.timeline[0]))

@@ -37,7 +37,7 @@ from transformers import (
 import hf_mp
 from hf_mp.casting.nested import tensors_in
 from hf_mp.memory.fake_tensors import _attention
-from hf_mp.memory.training import _fake_tensors
+from hf_mp.memory.training import fake_tensors
 
 STORED = Path(__file__).with_suffix(".json")
 NO_DRIVER = "HF_MP_NO_DRIVER"  # the library made of no_driver.c, which is preloaded
@@ -133,7 +133,7 @@ def batch_of(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
 
 def counts_of(name: str, precision: str, device: torch.device) -> dict[str, dict[str, int]]:
     """Of the third step of a loop with clipping, by phase."""
-    with _fake_tensors(device), ExitStack() as stack:
+    with fake_tensors(device), ExitStack() as stack:
         stack.enter_context(torch.device(device))
         model = MODELS[name]().train()
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
