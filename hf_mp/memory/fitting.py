@@ -49,6 +49,7 @@ def largest_batch_size(
         ValueError: for an invalid size, and as :func:`hf_mp.estimate_training_memory`.
     """
     memory_bytes = parse_size(memory)
+    # Once: each estimate would ask the Hub again.
     config = find_config(model)
 
     @functools.cache  # an estimate takes seconds
@@ -81,6 +82,7 @@ def _next_guess(peak: Callable[[int], int], memory_bytes: int, fits: int, exceed
     is_known = exceeds <= LARGEST_TRIED
     other = exceeds if is_known else max(1, fits // 2)
     slope = (peak(other) - peak(fits)) / (other - fits) if other != fits else 0.0
+    # A slope of 0 is what small batches have where the update, not the activations, is the peak.
     guess = fits + int((memory_bytes - peak(fits)) / slope) if slope > 0 else 2 * fits
     highest = exceeds - 1 if is_known else min(LARGEST_TRIED, _GROWTH * fits)
     return max(fits + 1, min(guess, highest))

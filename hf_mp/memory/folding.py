@@ -49,6 +49,7 @@ def _folded(run: list[TensorRow]) -> TensorRow:
 def left_in_16_bits(footprints: Mapping[str, MemoryFootprint]) -> dict[str, list[TensorRow]]:
     """By quantized precision, the parameters that bitsandbytes leaves as they were: those of no linear layer."""
     return {
+        # Quantized weights are int8, or uint8 with two of them in a byte.
         precision: [row for row in fold_parameters(found.rows) if getattr(torch, row.dtype).is_floating_point]
         for precision, found in footprints.items()
         if PRECISIONS[precision].quantization

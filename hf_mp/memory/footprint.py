@@ -152,7 +152,7 @@ def memory_footprint(model: nn.Module, *, as_if_loaded: bool = False) -> MemoryF
             "hf_mp.load(name_or_path, precision=...)"
         )
     rows: list[TensorRow] = []
-    # Two names may be one object (tied weights), or two tensors of one storage (views).
+    # What adds nothing is told apart: two names of one object (tied weights), and two tensors of one storage (views).
     storages: dict[int, str] = {}
     objects: dict[int, str] = {}
     for name, module, kind, tensor in tensors_of(model):
@@ -206,6 +206,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Kind, Tensor]]:
 
 def gradients_of(parameter: nn.Parameter) -> list[Tensor]:
     """The gradients of a parameter as stored: reading ``.grad`` of a split parameter would convert them."""
+    # Its getter would convert a scaled gradient to FP32, and keep what it made.
     scaled, read = (vars(parameter).get(name) for name in _GRADIENTS)
     held = [_GRAD.__get__(parameter), None if scaled is None else scaled.value, read]
     return [gradient for gradient in held if gradient is not None]

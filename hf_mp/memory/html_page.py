@@ -13,6 +13,7 @@ def page_template(name: str) -> jinja2.Template:
     """A template by its path below ``hf_mp/``, with autoescape; it may ``include`` ``memory/page_style.css``."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hf_mp", ""),
+        # Names of models and of runs come from outside.
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

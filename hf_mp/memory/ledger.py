@@ -79,6 +79,7 @@ class Ledger:
 
     def start_step(self) -> None:
         """Forget the events so far; live storages are the step's initial state."""
+        # What is older than the step is in use from its beginning, and is part of each peak.
         self.events = [Event(allocation, 1, Phase.SETUP, "") for allocation in self.live.values()]
 
     def allocate(self, key: int, size_bytes: int, category: Category, op: str) -> None:
@@ -96,6 +97,7 @@ class Ledger:
 
 def profile_step(events: Sequence[Event], moments: int = 240) -> StepProfile:
     """Add up the events of one step, in at most ``moments`` moments: each the highest use in its stretch of events."""
+    # In a second pass, since a storage's category may be known only when it is a gradient, or freed by forward.
     in_use = dict.fromkeys(Category, 0)
     total = 0
     first = next((index for index, event in enumerate(events) if event.phase is not Phase.SETUP), len(events) - 1)

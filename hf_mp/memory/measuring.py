@@ -105,6 +105,7 @@ def _cpu_peak(trainee: Trainee, recorder: MemoryRecorder) -> int:
     in_use = peak = sum(allocation.size_bytes for allocation in recorder.ledger.live.values())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         _train_until_updated(trainee)
+    # The public tables of the profiler add bytes up by op, and have no order.
     results: Any = profiler.profiler
     events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):

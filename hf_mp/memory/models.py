@@ -190,6 +190,7 @@ def replace_tensors(model: nn.Module, device: torch.device) -> None:
         renewed[id(tensor)] = new
         return new
 
+    # Not by Module._apply, which makes two of tied weights and drops what bitsandbytes hangs on its own.
     for module in model.modules():
         for registry in (module._parameters, module._buffers, vars(module)):
             for name, value in list(registry.items()):

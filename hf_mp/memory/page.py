@@ -47,6 +47,7 @@ def areas(moments: Sequence[Moment]) -> dict[Category, str]:
     """A training step as stacked areas: the corners of the polygon of each category, for SVG."""
     top = HEADROOM * max(moment.total_bytes for moment in moments)
     positions = [moment.position for moment in moments]
+    # From the bottom of the picture up, as the legend lists them.
     below = [0] * len(moments)
     found = {}
     for category in _categories(moments):

@@ -122,6 +122,7 @@ def _training_row(
         asked.pop("optimizer", None)
     estimate = estimate_training_memory(model, preset, **asked)
     measurement = measure_training_memory(model, preset, **{"device": "cuda", **asked}) if measure else None
+    # The batch is what the search varies.
     if gpu_bytes is None:
         return TrainingRow(estimate, measurement)
     asked.pop("batch_size", None)

@@ -193,6 +193,7 @@ def _tables(
     widths = [max(map(_longest_word, cells)) for cells in zip(header, *rows, strict=True)]
     widths[0] = max(len(line) for row in rows for line in row[0].splitlines()) if rows else widths[0]
     shown: list[int] = []
+    # rich would break words, or drop columns, where it has too little room.
     for index in range(1, len(header)):
         if shown and widths[0] + sum(widths[one] + GAP for one in (*shown, index)) > width:
             yield _table(title, header, rows, shown, numbers)

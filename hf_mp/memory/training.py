@@ -378,6 +378,7 @@ def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimiz
         settings.setdefault("foreach", device.type != "cpu" and not has_dtensors)  # torch's, but not for fake tensors
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # As the Trainer has them: no decay for biases and norms.
+    # Each group is updated by a call of its own, so that they matter for what is in use at once.
     groups = [
         {"params": [parameter for parameter in trained if parameter.dim() >= 2], "weight_decay": 0.01},
         {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},
