@@ -8,14 +8,11 @@ from typing import ClassVar
 
 import torch
 from transformers import Trainer, TrainingArguments
-from transformers.utils import logging
 
 from hf_mp.policy import spell
 from hf_mp.trainer.refusals import refuse_other_precision
 from hf_mp.trainer.session import OfSession
 from hf_mp.trainer.settings import PrecisionOptions, SessionSettings
-
-logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -42,16 +39,12 @@ class MixedPrecisionArguments(PrecisionOptions, TrainingArguments):
         if not torch.accelerator.is_available():
             # Without an accelerator torch pins nothing, and warns at each DataLoader.
             self.dataloader_pin_memory = False
+        # All that a session would refuse is refused here, before a model is loaded.
         settings = SessionSettings.of(self, {})
         policy = settings.policy
         if policy.is_mixed:
             # For its errors: wrong settings are refused before a model is loaded.
             settings.make_scaler()
-        else:
-            if self.loss_scale is not None or self.loss_scaler_settings:
-                logger.warning("loss_scale has no effect with precision='fp32': nothing is scaled")
-            if settings.records:
-                logger.warning("histogram_steps and precision_report have no effect with precision='fp32'")
         if self.free_gradients == "backward" and self.gradient_accumulation_steps > 1:
             raise ValueError(
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps} adds gradients up, and "

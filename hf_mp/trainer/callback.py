@@ -22,7 +22,6 @@ from hf_mp.trainer.calling_trainer import (
 )
 from hf_mp.trainer.checkpoints.saves import Saves
 from hf_mp.trainer.checkpoints.stock_trainer import check_resumed, clear_up
-from hf_mp.trainer.model_card import extend_card
 from hf_mp.trainer.refusals import (
     refuse_late_masters,
     refuse_lean,
@@ -106,6 +105,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         """Attach the model, before the Trainer makes its optimizer."""
+        # Before anything is attached: a second callback, or our own Trainer, is refused there.
         self._come_first(calling_trainer(self))
         session = self._session_for(args)
         refuse_other_precision(args, session.settings.policy)
@@ -117,6 +117,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
                 refuse_model(model)
             session.begin(model)
 
+    # accelerate marks a model as prepared in an evaluation, and then leaves it out of DDP.
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Have a later training wrap the model again; after predict() too."""
         forget_prepared(calling_trainer(self))
@@ -142,6 +143,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
             refuse_other_precision(args, session.settings.policy)
             refuse_model(model)
             refuse_late_masters(model, args, resumed=state.global_step > 0)
+        # The optimizer is guarded in place, because the Trainer and accelerate keep the one that they have.
         session.begin(model)
         session.take_optimizer(optimizer)
         session.watch_contract(model)
@@ -200,7 +202,6 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
             )
         if trainer is not None:
             self._callbacks = come_first(self, trainer)
-            extend_card(trainer, self)
             extend_save(trainer, self)
             Saves(trainer, lambda: _session_of(trainer))
 

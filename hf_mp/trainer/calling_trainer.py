@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback
 
 def calling_trainer(callback: TrainerCallback) -> Trainer | None:
     """Found where the call comes from; None where no Trainer with this callback calls."""
+    # Transformers hands a callback its arguments, state and model, but never the Trainer itself.
     for variables in _callers():
         caller = variables.get("self")
         if isinstance(caller, Trainer) and callback in caller.callback_handler.callbacks:
@@ -25,6 +26,7 @@ def calling_trainer(callback: TrainerCallback) -> Trainer | None:
 
 def extend_method(trainer: Trainer, name: str, around: Callable[..., None]) -> None:
     """Have ``around`` run in the place of a method of ``trainer``, which it is given first; once for each Trainer."""
+    # On the instance, which reaches subclasses of other libraries too. Once, as a callback is asked at each train().
     if name not in vars(trainer):
         own = getattr(trainer, name)
         vars(trainer)[name] = functools.wraps(own)(functools.partial(around, own))

@@ -42,6 +42,7 @@ def check_first_backward(runtime: MixedPrecision, args: TrainingArguments, accel
     def checked(loss: Tensor, **kwargs: Any) -> None:
         restore()
         model = runtime.model
+        # Gradients that are there already, of a step that failed before, would be compared along.
         if model is not None and all(parameter.grad is None for parameter in model.parameters()):
             refuse_leaks(runtime, lambda: backward(loss, **{**kwargs, "retain_graph": True}))
         backward(loss, **kwargs)

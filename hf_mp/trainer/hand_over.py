@@ -74,6 +74,7 @@ def save_working_copies(model: nn.Module | MixedPrecision, directory: str | os.P
             f"save_working_copies writes Transformers' format, and {type(attached).__name__} has no save_pretrained: "
             "save what hf_mp.working_copies(model) gives"
         )
+    # Transformers gathers the model itself there, and reads no state_dict that it is given.
     if getattr(getattr(attached, "config", None), "distributed_config", None) is not None:
         raise ValueError(
             "save_pretrained gathers a model with a distributed_config by itself, in FP32: shard it with fully_shard "
@@ -114,6 +115,7 @@ def _copy_of(runtime: MixedPrecision, parameter: nn.Parameter) -> Tensor:
         return layout.copies.get(parameter)
     copy = parameter.detach()
     if copy.is_floating_point():
+        # One at a time: a generator holds no second copy of the model.
         copy = copy.to(runtime.policy.compute)
     return copy.full_tensor() if is_dtensor(copy) else copy  # type: ignore[attr-defined]
 

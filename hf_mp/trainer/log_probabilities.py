@@ -56,7 +56,6 @@ def log_probability_gap(
     new_tokens: int | None = None,
     clip: float = CLIP_RANGE,
     temperature: float = 1.0,
-    **generation: Any,
 ) -> LogProbabilityGap:
     """Compare the log-probabilities of a policy's training forward with those that its generator computed.
 
@@ -71,16 +70,15 @@ def log_probability_gap(
         generated: log-probabilities of the last N tokens of ``input_ids``, of shape (B, N), as an inference engine
             returned them; NaN for a token that does not count. Default None: the model itself generates.
         new_tokens: how many are drawn after each prompt in ``batch``, where it has no ``labels``; default 32. They are
-            generated one by one, with a KV cache, and the global random state is as before afterwards.
+            sampled one by one from all tokens, with a KV cache, and the global random state is as before afterwards.
         clip: half the range of the ratio in which PPO and GRPO do not clip; default 0.2.
         temperature: that TRL's ``fused_lm_head`` divides the logits by; default 1.
-        generation: further arguments of ``model.generate``; by default it samples from all tokens.
 
     Returns:
         A :class:`LogProbabilityGap`.
 
     Raises:
-        ValueError: for arguments of generation where nothing is generated; for log-probabilities of another shape,
+        ValueError: for ``new_tokens`` where nothing is drawn; for log-probabilities of another shape,
             positive or infinite ones, and where no token counts; for a ``batch`` with labels of another shape, or with
             tensors that generation does not see (images, and ``position_ids`` other than those that the mask gives, as
             of packed sequences).
@@ -91,26 +89,21 @@ def log_probability_gap(
             f"generated is a {type(generated).__name__}: give the log-probabilities that it returned for the last N "
             "tokens of input_ids, as a tensor of shape (B, N)"
         )
-    if "labels" in batch or generated is not None:
-        _refuse_drawing(new_tokens, generation)
+    if new_tokens is not None and ("labels" in batch or generated is not None):
+        raise ValueError(
+            "new_tokens would have no effect: nothing is drawn where batch has labels, or generated has "
+            "log-probabilities; leave it out"
+        )
     with _without_dropout(model):
         if generated is not None:
             found = _as_given(model, batch, generated)
         elif "labels" in batch:
             found = _of_labels(model, batch, temperature)
         else:
-            found = _drawn(model, batch, 32 if new_tokens is None else new_tokens, generation)
+            found = _drawn(model, batch, 32 if new_tokens is None else new_tokens)
     before = found.generated[found.counts].double()
     dtype = _dtype_of(model) if generated is None else generated.dtype
     return _compare(found.trained[found.counts].double() - before, before, clip, str(dtype).removeprefix("torch."))
-
-
-def _refuse_drawing(new_tokens: int | None, generation: Mapping[str, Any]) -> None:
-    if drawing := generation if new_tokens is None else {"new_tokens": new_tokens, **generation}:
-        raise ValueError(
-            f"{', '.join(drawing)} would have no effect: nothing is drawn where batch has labels, or generated has "
-            "log-probabilities; leave it out"
-        )
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
@@ -143,9 +136,8 @@ def _as_given(model: Any, batch: Mapping[str, Tensor], generated: Tensor) -> _Fo
     return _Found(_trained(model, ids, _mask(batch), generated.shape[1]), generated, ~generated.isnan())
 
 
-def _drawn(model: Any, batch: Mapping[str, Tensor], new_tokens: int, settings: dict[str, Any]) -> _Found:
+def _drawn(model: Any, batch: Mapping[str, Tensor], new_tokens: int) -> _Found:
     prompt, mask = batch["input_ids"], _mask(batch)
-    settings = {"do_sample": True, "top_k": 0, "use_cache": True, **settings}
     random_states = RandomStates.now()
     try:
         drawn = model.generate(
@@ -155,7 +147,9 @@ def _drawn(model: Any, batch: Mapping[str, Tensor], new_tokens: int, settings: d
             max_new_tokens=new_tokens,
             output_logits=True,
             return_dict_in_generate=True,
-            **settings,
+            do_sample=True,
+            top_k=0,  # generate() would leave out all but the 50 likeliest tokens
+            use_cache=True,
         )
     finally:
         random_states.restore()

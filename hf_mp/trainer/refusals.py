@@ -23,6 +23,7 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
     Raises:
         ValueError: naming the setting and the way out.
     """
+    # accelerate would put an autocast of its own around ours, and scale the loss a second time.
     for name in ("fp16", "bf16"):
         if getattr(args, name):
             raise ValueError(
@@ -58,6 +59,7 @@ def _refuse_other_engines(args: TrainingArguments, policy: PrecisionPolicy) -> N
         raise ValueError(
             "DeepSpeed brings its own FP16 optimizer: use the stock Trainer with DeepSpeed, or drop it here"
         )
+    # DataParallel copies modules in each forward, without what ours has put on instances.
     if args.n_gpu > 1:
         raise ValueError(
             f"{args.n_gpu} GPUs in one process make the Trainer use DataParallel, which replicates the model behind "
@@ -105,6 +107,7 @@ def _fsdp_version(args: TrainingArguments) -> int | None:
         settings: Any = args.fsdp_config or {}
         default = settings.get("version", 1)
         return 0 if settings.get("xla") else int((args.fsdp_plugin_args or {}).get("fsdp_version", default))
+    # What the launcher was told is in the environment alone, not in the arguments.
     return int(os.environ.get("FSDP_VERSION", "1")) if _is_set("ACCELERATE_USE_FSDP") else None
 
 
@@ -130,6 +133,7 @@ def refuse_missing(model: nn.Module | None, optimizer: Optimizer | None, trainer
             "this Trainer does not hand its model and its optimizer to on_train_begin, so a step that overflows could "
             "not be skipped: use hf_mp.prepare(model, optimizer) where it makes them"
         )
+    # accelerate wraps a model when it prepares it: one that is bare among several processes was skipped.
     wrapped: Any = None if trainer is None or trainer.is_deepspeed_enabled else trainer.model_wrapped
     if trainer is None or trainer.args.world_size == 1 or wrapped is not trainer.model:
         return

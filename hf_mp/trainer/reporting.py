@@ -35,16 +35,12 @@ class TrainerReporting:
         self.recorder: PrecisionRecorder | None = None
         self._settings = settings
         self._line = ""
-        self._has_warned = False
 
     def begin(self, runtime: MixedPrecision, args: TrainingArguments) -> None:
         """Have ``runtime`` recorded if that is asked for, on the first process alone; once for each runtime."""
         settings = self._settings
-        if settings.histogram_layers and not settings.histogram_steps and not self._has_warned:
-            # begin() is called again at each train(), and where a library has replaced a forward.
-            self._has_warned = True
-            logger.warning("histogram_layers has no effect with histogram_steps=0: no histograms are taken")
         self.recorder = None
+        # One log a run: the gradients are the same on every process when they are looked at.
         if settings.records and args.process_index == 0:
             from hf_mp.diagnostics.precision_recorder import record_precision
 

@@ -21,6 +21,7 @@ from hf_mp.trainer.session import OfSession
 def extend_save(trainer: Trainer, adapter: OfSession) -> None:
     """Have ``trainer`` save models, and push them to the hub, in what the session of ``adapter`` says."""
 
+    # Trainer._save is what save_model, a push to the hub and a checkpoint have in common.
     def _save(
         own: Callable[..., None], output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
@@ -53,6 +54,7 @@ def _cast(state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dic
     cast: dict[tuple[int, torch.Size], Tensor] = {}
     found: dict[str, Tensor] = {}
     for name, value in state.items():
+        # Tied weights stay one tensor: safetensors refuses two names of one memory, and two copies take twice the room.
         key = (value.data_ptr(), value.shape)
         if key not in cast:
             cast[key] = value.to(dtypes.get(name, value.dtype))

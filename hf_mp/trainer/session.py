@@ -62,8 +62,7 @@ class TrainerSession:
     def __init__(self, settings: SessionSettings, args: TrainingArguments) -> None:
         self.settings, self.args = settings, args
         self.runtime = settings.make_runtime(args) if settings.policy.is_mixed else None
-        if self.runtime is None and settings.log_probability_gap_steps:
-            logger.warning("log_probability_gap_steps measures an attached model, and with fp32 none is: no logp_gap")
+        settings.warn_of_no_effect()
         self.overflow_reports: list[OverflowReport] = []
         self._healer: Healer | None = None
         self._norm_again: Tensor | None = None  # of the last step that ran again
@@ -86,6 +85,7 @@ class TrainerSession:
         Raises:
             ValueError: naming the reason and the way out.
         """
+        # What an earlier session attached is released when this one begins.
         if self.runtime is not None and not _runtimes_of(model):
             check_attachable(model, placement_of(model))
             if self.settings.histogram_layers is not None:
@@ -108,6 +108,7 @@ class TrainerSession:
             self._model = weakref.ref(model)
             return
         if self._model is not None and self._model() is not model:
+            # With a model_init, each train() has a new model: a runtime is of one.
             self.runtime.detach()
             self.runtime = self.settings.make_runtime(self.args)
         if self.runtime.model is None:
@@ -118,6 +119,7 @@ class TrainerSession:
         self.runtime.check.measures_norm = measures_norm
         self._observe(self.runtime, model)
         self.reporting.begin(self.runtime, self.args)
+        # TRL and PEFT may have put forwards of their own over ours since.
         self.runtime.wrap_forwards()
         self._keep_head(model)
 
@@ -150,6 +152,7 @@ class TrainerSession:
 
         At equal weights it then gives the same log-probabilities, bit for bit. It is not trained.
         """
+        # A second attachment would cast twice: some trainers give the policy model as its own reference.
         model = getattr(model, "_orig_mod", model)  # of torch.compile
         known = [runtime.model for runtime in (self.runtime, *self._references) if runtime is not None]
         if self.runtime is None or model is None or any(model is one for one in known):
@@ -160,6 +163,7 @@ class TrainerSession:
     def _attach_to_read(self, model: nn.Module, *, trained_alone: bool) -> MixedPrecision:
         settings = self.settings
         layout = ReadingLayout(settings.policy, trained_alone=trained_alone)
+        # Nothing is trained in it, and a scale would be one more state that has to agree.
         policy = replace(settings.policy, loss_scale=None)
         rules = settings.rules if self.runtime is None else self.runtime.rules
         runtime = MixedPrecision(policy, tables=settings.tables, rules=rules, layout=layout)
@@ -269,6 +273,7 @@ class TrainerSession:
         if self.runtime is None or _runtimes_of(model):
             yield
             return
+        # Masters would cost an evaluation 4 bytes a parameter, and stay nowhere.
         heads = len(self._switch_back)
         runtime = self._attach_to_read(model, trained_alone=True)
         try:
@@ -303,6 +308,7 @@ class TrainerSession:
                 self.runtime.stats = PrecisionStats.resumed(self.runtime.scaler.state)
             else:
                 logger.warning(f"{checkpoint} has no {STATE_NAME}: the loss scale starts anew")
+        # What json, torch.load and the checks of a scaler raise: to the user it is one unreadable file.
         except (ValueError, TypeError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(f"cannot resume the loss scale from {path}: {error}") from error
 

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import torch
 from transformers import TrainingArguments
+from transformers.utils import logging
 
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
@@ -17,10 +18,19 @@ from hf_mp.scaling.rules import RULES, StaticRule
 from hf_mp.scaling.scalers import LossScaler, scaler_for
 from hf_mp.step.mixed_precision import MixedPrecision
 
+logger = logging.get_logger(__name__)
+
 SAVE_FAILURES = ("continue", "stop")
 SAVE_DTYPES = {"fp32": torch.float32, "original": None, **{e.name: e.dtype for e in LOWER_PRECISION_DTYPES.values()}}
 
+# What needs a loss that is scaled, or a model that is attached.
+_OF_MIXED: tuple[str, ...] = (
+    *("loss_scale", "loss_scaler_settings", "rules"),
+    *("histogram_steps", "precision_report", "log_probability_gap_steps"),
+)
 
+
+# HfArgumentParser takes help and choices from the metadata of a field.
 def _option(default: Any, says: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": says, **more})
 
@@ -133,6 +143,7 @@ class SessionSettings(PrecisionOptions):
     @classmethod
     def of(cls, args: TrainingArguments | None, given: Mapping[str, Any]) -> SessionSettings:
         """What is ``given`` and not None, else what ``args`` say (``MixedPrecisionArguments``), else the default."""
+        # Any TrainingArguments may be given: those of a stock script have none of our options.
         is_said = isinstance(args, PrecisionOptions)
         said = {entry.name: getattr(args, entry.name) for entry in fields(PrecisionOptions) if is_said}
         return cls(**{**said, **{name: value for name, value in given.items() if value is not None}})
@@ -162,6 +173,14 @@ class SessionSettings(PrecisionOptions):
     def records(self) -> bool:
         """Whether to record anything."""
         return bool(self.histogram_steps or self.precision_report)
+
+    def warn_of_no_effect(self) -> None:
+        """Name the options that were given and change nothing here."""
+        where, idle = "precision='fp32'", _OF_MIXED
+        if self.policy.is_mixed:
+            where, idle = "histogram_steps=0", () if self.histogram_steps else ("histogram_layers",)
+        if given := [name for name in idle if getattr(self, name)]:
+            logger.warning(f"no effect with {where}: {', '.join(given)}")
 
     def make_scaler(self) -> LossScaler[Any]:
         """A loss scaler; raises ValueError for settings that it does not have."""

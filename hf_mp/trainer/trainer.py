@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.training_args import ParallelMode
-from transformers.utils import logging
 
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
@@ -23,14 +22,11 @@ from hf_mp.trainer.calling_trainer import forget_prepared, refuse_compiled_whole
 from hf_mp.trainer.checkpoints.crash_safe_trainer import CrashSafe
 from hf_mp.trainer.checkpoints.optimizer_shards import see_shards
 from hf_mp.trainer.checkpoints.sharded_trainer import LeanShards
-from hf_mp.trainer.model_card import extend_card
 from hf_mp.trainer.refusals import refuse_other_precision
 from hf_mp.trainer.save_dtype import extend_save
 from hf_mp.trainer.session import OfSession, TrainerSession
 from hf_mp.trainer.settings import SessionSettings
 from hf_mp.weights.ranks.agreement import compare_settings
-
-logger = logging.get_logger(__name__)
 
 
 class _AfterSteps(TrainerCallback):
@@ -86,7 +82,6 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
         self.precision_policy = policy = settings.policy
         refuse_other_precision(args, policy)
         check_free_gradients(policy, settings.free_gradients)
-        _warn_of_little_effect(settings, args)
         self.session = TrainerSession(settings, args)
         if model is not None:
             self.session.check(model)
@@ -97,7 +92,6 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
         if policy.is_mixed:
             refuse_compiled_whole(self)
         extend_save(self, self)
-        extend_card(self, self)
         self.add_callback(_AfterSteps(self))
 
     # Begin and end
@@ -186,11 +180,3 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
             super()._load_scaler(checkpoint)
         elif checkpoint is not None:
             self.session.load(Path(checkpoint))
-
-
-def _warn_of_little_effect(settings: SessionSettings, args: TrainingArguments) -> None:
-    policy = settings.policy
-    if args.torch_compile and policy.is_lean and policy.loss_scale is not None:
-        logger.warning(f"torch_compile=True has little effect with {policy}: graphs end at parameters")
-    if not policy.is_mixed and (settings.rules or settings.tables != "compact"):
-        logger.warning("tables and rules have no effect with precision='fp32': there is no autocast")

@@ -18,15 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_mp import CheckpointError
-from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, _checksum, _dump, build_manifest
+from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, build_manifest
 
-MOST_MIB = 800  # above what the process has when it begins; a file of 1 GiB in memory, or what it says, is more
 SECONDS = 60
-WEIGHTS, STATE, TRAINER_STATE = "model.safetensors", "mixed_precision.json", "trainer_state.json"
+WEIGHTS, TRAINER_STATE = "model.safetensors", "trainer_state.json"
 Make = Callable[[Path, Path], None]
 
 
@@ -84,25 +82,6 @@ def shard(checkpoint: Path, touched: Path) -> None:
     dcp.save({"w": torch.ones(4), "lr": Touch(touched)}, checkpoint_id=checkpoint / "optimizer_0", no_dist=True)
 
 
-def in_manifest(**changes: Any) -> Make:
-    """Changed, with a checksum that fits."""
-
-    def make(checkpoint: Path, touched: Path) -> None:
-        content = {**json.loads((checkpoint / MANIFEST_NAME).read_text()), **changes}
-        del content["manifest_sha256"]
-        (checkpoint / MANIFEST_NAME).write_text(_dump({**content, "manifest_sha256": _checksum(content)}))
-
-    return make
-
-
-def replaced(file: str, old: str, new: str) -> Make:
-    def make(checkpoint: Path, touched: Path) -> None:
-        path = checkpoint / file
-        path.write_text(path.read_text().replace(old, new, 1))
-
-    return make
-
-
 def sparse(file: str) -> Make:
     return lambda checkpoint, touched: os.truncate(checkpoint / file, 2**30)  # a hole: it takes no room on the disk
 
@@ -125,41 +104,6 @@ def pipe(file: str) -> Make:
     return make
 
 
-def in_json(file: str, text: str, inside: str | None = None) -> Make:
-    """With the entries in ``text`` changed, those of ``inside``."""
-
-    def make(checkpoint: Path, touched: Path) -> None:
-        content = json.loads((checkpoint / file).read_text())
-        (content if inside is None else content[inside]).update(json.loads(text))
-        (checkpoint / file).write_text(json.dumps(content))
-
-    return make
-
-
-def weights(change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]) -> Make:
-    def make(checkpoint: Path, touched: Path) -> None:
-        tensors = dict(change(name, value) for name, value in load_file(checkpoint / WEIGHTS).items())
-        save_file(tensors, checkpoint / WEIGHTS, metadata={"format": "pt"})
-
-    return make
-
-
-def in_state(file: str, change: Callable[[dict[str, Any]], Any]) -> Make:
-    def make(checkpoint: Path, touched: Path) -> None:
-        state = torch.load(checkpoint / file, weights_only=False)
-        change(state)
-        torch.save(state, checkpoint / file)
-
-    return make
-
-
-def first(state: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = next(iter(state["state"].values()))
-    return found
-
-
-NAN = float("nan")
-ENTRY = {"size_bytes": 1, "sha256": "0" * 64}
 BEYOND = json.dumps({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
 OPTIMIZER, SCHEDULER, INDEX, SHARDS = (
     "optimizer.pt",
@@ -180,14 +124,7 @@ HOSTILE: dict[str, tuple[str, Make]] = {
     # never read: the only one that resumes
     "training arguments that run code": ("training_args.bin", saved("training_args.bin")),
     # Ways out of the directory
-    "a manifest that points to ../": (MANIFEST_NAME, in_manifest(files={"../outside": ENTRY})),
-    "a manifest that points to an absolute path": (MANIFEST_NAME, in_manifest(files={"/etc/passwd": ENTRY})),
-    "a manifest that points to a drive": (MANIFEST_NAME, in_manifest(files={"C:\\x": ENTRY})),
-    "a manifest without checksums": (MANIFEST_NAME, in_manifest(files={"x": {"size_bytes": 1}})),
-    "a manifest that is of another format": (MANIFEST_NAME, in_manifest(format=99)),
-    "a manifest nested too deeply": (MANIFEST_NAME, written(MANIFEST_NAME, "[" * 1_000_000)),
     "a manifest of 1 GiB": (MANIFEST_NAME, sparse(MANIFEST_NAME)),
-    "a manifest with a key twice": (MANIFEST_NAME, replaced(MANIFEST_NAME, "{", '{\n  "step": 1,')),
     "model.safetensors linked to a file outside": (WEIGHTS, linked(WEIGHTS)),
     "optimizer.pt linked to /dev/zero": (OPTIMIZER, linked(OPTIMIZER, "/dev/zero")),
     "config.json linked to /proc/kcore": ("config.json", linked("config.json", "/proc/kcore")),
@@ -207,36 +144,7 @@ HOSTILE: dict[str, tuple[str, Make]] = {
     ),
     "a trainer state of 1 GiB": (TRAINER_STATE, sparse(TRAINER_STATE)),
     "a config nested too deeply": ("config.json", written("config.json", '{"a":' * 1_000_000)),
-    # Values
-    **{
-        f"a loss scale that is {name}": (STATE, in_json(STATE, text, "loss_scaler"))
-        for name, text in {
-            "NaN": '{"scale": NaN}',
-            "infinite": '{"scale": 1e999}',
-            "zero": '{"scale": 0}',
-            "negative": '{"scale": -8.0}',
-            "text": '{"scale": "8"}',
-            "counted below zero": '{"steps": -1}',
-            "counted in halves": '{"skipped_steps": 0.5}',
-        }.items()
-    },
-    "weights of another model's shapes": (WEIGHTS, weights(lambda name, value: (name, torch.zeros(3, 3)))),
-    "weights of another model's names": (WEIGHTS, weights(lambda name, value: (f"other.{name}", value))),
-    "weights that are NaN": (WEIGHTS, weights(lambda name, value: (name, value * NAN))),
-    **{
-        f"a state of the optimizer {name}": (OPTIMIZER, in_state(OPTIMIZER, change))
-        for name, change in {
-            "with moments that are NaN": lambda state: first(state)["exp_avg"].fill_(NAN),
-            "with moments of another shape": lambda state: first(state).update(exp_avg=torch.zeros(3)),
-            "of other parameters": lambda state: state["param_groups"][0]["params"].pop(),
-        }.items()
-    },
-    "random numbers of another length": (
-        "rng_state.pth",
-        in_state("rng_state.pth", lambda state: state.update(cpu=torch.zeros(3, dtype=torch.uint8))),
-    ),
 }
-
 
 RESUMES = ("training arguments that run code",)  # never read, so it may resume
 
@@ -254,8 +162,7 @@ def main(output_dir: str, settings: dict[str, Any]) -> None:
         built = build_manifest_of_files(checkpoint)
         (checkpoint / MANIFEST_NAME).write_text(built)
     trainer = worker.make(output_dir, "ours", [], max_steps=10)
-    before = _peak_mib()
-    # a limit that the system keeps, should ours be wrong
+    # what runs into it is told as lost
     limit = _virtual_bytes() + 8 * 2**30
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     signal.alarm(SECONDS)
@@ -263,8 +170,6 @@ def main(output_dir: str, settings: dict[str, Any]) -> None:
     signal.alarm(0)
     if touched.exists():
         lost = "code was run"
-    elif lost is None and _peak_mib() - before > MOST_MIB:
-        lost = f"took {_peak_mib() - before:.0f} MiB"
     print("hostile " + json.dumps(lost), flush=True)
 
 
@@ -274,8 +179,8 @@ def resumed(trainer: Any, checkpoint: Path, name: str) -> str | None:
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint))
     except (CheckpointError, ValueError) as error:
-        named = file in str(error) or name.startswith(("weights", "a state", "random"))
-        return None if named and len(str(error)) < 4000 else f"the error does not name {file}: {str(error)[:200]}"
+        named = file in str(error) and len(str(error)) < 4000
+        return None if named else f"the error does not name {file}: {str(error)[:200]}"
     except BaseException as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
     return None if name in RESUMES else "it was loaded"
@@ -292,10 +197,6 @@ def build_manifest_of_files(checkpoint: Path) -> str:
     for path in held:
         (aside / path.name).rename(path)
     return manifest.to_json()
-
-
-def _peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def _virtual_bytes() -> int:

@@ -129,15 +129,6 @@ def test_evaluation_uses_autocast_while_attached(tmp_path: Path, call: str) -> N
     assert not lower_precision_products(trainer, call)
 
 
-def test_fp32_changes_nothing(tmp_path: Path) -> None:
-    callback = MixedPrecisionCallback("fp32")
-    trainer = trainer_with(callback, tmp_path)
-    assert is_plain(trainer.model)
-    trainer.train()
-    assert callback.mixed_precision is None
-    assert not OURS & set(trainer.state.log_history[0])
-
-
 def test_a_callback_that_is_added_later(tmp_path: Path) -> None:
     callback = MixedPrecisionCallback("fp16")
     later = Trainer(tiny_gpt2(torch.float16), arguments(tmp_path), train_dataset=token_rows())
@@ -147,38 +138,6 @@ def test_a_callback_that_is_added_later(tmp_path: Path) -> None:
     early.train()
     assert same(weights(later.model), weights(early.model))
     assert is_plain(later.model)
-
-
-def test_the_callback_of_a_newer_trainer_takes_the_model_over(tmp_path: Path) -> None:
-    """As in a notebook, where a cell is run again."""
-    model = tiny_gpt2()
-    first, second = (MixedPrecisionCallback("fp16") for _ in range(2))
-    older = trainer_with(first, tmp_path, model)
-    newer = trainer_with(second, tmp_path, model)
-    newer.train()
-    assert is_plain(model)
-    reference = trainer_with(MixedPrecisionCallback("fp16"), tmp_path)
-    reference.train()
-    assert same(weights(model), weights(reference.model))
-    older.train()
-    assert first.mixed_precision is not None and first.mixed_precision.stats.steps == 4
-    assert is_plain(model)
-
-
-def test_a_training_that_was_interrupted_can_be_started_again(tmp_path: Path) -> None:
-    class Interrupt(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 2:
-                raise KeyboardInterrupt
-
-    interrupt, callback = Interrupt(), MixedPrecisionCallback("fp16")
-    trainer = trainer_with(callback, tmp_path, None, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    trainer.remove_callback(interrupt)
-    trainer.train()
-    assert callback.mixed_precision is not None and callback.mixed_precision.stats.steps == 6
-    assert is_plain(trainer.model)
 
 
 def test_a_forward_that_a_library_puts_over_ours(tmp_path: Path) -> None:
@@ -479,16 +438,6 @@ def test_a_quantized_model_with_nothing_to_train(tmp_path: Path) -> None:
 def test_a_frozen_model_can_be_evaluated(tmp_path: Path) -> None:
     trainer = trainer_with(MixedPrecisionCallback("fp16"), tmp_path, tiny_gpt2(torch.float16).requires_grad_(False))
     assert trainer.evaluate(token_rows(4))["eval_loss"] > 0
-
-
-def test_a_deep_copy_of_an_attached_model_runs_the_copied_weights(tmp_path: Path) -> None:
-    trainer = trainer_with(MixedPrecisionCallback("fp16"), tmp_path)
-    copied = copy.deepcopy(trainer.model)
-    trainer.train()
-    inputs = {"input_ids": token_rows(2)[0]["input_ids"][None]}
-    fresh = tiny_gpt2().eval()
-    difference = copied.eval()(**inputs).logits - fresh(**inputs).logits
-    assert difference.abs().max() < 0.01
 
 
 class TimesTenMillion(Trainer):

@@ -96,20 +96,6 @@ def test_the_rules_of_a_calibration_make_it_unnecessary(tmp_path: Path) -> None:
     assert ruled.mixed_precision.stats.skipped_steps == 0 and not ruled.mixed_precision.remedies
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"precision": "bf16"}, "on_overflow='heal' is for FP16"),
-        ({"max_fp32_share": -1.0}, "max_fp32_share=-1.0 must be a share"),
-        ({"on_overflow": "never"}, "on_overflow='never' is not known: use 'skip' or 'heal'"),
-        ({"precision": "fp16-lean", "free_gradients": "backward"}, "free_gradients='backward' has updated weights"),
-    ],
-)
-def test_arguments_that_do_not_go_together(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        arguments(tmp_path, MixedPrecisionArguments, **{"on_overflow": "heal", **settings})
-
-
 def test_the_report_of_the_run_shows_the_healed_places(tmp_path: Path) -> None:
     healing = trainer(tmp_path, "fp16", precision_report=True)
     healing.train()

@@ -97,18 +97,19 @@ def test_a_training_lets_go(tmp_path: Path, precision: str, dtype: torch.dtype) 
     assert [reference() for reference in references] == [None, None]
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16-lean"])
-def test_the_model_is_plain_after_train_raises(tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize(("contender", "precision"), [("callback", "fp16"), ("subclass", "bf16-lean")])
+def test_a_training_that_was_interrupted_can_be_started_again(tmp_path: Path, contender: str, precision: str) -> None:
     model = tiny_gpt2()
     interrupt = Interrupt()
-    trainer = trainer_of(model, tmp_path, precision=precision, callbacks=[interrupt])
+    trainer = trainer_of(model, tmp_path, contender, precision, callbacks=[interrupt])
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    assert_plain(model)
+    if contender == "subclass":
+        assert_plain(model)
     trainer.remove_callback(interrupt)
     trainer.train()  # attaches it again
     assert_plain(model)
-    assert trainer.mixed_precision.stats.steps == 6
+    assert (callback_of(trainer) if contender == "callback" else trainer).mixed_precision.stats.steps == 6
 
 
 def test_the_model_is_plain_after_a_run_that_cannot_go_on(tmp_path: Path) -> None:

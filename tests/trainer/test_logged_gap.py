@@ -84,9 +84,9 @@ def test_what_no_step_could_measure_ends_the_first(
 
 def test_a_run_in_fp32_says_that_it_measures_nothing(tmp_path: Path) -> None:
     callback = MixedPrecisionCallback("fp32", log_probability_gap_steps=1)
-    with CaptureLogger(logging.get_logger("hf_mp.trainer.session")) as said:
+    with CaptureLogger(logging.get_logger("hf_mp.trainer.settings")) as said:
         Trainer(tiny_gpt2(), arguments(tmp_path), train_dataset=token_rows(), callbacks=[callback])
-    assert "log_probability_gap_steps measures an attached model, and with fp32 none is" in said.out
+    assert "no effect with precision='fp32': log_probability_gap_steps" in said.out
 
 
 def test_the_callback_takes_the_options(tmp_path: Path) -> None:

@@ -40,20 +40,3 @@ def test_a_training_says_nothing_that_is_of_no_use(tmp_path: Path) -> None:
     for words in ("gemm_4bit_forward", "pin_memory", "loss_type"):
         assert words not in done.stdout + done.stderr
     assert "train_loss" in done.stdout
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["finetune_gpt2", "plug_callback", "accelerate_loop", "ablate_precision"])
-def test_recipes_import_without_a_remark(name: str) -> None:
-    recipe = Path(__file__).resolve().parents[2] / "recipes" / f"{name}.py"
-    done = subprocess.run([sys.executable, recipe, "--help"], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
-
-
-@pytest.mark.exhaustive
-def test_the_command_says_nothing_that_is_of_no_use(tmp_path: Path) -> None:
-    command = "from hf_mp.cli import app; app(['memory', 'gpt2', '--config-only', '--train', '--seq-len', '8', "
-    command += "'--precision', 'int8-lora', '--precision', 'nf4-lora'])"
-    done = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
-    lines = done.stderr.splitlines()
-    assert lines and all(line.startswith("hf-mp memory: ") for line in lines), done.stderr

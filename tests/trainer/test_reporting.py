@@ -9,7 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from trainer_runs import arguments, poisoned, same, tiny_gpt2, token_rows, weights
-from transformers import HfArgumentParser, ProgressCallback, Trainer, TrainingArguments
+from transformers import ProgressCallback, Trainer, TrainingArguments
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
@@ -166,13 +166,6 @@ def test_the_live_line_says_what_is_known() -> None:
 # Settings
 
 
-def test_settings_come_from_a_command_line() -> None:
-    (args,) = HfArgumentParser(MixedPrecisionArguments).parse_args_into_dataclasses(
-        ["--output_dir", "x", "--histogram_steps", "50", "--histogram_layers", "lm_head", "h.*", "--precision_report"]
-    )
-    assert (args.histogram_steps, args.histogram_layers, args.precision_report) == (50, ["lm_head", "h.*"], True)
-
-
 def test_the_callback_takes_them_from_the_arguments(tmp_path: Path) -> None:
     args = arguments(tmp_path, MixedPrecisionArguments, histogram_steps=2, histogram_layers=["lm_head"])
     Trainer(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[MixedPrecisionCallback()]).train()
@@ -205,21 +198,22 @@ def test_wrong_settings_are_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_histograms_without_effect_are_told(tmp_path: Path) -> None:
-    with CaptureLogger(logging.get_logger("hf_mp.trainer.arguments")) as captured:
-        MixedPrecisionArguments(output_dir=str(tmp_path), precision="fp32", histogram_steps=5)
-    assert captured.out.count("have no effect with precision='fp32'") == 1
+    args = arguments(tmp_path, MixedPrecisionArguments, precision="fp32", histogram_steps=5, loss_scale="dynamic")
+    with CaptureLogger(logging.get_logger("hf_mp.trainer.settings")) as captured:
+        MixedPrecisionTrainer(tiny_gpt2(), args, rules={"lm_head": "fp32"})
+    assert "no effect with precision='fp32': loss_scale, rules, histogram_steps\n" in captured.out
 
 
 @pytest.mark.parametrize("contender", CONTENDERS)
 def test_layers_without_histograms_are_told_once(contender: str, tmp_path: Path) -> None:
-    with CaptureLogger(logging.get_logger("hf_mp.trainer.reporting")) as captured:
+    with CaptureLogger(logging.get_logger("hf_mp.trainer.settings")) as captured:
         train(contender, tmp_path, histogram_layers=["lm_head"])
-    assert captured.out.count("no effect with histogram_steps=0") == 1
+    assert captured.out.count("no effect with histogram_steps=0: histogram_layers") == 1
 
 
 def test_layers_of_the_callback_have_an_effect_where_the_arguments_take_histograms(tmp_path: Path) -> None:
     args = arguments(tmp_path, MixedPrecisionArguments, histogram_steps=2)
-    with CaptureLogger(logging.get_logger("hf_mp.trainer.reporting")) as captured:
+    with CaptureLogger(logging.get_logger("hf_mp.trainer.settings")) as captured:
         callback = MixedPrecisionCallback(histogram_layers=["lm_head"])
         Trainer(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[callback]).train()
     latest = read_run(tmp_path).latest

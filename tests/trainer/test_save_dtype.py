@@ -55,17 +55,6 @@ def test_a_model_is_saved_in_what_was_asked_for(kind, save_dtype, loaded, writte
     assert next(GPT2LMHeadModel.from_pretrained(tmp_path / "model").parameters()).dtype is written
     checkpoint = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
     assert {value.dtype for value in checkpoint.values()} == {torch.float32}
-    trainer.create_model_card()
-    words = f"rounded to nearest (`save_dtype='{save_dtype}'`)"
-    assert (words in (tmp_path / "README.md").read_text()) == (save_dtype != "fp32")
-
-
-def test_the_file_of_a_model_from_bf16_takes_two_bytes_a_weight(tmp_path: Path) -> None:
-    model = tiny_gpt2(torch.bfloat16)
-    model.save_pretrained(tmp_path / "before")
-    train("subclass", "original", tmp_path, model, "bf16-lean").save_model(str(tmp_path / "after"))
-    before, after = ((tmp_path / name / "model.safetensors").stat().st_size for name in ("before", "after"))
-    assert before == after
 
 
 def test_each_weight_goes_back_to_what_it_was_loaded_in(tmp_path: Path) -> None:
@@ -101,17 +90,6 @@ def test_the_push_to_the_hub_takes_what_save_model_writes(tmp_path: Path, monkey
     trainer = train("subclass", "bf16", tmp_path, tiny_gpt2())
     trainer.save_model(_internal_call=True)  # as push_to_hub does before it uploads the folder
     assert {value.dtype for value in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("kind", ["callback", "subclass"])
-def test_the_card_of_a_run_in_fp32_says_what_was_rounded(kind: str, tmp_path: Path) -> None:
-    trainer = train(kind, "bf16", tmp_path, tiny_gpt2(), "fp32")
-    trainer.create_model_card()
-    trainer.create_model_card()
-    section = (tmp_path / "README.md").read_text().partition("### Mixed precision\n\n")[2]
-    assert section.startswith("- saved weights: bf16, rounded to nearest (`save_dtype='bf16'`)\n\n| parameters |")
-    assert section.count("| fp32 | fp32 | fp32 | - | fp32 | bf16 |\n") == 1
-    assert "precision: `" not in section and "skipped steps" not in section
 
 
 @pytest.mark.parametrize(("save_dtype", "written"), [("original", torch.float32), ("bf16", torch.bfloat16)])

@@ -92,8 +92,3 @@ class PrecisionContract:
             ).rstrip()
             for line in lines
         )
-
-    def to_markdown(self) -> str:
-        """A table for a model card."""
-        lines = [HEADER, ["---"] * len(HEADER), *self.cells()]
-        return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -44,6 +44,7 @@ def write_synced(path: Path, text: str) -> None:
 
 def sync_tree(directory: Path) -> None:
     """Have all files and folders below ``directory``, and itself, on disk; raises for an earlier write, too."""
+    # From the bottom up: a name on disk is of use when what it names is there.
     for folder, _, names in os.walk(directory, topdown=False):
         for name in names:
             _sync(Path(folder, name))
@@ -76,6 +77,7 @@ def publish(staged: Path, target: Path) -> None:
         if replaced.exists():
             os.rename(replaced, target)
         raise
+    # A rename is on disk when both folders are; the older directory goes only then.
     sync_folder(target.parent)
     sync_folder(staged.parent)
     discard(replaced)

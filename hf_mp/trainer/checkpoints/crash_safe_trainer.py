@@ -15,10 +15,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from hf_mp.trainer.checkpoints import in_place, inspection, loaded_state
-from hf_mp.trainer.checkpoints.lock import DirectoryLock
-from hf_mp.trainer.checkpoints.manifest import CheckpointError, NoCheckpointError, read_manifest
+from hf_mp.trainer.checkpoints.lock import lock_directory
+from hf_mp.trainer.checkpoints.manifest import CheckpointError, NoCheckpointError
 from hf_mp.trainer.checkpoints.preemption import Preempted, PreemptionCallback, SignalWatch
-from hf_mp.trainer.checkpoints.saves import OTHER_PROCESS, Saves, largest
+from hf_mp.trainer.checkpoints.saves import Saves, largest
+from hf_mp.trainer.checkpoints.shards import gathered, refused_together
 from hf_mp.trainer.session import TrainerSession
 from hf_mp.weights.ranks.placement import is_sharded
 
@@ -58,6 +59,7 @@ class CrashSafe(_Base):
         watch = self._preemption.watch
         with ExitStack() as at_end:
             try:
+                # The lock before the signals: nothing is there to save yet while another run is waited for.
                 checkpoint = self._begin(at_end, resume_from_checkpoint)
                 if self.session.settings.handle_preemption:
                     watch.start()
@@ -82,7 +84,7 @@ class CrashSafe(_Base):
         run_directory = Path(str(self.args.output_dir))
 
         def begin() -> int:
-            at_end.enter_context(DirectoryLock(run_directory))
+            at_end.enter_context(lock_directory(run_directory))
             try:
                 in_place.clear_up(run_directory)
             except OSError as error:
@@ -97,10 +99,9 @@ class CrashSafe(_Base):
         step = self._for_all(begin)
         checkpoint = str(run_directory / f"{PREFIX_CHECKPOINT_DIR}-{step}") if wanted is True else wanted
         self._resumed_from = Path(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else None
-        if self._resumed_from is not None and self._resumed_from.is_dir():
-            _warn_of_other_world_size(self._resumed_from, self.args.world_size)
-            if self.args.should_save and not self.is_deepspeed_enabled:
-                inspection.warn_of_missing_state(self._resumed_from, self.args.world_size)
+        is_ours_to_tell = self.args.should_save and not self.is_deepspeed_enabled
+        if self._resumed_from is not None and self._resumed_from.is_dir() and is_ours_to_tell:
+            inspection.warn_of_missing_state(self._resumed_from, self.args.world_size)
         return checkpoint
 
     def _last_checkpoint(self, *, save: bool) -> Path | None:
@@ -148,20 +149,13 @@ class CrashSafe(_Base):
 
     def _for_all(self, action: Callable[[], int | None]) -> int:
         """What ``action`` gives in the process that saves (the lowest, if several do); its failure is that of all."""
-        least, error = -(2**62), None
-        if self.args.should_save:
-            try:
-                least = -(action() or 0)
-            except CheckpointError as failure:
-                error = failure
-        kinds = (CheckpointError, NoCheckpointError)
-        failed = self._largest(0 if error is None else 1 + kinds.index(type(error)))
-        if error is not None or failed:
-            raise error or kinds[failed - 1](OTHER_PROCESS)
-        return -self._largest(least)
+        with refused_together():
+            mine = (action() or 0) if self.args.should_save else None
+        return min(number for number in gathered(mine) if number is not None)
 
     # Loading
 
+    # Transformers loads with strict=False and warnings: what does not fit is refused here, by name.
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         checkpoint, loaded = Path(resume_from_checkpoint), self.model if model is None else model
         assert loaded is not None
@@ -215,15 +209,3 @@ def _choose(run_directory: Path) -> int:
     if passed_over:
         logger.warning(f"resuming from {chosen}; newer ones were passed over:\n{passed_over}")
     return inspection.step_of(chosen) or 0
-
-
-def _warn_of_other_world_size(checkpoint: Path, world_size: int) -> None:
-    try:
-        manifest = read_manifest(checkpoint)
-    except CheckpointError:
-        return  # another node's, which this one cannot read: the process that saves there has checked it
-    if manifest is not None and manifest.world_size != world_size:
-        logger.warning(
-            f"{checkpoint} was saved by {manifest.world_size} processes and this run has {world_size}: it goes on, but "
-            "not bit for bit as the other would have"
-        )

@@ -57,6 +57,7 @@ def complete(checkpoint: Path, *, step: int, world_size: int, precision: str) ->
         OSError: where the disk fails.
     """
     finish(checkpoint, step=step, world_size=world_size, precision=precision)
+    # A kill between manifest and mark leaves a whole checkpoint with a mark, which the next start takes off.
     sync_folder(checkpoint.parent)
     mark_of(checkpoint).unlink(missing_ok=True)
     discard(staging_folder(checkpoint.parent) / (REPLACED + checkpoint.name))

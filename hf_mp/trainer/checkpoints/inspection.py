@@ -43,6 +43,7 @@ def marked_in(run_directory: Path) -> list[Path]:
 
 def list_checkpoints(run_directory: Path) -> list[Path]:
     """The checkpoints of a run, oldest step first."""
+    # A directory of another program is no checkpoint, even where Transformers would take it for one.
     found = [path for path in run_directory.iterdir() if step_of(path) is not None and path.is_dir()]
     return sorted(found, key=lambda path: step_of(path) or 0)
 
@@ -54,6 +55,7 @@ def find_problems(checkpoint: Path) -> list[str]:
     format can tell: a missing end, and in files of torch.save a flipped bit.
     """
     try:
+        # Before a file is read: a pipe would have the check of its sum wait for ever.
         if out_of_place := find_out_of_place(checkpoint):
             return out_of_place
         manifest = read_manifest(checkpoint)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -30,6 +29,7 @@ def naming(checkpoint: str | Path, what: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
+    # Whatever torch, accelerate and safetensors raise where state does not fit; an OSError is of the disk.
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError) as error:
         raise CheckpointError(
             f"{what} of {checkpoint} does not fit this run: {str(error)[:_MOST_CHARACTERS]}. Resume with the model, "
@@ -76,14 +76,8 @@ def _wrong_entry(name: str, value: Tensor, parameter: Tensor) -> str | None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    parts = [part for part in _plain_parts(local_part(tensor)) if part.is_floating_point()]
-    return all_finite([part.float() if part.itemsize == 1 else part for part in parts])  # FP8 has no minimum in torch
-
-
-def _plain_parts(tensor: Any) -> Iterator[Tensor]:
-    """What a tensor that is stored in fewer bits (torchao's states) consists of."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from _plain_parts(getattr(tensor, name))
+    part = local_part(tensor)
+    # State that is stored in fewer bits (torchao's) is a subclass that all_finite cannot read.
+    if not part.is_floating_point() or hasattr(part, "__tensor_flatten__"):
+        return True
+    return all_finite([part.float() if part.itemsize == 1 else part])  # FP8 has no minimum in torch

@@ -94,6 +94,7 @@ def save_checkpoint(
         if get_rank() == 0:
             write_synced(staged / STATE_FILE, text)
             precision = "fp32" if runtime is None else str(runtime.policy)
+            # By each rank of its own files: the first would read all of them once more.
             known = {f"{SHARDS_FOLDER}/{name}": entry for name, entry in files.items()}
             finish(staged, step=step, world_size=get_world_size(), precision=precision, known=known)
             publish(staged, target)
@@ -196,6 +197,7 @@ def _find(directory: Path) -> Path:
 
 def _candidates(directory: Path) -> list[str]:
     """Names of the checkpoints in the directory of a run; "." where it is itself one."""
+    # Nothing is cleared here otherwise: a program that evaluates checkpoints may read while another one saves.
     if not directory.is_dir() and directory.parent.is_dir():
         # A kill between the two renames of publish() has left it in the staging folder.
         recover(directory.parent, inspection.is_finished)

@@ -142,6 +142,7 @@ def finish(
     checkpoint: Path, *, step: int, world_size: int, precision: str, known: Mapping[str, FileEntry] = _NONE
 ) -> None:
     """The last thing that is done to a checkpoint: all of it on disk, then its manifest (``known``: as there)."""
+    # A manifest that is on disk before the files would vouch for what a power failure takes.
     sync_tree(checkpoint)
     manifest = build_manifest(
         checkpoint, known, step=step, world_size=world_size, precision=precision, versions=package_versions()

@@ -27,6 +27,7 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """
     inner = _unwrapped(model)
     named = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
+    # state_dict() makes new tensors in each call: what is tied shows in the parameters alone.
     identities = {name: id(tensor) for name, tensor in named}
     tensors: dict[str, Tensor] = {}
     first: dict[str, str] = {}
@@ -36,6 +37,7 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
             raise CheckpointError(f"{key} of the model's state is a {type(value).__name__}: only tensors are saved")
         first[key] = seen.setdefault(identities.get(key, key), _PREFIX + plain_name(key))
         if first[key] not in tensors:
+            # safetensors writes contiguous memory only.
             tensors[first[key]] = value.detach().contiguous()
     return tensors, first
 

@@ -146,6 +146,7 @@ def put_state(
             settings[-1]["params"].append(number := next(numbers))
             if one.name in entries:
                 state[number] = _inside(one, entries[one.name])
+    # By numbers, which is torch's own format: hooks of wrappers and of lean layouts then see what they know.
     optimizer.load_state_dict({"state": state, "param_groups": settings})
 
 

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from hf_mp.trainer.calling_trainer import extend_method
 from hf_mp.trainer.checkpoints import in_place, inspection
-from hf_mp.trainer.checkpoints.lock import DirectoryLock
+from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
 from hf_mp.trainer.session import TrainerSession
 from hf_mp.weights.ranks.placement import is_running
@@ -44,7 +44,7 @@ class Saves:
         self,
         trainer: Trainer,
         session: Callable[[], TrainerSession | None],
-        lock: Callable[[Path], AbstractContextManager[Any]] = DirectoryLock,
+        lock: Callable[[Path], AbstractContextManager[Any]] = lock_directory,
     ) -> None:
         self.has_failed = False
         self._trainer, self._session, self._lock = trainer, session, lock
@@ -72,6 +72,7 @@ class Saves:
                     and self._went_well(lambda: self._complete(checkpoint, session), args.should_save)
                 )
         finally:
+            # The limit comes back also where a save raises, such as on Ctrl-C.
             self._errors, args.save_total_limit = None, limit
         if self.has_failed:
             state.best_model_checkpoint = best_before
@@ -141,6 +142,7 @@ def largest(number: int, trainer: Trainer) -> int:
     """The largest of ``number`` over all processes."""
     if not is_running():
         return number
+    # On the device of the process group: NCCL takes no CPU tensors.
     tensor = torch.tensor([number], device=trainer.args.device)
     torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
     return int(tensor.item())

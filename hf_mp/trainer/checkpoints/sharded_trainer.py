@@ -34,6 +34,7 @@ class LeanShards(_Base):
             super()._save_optimizer_and_scheduler(output_dir)
             return
         folder = Path(output_dir, _FOLDER)
+        # A rank that failed alone would leave the others waiting in the writing of shards.
         with refused_together():
             tensors, plain = training_state.take(cast(nn.Module, self.model), self.optimizer)
         write_shards(folder, tensors)
@@ -46,6 +47,7 @@ class LeanShards(_Base):
         if not folder.is_dir():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
+        # accelerate could read neither the names nor the layout of these shards.
         if not self.is_fsdp_enabled:
             raise CheckpointError(
                 f"{resume_from_checkpoint} has the shards of a lean layout under FSDP2: resume with FSDP2, on any "
@@ -58,7 +60,7 @@ class LeanShards(_Base):
         if not folder.is_dir():
             super()._load_best_model()
             return
-        training_state.put_model(folder, cast(nn.Module, self.model))
+        training_state.put(folder, cast(nn.Module, self.model))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         folder = None if checkpoint is None else Path(checkpoint, _FOLDER)

@@ -61,6 +61,7 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     taken: set[int] = set()
     found = {}
     for name, tensor in tensors.items():
+        # Such as the tables that 8-bit optimizers share among parameters.
         place = local_part(tensor).data_ptr()
         found[name] = tensor.clone() if place in taken else tensor
         taken.add(place)
@@ -73,10 +74,12 @@ def read_layout(folder: Path) -> dict[str, TensorStorageMetadata]:
     Raises:
         CheckpointError: for a tensor with missing elements.
     """
+    # Inside of functions: not every build of torch has torch.distributed.checkpoint.
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     found: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     for name, one in found.items():
+        # dcp.load would leave what is missing as it was in memory, without a word.
         held = sum(chunk.sizes.numel() for chunk in one.chunks)
         if held != one.size.numel():
             raise CheckpointError(
@@ -115,16 +118,20 @@ def together(problems: Iterable[str]) -> list[str]:
 def refused_together() -> Iterator[None]:
     """Raise on all ranks if one raises, on the others a CheckpointError; the end of the block is a collective call."""
     error: Exception | None = None
+    told: CheckpointError | None = None
     try:
         yield
+    except CheckpointError as failure:
+        error = told = failure
     except Exception as failure:  # it is raised below, once the others know
-        error = failure
-    known = isinstance(error, CheckpointError)
-    said = together([] if error is None else [str(error) if known else f"{type(error).__name__}: {error}"])
-    if error is not None and not known:
+        error, told = failure, CheckpointError(f"{type(failure).__name__}: {failure}")
+    found = [one for one in gathered(told) if one is not None]
+    if error is not told:
+        assert error is not None
         raise error
-    if said:
-        raise CheckpointError("; ".join(said)) from error
+    if found:
+        # Of the class that was raised: that there is no checkpoint yet is no damage, on any rank.
+        raise type(found[0])("; ".join(sorted(set(map(str, found))))) from error
 
 
 @contextmanager

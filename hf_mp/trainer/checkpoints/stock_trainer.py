@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from hf_mp.trainer.checkpoints import in_place, inspection
 from hf_mp.trainer.checkpoints.atomic import staging_folder
-from hf_mp.trainer.checkpoints.lock import DirectoryLock
+from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
 
 logger = logging.get_logger(__name__)
@@ -18,12 +18,14 @@ logger = logging.get_logger(__name__)
 def clear_up(args: TrainingArguments) -> None:
     """Remove what a killed run left half-written: in the process that saves; the others wait for it."""
     directory = Path(str(args.output_dir))
+    # The others would look checkpoints up while these are removed.
     with args.main_process_first(local=args.save_on_each_node, desc="clearing up checkpoints"):
         is_left = staging_folder(directory).is_dir() or inspection.marked_in(directory)
         if not args.should_save or not is_left:
             return
+        # A run that is alive holds the lock while it saves: what it has half-written stays.
         try:
-            with DirectoryLock(directory):
+            with lock_directory(directory):
                 in_place.clear_up(directory)
                 logger.warning(inspection.newest_whole_of(directory))
         except (OSError, CheckpointError) as error:

@@ -22,21 +22,19 @@ def take(model: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str,
     return {**tensors, **state}, plain
 
 
-def put_model(folder: Path, model: nn.Module) -> None:
-    """Load the weights in ``folder`` alone: a collective call."""
-    _load(folder, model, None, {})
-
-
-def put(folder: Path, model: nn.Module, optimizer: Any, plain: Mapping[str, Any]) -> None:
+def put(folder: Path, model: nn.Module, optimizer: Any = None, plain: Mapping[str, Any] | None = None) -> None:
     """Load what :func:`take` gave and ``folder`` holds into a model and its optimizer: a collective call.
+
+    Args:
+        folder: of the shards.
+        model: whose weights they are.
+        optimizer: default None: the weights alone.
+        plain: what the optimizer holds besides tensors.
 
     Raises:
         CheckpointError: on all ranks, for weights of another model, another optimizer, and values that are not finite.
     """
-    _load(folder, model, optimizer, plain)
-
-
-def _load(folder: Path, model: nn.Module, optimizer: Any | None, plain: Mapping[str, Any]) -> None:
+    plain = plain or {}
     with refused_together(), loaded_state.naming(folder, "the state"):
         # First the state dict: FSDP2 then shards again what a forward left whole, and parameters by name are others.
         tensors, first = model_tensors(model)

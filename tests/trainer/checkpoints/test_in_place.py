@@ -25,7 +25,7 @@ import hf_mp.trainer.checkpoints.inspection as inspection
 from hf_mp.trainer.checkpoints import stock_trainer
 from hf_mp.trainer.checkpoints.in_place import begin, complete, take_back
 from hf_mp.trainer.checkpoints.inspection import find_problems, mark_of
-from hf_mp.trainer.checkpoints.lock import DirectoryLock
+from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from hf_mp.trainer.checkpoints.stock_trainer import clear_up
 
@@ -131,9 +131,9 @@ def test_what_a_failing_disk_keeps_stays_marked_until_the_next_save(
 
 
 def test_what_another_run_is_writing_stays(tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock_trainer, "DirectoryLock", functools.partial(DirectoryLock, wait_seconds=0.1))
+    monkeypatch.setattr(stock_trainer, "lock_directory", functools.partial(lock_directory, wait_seconds=0.1))
     begin(tmp_path / "checkpoint-4")
-    with DirectoryLock(tmp_path):
+    with lock_directory(tmp_path):
         clear_up(arguments(tmp_path))
     assert "are left as they are" in told[0] and "in use by another run" in told[0]
     assert mark_of(tmp_path / "checkpoint-4").exists()

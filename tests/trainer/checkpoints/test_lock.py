@@ -12,7 +12,7 @@ import pytest
 
 import hf_mp.trainer.checkpoints.lock as lock
 from hf_mp import CheckpointError
-from hf_mp.trainer.checkpoints.lock import DirectoryLock
+from hf_mp.trainer.checkpoints.lock import lock_directory
 
 # without the package's imports, which take seconds
 HOLD = """
@@ -34,7 +34,7 @@ CONTEND = """
 import sys, time
 from pathlib import Path
 from hf_mp import CheckpointError
-from hf_mp.trainer.checkpoints.lock import DirectoryLock, logger
+from hf_mp.trainer.checkpoints.lock import lock_directory, logger
 logger.warning = print
 directory, inside, met = Path(sys.argv[1]), Path(sys.argv[1], "inside"), 0
 print("ready", flush=True)
@@ -43,7 +43,7 @@ end = time.monotonic() + 2
 turns = 0
 while time.monotonic() < end:
     try:
-        with DirectoryLock(directory):
+        with lock_directory(directory):
             try:
                 inside.touch(exist_ok=False)
             except FileExistsError:
@@ -65,9 +65,9 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_second_run_is_kept_out(tmp_path: Path) -> None:
-    with DirectoryLock(tmp_path / "run"), pytest.raises(CheckpointError, match=r"run is in use by another run.*wait"):
-        DirectoryLock(tmp_path / "run", wait_seconds=0.1).__enter__()
-    with DirectoryLock(tmp_path / "run", wait_seconds=0.1):
+    with lock_directory(tmp_path / "run"), pytest.raises(CheckpointError, match=r"run is in use by another run.*wait"):
+        lock_directory(tmp_path / "run", wait_seconds=0.1).__enter__()
+    with lock_directory(tmp_path / "run", wait_seconds=0.1):
         pass
 
 
@@ -77,11 +77,11 @@ def test_the_lock_of_a_killed_run_is_taken_over_when_its_workers_have_ended(tmp_
     assert holder.stdout is not None
     holder.stdout.readline()
     with pytest.raises(CheckpointError, match="in use by another run"):
-        DirectoryLock(tmp_path, wait_seconds=0.1).__enter__()
+        lock_directory(tmp_path, wait_seconds=0.1).__enter__()
     holder.send_signal(signal.SIGKILL)
     holder.wait(30)
     holder.stdout.close()
-    with DirectoryLock(tmp_path):
+    with lock_directory(tmp_path):
         pass
 
 
@@ -103,6 +103,6 @@ def test_nothing_stays_of_a_lock_and_two_processes_never_hold_it_at_once(tmp_pat
 
 def test_where_nothing_can_be_locked_the_run_goes_on_with_a_warning(tmp_path: Path, warnings: list[str]) -> None:
     (tmp_path / "file").write_text("in the way")
-    with DirectoryLock(tmp_path / "file" / "run"):
+    with lock_directory(tmp_path / "file" / "run"):
         pass
     assert "cannot be locked" in warnings[0] and "second run" in warnings[0]
