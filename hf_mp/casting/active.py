@@ -47,6 +47,7 @@ def enter_island(enabled: bool) -> bool:
         return False
     if enabled:
         raise RuntimeError(BOTH_ACTIVE)
+    # By hand: torch's context object says when it ends, and no `with` of ours.
     ours.island().__enter__()
     return True
 

@@ -48,9 +48,11 @@ def custom_fwd(
     @functools.wraps(forward)
     def decorated(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         active = active_autocast()
+        # Kept on ctx, as torch.amp does: on CUDA, autograd runs backward in a thread that knows of no autocast.
         ctx._hf_mp_autocast = active
         if active is None or not active.enabled or cast_inputs is None:
             return forward(ctx, *args, **kwargs)
+        # Backward runs with autocast off, too, as forward did.
         ctx._hf_mp_autocast = active.island()
         with ctx._hf_mp_autocast:
             cast_kwargs = {key: active.cast(value, cast_inputs) for key, value in kwargs.items()}

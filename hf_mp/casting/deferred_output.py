@@ -49,6 +49,7 @@ class DeferredOutput(Tensor):
             cls, source.shape, strides=source.stride(), dtype=torch.float32, device=source.device
         )
         torch._C._set_throw_on_mutable_data_ptr(wrapper)  # extensions that read memory themselves would read at 0
+        # Detached: the wrapper itself has the place in the graph, behind the border that made it.
         wrapper._source = source.detach()
         wrapper._value = None
         return wrapper
@@ -57,6 +58,7 @@ class DeferredOutput(Tensor):
         """The FP32 values, outside of the graph; the same tensor every time."""
         if self._value is None:
             self._value = self._source.to(torch.float32)
+            # Both together would take six bytes a logit.
             del self._source
         return self._value
 
@@ -64,6 +66,7 @@ class DeferredOutput(Tensor):
         """As ``Tensor.data_ptr``, of the FP32 values: kernels written in Triton ask for it."""
         return self.value().data_ptr()
 
+    # torch's C++ refuses these two of a wrapper subclass, which has no storage: an ordinary tensor answers.
     def numpy(self, *, force: bool = False) -> Any:
         """As ``Tensor.numpy``."""
         return self.clone().numpy(force=force)

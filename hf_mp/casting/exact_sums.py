@@ -29,6 +29,7 @@ def exact_plan(plan: Plan, tables: TableName) -> Plan:
     """
     found = {}
     products = {func: name for func, (rule, name) in OPS[tables].items() if rule is CastRule.LOWER_PRECISION}
+    # Transformers registers its op when its module is imported: plans take it in then, and OPS do not.
     products.update({func: entry.name for func, entry in plan.items() if entry.name in _GROUPED})
     for func, name in products.items():
         entry = plan.get(func)

@@ -159,6 +159,7 @@ class ExpertCalls:
         owner = module if module in self._modules else module.rpartition(".")[0]
         if (experts := self._modules.get(owner)) is None:
             return None
+        # What is asked of the operands is no call of the model, and no mode is to see it.
         with torch._C.DisableTorchFunction():
             place, rows = product_of_experts(experts, args, kwargs) or (None, self._last.get(owner))
         if place is None and func is Tensor.__getitem__ and isinstance(args[1], Tensor):

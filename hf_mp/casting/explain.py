@@ -111,5 +111,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _dtypes(value: Any) -> Dtypes:
+    # The autocast is active, and would record these questions as calls of the model.
     with torch._C.DisableTorchFunction():
         return tuple(_name(tensor.dtype) for tensor in tensors_in(value) if tensor.is_floating_point())

@@ -38,6 +38,7 @@ def _call_in(
     dtype: torch.dtype, mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
     """Make a call with its eligible tensors in ``dtype``; nearly all calls of a model have nothing to cast."""
+    # What is written into `out` has the caller's dtype, as under torch.autocast.
     if kwargs and kwargs.get("out") is not None:
         return mode.call_unlisted(func, args, kwargs)
     for value in (*args, *kwargs.values()) if kwargs else args:
@@ -73,6 +74,7 @@ fp32 = functools.partial(_call_in, torch.float32)  # the handler of the FP32 tab
 
 
 def _fp32_output(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    # The kernel reads 16 bits and sums in FP32 anyway: to name the dtype of the result saves the cast of the input.
     first = args[0] if args else kwargs.get("input")
     if getattr(first, "dtype", None) not in _NARROW or kwargs.get("out") is not None:
         return mode.call_unlisted(func, args, kwargs)

@@ -155,6 +155,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         state.active.pop()
         if self.puts_on_patches:
             PATCHES.release()
+        # One object may be entered twice: its casts and rules end with the outermost.
         if self not in state.active:
             self._casts.clear()
             for handle in (handle for rule in self._rules_in_force for handle in rule.handles):

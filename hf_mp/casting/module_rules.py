@@ -75,6 +75,7 @@ def _make_island(module: nn.Module, dtype: torch.dtype, outer: autocast) -> InFo
         return outer.cast(args, dtype), {key: outer.cast(arg, dtype) for key, arg in kwargs.items()}
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
+        # always_call: an exception may have come before this island was entered.
         island = active_autocast()
         if island is not None and island.module is module:
             island.__exit__(None, None, None)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+# Told first: nearly every value is one of these, and functions and classes have attributes that nobody means.
 _ATOMS = (str, bytes, int, float, complex, type(None), type, types.FunctionType, types.MethodType, types.ModuleType)
 _SEQUENCES = (list, tuple, set, frozenset, collections.deque)
 
@@ -113,6 +114,7 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
     names = dict.fromkeys(getattr(value, "__dict__", ()))
     if is_dataclass(value):
         names.update(dict.fromkeys(field.name for field in fields(value)))
+    # Of all bases: a class lists only the slots that it adds.
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
         names.update(dict.fromkeys([slots] if isinstance(slots, str) else slots))

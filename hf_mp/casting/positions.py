@@ -29,6 +29,7 @@ def counting_positions(replaced: ReplacedForward) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def counted(*args: Any, **kwargs: Any) -> Any:
+        # The mask may come by position.
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         mask, tokens = given.get("attention_mask"), given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens

@@ -181,6 +181,7 @@ def _parse_op_rule(key: str, pattern: str, op: str, value: Any) -> ModuleRule:
 
 
 def _spellings_of(key: Any, tables: OpTables) -> tuple[str, list[Callable[..., Any]]]:
+    # torch.library.custom_op gives an object around the op, and modes see the op.
     if isinstance(key, torch.library.CustomOpDef):
         key = key._opoverload.overloadpacket
     if isinstance(key, OpOverloadPacket):

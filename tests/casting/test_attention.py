@@ -312,6 +312,7 @@ class TestWhichCallsAreTaken:
         monkeypatch.setattr(module, "HAS_AMX", amx)
         monkeypatch.setattr(plans, "runs_natively", lambda *_: native)
         monkeypatch.setattr(module, "OWN_SCORES", 2**18)
+        monkeypatch.setattr(handlers, "SMALL_QUERY", 0)
         wide = handlers.run_through_fp32
         monkeypatch.setattr(handlers, "attend", lambda given: calls.append("blocks") or attend(given))
         monkeypatch.setattr(handlers, "run_through_fp32", lambda *given: calls.append("fp32") or wide(*given))
@@ -361,6 +362,19 @@ def test_a_token_that_is_generated_is_rounded_as_it_is_in_training(
     ours = (torch.cat(tokens, 2) != trained).double().mean()
     theirs = (torch.cat(alone, 2) != stock).double().mean()
     assert ours == theirs if amx else ours < theirs / 20
+
+
+@pytest.mark.parametrize("mask", [None, torch.arange(24) < 20])
+def test_a_small_attention_has_the_bits_of_a_large_one(mask: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HAS_AMX", False)
+    given = [random(2, 4, 24, 8, dtype=BF16, seed=seed).requires_grad_() for seed in range(3)]
+    bias = None if mask is None else mask.to(BF16)[None]
+    results = []
+    for small in (0, 2**15):
+        monkeypatch.setattr(handlers, "SMALL_QUERY", small)
+        found = handlers._attend(BF16, F.scaled_dot_product_attention, given, {"attn_mask": bias}, native=True)
+        results.append([found, *torch.autograd.grad(found.sum(), given)])
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("mask", ["no mask", "padding", "causal"])

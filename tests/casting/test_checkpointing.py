@@ -140,14 +140,6 @@ def test_gradients_are_bit_for_bit_those_without_checkpointing(
 
 
 @every_way
-def test_the_recomputation_draws_the_same_dropout(x: Tensor, use_reentrant: bool) -> None:
-    torch.manual_seed(0)
-    model = Model(dropout=0.5)
-    expected = gradients(model, x, plain, autocast())
-    check_equal(gradients(model, x, checkpointed(use_reentrant), autocast()), expected)
-
-
-@every_way
 def test_the_innermost_autocast_of_the_forward_applies(model: Model, x: Tensor, use_reentrant: bool) -> None:
     def bfloat16_inside(model: Model, x: Tensor) -> Tensor:
         with autocast(BF16):
@@ -246,24 +238,6 @@ def test_an_exception_in_the_recomputation_leaves_nothing_behind(
         gradients(model, x, failing, autocast(), backward)
     assert active == [True, True]
     assert active_autocast() is None and not torch.overrides._get_current_function_mode_stack()
-
-
-@every_way
-def test_arguments_and_results_pass_as_they_are(model: Model, x: Tensor, use_reentrant: bool) -> None:
-    def with_extras(x: Tensor, factor: float, nothing: None) -> tuple[Tensor, str]:
-        assert nothing is None
-        return plain(model, x) * factor, "extra"
-
-    with autocast():
-        result, extra = checkpoint(with_extras, x, 2.0, None, use_reentrant=use_reentrant)
-    result.sum().backward()
-    assert extra == "extra" and x.grad is not None
-
-
-@every_way
-def test_without_autocast_checkpointing_is_torchs(model: Model, x: Tensor, use_reentrant: bool) -> None:
-    expected = gradients(model, x, plain, nullcontext())
-    check_equal(gradients(model, x, checkpointed(use_reentrant), nullcontext()), expected)
 
 
 def test_keywords_of_the_function_may_have_any_name() -> None:

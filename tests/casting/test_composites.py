@@ -71,16 +71,6 @@ def test_modules(name: str, dtype: torch.dtype, tables: TableName) -> None:
 
 
 @LOWER
-def test_packed_sequences(dtype: torch.dtype) -> None:
-    lstm = nn.LSTM(8, 8, batch_first=True)
-    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(2, 5, 8), [5, 3], batch_first=True)
-    with autocast(dtype):
-        found = lstm(packed)[0].data
-    assert found.dtype is dtype
-    assert relative(found, lstm(packed)[0].data) < 3 * torch.finfo(dtype).eps
-
-
-@LOWER
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_multi_head_attention(dtype: torch.dtype, need_weights: bool, training: bool) -> None:
@@ -105,17 +95,6 @@ def test_the_fast_path_of_an_encoder_layer_is_left(tables: TableName) -> None:
     assert not torch.equal(found, expected)
     assert relative(found, expected) < 3 * torch.finfo(BF16).eps
     assert [op.op for op in shown.ops].count("linear") > 1
-
-
-def test_an_encoder_of_several_layers_with_padding() -> None:
-    encoder = nn.TransformerEncoder(encoder_layer(), 2).eval()
-    x, padding = torch.randn(SEQUENCE), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-    with torch.no_grad():
-        expected = encoder(x, src_key_padding_mask=padding)
-        with autocast(FP16):
-            found = encoder(x, src_key_padding_mask=padding)
-    kept = ~padding
-    assert relative(found[:, : expected.shape[1]][kept], expected[kept]) < 4 * torch.finfo(FP16).eps
 
 
 PICTURE = torch.rand(1, 2, 6, 6, generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,6 @@ from autograd_functions import Times
 from tiny import Using, assert_true, attached, check_gradients, gradients_of
 from torch import Tensor, nn
 
-import hf_mp
 from hf_mp import autocast, custom_bwd, custom_fwd
 from hf_mp.step.mixed_precision import MixedPrecision
 
@@ -136,59 +135,10 @@ def test_cast_inputs_leaves_what_is_not_floating() -> None:
         Takes.apply(torch.randn(2), torch.tensor([1]), torch.randn(2, dtype=FP64), "x", None)
 
 
-def test_an_exception_in_forward_switches_autocast_on_again() -> None:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        @custom_fwd(cast_inputs=torch.float32)
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            raise ValueError("no")
-
-        @staticmethod
-        @custom_bwd
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            return gradient
-
-    with autocast():
-        with pytest.raises(ValueError, match="no"):
-            Fails.apply(torch.randn(2))
-        assert (torch.randn(2, 2) @ torch.randn(2, 2)).dtype is FP16
-
-
-def test_numbers_are_those_of_torchs_own_decorators() -> None:
-    class Torchs(torch.autograd.Function):
-        @staticmethod
-        @torch.amp.custom_fwd(device_type="cpu")
-        def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-            ctx.save_for_backward(a, b)
-            return a.mm(b)
-
-        @staticmethod
-        @torch.amp.custom_bwd(device_type="cpu")
-        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-            a, b = ctx.saved_tensors
-            return gradient.mm(b.t()), a.t().mm(gradient)
-
-    def gradients(function: Any, context: Any) -> tuple[Tensor, ...]:
-        generator = torch.Generator().manual_seed(0)
-        a, b = (torch.randn(s, generator=generator).requires_grad_() for s in ((3, 4), (4, 5)))
-        with context:
-            result = function.apply(a, b)
-        return torch.autograd.grad(result.float().square().sum(), (a, b))
-
-    ours = gradients(MyMM, autocast(BF16, tables="cpu"))
-    theirs = gradients(Torchs, torch.autocast("cpu", BF16))
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
 @pytest.mark.parametrize("cast_inputs", ["fp32", 32, True])
 def test_a_dtype_that_is_none(cast_inputs: Any) -> None:
     with pytest.raises(TypeError, match=rf"cast_inputs must be a torch.dtype, not {cast_inputs!r}"):
         custom_fwd(cast_inputs=cast_inputs)
-
-
-def test_decorated_functions_keep_their_names() -> None:
-    assert MyMM.forward.__name__ == "forward" and MyMM.backward.__name__ == "backward"
-    assert hf_mp.custom_fwd is custom_fwd and hf_mp.custom_bwd is custom_bwd
 
 
 def applying(function: Any, shape: tuple[int, ...]) -> Using:

@@ -106,22 +106,6 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
 
 
 class TestAgainstTheReference:
-    @every_dtype
-    @pytest.mark.parametrize("transposed", [False, True])
-    @pytest.mark.parametrize("bias", [False, True])
-    @pytest.mark.parametrize("rows", [(7,), (2, 5), (2, 3, 2), (1,)], ids=str)
-    @pytest.mark.usefixtures("blocks")
-    def test_result_and_gradients(
-        self, rows: tuple[int, ...], bias: bool, transposed: bool, dtype: torch.dtype
-    ) -> None:
-        given = operands(rows, 9, 13, bias=bias, transposed=transposed, dtype=dtype)
-        check_product(given, transposed=transposed)
-
-    def test_the_small_blocks_of_these_tests_are_several(self, blocks: int) -> None:
-        rows = list(blockwise.blocks(10, 9))
-        columns = list(blockwise.blocks(13, max(9, rows[0].stop)))
-        assert (len(rows) > 1, len(columns) > 1) == (blocks == 24, blocks == 24)
-
     @settings(deadline=None, derandomize=True, max_examples=40)
     @given(
         rows=st.lists(st.integers(1, 12), min_size=1, max_size=3),
@@ -312,20 +296,6 @@ class TestSecondDerivatives:
             # four passes, each rounded to FP16 by 2**-11
             assert (found.float() - exact).norm() <= 8 * 2.0**-11 * exact.norm()
 
-    @pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (1, 2), (0, 2)], ids=str)
-    def test_with_some_inputs_frozen(self, frozen: tuple[int, ...]) -> None:
-        given = operands((7,), 9, 13, bias=True, transposed=False, dtype=FP16)
-        for i in frozen:
-            given[i].requires_grad_(False)
-        wanted = [given[i] for i in range(3) if i not in frozen]
-        results = []
-        for compute in (quickly, plainly):
-            loss = torch.tanh(compute(*given, transposed=False).float()).sum()
-            results.append(torch.autograd.grad(loss, wanted, create_graph=True))
-        for found, expected in zip(*results, strict=True):
-            assert found.grad_fn is not None
-            torch.testing.assert_close(found, expected, rtol=2**-9, atol=2**-9)
-
 
 class Spelling(NamedTuple):
     """One way to write a product."""
@@ -476,16 +446,6 @@ class TestThroughAutocast:
                     wrong()
             with pytest.raises(TypeError, match=r"unexpected|argument"):
                 F.linear(random(2, 3), random(4, 3), wait=True)  # type: ignore[call-arg]
-
-    @pytest.mark.usefixtures("multiplied")
-    def test_mm_and_addmm_take_matrices_only(self) -> None:
-        with autocast():
-            for wrong in (
-                lambda: torch.mm(random(2, 3, 4), random(4, 5)),
-                lambda: torch.addmm(random(5), random(2, 3, 4), random(4, 5)),
-            ):
-                with pytest.raises(RuntimeError, match=r"must be a matrix|matrices expected"):
-                    wrong()
 
     def test_the_default_device_is_no_matter(self, multiplied: list[tuple[torch.Size, torch.dtype]]) -> None:
         x, weight = random(2, 3), random(4, 3)

@@ -95,6 +95,7 @@ def _read(
     if attn_mask is not None:
         if is_causal or not _is_mask(attn_mask, query.dtype):
             return None
+        # A view: each block takes its own part, and no mask of all heads is made.
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     return Attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
@@ -166,6 +167,7 @@ def _row_blocks(length: int, keys: int, is_causal: bool) -> Iterator[tuple[slice
     height = max(1, ROW_BLOCK_ELEMENTS // keys)
     for start in range(0, length, height):
         rows = slice(start, min(start + height, length))
+        # Products with keys that no row of the block sees are not made: half of a causal attention.
         seen = slice(0, min(rows.stop, keys) if is_causal else keys)
         width = max(0, seen.stop - start) if is_causal else 0
         future = torch.ones(rows.stop - start, width, dtype=torch.bool, device="cpu").triu_(1) if width else None
@@ -263,6 +265,7 @@ class _Attention(Function):
                 to_scores = _product(gradient32, value32[:, keys].transpose(1, 2))
                 if noise is not None:
                     to_scores.mul_(noise)
+                # autograd's own kernel, for which the public softmax would have to keep a graph.
                 to_scores = torch._softmax_backward_data(to_scores, probabilities, -1, torch.float32)
                 sum_key[:, keys].add_(_product(to_scores.transpose(1, 2), query32))
                 grad_query[where].copy_(_product(to_scores, key32[:, keys]).mul_(ctx.settings[-1]))

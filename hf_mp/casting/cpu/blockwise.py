@@ -29,6 +29,7 @@ def blockwise_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     width = inner if inner <= LONGEST_ROW else math.isqrt(BLOCK_ELEMENTS)
     result = x.new_empty(rows, outer)
     for row in blocks(rows, width):
+        # Cast once for all blocks of columns; rows longer than that are cast piece by piece.
         left = x[row].float() if width == inner else x[row]
         for column in blocks(outer, max(width, row.stop - row.start)):
             bias32 = None if bias is None else bias[column].float()

@@ -28,6 +28,7 @@ def fp32_product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Ten
 
     The reference is :func:`fp32_product_reference`; the two add up in another order.
     """
+    # torch.backends.mkldnn.flags(enabled=False) is how a user forbids oneDNN.
     multiplications = left.shape[0] * left.shape[1] * right.shape[1]
     if not HAS_ONEDNN_PRODUCTS or multiplications < SMALLEST_FOR_ONEDNN or not torch.backends.mkldnn.enabled:
         return fp32_product_reference(left, right, bias)

@@ -18,8 +18,12 @@ if TYPE_CHECKING:
     from hf_mp.casting.mode import autocast
 
 
+SMALL_QUERY = 2**15  # elements: keeping the operands of a smaller attention in 16 bits costs more than it saves
+
+
 def through_fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a call in a dtype that the CPU has no such op for; those of other devices go on."""
+    # A plan is made for the CPU's dtypes and sees tensors of all devices.
     if kwargs.get("out") is not None or _device_type(args, kwargs) != "cpu":
         return lower_precision(mode, name, func, args, kwargs)
     if (product := read_product(name, func, args, kwargs)) is not None:
@@ -47,8 +51,16 @@ def _attend(dtype: torch.dtype, func: Callable[..., Any], args: Any, kwargs: Any
     is_flash = found is not None and has_flash(found)
     if found is not None and not is_flash and is_worth_blocks(found, native):
         return attend(found)
-    in_16_bits = native and (not is_flash or (attention.HAS_AMX and dtype is torch.bfloat16))
-    return func(*args, **kwargs) if in_16_bits else run_through_fp32(func, args, kwargs, dtype)
+    if native and (not is_flash or (attention.HAS_AMX and dtype is torch.bfloat16)):
+        return func(*args, **kwargs)
+    if native and args and args[0].numel() <= SMALL_QUERY:
+        given = {key: _widened(value, dtype) for key, value in kwargs.items()}
+        return func(*[_widened(value, dtype) for value in args], **given).to(dtype)
+    return run_through_fp32(func, args, kwargs, dtype)
+
+
+def _widened(value: Any, dtype: torch.dtype) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype is dtype else value
 
 
 def _device_type(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
@@ -75,6 +87,7 @@ def _with(plan: Plan, handler: Callable[..., Any], is_for: Callable[[Any, Planne
     found = {
         func: entry._replace(handler=handler)
         for func, entry in plan.items()
+        # By handler: what a rule has taken out of the table stays out.
         if entry.handler is lower_precision and is_for(func, entry)
     }
     return {**plan, **found}

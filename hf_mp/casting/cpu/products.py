@@ -47,6 +47,7 @@ def read_product(name: str, func: Callable[..., Any], args: Sequence[Any], kwarg
     """The product that a call of op ``name`` computes; None where it is not one of (..., K) with a matrix."""
     if name not in _READ:
         return None
+    # `w.__rmatmul__(x)` is x @ w.
     if getattr(func, "__name__", "") == "__rmatmul__":
         args = args[::-1]
     try:
@@ -94,6 +95,7 @@ class _Product(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        # autograd enables grad in a backward for create_graph=True alone.
         product = _differentiable if torch.is_grad_enabled() else blockwise_product
         gradient, x = gradient.reshape(-1, gradient.shape[-1]), None if x is None else x.reshape(-1, x.shape[-1])
         grad_x = None if weight is None else product(gradient, weight.t()).view(ctx.x_shape)
@@ -103,6 +105,7 @@ class _Product(Function):
             grad_weight = product(x.t(), gradient.t()).t() if ctx.is_turned else product(gradient.t(), x.t())
         grad_bias = None
         if ctx.needs_input_grad[2]:
+            # run_through_fp32 casts all that it is given at once: some columns at a time.
             parts = [gradient[:, column] for column in blocks(gradient.shape[1], len(gradient))]
             grad_bias = torch.cat([run_through_fp32(torch.sum, (part, 0), {}, part.dtype) for part in parts])
         return grad_x, grad_weight, grad_bias

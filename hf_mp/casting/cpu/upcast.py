@@ -24,6 +24,7 @@ def _cpu_products() -> dict[torch.dtype, bool]:
     return {entry.dtype: entry.has_cpu_products() for entry in compute_dtypes()}
 
 
+# Asked once: the answer is the machine's, and plans are chosen by it whenever an autocast is made.
 CPU_PRODUCTS = _cpu_products()
 
 

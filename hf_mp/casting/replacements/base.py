@@ -31,6 +31,7 @@ class ReplacedForward:
     """Takes the place of a module's ``forward``; a pickled module has its own again, a deep copy one that is new."""
 
     def __init__(self, module: nn.Module) -> None:
+        # The module holds this object: a strong reference would keep its weights until the garbage collector runs.
         self.module = weakref.ref(module)
         before = module.__dict__.get("forward")
         self.original = _class_forward(module) if before is None or isinstance(before, ReplacedForward) else before
@@ -40,6 +41,7 @@ class ReplacedForward:
         module = self.module()
         if module is None or module.__dict__.get("forward") is not self:
             return
+        # In vars(): nn.Module's own setattr and delattr look through parameters and buffers first.
         del vars(module)["forward"]
         if getattr(self.original, "__func__", None) is not type(module).forward:
             vars(module)["forward"] = self.original

@@ -61,6 +61,7 @@ class CausalLMLoss(MaskedLMLoss):
 
 
 def _original(loss_type: str) -> Any:
+    # Of sys.modules: a model of Transformers is here only where that was imported.
     return sys.modules["transformers.loss.loss_utils"].LOSS_MAPPING[loss_type]
 
 

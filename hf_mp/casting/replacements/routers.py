@@ -20,6 +20,7 @@ class FP32Router(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode, module = active_autocast(), self.module()
+        # An island of its own is one that a rule for it has made.
         if mode is None or not mode.enabled or mode.module is module or mode.has_rule_for(module):
             return self.original(*args, **kwargs)
         with mode.island(module, torch.float32):
