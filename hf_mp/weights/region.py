@@ -113,7 +113,7 @@ class Region(autocast):
     def _may_be_dispatched(self, weights: Slots) -> bool:
         """Whether no call of this forward but those in tables needs a look, in the first or in any other."""
         # FSDP and tensor parallelism fill slots while the forward runs.
-        is_plain = self.layout.keeps_copies and not weights.has_borders
+        is_plain = self.layout.keeps_copies and not weights.looks_outside
         has_rules = self.has_op_rules or self._ruled_modules or self.sums_in_fp64
         return is_plain and not has_rules and self.observer is None and self._dispatches()
 
@@ -260,7 +260,7 @@ def _brought_in(
     if weights.is_learning and (entry is None or entry.rule is not CastRule.COMPOSITE):
         by_product = entry is not None and entry.rule is CastRule.LOWER_PRECISION
         args, kwargs = weights.as_used(args, kwargs, by_product=by_product, by_selection=func in _SELECTIONS)
-    comes_in = weights.has_borders and weights.has_outside((*args, *kwargs.values()))
+    comes_in = weights.looks_outside and weights.has_outside((*args, *kwargs.values()))
     if comes_in and torch.is_grad_enabled() and not _is_below_autograd(func):
         return apply_to_tensors(weights.bring_in, (args, dict(kwargs)))
     return args, kwargs

@@ -77,7 +77,8 @@ class Slots:
         self._kind, self._notes = kind, Notes()
         # Whether to ask as_used() about each call, also where gradient checkpointing makes it again later.
         self.is_learning = kind is not None and not self._uses.knows(kind)
-        self.is_asked = self.has_borders or self.is_learning  # whether calls may be given other arguments
+        self.looks_outside = has_grad and is_scaled  # whether what comes from outside needs a border of its own
+        self.is_asked = self.looks_outside or self.is_learning  # whether calls may be given other arguments
         self.is_watched = self.is_asked or self._uses.asks_of_weights(kind)  # whether a mode has to see the calls
         self._is_asked_of = False  # whether this forward reads `.dtype` or `.data` of a copy, or writes it
         self.unasked = _UNASKED_IN_THE_FIRST if self.is_learning else OF_THE_TENSOR_ITSELF  # but for these
