@@ -32,14 +32,12 @@ def _errors_in_one_line(command: str, with_traceback: bool) -> Iterator[None]:
     except Exception as error:
         if with_traceback:
             raise
-        if isinstance(error, (ValueError, OSError, ImportError)):
-            sentence, code = str(error), 2
-        else:
-            from hf_mp.environment.libraries import first_line
-
-            sentence, code = f"{type(error).__name__}: {first_line(error)} (--traceback shows where it came from)", 1
+        is_ours, sentence = isinstance(error, (ValueError, OSError, ImportError)), str(error)
+        if not is_ours:
+            first = sentence.strip().partition("\n")[0]
+            sentence = f"{type(error).__name__}: {first} (--traceback shows where it came from)"
         typer.echo(f"hf-mp {command}: error: {sentence}", err=True)
-        raise typer.Exit(code) from error
+        raise typer.Exit(2 if is_ours else 1) from error
 
 
 def _print_version(wanted: bool) -> None:

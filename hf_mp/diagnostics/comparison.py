@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from hf_mp.diagnostics.fp32_reference import (
 from hf_mp.diagnostics.given_batches import call, checked
 from hf_mp.diagnostics.kept_state import eagerly, gradients_set_aside, untouched, weights_kept
 from hf_mp.diagnostics.ranges import MASK, max_of
+from hf_mp.diagnostics.tables import listed
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy, needs_loss_scale
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.attachable import detach, runtimes_of
@@ -88,31 +89,23 @@ def compare_precisions(
             for variant, differences in found.items():
                 _compare(plain, layers, batch, variant, tables, reference, differences)
     first = next(iter(found.values()))
-    errors = {variant: differences.error(*variant.described()) for variant, differences in found.items()}
-    notes = _notes(reference.output, first.chosen.count, errors)
+    errors = {variant: differences.error(*variant) for variant, differences in found.items()}
+    notes = _notes(reference.output, errors)
     counts = len(given), first.positions, first.chosen.count
     return PrecisionComparison(type(model).__name__, *counts, tuple(errors.values()), tuple(notes))
 
 
-def _notes(output: str, chosen: int, errors: Mapping[_Variant, PrecisionError]) -> Iterator[str]:
+def _notes(output: str, errors: Mapping[_Variant, PrecisionError]) -> Iterator[str]:
     if output != "logits":
         yield f"The model returns no logits: compared is its first floating output, {output!r}."
-    if not chosen:
-        yield "No log-probabilities: the batches have no integer labels that fit the logits."
     for (policy, _), one in errors.items():
         if not math.isfinite(one.logits_rms):
             way_out = ": hf_mp.calibrate finds the rules that keep it in range"
-            yield f"{one.name} gives inf or NaN{way_out if needs_loss_scale(policy.compute) else ''}."
+            with_rules = f" with {listed(one.rules)}" if one.rules else ""
+            yield f"{one.precision}{with_rules} gives inf or NaN{way_out if needs_loss_scale(policy.compute) else ''}."
 
 
-class _Variant(NamedTuple):
-    """A precision with rules."""
-
-    policy: PrecisionPolicy
-    rules: tuple[tuple[Any, str], ...]
-
-    def described(self) -> tuple[str, dict[str, str]]:
-        return str(self.policy), {key if isinstance(key, str) else op_name(key): value for key, value in self.rules}
+_Variant = tuple[PrecisionPolicy, tuple[tuple[Any, str], ...]]  # a precision with rules
 
 
 def _parse(precisions: Any, tables: TableName) -> list[_Variant]:
@@ -125,7 +118,7 @@ def _parse(precisions: Any, tables: TableName) -> list[_Variant]:
         precision, rules = one if isinstance(one, tuple) else (one, {})
         policy = PrecisionPolicy.parse(precision)
         parse_rules(rules, TABLES[tables])
-        asked.append(_Variant(policy, tuple(rules.items())))
+        asked.append((policy, tuple(rules.items())))
     if not asked:
         raise ValueError("precisions is empty: give at least one, such as 'fp16'")
     return asked
@@ -136,7 +129,7 @@ def _variants(asked: Iterable[_Variant]) -> list[_Variant]:
     found: list[_Variant] = []
     for policy, rules in asked:
         several = [(), *((rule,) for rule in rules), rules]
-        found += [_Variant(policy, one) for one in (several if policy.is_mixed else [()])]
+        found += [(policy, one) for one in (several if policy.is_mixed else [()])]
     return list(dict.fromkeys(found))
 
 
@@ -179,7 +172,7 @@ def _compare(
         with torch._C.DisableTorchFunction():
             differences.add_layer(name, first_floating(output), reference.outputs.get((name, number)))
 
-    runtime = MixedPrecision(variant.policy, rules=dict(variant.rules), tables=tables)
+    runtime = MixedPrecision(variant[0], rules=dict(variant[1]), tables=tables)
     with weights_kept(model):  # FP16 and 16 bits more do not hold all of FP32
         try:
             runtime.attach(model)
@@ -246,14 +239,15 @@ class _Differences:
         probability = expected.exp()
         self.divergence += (probability * (expected - found)).masked_fill(probability == 0.0, 0.0).sum().item()
 
-    def error(self, precision: str, rules: dict[str, str]) -> PrecisionError:
+    def error(self, policy: PrecisionPolicy, rules: tuple[tuple[Any, str], ...]) -> PrecisionError:
+        named = {key if isinstance(key, str) else op_name(key): value for key, value in rules}
         # What is 0 in FP32 counts by its own size.
         layers = {
             name: _finite(math.sqrt(off.squares / (expected.squares or 1.0)))
             for name, (off, expected) in self.layers.items()
         }
         chosen = (*self.chosen.numbers(), _finite(self.divergence / self.chosen.count)) if self.chosen.count else ()
-        return PrecisionError(precision, rules, layers, *self.logits.numbers(), *chosen)
+        return PrecisionError(str(policy), named, layers, *self.logits.numbers(), *chosen)
 
 
 def _finite(value: float) -> float:

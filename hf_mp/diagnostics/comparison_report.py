@@ -43,11 +43,6 @@ class PrecisionError:
         return self.logits_rms if self.log_probability_rms is None else self.log_probability_rms
 
     @property
-    def name(self) -> str:
-        """The precision and its rules."""
-        return f"{self.precision}, {listed(self.rules)}" if self.rules else self.precision
-
-    @property
     def numbers(self) -> tuple[float | None, ...]:
         """Those of the table."""
         found = self.logits_rms, self.logits_maximum

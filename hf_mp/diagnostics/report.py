@@ -36,20 +36,17 @@ def write_report(run_directory: str | Path, path: str | Path | None = None) -> P
     Raises:
         ValueError: if there is no run, or the page cannot be written there.
     """
-    return _write(Path(run_directory), path)[0]
-
-
-def _write(run_directory: Path, path: str | Path | None) -> tuple[Path, RunRecords]:
-    run, target = read_run(run_directory), Path(path or run_directory / PAGE_NAME)
+    directory = Path(run_directory)
+    target = Path(path or directory / PAGE_NAME)
     check_writable(target)
-    target.write_text(render_report(run), encoding="utf-8")
-    return target, run
+    target.write_text(render_report(read_run(directory)), encoding="utf-8")
+    return target
 
 
 def report_command(run_directory: Path, html: Path | None) -> str:
     """The output of ``hf-mp report``: where the page is, and what is missing in it."""
-    target, run = _write(run_directory, html)
-    missing = "".join(f"  missing: {sentence}\n" for sentence in run.missing)
+    target = write_report(run_directory, html)
+    missing = "".join(f"  missing: {sentence}\n" for sentence in read_run(run_directory).missing)
     return f"{target} is written: {target.stat().st_size / 1024:,.0f} KiB, open it in a browser\n{missing}"
 
 

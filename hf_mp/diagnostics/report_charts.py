@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 from hf_mp.diagnostics.magnitudes import FP16_OVERFLOW, FP16_SMALLEST, FP16_SMALLEST_NORMAL, Histogram
 from hf_mp.diagnostics.run_log import StepRecord
@@ -53,16 +53,7 @@ def silhouette(histogram: Histogram, log2_scale: int = 0) -> str:
     return f"M{OCTAVE_WIDTH * (lowest - LOWEST)},{HEIGHT}{bars}V{HEIGHT}"
 
 
-class Chart(NamedTuple):
-    curves: list[
-        tuple[str, str, str]
-    ]  # colour, name, points of a polyline: step, and the height downwards as SVG has it
-    first_step: int
-    last_step: int
-    bottom: int
-    top: int
-    label: str  # of a height, to format
-    skips: Sequence[int]  # where steps were skipped
+Chart = dict[str, Any]  # what the page's macro ``frame`` draws
 
 
 def scale_charts(steps: Mapping[int, StepRecord]) -> tuple[Chart | None, Chart | None]:
@@ -79,14 +70,22 @@ def scale_charts(steps: Mapping[int, StepRecord]) -> tuple[Chart | None, Chart |
 
 
 def chart(lines: Sequence[Line], steps: Sequence[int], label: str, skips: Sequence[int] = ()) -> Chart | None:
-    """Lines over ``steps``; None where none has two points."""
+    """Lines over ``steps``, whose heights are told by ``label``; None where none has two points."""
     drawn = [(colour, name, _thinned(points)) for colour, name, points in lines if len(points) > 1]
     if not drawn:
         return None
     heights = [y for _, _, points in drawn for _, y in points]
     # In units of the data, which the view box of the picture stretches: nothing is placed here.
     curves = [(colour, name, " ".join(f"{x},{-y:.3f}" for x, y in points)) for colour, name, points in drawn]
-    return Chart(curves, min(steps), max(steps), math.floor(min(heights)), math.floor(max(heights)) + 1, label, skips)
+    return {
+        "curves": curves,
+        "first_step": min(steps),
+        "last_step": max(steps),
+        "bottom": math.floor(min(heights)),
+        "top": math.floor(max(heights)) + 1,
+        "label": label,
+        "skips": skips,
+    }
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -91,6 +91,18 @@ class RunRecords:
     has_ended: bool = False  # whether the last start reached its end
     missing: list[str] = field(default_factory=list)  # one sentence for each thing that is missing or unreadable
 
+    def add(self, event: Any) -> None:
+        """Take what was recorded of a step; of two for the same one, the later."""
+        match event:
+            case StepRecord():
+                self.steps[event.step] = event
+            case StepShares():
+                self.shares[event.step] = event
+            case Healed():
+                self.healed.append(event)
+            case OverflowReport():
+                self.overflows[event.step, event.micro_batch, event.rank] = event
+
 
 def read_run(directory: Path) -> RunRecords:
     """Read a run directory: our log, and kept overflow reports.
@@ -152,13 +164,8 @@ def _read_log(run: RunRecords, path: Path) -> None:
     if damaged:
         some = f"{damaged[0]} of {run.lines}" + (f" and {len(damaged) - 1} more" if len(damaged) > 1 else "")
         run.missing.append(f"{LOG_NAME}: line {some} is half-written or damaged, and left out")
-    events = _joined(run, starts)
-    run.steps = {one.step: one for one in events if isinstance(one, StepRecord)}
-    run.shares = {one.step: one for one in events if isinstance(one, StepShares)}
-    run.healed = [one for one in events if isinstance(one, Healed)]
-    for one in events:
-        if isinstance(one, OverflowReport):
-            _take_overflow(run, one)
+    for event in _joined(run, starts):
+        run.add(event)
     run.latest, run.latest_updated = (
         one if one is not None and one.step in run.shares else None for one in (run.latest, run.latest_updated)
     )
@@ -173,8 +180,15 @@ def _take(run: RunRecords, starts: list[list[Any]], record: Mapping[str, Any]) -
             run.has_ended = False
             starts.append([])
         case "step":
-            numbers = int(record["step"]), float(record["loss_scale"])
-            starts[-1].append(StepRecord(*numbers, record["headroom"], record["skipped"], record["cause"]))
+            starts[-1].append(
+                StepRecord(
+                    step=int(record["step"]),
+                    loss_scale=float(record["loss_scale"]),
+                    headroom=record["headroom"],
+                    skipped=record["skipped"],
+                    cause=record["cause"],
+                )
+            )
         case "overflow":
             starts[-1].append(OverflowReport.from_dict(record["report"]))
         case "healed":
@@ -201,12 +215,8 @@ def _joined(run: RunRecords, starts: list[list[Any]]) -> list[Any]:
     return found
 
 
-def _take_overflow(run: RunRecords, report: OverflowReport) -> None:
-    run.overflows[report.step, report.micro_batch, report.rank] = report
-
-
 def _read_overflow(run: RunRecords, path: Path) -> None:
-    _take_overflow(run, OverflowReport.from_dict(json.loads(path.read_bytes())))
+    run.add(OverflowReport.from_dict(json.loads(path.read_bytes())))
 
 
 _FILES: dict[str, Callable[[RunRecords, Path], None]] = {

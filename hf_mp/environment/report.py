@@ -27,8 +27,7 @@ def advise_here() -> dict[str, str]:
     Programming Guide", section "Compute Capabilities").
     """
     if not torch.cuda.is_available():
-        native = {name: runs_natively(dtype, "cpu") for name, dtype in (("fp16", torch.half), ("bf16", torch.bfloat16))}
-        return advise("This CPU", **native)
+        return advise("This CPU", fp16=runs_natively(torch.half, "cpu"), bf16=runs_natively(torch.bfloat16, "cpu"))
     weakest = min(range(torch.cuda.device_count()), key=torch.cuda.get_device_capability)
     # torch asks ROCm by itself, whose compute capabilities are numbers of another maker; emulated BF16 is slow.
     with torch.cuda.device(weakest):

@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 
 from hf_mp.cli import app
 from hf_mp.diagnostics.contract.check import check_folder
-from hf_mp.diagnostics.contract.risks import role_of
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -245,18 +244,3 @@ def test_ten_gibibytes_take_seconds(tmp_path: Path) -> None:
     check = check_folder(tmp_path, 1e-5)
     assert time.perf_counter() - began < 5.0
     assert check.held == {"weights": {"bf16": 4 * 64 * elements}, "second moments": {"bf16": 64 * elements}}
-
-
-@pytest.mark.parametrize(
-    ("name", "role"),
-    [
-        ("optim.state.0.exp_avg", "firsts"),
-        ("optimizer.state.layers.1.residual_proj.master.weight.exp_avg_sq", "seconds"),
-        ("optim.optimizer_state_dict.single_partition_of_fp32_groups.0", "masters"),
-        ("optim.masters.12", "masters"),
-        ("optim.state.3.kahan_comp", "sums"),
-        ("optim.state.3.step", None),
-    ],
-)
-def test_state_is_known_by_the_last_word_of_its_name(name: str, role: str | None) -> None:
-    assert role_of(name) == role

@@ -27,14 +27,12 @@ CPU part\t: 0xd40
 """
 
 
-def test_every_row_is_a_readable_string():
+def test_every_row_is_a_readable_string_and_versions_are_those_installed():
     rows = {**package_versions(), **describe_hardware()}
     assert all(isinstance(value, str) and value.strip() == value != "" for value in rows.values())
-
-
-def test_versions_are_those_installed():
     installed = {"hf_mp": __version__, "torch": version("torch"), "transformers": version("transformers")}
-    assert installed.items() <= package_versions().items()
+    assert installed.items() <= rows.items()
+    assert rows["CPU threads"].startswith(f"{torch.get_num_threads()} of ")
 
 
 def test_a_package_that_is_missing_is_said_to_be(monkeypatch):
@@ -50,10 +48,6 @@ def test_cpu_products_are_what_autocast_goes_by(monkeypatch):
     rows = describe_hardware()
     assert rows["FP16 products on the CPU"] == "through FP32"
     assert rows["BF16 products on the CPU"] == "native"
-
-
-def test_the_number_of_threads_is_torchs():
-    assert describe_hardware()["CPU threads"].startswith(f"{torch.get_num_threads()} of ")
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class Folder:
 
     Attributes:
         path: of the folder.
-        parts: the floating tensors by name, flat and mapped, of several ranks in their order; an optimizer's begin with
+        parts: the floating tensors by name, flat and mapped, of several ranks; an optimizer's begin with
             ``optim``.
         groups: an optimizer's settings, and those that were logged.
     """
@@ -93,7 +93,7 @@ def read_folders(path: Path) -> list[Folder]:
 
 def _read_folder(path: Path, names: str) -> Folder:
     folder = Folder(path)
-    for file in sorted(path.glob(names), key=_by_rank):
+    for file in sorted(path.glob(names)):
         reader = next((read for words, read in _READERS.items() if re.fullmatch(words, file.name)), None)
         is_copy = re.match(r"(pytorch|adapter)_model.*\.bin$", file.name) and any(file.parent.glob("*.safetensors"))
         if reader is None or is_copy or not file.is_file():  # Transformers loads the safetensors beside it
@@ -108,10 +108,6 @@ def _read_folder(path: Path, names: str) -> Folder:
                 says = "it is damaged, or a pickle that runs code, which hf_mp does not"
             raise ValueError(f"{file} cannot be read: {says}") from error
     return folder
-
-
-def _by_rank(path: Path) -> list[Any]:
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]
 
 
 def _map(file: Path) -> mmap.mmap:
