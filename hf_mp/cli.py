@@ -63,6 +63,7 @@ def env(
 ) -> None:
     """Show what this machine supports and which preset suits it. Include it in bug reports."""
     with _errors_in_one_line("env", traceback):
+        # Here and below: torch takes seconds to import, and --help none.
         from hf_mp.environment.report import examine_machine, screen
 
         machine = examine_machine()
@@ -145,10 +146,12 @@ def check(
         from hf_mp.diagnostics.contract.check import check_folder
 
         console = Console(stderr=True)
+        # On stderr and on a terminal alone, so that --json stays one object in a pipe.
         bar = partial(track, description="reading", console=console, transient=True, disable=not console.is_terminal)
         found = check_folder(target, learning_rate, keeps_bits=keeps_bits, progress=bar)
         typer.echo(json.dumps(found, default=vars, indent=2) if as_json else str(found))
     if found.has_risks:
+        # As linters do, so that a pipeline stops before it trains on.
         raise typer.Exit(1)
 
 

@@ -68,6 +68,7 @@ def calibrate(
     with untouched(model), gradients_set_aside(list(model.parameters())), weights_kept(model), eagerly():
         try:
             runtime.attach(model)
+            # Once with gradients, which tell where a loss scale would overflow; looks for rules need none.
             last = ops = _look(runtime, model, given, backward=True)
             notes = ["some of it is inf or NaN in FP32's range, too: the cause is the model, and no rule helps"]
             if not any(math.isnan(op.largest) for op in ops):
@@ -121,6 +122,7 @@ def _look(runtime: MixedPrecision, model: nn.Module, batches: Sequence[Any], *, 
         with recorder.recording(runtime.region, model), torch.set_grad_enabled(backward):
             outputs = call(model, batch)
         # Without labels there is none, and the forward alone is told of.
+        # As for any model: a scalar with a gradient is the loss, whatever its name.
         loss = next((t for t in tensors_in(outputs) if t.numel() == 1 and t.requires_grad), None)
         if loss is not None:
             loss.backward()

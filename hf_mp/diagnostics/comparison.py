@@ -80,7 +80,7 @@ def compare_precisions(
         raise TypeError(f"compare_precisions takes a model, not a {type(model).__name__}")
     if (outer := active_autocast()) is not None and outer.enabled:
         raise RuntimeError(f"inside hf_mp.autocast({outer.dtype}) nothing is plain FP32: compare precisions outside")
-    found = {variant: _Differences() for variant in _variants(_parse(precisions, tables))}
+    found = {variant: _Differences() for variant in _variants(precisions, tables)}
     given = checked(batches)
     with _plain_model(model) as plain:
         layers = layers_of(plain)
@@ -88,6 +88,7 @@ def compare_precisions(
             reference = run_in_fp32(plain, layers, batch, number)
             for variant, differences in found.items():
                 _compare(plain, layers, batch, variant, tables, reference, differences)
+    # All precisions see the same positions and tokens: any of them can tell how many.
     first = next(iter(found.values()))
     errors = {variant: differences.error(*variant) for variant, differences in found.items()}
     notes = _notes(reference.output, errors)
@@ -108,28 +109,21 @@ def _notes(output: str, errors: Mapping[_Variant, PrecisionError]) -> Iterator[s
 _Variant = tuple[PrecisionPolicy, tuple[tuple[Any, str], ...]]  # a precision with rules
 
 
-def _parse(precisions: Any, tables: TableName) -> list[_Variant]:
+def _variants(precisions: Any, tables: TableName) -> list[_Variant]:
+    """Each precision without rules, with each rule that was asked for, and with all of them."""
     if isinstance(precisions, (str, torch.dtype, PrecisionPolicy)):
         raise TypeError(f"precisions are several: write [{str(precisions)!r}]")
-    asked = []
+    found: list[_Variant] = []
     for one in precisions:
         if isinstance(one, tuple) and (len(one) != 2 or not isinstance(one[1], Mapping)):
             raise TypeError(f"{one!r} is no precision with rules: write ('fp16', {{'lm_head': 'fp32'}})")
         precision, rules = one if isinstance(one, tuple) else (one, {})
         policy = PrecisionPolicy.parse(precision)
-        parse_rules(rules, TABLES[tables])
-        asked.append((policy, tuple(rules.items())))
-    if not asked:
-        raise ValueError("precisions is empty: give at least one, such as 'fp16'")
-    return asked
-
-
-def _variants(asked: Iterable[_Variant]) -> list[_Variant]:
-    """Each precision without rules, with each rule that was asked for, and with all of them."""
-    found: list[_Variant] = []
-    for policy, rules in asked:
-        several = [(), *((rule,) for rule in rules), rules]
+        parse_rules(rules, TABLES[tables])  # before the reference runs, which takes minutes
+        several = [(), *((rule,) for rule in rules.items()), tuple(rules.items())]
         found += [(policy, one) for one in (several if policy.is_mixed else [()])]
+    if not found:
+        raise ValueError("precisions is empty: give at least one, such as 'fp16'")
     return list(dict.fromkeys(found))
 
 
@@ -147,6 +141,7 @@ def _plain_model(model: nn.Module) -> Iterator[nn.Module]:
         restored.enter_context(weights_kept(model))
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.dtype in LOWER_PRECISION_DTYPES:
+                # Through .data, so that the parameters stay the objects that optimizers and hooks know.
                 tensor.data = tensor.data.float()
         model.eval()
         restored.enter_context(eagerly())
@@ -236,6 +231,7 @@ class _Differences:
         found, expected, chosen = (tensor[chosen >= 0] for tensor in (found, expected, chosen))
         found, expected = found.log_softmax(-1), expected.log_softmax(-1)
         self.chosen.add((found - expected).gather(-1, chosen[:, None]))
+        # p log(p/q), which is 0 where p is 0, and NaN if it is computed.
         probability = expected.exp()
         self.divergence += (probability * (expected - found)).masked_fill(probability == 0.0, 0.0).sum().item()
 

@@ -74,6 +74,7 @@ class PrecisionComparison:
 
         -0.25 is a quarter less. None without rules, and where either is inf, NaN or without an error.
         """
+        # Of the same precision: what a rule buys in FP16 says nothing of BF16.
         plain = next((one for one in self.errors if not one.rules and one.precision == error.precision), error)
         if error is plain or not plain.error > 0.0 or not math.isfinite(plain.error + error.error):
             return None
@@ -105,6 +106,7 @@ class PrecisionComparison:
 
     def _layers(self) -> Any:
         plain = [one for one in self.errors if not one.rules]
+        # A layer that one precision alone calls is a row, too.
         names = dict.fromkeys(name for one in plain for name in one.layers)
         rows = [(name, *(_short(one.layers.get(name)) for one in plain)) for name in names]
         return table(("layer", *(one.precision for one in plain)), rows)

@@ -65,6 +65,7 @@ class RangeReport:
             OSError: if it cannot be written.
         """
         file = _file(path)
+        # A plain file, without a rename: whoever reads half of it is told that it is no report.
         file.write_text(self.to_json() + "\n", encoding="utf-8")
         return file
 
@@ -82,6 +83,7 @@ class RangeReport:
         file = _file(path)
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
+            # The folder is often a model's, where other programs have JSON of their own.
             if values.pop("kind") != _KIND or values.pop("version") != _VERSION:
                 raise ValueError("another kind of file, or another version")
             ops = tuple(OpRange(**{**op, **{name: _finite(op[name]) for name in _MAYBE_NAN}}) for op in values["ops"])
@@ -96,6 +98,7 @@ class RangeReport:
         header = ("module or expert", "op", "largest", "headroom", "largest gradient", "in FP16")
         rows = [(op.expert or op.module, op.op, *_cells(op)) for op in shown]
         title = f"{self.model} in {self.precision}, {self.batches} batches"
+        # Rules follow the table unwrapped: they are to be copied.
         text = printed(title, table(header, rows, names=2), width=width) if rows else ""
         return text + "".join(f"{sentence}\n" for sentence in self.sentences())  # rules are to be copied: no line ends
 
@@ -104,6 +107,7 @@ class RangeReport:
     def sentences(self) -> list[str]:
         """What was found, and the rules."""
         held = [op for op in self.ops if op.is_fp16 and math.isfinite(op.headroom)]
+        # What is inf has no headroom to tell; the rows of the table name it.
         least = min(held, key=lambda op: op.headroom, default=None)
         lines = [f"{len(self.overflows)} of {len(self.ops)} ops overflow in FP16, {len(self.close)} come close."]
         if least is not None and not self.overflows:

@@ -126,11 +126,13 @@ class RangeRecorder:
 
     def _record(self, call: WatchedCall) -> Any:
         """Make a call and take it down."""
+        # What was not written yet may hold any bits, inf among them.
         if (name := call.name) is None or name in UNINITIALISED:
             return call.make()
         experts = self._experts.of(call.module, call.func, call.args, call.kwargs)
         is_product = call.rule is CastRule.LOWER_PRECISION and call.mode.dtype is STAND_IN
         with torch._C.DisableTorchFunction(), torch.no_grad():
+            # Below torch functions: what this looks with is not to be cast, counted or recorded itself.
             given = _Given.of(name, call.args, call.kwargs, experts, is_product)
             operands = [given.largest_operands(part) for part in given.parts]  # before they are written to
         flops = self._flops.get_total_flops()
@@ -140,6 +142,7 @@ class RangeRecorder:
             outputs = _made(result, () if is_in_place(name) else (call.args, call.kwargs))
             if outputs or is_product:
                 flops = self._flops.get_total_flops() - flops
+                # Not strict: results of other rows than the experts' are one part, whose operands come first.
                 for part, largest in zip(given.parts_of(outputs), operands, strict=False):
                     key = call.module, name, part.name
                     found = self._range_of(key, given, part, largest, outputs, flops)

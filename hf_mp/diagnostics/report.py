@@ -36,10 +36,11 @@ def write_report(run_directory: str | Path, path: str | Path | None = None) -> P
     Raises:
         ValueError: if there is no run, or the page cannot be written there.
     """
-    directory = Path(run_directory)
-    target = Path(path or directory / PAGE_NAME)
+    run = read_run(Path(run_directory))
+    target = Path(path or run.directory / PAGE_NAME)
+    # Before the page is drawn, which takes a while for a long run.
     check_writable(target)
-    target.write_text(render_report(read_run(directory)), encoding="utf-8")
+    target.write_text(render_report(run), encoding="utf-8")
     return target
 
 
@@ -135,6 +136,7 @@ def _galleries(step: StepMagnitudes) -> Iterator[tuple[str, int, Histogram, list
     """Of each kind: its name, the octaves by which the loss scale shifts it, all its values, and those by layer."""
     for kind in _SHOWN:
         layers = [(layer, found) for layer in step.places if (found := step.of(kind, layer)).total]
+        # A kind that was not recorded, such as activations of a compiled model, has no gallery.
         if layers:
             yield kind.value, step.log2_scale if kind in _SCALED else 0, step.of(kind), layers
 

@@ -62,6 +62,7 @@ def scale_charts(steps: Mapping[int, StepRecord]) -> tuple[Chart | None, Chart |
     scales = [(x, math.log2(step.loss_scale)) for number, step in steps.items() for x in (number, number + 1)]
     left = [(number, step.headroom) for number, step in steps.items() if step.headroom is not None]
     skips = [number for number, step in steps.items() if step.skipped]
+    # A run that skips every other step would make a page of megabytes.
     skips = skips[:: 1 + len(skips) // MOST_POINTS]
     return (
         chart([("scale", "loss scale", scales)], list(steps), "2^{}", skips),
@@ -90,6 +91,7 @@ def chart(lines: Sequence[Line], steps: Sequence[int], label: str, skips: Sequen
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """The lowest and the highest point of each of at most ``MOST_POINTS`` stretches."""
+    # Both ends of a stretch, not its mean: a loss scale that fell for one step is what a reader looks for.
     length = -(-len(points) // MOST_POINTS)
     kept: list[tuple[int, float]] = []
     for start in range(0, len(points), length):

@@ -43,6 +43,7 @@ class RunLog:
         """Append one record of finite numbers, strings, lists and dictionaries."""
         if self._has_failed:
             return
+        # allow_nan: JSON has no NaN, and a page of such a log would fail long after the run.
         line = json.dumps({"record": record, **values}, allow_nan=False, separators=(",", ":"))
         try:
             if self._file is None:
@@ -118,6 +119,7 @@ def read_run(directory: Path) -> RunRecords:
     for pattern, take in _FILES.items():
         for path in sorted(directory.glob(pattern)):
             name = path.relative_to(directory)
+            # A run directory may be somebody else's: the page is not to show what lies elsewhere.
             if not path.resolve().is_relative_to(directory.resolve()):
                 run.missing.append(f"{name} is a link out of the run directory and was not read")
                 continue
@@ -209,6 +211,7 @@ def _joined(run: RunRecords, starts: list[list[Any]]) -> list[Any]:
     """What was recorded of all starts. A resumed one takes steps again from its checkpoint on: the later ones count."""
     found: list[Any] = []
     for events in filter(None, starts):
+        # An overflow is written before its step, so the first of a start need not be a step.
         first = min(one.step for one in events)
         run.restarts = run.restarts + 1 if found and first > 1 else 0
         found = [*(one for one in found if one.step < first), *events]

@@ -14,6 +14,7 @@ def quiet_bitsandbytes() -> Iterator[None]:
     On CPUs with BF16 products its import warns that a package is missing, which only makes 4-bit products faster.
     """
     logger = logging.getLogger("bitsandbytes")
+    # By its logger: the warning is logged, so that Python's filters of warnings do not reach it.
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

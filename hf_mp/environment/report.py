@@ -28,6 +28,7 @@ def advise_here() -> dict[str, str]:
     """
     if not torch.cuda.is_available():
         return advise("This CPU", fp16=runs_natively(torch.half, "cpu"), bf16=runs_natively(torch.bfloat16, "cpu"))
+    # One process a GPU trains on all of them, in one precision.
     weakest = min(range(torch.cuda.device_count()), key=torch.cuda.get_device_capability)
     # torch asks ROCm by itself, whose compute capabilities are numbers of another maker; emulated BF16 is slow.
     with torch.cuda.device(weakest):
@@ -39,6 +40,7 @@ def advise_here() -> dict[str, str]:
 def screen(machine: Mapping[str, Mapping[str, str]]) -> str:
     """What :func:`examine_machine` found, as lines."""
     found = [item for part in ("versions", "hardware") for item in machine[part].items()]
+    # Lines, not a table of boxes: this is pasted into bug reports.
     width = max(len(label) for label, _ in found)
     advice = "Advice: precision={preset!r}. {reason} Otherwise {otherwise}".format_map(machine["advice"])
     return "\n".join((*(f"{label:{width}}  {value}" for label, value in found), "", advice))

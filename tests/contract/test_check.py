@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,9 +148,41 @@ def test_it_runs_without_the_trainer(tmp_path: Path) -> None:
     assert found.stdout.splitlines()[-1] == "[]"
 
 
-def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
-    code, text = run(str(tmp_path))
-    assert code == 2 and "holds no weights: name the folder of a model, of a checkpoint" in text
+def several_runs(path: Path) -> Path:
+    CLEAN["a model in fp32"](path / "one" / "checkpoint-1")
+    return path
+
+
+def a_list_for_a_trainer_state(path: Path) -> Path:
+    CLEAN["a model in bf16"](path)
+    (path / "trainer_state.json").write_text("[]")
+    return path
+
+
+def a_whole_module(path: Path) -> Path:
+    torch.save(torch.nn.Linear(2, 2), path / "model.pt")
+    return path
+
+
+def a_file(path: Path) -> Path:
+    (path / "model.safetensors").touch()
+    return path / "model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (Path, "holds no weights: name the folder of a model, of a checkpoint, or of a run that has checkpoints$"),
+        (several_runs, "holds several runs: name one of them$"),
+        (a_list_for_a_trainer_state, "trainer_state.json cannot be read: it holds a list, not an object$"),
+        (a_whole_module, "model.pt cannot be read: it holds no dictionary of tensors: save model.state_dict"),
+        (a_file, "model.safetensors is a file: name its folder$"),
+        (lambda path: path / "nowhere", "nowhere does not exist$"),
+    ],
+)
+def test_what_is_no_checkpoint_is_named(make: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=says):
+        check_folder(make(tmp_path))
 
 
 @pytest.mark.parametrize("written", [b"", b"\xff", b"\xff" * 64, b"\x02" + bytes(7) + b"ab"])
@@ -157,22 +190,6 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
 def test_a_damaged_file_is_said_to_be_damaged(name: str, written: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(written)
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path / name} cannot be read: it is damaged")):
-        check_folder(tmp_path)
-
-
-def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    with pytest.raises(ValueError, match=r"model.safetensors does not exist$"):
-        check_folder(file)
-    file.touch()
-    with pytest.raises(ValueError, match=r"model.safetensors is a file: name its folder$"):
-        check_folder(file)
-
-
-def test_a_folder_of_several_runs_is_refused(tmp_path: Path) -> None:
-    for name in ("one", "other"):
-        CLEAN["a model in fp32"](tmp_path / name / "checkpoint-1")
-    with pytest.raises(ValueError, match=re.escape(f"{tmp_path} holds several runs: name one of them")):
         check_folder(tmp_path)
 
 
@@ -185,19 +202,6 @@ def test_a_file_that_ends_early_is_named(missing: int, tmp_path: Path) -> None:
         ValueError, match=re.escape(f"{file} cannot be read: it is damaged (it ends before its tensors do")
     ):
         check_folder(model)
-
-
-def test_a_trainer_state_that_is_no_object_is_named(tmp_path: Path) -> None:
-    model = CLEAN["a model in bf16"](tmp_path)
-    (model / "trainer_state.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"trainer_state.json cannot be read: it holds a list, not an object$"):
-        check_folder(model)
-
-
-def test_a_whole_module_of_torch_save_is_named(tmp_path: Path) -> None:
-    torch.save(torch.nn.Linear(2, 2), tmp_path / "model.pt")
-    with pytest.raises(ValueError, match=r"model.pt cannot be read: it holds no dictionary of tensors: save model"):
-        check_folder(tmp_path)
 
 
 class RunsCode:

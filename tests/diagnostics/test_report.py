@@ -177,25 +177,12 @@ def test_shares_are_readable_and_never_rounded_to_none_or_all(share: float, text
 # Pictures
 
 
-def path_bars(path: str) -> dict[int, int]:
-    """The height at each octave of a silhouette."""
-    bars, x, y = {}, 0, charts.HEIGHT
-    for command, numbers in re.findall(r"([MVH])([\d,]+)", path):
-        if command == "M":
-            x, y = map(int, numbers.split(","))
-        elif command == "V":
-            y = int(numbers)
-        else:
-            for place in range(x, int(numbers), charts.OCTAVE_WIDTH) if y < charts.HEIGHT else ():
-                bars[place // charts.OCTAVE_WIDTH + charts.LOWEST] = charts.HEIGHT - y
-            x = int(numbers)
-    return bars
-
-
 def test_a_silhouette_is_the_histogram_shifted_by_the_loss_scale() -> None:
-    values = torch.tensor([1.0] * 10 + [2.0] * 5 + [2.0**-20] * 1 + [0.0] * 50 + [2.0**-60] * 2 + [2.0**40] * 10)
-    assert path_bars(charts.silhouette(histogram(values))) == {0: 100, 1: 50, -20: 10, -48: 20, 19: 100}
-    assert path_bars(charts.silhouette(histogram(values), 4)) == {4: 100, 5: 50, -16: 10, -48: 20, 19: 100}
+    found = histogram(torch.tensor([1.0] * 10 + [2.0] * 5 + [0.0] * 50))
+    assert charts.silhouette(found) == "M480,100V0H490V50H500V100"
+    assert charts.silhouette(found, 4) == "M520,100V0H530V50H540V100"
+    beyond = charts.silhouette(histogram(torch.tensor([2.0**-60] * 2 + [2.0**40] * 10)))
+    assert beyond.startswith("M0,100V80H10V100H20") and beyond.endswith("V100H670V0H680V100")
     assert charts.silhouette(Histogram.empty()) == charts.silhouette(histogram(torch.zeros(3))) == ""
 
 

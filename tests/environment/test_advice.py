@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -15,24 +17,13 @@ def machine(monkeypatch):
     """Plants GPUs by name and compute capability, and what the CPU multiplies."""
 
     def plant(gpus=(), hip=None, bf16=(), cpu=()):
-        device = [None]
-
-        class Device:
-            def __init__(self, index):
-                self.index = index
-
-            def __enter__(self):
-                device[0] = self.index
-
-            def __exit__(self, *error):
-                device[0] = None
-
+        current: list[int] = []
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpus[index][0])
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: gpus[index][1])
-        monkeypatch.setattr(torch.cuda, "device", Device)
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: gpus[device[0]][0] in bf16)
+        monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext(current.append(index)))
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: gpus[current[-1]][0] in bf16)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(report, "runs_natively", lambda dtype, device_type: dtype in cpu)
 

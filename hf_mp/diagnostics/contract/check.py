@@ -72,6 +72,7 @@ def check_folder(
         ValueError: where there are no weights, for a file that cannot be read, and for a learning rate that is not
             positive and finite.
     """
+    # Negated, so that NaN is refused as well.
     if learning_rate is not None and not 0.0 < learning_rate < math.inf:
         raise ValueError(f"a learning rate must be positive and finite, as 1e-5, not {learning_rate}")
     first, *model = (
@@ -86,6 +87,7 @@ def _check(folder: Folder, learning_rate: float | None, *, keeps_bits: bool, pro
     for role, words in _ROLES.items():
         for one in getattr(evidence, role):
             held.setdefault(words, Counter())[spell(one.dtype)] += one.elements
+    # A folder of a model alone may be there to be served: only who trains it on loses updates.
     undecided = (
         not evidence.is_training
         and not keeps_bits

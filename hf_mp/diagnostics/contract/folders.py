@@ -36,8 +36,10 @@ from hf_mp.diagnostics.contract.risks import (
 
 BLOCKS, BLOCK = 4, 1024  # of a tensor in a file: how many are read, and their elements
 Progress = Callable[[list[str]], Iterable[str]]  # goes through names, and shows how far it is
+# Others of safetensors (8 bits, integers) belong to quantized weights, which nobody trains.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
 _RUN = re.compile(r"checkpoint-(\d+)")
+# Shards name what they hold from the root of what was saved, such as optimizer.state.0.exp_avg.
 _STATE = re.compile(r"(\w+\.)?optim|.*(exp_avg|momentum_buffer)")  # how names of an optimizer's state begin
 
 
@@ -47,6 +49,7 @@ class Inert:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
+    # Pickle gives an object its state by this, whatever the class was.
     __setstate__ = __init__
 
 
@@ -67,6 +70,7 @@ class Folder:
 
     def add(self, name: str, part: Tensor) -> None:
         """Note a part of a tensor."""
+        # Step counters and token masks have no precision to lose.
         if part.numel() and part.is_floating_point():
             self.parts.setdefault(name, []).append(part.reshape(-1))
 
@@ -80,8 +84,10 @@ def read_folders(path: Path) -> list[Folder]:
     if not path.is_dir():
         raise ValueError(f"{path} {'is a file: name its folder' if path.exists() else 'does not exist'}")
     steps = {int(found[1]): one for one in path.glob("checkpoint-*") if (found := _RUN.fullmatch(one.name))}
+    # Else all runs' weights would be read as one model's.
     if not steps and any(path.glob("*/checkpoint-*")):
         raise ValueError(f"{path} holds several runs: name one of them")
+    # A run's own model lies beside its checkpoints: of the run's folder the files alone, not what is below.
     places = [(steps[max(steps)], "**/*"), (path, "*")] if steps else [(path, "**/*")]
     folders = [folder for folder in (_read_folder(*place) for place in places) if folder.parts]
     if not folders:
@@ -95,6 +101,7 @@ def _read_folder(path: Path, names: str) -> Folder:
     folder = Folder(path)
     for file in sorted(path.glob(names)):
         reader = next((read for words, read in _READERS.items() if re.fullmatch(words, file.name)), None)
+        # Transformers writes both formats in a migration and loads the safetensors; counted twice they are two models.
         is_copy = re.match(r"(pytorch|adapter)_model.*\.bin$", file.name) and any(file.parent.glob("*.safetensors"))
         if reader is None or is_copy or not file.is_file():  # Transformers loads the safetensors beside it
             continue
@@ -112,6 +119,7 @@ def _read_folder(path: Path, names: str) -> Folder:
 
 def _map(file: Path) -> mmap.mmap:
     """The bytes of a file, of which only those are read that are looked at."""
+    # mmap, not read: of 100 GB a few blocks a tensor are looked at. The map outlives the file that it was made of.
     with file.open("rb") as opened:
         mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mapped, "madvise"):  # not on Windows
@@ -120,6 +128,7 @@ def _map(file: Path) -> mmap.mmap:
 
 
 def _tensor_at(mapped: mmap.mmap, dtype: torch.dtype, first: int, elements: int) -> Tensor:
+    # frombuffer would raise, too, of a buffer; who has half a download needs to know that it is one.
     if first + elements * dtype.itemsize > len(mapped):
         raise EOFError("it ends before its tensors do: copy it anew")
     with warnings.catch_warnings(action="ignore"):  # that the file cannot be written
@@ -128,6 +137,7 @@ def _tensor_at(mapped: mmap.mmap, dtype: torch.dtype, first: int, elements: int)
 
 def _read_safetensors(file: Path, folder: Folder) -> None:
     mapped = _map(file)
+    # By hand, as files of torch.save are read: safe_open's get_tensor reads a tensor whole, 17 s for 2 GiB.
     length = int.from_bytes(mapped[:8], "little")
     for name, entry in json.loads(mapped[8 : 8 + min(length, 10**8)]).items():  # as safetensors itself limits it
         if (dtype := _DTYPES.get(entry.get("dtype"))) is not None:
@@ -138,12 +148,14 @@ def _read_safetensors(file: Path, folder: Folder) -> None:
 
 def _read_torch_file(file: Path, folder: Folder) -> None:
     mapped = _map(file)  # torch's own mapping reads ahead: a minute for 10 GiB
+    # weights_only refuses classes that it does not know by name; DeepSpeed pickles enums and configs beside tensors.
     with safe_globals([(Inert, name) for name in get_unsafe_globals_in_checkpoint(str(file))]):
         loaded = torch.load(str(file), map_location="meta", weights_only=True)
     if not isinstance(loaded, Mapping):
         raise TypeError("it holds no dictionary of tensors: save model.state_dict()")
     if "model_states" in file.name and any(file.parent.parent.glob("*.safetensors")):
         return  # Transformers saves the same weights beside DeepSpeed's folder
+    # torch.save of Trainer, accelerate and DeepSpeed names optimizer files so; what is inside does not tell.
     prefix = "optim." if "optim" in file.name else ""
     for name, value in _walk(loaded.get("module", loaded) if not prefix else loaded, prefix, folder):
         folder.add(name, _tensor_of(mapped, value))
@@ -151,6 +163,7 @@ def _read_torch_file(file: Path, folder: Folder) -> None:
 
 def _tensor_of(mapped: mmap.mmap, value: Any, start: int = 0) -> Tensor:
     """The tensor that torch loaded to "meta" from ``start``: it notes where a storage lies, and reads none of it."""
+    # torch keeps the place of a storage in this private attribute when it loads to "meta".
     first = start + value.untyped_storage()._checkpoint_offset + value.storage_offset() * value.itemsize
     return _tensor_at(mapped, value.dtype, first, value.numel())
 
@@ -162,6 +175,7 @@ def _walk(value: Any, name: str, folder: Folder) -> Iterator[tuple[str, Any]]:
     items = (
         value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
     )
+    # Groups are met on the way in every nesting that a loop may have saved its optimizer in.
     if isinstance(value, Mapping) and "lr" in value:
         folder.groups.append(value)
     for key, item in items:
@@ -173,6 +187,8 @@ class _Metadata(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = getattr(sys.modules.get(module), name, None)
+        # FileSystemReader.read_metadata unpickles anything: these classes are records and enums, whose making runs no
+        # code.
         is_record = module.startswith("torch.distributed.checkpoint.") and (
             is_dataclass(found) or isinstance(found, EnumType)
         )
@@ -191,6 +207,7 @@ def _read_shards(file: Path, folder: Folder) -> None:
     for index, place in found.storage_data.items():
         if index.offset is not None:  # a tensor, or a part of one
             with (file.parent / place.relative_path).open("rb") as shard:
+                # torch writes each tensor as a file of torch.save inside the shard, at this offset.
                 view = _create_file_view(shard, place.offset, place.length)
                 value = torch.load(view, map_location="meta", weights_only=True)  # type: ignore[arg-type]
             folder.add(index.fqn, _tensor_of(map_once(Path(shard.name)), value, place.offset))
@@ -200,10 +217,12 @@ def _read_json(file: Path, folder: Folder) -> None:
     found = json.loads(file.read_bytes())
     if not isinstance(found, dict):
         raise TypeError(f"it holds a {type(found).__name__}, not an object")
+    # A scheduler has ended at 0 when the last checkpoint is written: the logs keep the rates before.
     logged = [{"lr": entry.get("learning_rate")} for entry in found.get("log_history", ())]
     folder.groups += [*logged, *found.get("groups", found.get("optimizer", {}).get("groups", ()))]
 
 
+# By name, as whoever loads them finds them: first what cannot run code.
 _READERS: dict[str, Callable[[Path, Folder], None]] = {
     r".*\.safetensors": _read_safetensors,
     r"\.metadata": _read_shards,
@@ -227,6 +246,7 @@ def evidence_of(
         keeps_bits: as in :class:`Evidence`.
         progress: shows how far it is while it goes through the names; default: nothing.
     """
+    # The largest counts: updates lost at the peak are lost at every other step, too.
     rate = learning_rate or max(filter(None, map(learning_rate_of, folder.groups)), default=None)
     evidence = Evidence(is_saved=True, keeps_bits=keeps_bits, learning_rate=rate, beta2=beta2_of(folder.groups))
     for name in progress(list(folder.parts)):
@@ -256,6 +276,7 @@ def _pairs(evidence: Evidence) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 def _sample(part: Tensor) -> Tensor:
     """Some of the elements, in blocks that lie far from each other."""
+    # Spread evenly: rows of an embedding near the start are frequent tokens, and near the end often padding.
     last = max(0, len(part) - BLOCK)
     starts = sorted({index * last // (BLOCKS - 1) for index in range(BLOCKS)})
     return torch.cat([part[start : start + BLOCK] for start in starts])

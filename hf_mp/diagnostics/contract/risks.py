@@ -15,6 +15,7 @@ from hf_mp.diagnostics.magnitudes import Histogram, histogram
 from hf_mp.policy import LOWER_PRECISION_DTYPES, spell
 
 _LOSES_MANY = 0.01  # share of updates from which on the advice is to keep masters
+# Of healthy FP32 moments none is stuck; of BF16 with beta2=0.999 nearly all. In between lies nothing known.
 _STUCK = 0.5  # share of second moments
 _HARDLY_ANY = 0.01  # rows of an embedding that no token reads keep the values that they were loaded with
 _BETA2 = 0.999
@@ -100,10 +101,12 @@ Words = tuple[str, ...] | None  # says, way out, picture
 
 def _no_masters(evidence: Evidence) -> Words:
     narrow = [one for one in evidence.weights if one.dtype in LOWER_PRECISION_DTYPES]
+    # Any of the three keeps the bits, by different means: one is enough.
     keeps = evidence.masters or evidence.sums or evidence.keeps_bits
     if not (narrow and evidence.is_training) or keeps or _are_of_fp32(evidence, narrow):
         return None
     known = [(one.elements, one.lost) for one in narrow if one.lost is not None]
+    # At a learning rate of 1 even BF16 keeps what counts: a warning there would be one too many.
     if known and mean(known) < _LOSES_MANY:
         return None
     share = f"{mean(known):.0%}" if known else "an unknown share"
@@ -120,7 +123,9 @@ def _rounded(evidence: Evidence) -> Words:
     if not (evidence.is_saved and evidence.weights) or evidence.masters or evidence.sums or evidence.keeps_bits:
         return None
     whole = mean((one.elements, 1.0 - _share_of_16_bits(one.values)) for one in evidence.weights)
+    # torch makes moments in the dtype of their weight, so FP32 ones tell of weights that were FP32.
     wide = _moments_of_fp32(evidence)
+    # Adapters: the base is 16-bit by right, and what was trained is a small part of the weights.
     trained = min(1.0, _elements(wide) / _elements(evidence.weights))
     narrow = [one for one in evidence.weights if one.dtype in LOWER_PRECISION_DTYPES]
     if not wide or whole > _HARDLY_ANY * trained or (narrow and not _are_of_fp32(evidence, narrow)):
@@ -135,6 +140,7 @@ def _rounded(evidence: Evidence) -> Words:
 
 def _stuck_seconds(evidence: Evidence) -> Words:
     narrow = [one for one in evidence.seconds if one.dtype is torch.bfloat16]
+    # The decay is what has to survive: an increase is large where a gradient is, and gets through.
     decay = 1.0 - evidence.beta2  # all that a step with a gradient of 0 does
     stuck = mean((one.elements, lost_share(one.values, one.values.double() * decay)) for one in narrow)
     if not narrow or stuck < _STUCK:
@@ -162,6 +168,7 @@ def _fp16_moments(evidence: Evidence) -> Words:
 
 
 def _other_masters(evidence: Evidence) -> Words:
+    # A thousandth is left for what an optimizer rounds otherwise, such as stochastically.
     off = {name: share for name, master, weight in evidence.pairs if (share := share_apart(master, weight)) > 1e-3}
     if not off:
         return None
@@ -196,6 +203,7 @@ def lost_share(weight: Tensor, update: Tensor) -> float:
     Returns:
         Between 0 and 1; 0 where nothing counts.
     """
+    # Rounded once, as torch's kernels compute 16-bit weights in FP32: an update in 16 bits would be rounded twice.
     is_lost = (weight.double() - update.double()).to(weight.dtype) == weight
     counts = update != 0
     return float((is_lost & counts).sum() / counts.sum().clamp(min=1))
@@ -203,11 +211,13 @@ def lost_share(weight: Tensor, update: Tensor) -> float:
 
 def share_lost_at(weight: Tensor, rate: float) -> float:
     """:func:`lost_share` of updates of this size, as Adam's and Lion's first one is: half up, half down."""
+    # Below a power of two the spacing halves, so that updates down survive where those up do not.
     size = torch.full_like(weight, rate, dtype=torch.float64)
     return (lost_share(weight, size) + lost_share(weight, -size)) / 2
 
 
 _ROLES = {
+    # First match wins: "fp32_groups" of DeepSpeed would else be read by the words below.
     "masters": r"master|fp32_groups|fp32_flat_groups|fp32_from_fp16",
     "sums": r"kahan|compensation|residual|rest$|correction",
     "seconds": r"exp_avg_sq|square_avg|state2$|\bv$",
@@ -233,6 +243,7 @@ def beta2_of(groups: Iterable[Mapping[str, Any]]) -> float:
 
 def picture_of(held: Iterable[Held]) -> str:
     """A histogram over powers of two, as one line."""
+    # Counted in the octaves that the run's page draws, so that both agree.
     counts = Histogram(sum((histogram(one.values).counts for one in held), Histogram.empty().counts))
     octaves = counts.by_octave()
     if not octaves:
@@ -253,6 +264,7 @@ def _share_of_16_bits(values: Tensor) -> float:
 
 def share_apart(master: Tensor, weight: Tensor) -> float:
     """The share of weights that are a unit in the last place and more away from their masters."""
+    # eps is a unit in the last place at 1; below the normal numbers the spacing stays what it is.
     limits, exact = torch.finfo(weight.dtype), master.double()
     unit = (exact.abs() * limits.eps).clamp(min=limits.smallest_normal * limits.eps)
     return float(((exact - weight.double()).abs() > unit).float().mean())
@@ -262,6 +274,7 @@ def _are_of_fp32(evidence: Evidence, narrow: Sequence[Held]) -> bool:
     """Whether 16-bit weights in files have FP32 moments, as torch makes them for FP32 weights."""
     moments = _moments_of_fp32(evidence)
     wide = [one for one in evidence.weights if one.dtype is torch.float32]
+    # Half: 8-bit optimizers and frozen parts leave some weights without moments.
     return evidence.is_saved and _elements(moments) - _elements(wide) >= _elements(narrow) / 2
 
 

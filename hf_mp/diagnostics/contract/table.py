@@ -58,6 +58,7 @@ class PrecisionContract:
     @classmethod
     def of(cls, rows: Iterable[ContractRow]) -> PrecisionContract:
         """Rows of single parameters, those that are alike put together."""
+        # A model has hundreds of parameters and a handful of treatments: those are what a reader compares.
         elements: Counter[tuple[str, ...]] = Counter()
         for row in rows:
             elements[row.kind, *row.dtypes] += row.elements
@@ -71,6 +72,7 @@ class PrecisionContract:
 
     def cells(self) -> Iterator[tuple[str, ...]]:
         """The rows to show, in the order of :data:`HEADER`: kinds that are treated alike together, at most six."""
+        # Kinds that are treated alike share a line, or an FP32 run would say one thing five times.
         together: dict[tuple[str, ...], list[ContractRow]] = {}
         for row in self.rows:
             together.setdefault(row.dtypes, []).append(row)
@@ -84,6 +86,7 @@ class PrecisionContract:
 
     def __str__(self) -> str:
         lines = [HEADER, *self.cells()]
+        # Not rich: a training prints this before anything else needs it, and logs keep no boxes.
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join(
             "  ".join(

@@ -47,15 +47,19 @@ class ContractWatch(StepObserver):
 
     def start(self) -> None:
         """Put the hooks on."""
+        # torch.compile traces forward hooks into the graph, and compiles anew when they go.
         if all(module._compiled_call_impl is None for module in self.model.modules()):
             for module in self.model.modules():
                 if module._parameters:
+                    # A hook on a container would tell the dtype of what its children gave.
                     self._undo.callback(module.register_forward_hook(self._ran).remove)
         for runtime in runtimes_of(self.model):
             runtime.observers.append(self)
             self._undo.callback(runtime.observers.remove, self)
+        # Gradients travel by calls on this module; a hook of the process group (c10d's logger) has no dtypes.
         for name in _COLLECTIVES if is_running() else ():
             if (own := getattr(torch.distributed, name, None)) is not None:
+                # Undone in reverse order, so that another's patch on top is not lost.
                 self._undo.callback(setattr, torch.distributed, name, own)
                 setattr(torch.distributed, name, functools.partial(self._send, own))
 
@@ -75,6 +79,7 @@ class ContractWatch(StepObserver):
         if self._is_replay:
             return
         # FP32 scores of a router make what experts give FP32: what was multiplied lies in the slots of their weights.
+        # An attached model puts a 16-bit copy into the module's own attributes for the time of a forward.
         held = [vars(module).get(name, weight) for name, weight in module._parameters.items()]
         stacked = [
             one for one in held if isinstance(one, Tensor) and one.ndim > 2 and one.dtype in LOWER_PRECISION_DTYPES
@@ -98,12 +103,14 @@ class ContractWatch(StepObserver):
     def contract(self, optimizer: Any = None, saved: Mapping[str, torch.dtype] | None = None) -> PrecisionContract:
         """What was seen so far; ``saved``: to what weights are cast when they are saved, if they are, by name."""
         self.backward_ended()
+        # accelerate's wrapper and MasterWeightOptimizer both have .optimizer; the state is the innermost one's.
         optimizer = getattr(as_accelerated(optimizer), "optimizer", optimizer)
         owners: dict[int, tuple[str, nn.Module, nn.Parameter]] = {}
         computed: dict[int, set[str]] = defaultdict(set)  # by parameter, which several modules may share
         for path, module in self.model.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
+                    # Tied weights: one row, under the first name, as named_parameters has it.
                     owners.setdefault(id(parameter), (f"{path}.{name}".strip("."), module, parameter))
                     computed[id(parameter)] |= self._computed.get(module, set())
         return PrecisionContract.of(
@@ -125,6 +132,7 @@ class ContractWatch(StepObserver):
         if not parameter.requires_grad:
             saved = NONE if hasattr(self.model, "peft_config") else saved  # PEFT saves adapters alone
             return ContractRow(kind, elements, stored, _said(computed), NONE, NONE, NONE, saved)
+        # Where nothing was sent by a call, DDP's C++ reduced: in the dtype of the gradient.
         gradient = _said(self._gradients[id(parameter)])
         reduced = (_said(self._sent) if self._sent else gradient) if is_running() else NONE
         moments = NOT_SEEN if optimizer is None else _said(moments_of(optimizer, parameter), NONE)
@@ -174,6 +182,7 @@ def kind_of(name: str, module: nn.Module, parameter: nn.Parameter) -> str:
         return "frozen"
     if "lora" in name.lower() or type(module).__module__.startswith("peft."):
         return "adapters"
+    # By names, since there is no base class of embeddings or experts over the models of Transformers.
     words = f"{name} {type(module).__name__}".lower()
     found = (kind for kind, parts in _WORDS.items() if any(part in words for part in parts))
     return next(found, "linear" if parameter.ndim > 1 else "other")
@@ -183,6 +192,7 @@ def moments_of(optimizer: Any, parameter: nn.Parameter) -> set[str]:
     """The dtypes of an optimizer's state that has an element for each of the parameter's, or of all that it has."""
     inner = getattr(optimizer, "optimizer", optimizer)
     state = [value for value in inner.state.get(parameter, {}).values() if isinstance(value, Tensor) and value.ndim]
+    # Adafactor and GaLore keep factors of another size: then all of the state is what there is to tell.
     return dtypes_of([one for one in state if one.numel() == parameter.numel()] or state)
 
 
