@@ -66,12 +66,6 @@ def test_weights_are_cast_once_or_at_each_use(cache_enabled: bool | None) -> Non
     assert (once is again) is (cache_enabled is not False)
 
 
-def test_a_scaler_takes_a_device_and_follows_the_loss() -> None:
-    scaler = hf_mp.DynamicLossScaler("cuda", 8.0, enabled=True)
-    assert scaler.scale(torch.ones(())).item() == 8.0
-    assert hf_mp.DynamicLossScaler(device=torch.device("cpu"), init_scale=4.0).get_scale() == 4.0
-
-
 def test_a_scale_in_the_place_of_the_device_is_told_apart() -> None:
     with pytest.raises(TypeError, match=r"device=8\.0 is no device: write init_scale=8\.0"):
         hf_mp.DynamicLossScaler(8.0)  # type: ignore[arg-type]

@@ -177,6 +177,16 @@ HEADROOM: dict[str, tuple[dict[str, Any], list[StepReport], list[float]]] = {
 }
 
 
+def trained(scaler: Any, steps: int, gradient: float, overflows: Callable[[float], bool]) -> list[int]:
+    """Which of ``steps`` with this gradient are skipped, because ``overflows`` says so of their scale."""
+    skipped = []
+    for step in range(steps):
+        if overflows(scaler.get_scale()):
+            skipped.append(step)
+        scaler.record_step(OVERFLOW if skipped[-1:] == [step] else saw(gradient))
+    return skipped
+
+
 class TestHeadroom:
     @pytest.mark.parametrize(("rule", "reports", "scales"), HEADROOM.values(), ids=HEADROOM)
     def test_scales(self, rule: dict[str, Any], reports: list[StepReport], scales: list[float]) -> None:
@@ -274,11 +284,7 @@ class TestHeadroom:
     def test_an_overflow_unannounced_comes_back_less_and_less_often(self) -> None:
         """Activations overflow from scale 1024 on, while weight gradients of 1.0 ask for more."""
         scaler = HeadroomLossScaler()
-        skipped_at = []
-        for step in range(10_000):
-            overflow = scaler.get_scale() >= 1024.0 and scaler.state.level is not None
-            skipped_at += [step] * overflow
-            scaler.record_step(OVERFLOW if overflow else saw(1.0))
+        skipped_at = trained(scaler, 10_000, 1.0, lambda scale: scale >= 1024.0 and scaler.state.level is not None)
         waits = [later - earlier for earlier, later in itertools.pairwise(skipped_at)]
         assert waits == sorted(waits) and waits[0] > 250
         assert 2 <= len(skipped_at) <= 4
@@ -286,9 +292,8 @@ class TestHeadroom:
     @pytest.mark.parametrize("make", [HeadroomLossScaler, DynamicLossScaler])
     def test_gradients_of_1e12_are_trained_on_at_a_scale_below_1(self, make: Callable[..., Any]) -> None:
         scaler = make()
-        for _ in range(100):
-            scaler.record_step(OVERFLOW if scaler.get_scale() * 1e12 > FP16_MAX else saw(1e12))
-        assert scaler.state.skipped_steps == {HeadroomLossScaler: 3, DynamicLossScaler: 40}[make]
+        skipped = trained(scaler, 100, 1e12, lambda scale: scale * 1e12 > FP16_MAX)
+        assert len(skipped) == {HeadroomLossScaler: 3, DynamicLossScaler: 40}[make]
         assert scaler.get_scale() * 1e12 <= FP16_MAX
 
     @pytest.mark.parametrize(("make", "skips"), [(HeadroomLossScaler, 50), (DynamicLossScaler, 65)])
@@ -318,27 +323,21 @@ class TestHeadroom:
     def test_a_limit_that_activations_set_is_learned_for_long(self, gradient: float, limit: float) -> None:
         """Small gradients of weights have much headroom from the beginning: that alone makes no overflow futile."""
         scaler = HeadroomLossScaler()
-        for _ in range(3_000):
-            scaler.record_step(OVERFLOW if scaler.get_scale() > limit else saw(gradient))
-        assert scaler.state.skipped_steps <= 10 and scaler.get_scale() >= limit / 8
+        assert len(trained(scaler, 3_000, gradient, lambda scale: scale > limit)) <= 10
+        assert scaler.get_scale() >= limit / 8
 
     def test_a_jump_after_a_quiet_phase_costs_at_most_torchs_three_skips(self) -> None:
-        scaler, torchs = HeadroomLossScaler(), DynamicLossScaler()
-        for magnitude, steps in ((1e-2, 100), (1e-8, 4_900), (1.0, 100)):
-            before = [each.state.skipped_steps for each in (scaler, torchs)]
-            for _, each in itertools.product(range(steps), (scaler, torchs)):
-                each.record_step(OVERFLOW if each.get_scale() * magnitude > FP16_MAX else saw(magnitude))
-        ours, theirs = (each.state.skipped_steps - was for each, was in zip((scaler, torchs), before, strict=True))
-        assert (ours, theirs) == (2, 3)
+        for scaler, skips in ((DynamicLossScaler(), 3), (HeadroomLossScaler(), 2)):
+            for size, steps in ((1e-2, 100), (1e-8, 4_900), (1.0, 100)):
+                skipped = trained(scaler, steps, size, lambda scale, size=size: scale * size > FP16_MAX)
+            assert len(skipped) == skips
         assert scaler.get_scale() == scale_with_headroom(1.0, scaler.state.headroom) > 2.0**12
 
     def test_an_overflow_that_returns_at_once_is_the_scales_however_much_headroom_there_is(self) -> None:
         """Activations overflow from scale 1 on, 15 doublings below what weight gradients of 1.0 ask for."""
         scaler = HeadroomLossScaler(headroom=12.0, min_scale=0.0)
-        for _ in range(200):
-            overflow = scaler.get_scale() >= 1.0 and scaler.state.level is not None
-            scaler.record_step(OVERFLOW if overflow else saw(1.0))
-        assert scaler.get_scale() < 1.0 and scaler.state.skipped_steps < 15
+        skipped = trained(scaler, 200, 1.0, lambda scale: scale >= 1.0 and scaler.state.level is not None)
+        assert scaler.get_scale() < 1.0 and len(skipped) < 15
 
     def test_the_first_doublings_of_headroom_sink_fast_and_the_last_slowly(self) -> None:
         # Gradients so small that torch's first scale leaves them 12 doublings.

@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from op_samples import torchs_cuda_autocast
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -137,56 +138,29 @@ def counts_of(name: str, precision: str, device: torch.device) -> dict[str, dict
         stack.enter_context(torch.device(device))
         model = MODELS[name]().train()
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        scaler: Any = None
-        if precision in PEERS:
-            scaler = None if "bf16" in precision else Scaler()
-        else:
+        is_scaled, factor = precision == "torch.autocast fp16", torch.ones(())
+        if precision not in PEERS:
             model, optimizer = hf_mp.prepare(model, optimizer, precision)
             ours = model.forward.runtime.scaler
             ours.scale_tensors = functools.cache(ours.scale_tensors)  # which keeps no fake tensors
         batch = batch_of(model, device)
         for _ in range(3):
             recorder = Recorder()
-            inside = torchs_autocast(PEERS[precision]) if precision in PEERS else nullcontext()
+            inside = torchs_cuda_autocast(PEERS[precision]) if precision in PEERS else nullcontext()
             with recorder:
                 with inside:
                     loss = model(**batch).loss
                 recorder.phase = "backward"
-                (loss if scaler is None else scaler.scale(loss)).backward()
+                (loss * factor if is_scaled else loss).backward()
                 recorder.phase = "step"
-                if scaler is not None:
-                    scaler.unscale(model)
+                if is_scaled:  # by the kernel of GradScaler, which makes its own tensors on a real device
+                    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+                    torch._amp_foreach_non_finite_check_and_unscale_(gradients, torch.zeros(1), factor)
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
             optimizer.zero_grad()
             del loss
     return {phase: dict(sorted(count.items())) for phase, count in recorder.counts.items()}
-
-
-@contextmanager
-def torchs_autocast(dtype: torch.dtype) -> Iterator[None]:
-    """``torch.autocast("cuda", dtype)``, which looks for a GPU."""
-    torch.set_autocast_dtype("cuda", dtype)
-    torch.set_autocast_enabled("cuda", True)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled("cuda", False)
-        torch.clear_autocast_cache()
-
-
-class Scaler:
-    """The kernels of ``torch.amp.GradScaler``, which makes its tensors on a real device."""
-
-    def __init__(self) -> None:
-        self.factor, self.found = torch.ones(()), torch.zeros(1)
-
-    def scale(self, loss: Tensor) -> Tensor:
-        return loss * self.factor
-
-    def unscale(self, model: nn.Module) -> None:
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found, self.factor)
 
 
 def measure(device: torch.device, contenders: tuple[str, ...] = (*PRESETS, *PEERS)) -> dict[str, Any]:

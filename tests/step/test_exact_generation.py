@@ -133,18 +133,18 @@ def test_positions_are_counted_where_none_are_given() -> None:
     model.transformer.wpe.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     columns = torch.arange(21).expand(3, 21)
     counted = (columns - torch.tensor([[4], [2], [0]])).clamp(min=0)
-    real = batch["attention_mask"] != 0
-    embedded = model.transformer.wte.weight[batch["input_ids"]]
-    for inputs in (batch, {"inputs_embeds": embedded, "attention_mask": batch["attention_mask"]}):
-        model(**inputs)
-        assert torch.equal(seen[-1][real], counted[real])
-    model(batch["input_ids"], None, batch["attention_mask"])  # by position
-    assert torch.equal(seen[-1][real], counted[real])
-    model(**batch, position_ids=columns)
-    assert torch.equal(seen[-1], columns)
+    ids, mask = batch.values()
+    for args, kwargs, expected in (
+        ((), batch, counted),
+        ((), {"inputs_embeds": model.transformer.wte.weight[ids], "attention_mask": mask}, counted),
+        ((ids, None, mask), {}, counted),
+        ((), {**batch, "position_ids": columns}, columns),
+    ):
+        model(*args, **kwargs)
+        assert torch.equal(seen[-1][mask != 0], expected[mask != 0])
     with torch.no_grad():
         cache = model(**{name: one[:, :20] for name, one in batch.items()}).past_key_values
-        model(batch["input_ids"][:, 20:], past_key_values=cache, attention_mask=batch["attention_mask"])
+        model(ids[:, 20:], past_key_values=cache, attention_mask=mask)
     assert torch.equal(seen[-1][:2], counted[:2, 20:])
     model.transformer(**batch)  # generates nothing
     assert torch.equal(seen[-1].expand(3, 21), columns)

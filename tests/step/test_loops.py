@@ -184,23 +184,6 @@ def test_a_skipped_step_changes_nothing(precision: str, factor: float, clips: bo
     assert not step() and not any(map(torch.equal, before[:4], state()[0][:4]))
 
 
-@every_preset
-def test_small_updates_of_a_model_in_16_bits_are_not_lost(precision: str) -> None:
-    def weight_after(precision: str | None, dtype: torch.dtype) -> float:
-        layer: Any = nn.Linear(1, 1, bias=False).to(dtype)
-        nn.init.ones_(layer.weight)
-        optimizer: Any = torch.optim.SGD(layer.parameters(), lr=1e-4)
-        if precision:
-            layer, optimizer = hf_mp.prepare(layer, optimizer, precision)
-        for _ in range(100):
-            take_step(layer(torch.ones(1, 1, dtype=torch.float32 if precision else dtype)).sum(), optimizer)
-        return layer.state_dict()["weight"].item()
-
-    dtype = torch.float16 if precision.startswith("fp16") else torch.bfloat16
-    assert weight_after(None, dtype) == 1.0
-    assert weight_after(precision, dtype) == pytest.approx(0.99, rel=1e-5)
-
-
 # What happens to a model meanwhile
 
 
@@ -322,13 +305,3 @@ def test_a_graph_made_before_anothers_step_is_differentiated(precision: str, opt
     for parameter in found.parameters():
         if parameter in working:
             assert torch.equal(working.get(parameter), parameter.detach().to(working.dtype))
-
-
-def test_weights_written_from_outside_are_read_while_the_other_part_is_updated() -> None:
-    model, runtime = gan("fp16", OPTIMIZERS["SGD"], steps=1)
-    optimizer = runtime.attach_optimizer(torch.optim.SGD(model.discriminator.parameters(), lr=0.1))
-    weight = model.generator[0].weight
-    model(torch.ones(2, 6), "discriminator").sum().backward()
-    weight.data.fill_(0.5)
-    optimizer.step()
-    assert torch.equal(runtime.layout.copies.get(weight), torch.full_like(weight, 0.5).half())

@@ -6,7 +6,6 @@ What holds for every preset: test_loops.py.
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
 from collections import defaultdict
@@ -183,18 +182,6 @@ def test_a_weight_written_from_outside_is_honoured(run: Any, batch: Batch, way: 
     assert_copies_are_rounded_masters(run.runtime)
 
 
-def test_tied_weights_have_one_master_and_one_working_copy(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
-    runtime = MixedPrecision("fp16")
-    runtime.attach(gpt2.half())
-    assert gpt2.lm_head.weight is gpt2.transformer.wte.weight
-    assert gpt2.lm_head.weight.dtype is torch.float32
-    gpt2(**batch).loss.backward()
-    used = {id(p) for name, p in gpt2.named_parameters() if "ln_" not in name and "wpe" not in name}
-    found = runtime.layout.copies
-    assert len(found) == len(used)
-    assert found.get(gpt2.lm_head.weight) is found.get(gpt2.transformer.wte.weight)
-
-
 # Attaching, detaching, copies
 
 
@@ -222,33 +209,12 @@ def test_attach_again_after_detach(run: Any) -> None:
     assert torch.equal(run.loss(), loss)
 
 
-def test_detach_reaches_what_was_attached_when_the_outer_model_is_gone(gpt2: GPT2LMHeadModel) -> None:
-    outer, runtime = nn.Sequential(gpt2), MixedPrecision("fp16")
-    runtime.attach(outer)
-    del outer
-    gc.collect()
-    assert runtime.model is None and isinstance(gpt2.forward, AttachedForward)
-    runtime.detach()
-    assert not isinstance(gpt2.forward, AttachedForward)
-    MixedPrecision("fp16").attach(gpt2)
-
-
 def test_an_exception_in_forward_leaves_nothing_behind(run: Any, batch: Batch) -> None:
     with pytest.raises(ValueError, match=r"cannot specify both input_ids and inputs_embeds|exactly one of input_ids"):
         run.model(input_ids=batch["input_ids"], inputs_embeds=torch.ones(4, 32, 64))
     assert active_autocast() is None
     assert torch.randn(2, 2).matmul(torch.randn(2, 2)).dtype is torch.float32
     assert run.loss().isfinite()
-
-
-def test_a_deep_copy_is_attached_to_its_own_weights(run: Any, batch: Batch) -> None:
-    loss = run.loss()
-    copied = copy.deepcopy(run.model)
-    assert torch.equal(copied(**batch).loss, loss)
-    write(copied)
-    assert torch.equal(run.loss(), loss) and not torch.equal(copied(**batch).loss, loss)
-    copied.forward.runtime.detach()
-    assert isinstance(run.model.forward, AttachedForward) and not isinstance(copied.forward, AttachedForward)
 
 
 def test_a_pickled_model_is_an_ordinary_model(run: Any, batch: Batch) -> None:
@@ -423,16 +389,6 @@ class TestLogitsBesideALoss:
         unread = run.model(**batch)
         unread.loss.backward()
         assert torch.equal(unread.logits, alone)
-
-    def test_a_loss_made_of_them_trains_like_one_of_ordinary_logits(
-        self, run: Any, batch: Batch, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def loss() -> Tensor:
-            return nn.functional.cross_entropy(run.model(**batch).logits.flatten(0, 1), batch["labels"].flatten())
-
-        deferred = gradients_of(run.model, loss)
-        monkeypatch.setattr(deferred_output, "DEFERRED_ELEMENTS", 2**20)
-        assert same(copies(deferred), copies(gradients_of(run.model, loss)))
 
 
 # Gradients that come to no good

@@ -10,17 +10,13 @@ import torch
 from torch import nn
 from trainer_runs import (
     arguments,
-    callback_of,
     difference,
-    history,
     make_trainer,
-    poisoned,
     same,
     tiny_gpt2,
     token_rows,
-    weights,
 )
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_mp import MixedPrecisionCallback
 
@@ -97,26 +93,6 @@ def test_sgd_takes_the_steps_of_the_stock_trainer(tmp_path: Path, saved: Path, b
         ends[who] = (trained_weights(trainer.model), start)
     assert same(ends["stock"][1], ends["callback"][1])
     assert difference(ends["callback"][0], *ends["stock"]) < 0.03
-
-
-def test_a_skipped_step_and_a_resumed_run(tmp_path: Path, saved: Path) -> None:
-    settings = {
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "max_steps": 6,
-        "optim": "adamw_torch",
-        "learning_rate": 1e-2,
-    }
-    runs = []
-    for name, source in (("a", None), ("b", str(tmp_path / "a" / "checkpoint-4"))):
-        args = arguments(tmp_path / name, **settings)
-        model = with_adapter(saved, "fp16")
-        trainer = make_trainer("callback", "fp16", model, args, poisoned(Trainer, (1,)), train_dataset=token_rows())
-        trainer.train(resume_from_checkpoint=source)
-        runs.append(trainer)
-    assert same(weights(runs[0].model), weights(runs[1].model))
-    assert history(runs[0])[:-1] == history(runs[1])[:-1]
-    assert callback_of(runs[1]).mixed_precision.stats.skipped_steps == 1
 
 
 def test_the_adapter_alone_is_saved_and_generates(tmp_path: Path, saved: Path) -> None:

@@ -52,7 +52,7 @@ def test_the_bf16_that_trl_sets_unasked_is_named(tmp_path: Path, saved: Path) ->
         trainer_of("sft", "callback", "fp16", saved, tmp_path, bf16=None)
 
 
-DTYPES = (torch.float32, torch.float16)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OURS = ("callback fp16", "subclass fp16", "subclass fp16-lean", "callback bf16", "subclass bf16")
 
 
