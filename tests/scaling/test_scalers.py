@@ -181,19 +181,6 @@ class TestSavedState:
         state = {**make().state_dict(), "scale": 8.0, key: value}
         self.check_refused(make(), state, f"{key.removeprefix('_')}={value!r} must be ")
 
-    def test_torchs_state_sets_scale_factors_and_tracker(self) -> None:
-        state = {
-            "scale": 32.0,
-            "growth_factor": 4.0,
-            "backoff_factor": 0.25,
-            "growth_interval": 7,
-            "_growth_tracker": 5,
-        }
-        scaler = DynamicLossScaler(hysteresis=3)
-        record(scaler, [CLEAN, OVERFLOW])
-        scaler.load_state_dict(state)
-        assert scaler.state == DynamicRule(32.0, 2, 1, 0, 4.0, 0.25, 7, 5, hysteresis_left=3, hysteresis=3)
-
     def test_torchs_state_lets_headroom_measure_anew(self) -> None:
         scaler = HeadroomLossScaler()
         record(scaler, [saw(1.0), OVERFLOW])
