@@ -52,11 +52,16 @@ def test_the_bf16_that_trl_sets_unasked_is_named(tmp_path: Path, saved: Path) ->
         trainer_of("sft", "callback", "fp16", saved, tmp_path, bf16=None)
 
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float16)
 OURS = ("callback fp16", "subclass fp16", "subclass fp16-lean", "callback bf16", "subclass bf16")
 
 
-@pytest.mark.parametrize(("ours", "dtype", "lora"), covering(OURS, DTYPES, [False, True]), ids=str)
+@pytest.mark.parametrize(
+    ("ours", "dtype", "lora"),
+    # with the callback, TRL makes the reference of a BF16 policy in the dtype of its masters
+    [*covering(OURS, DTYPES, [False, True]), ("subclass fp16-lean", torch.bfloat16, False)],
+    ids=str,
+)
 def test_policy_and_reference_agree_bit_for_bit(
     tmp_path: Path, saved: Path, ours: str, dtype: torch.dtype, lora: bool
 ) -> None:
