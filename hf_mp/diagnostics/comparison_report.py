@@ -9,8 +9,6 @@ from typing import Any
 
 from hf_mp.diagnostics.tables import for_json, listed, printed, table
 
-WIDTH = 80  # of the tables
-
 
 @dataclass(frozen=True)
 class PrecisionError:
@@ -92,7 +90,7 @@ class PrecisionComparison:
     def __str__(self) -> str:
         title = f"{self.model}: how far from FP32 ({self.batches} batches, {self.positions:,} positions)"
         layers = "\nRelative error of each layer's output"
-        return printed(title, self._precisions(), layers, self._layers(), *self.notes, width=WIDTH)
+        return printed(title, self._precisions(), layers, self._layers(), *self.notes, width=80)
 
     def _precisions(self) -> Any:
         chosen = ("log-p RMS", "largest", "KL") if self.chosen else ()

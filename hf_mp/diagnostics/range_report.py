@@ -86,7 +86,12 @@ class RangeReport:
             # The folder is often a model's, where other programs have JSON of their own.
             if values.pop("kind") != _KIND or values.pop("version") != _VERSION:
                 raise ValueError("another kind of file, or another version")
-            ops = tuple(OpRange(**{**op, **{name: _finite(op[name]) for name in _MAYBE_NAN}}) for op in values["ops"])
+            # JSON has no NaN; of the other fields, null means that there is none.
+            fields: list[dict[str, Any]] = [
+                {key: math.nan if key in _MAYBE_NAN and value is None else value for key, value in op.items()}
+                for op in values["ops"]
+            ]
+            ops = tuple(OpRange(**one) for one in fields)
             checked = {"rules": dict(values["rules"]), "fp32_share": float(values["fp32_share"])}
             return cls(**{**values, **checked, "ops": ops, "notes": tuple(values["notes"])})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -98,7 +103,6 @@ class RangeReport:
         header = ("module or expert", "op", "largest", "headroom", "largest gradient", "in FP16")
         rows = [(op.expert or op.module, op.op, *_cells(op)) for op in shown]
         title = f"{self.model} in {self.precision}, {self.batches} batches"
-        # Rules follow the table unwrapped: they are to be copied.
         text = printed(title, table(header, rows, names=2), width=width) if rows else ""
         return text + "".join(f"{sentence}\n" for sentence in self.sentences())  # rules are to be copied: no line ends
 
@@ -124,12 +128,6 @@ class RangeReport:
 
 def _file(path: str | Path) -> Path:
     return Path(path) / RULES_NAME if Path(path).is_dir() else Path(path)
-
-
-def _finite(value: Any) -> float:
-    # A file may be somebody else's: inf is no magnitude that was measured.
-    found = math.nan if value is None else abs(float(value))
-    return found if math.isfinite(found) else math.nan
 
 
 def _cells(op: OpRange) -> tuple[str, str, str, str]:
