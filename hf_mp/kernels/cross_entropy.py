@@ -88,6 +88,7 @@ class _CrossEntropy(Function):
             logits = connector + ctx.logits  # which the connector, all zeros, stands for in the graph
             loss = cross_entropy_reference(logits, labels, ignore_index=ctx.ignore_index, reduction=ctx.reduction)
             return *torch.autograd.grad(loss, logits, gradient, create_graph=True), None, None, None, None
+        # retain_graph=True may come back for the logits; nothing public says that it was asked for.
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         result = torch.empty_like(ctx.logits) if keeps_graph or is_shared(ctx.logits) else ctx.logits
         counted, factor = labels != ctx.ignore_index, gradient if ctx.count is None else gradient / ctx.count

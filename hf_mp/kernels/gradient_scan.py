@@ -57,6 +57,7 @@ def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
 
 def _filled(tensors: Iterable[Tensor]) -> list[Tensor]:
     """:func:`real_values` of those that have any."""
+    # FP32 first: it is what nearly all gradients are, and the call costs more than this look.
     values = [t if t.dtype is torch.float32 and t.layout is torch.strided else real_values(t) for t in tensors]
     return [value for value in values if value.numel()]
 
@@ -119,6 +120,7 @@ def norm_of_one(tensor: Tensor) -> Tensor:
     is_whole = tensor.device.type != "cpu" or tensor.dtype is torch.float32 or tensor.numel() <= size
     if is_whole or not tensor.is_contiguous() or type(tensor) is not Tensor:
         return torch.linalg.vector_norm(tensor, dtype=torch.float32)
+    # vector_norm(dtype=...) of 16 bits makes an FP32 copy of the whole tensor on a CPU.
     scratch = torch.empty(size, dtype=torch.float32, device=tensor.device)
     blocks = (scratch[: block.numel()].copy_(block) for block in tensor.view(-1).split(size))
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(block) for block in blocks]))

@@ -39,6 +39,7 @@ def chosen(name: str, tensors: Sequence[Tensor]) -> Any:
     """
     if (asked := os.environ.get(VARIABLE, "auto")) not in SETTINGS:
         raise ValueError(f"{VARIABLE}={asked!r} is not known: use one of {', '.join(SETTINGS)}")
+    # The environment is read at each call, so that a test or a user may change it in a running program.
     on_gpu = bool(tensors) and tensors[0].device.type == "cuda"  # as all are, or there is no kernel for them
     if asked == "reference" or (asked == "auto" and not on_gpu) or torch.compiler.is_compiling():
         return None

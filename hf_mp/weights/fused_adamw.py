@@ -113,6 +113,7 @@ def step_whole(
         given = [_whole_tensors(optimizer, parameter, copies) for parameter in group if parameter.grad is not None]
         batches.append((settings, [tensors for tensors in given if tensors is not None]))
     written = [tensor for _, batch in batches for tensors in batch for tensor in tensors.floating_state()]
+    # Asked again with the state, which a checkpoint may have brought in another dtype or order.
     kernel = chosen("adamw", written) if written else None
     if kernel is None or sum(len(batch) for _, batch in batches) != len(stepping):
         return False
@@ -127,6 +128,7 @@ def step_whole(
 def _is_fused_adam(optimizer: Any, replaced_step: Callable[..., Any] | None) -> bool:
     if type(optimizer) not in (Adam, AdamW) or replaces_step(replaced_step):
         return False
+    # A step that somebody patched into torch's class does more than ours would.
     replaced = inspect.unwrap(type(optimizer).step).__module__ != Adam.__module__
     scales = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
     return not replaced and not scales

@@ -13,6 +13,7 @@ import torch
 from tiny import Using, assert_true, attached
 from torch import Tensor, nn
 
+import hf_mp
 from hf_mp.kernels.split import split
 from hf_mp.weights.lean.outside_reads import as_stored
 from hf_mp.weights.lean.split_parameter import (
@@ -227,6 +228,16 @@ def test_casts_and_moves_of_a_module() -> None:
     model.to(torch.bfloat16)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(master_value(parameter), before[name], rtol=2**-8, atol=0)  # type: ignore[arg-type]
+
+
+def test_an_element_written_in_a_forward_costs_the_others_no_bit() -> None:
+    parameter = made(values())
+    before = parameter.fp32_value()
+    with hf_mp.autocast(torch.float16), torch.no_grad():
+        parameter[0, 0] = 0.25
+        parameter.clamp_(-1e4, 1e4)
+    after = parameter.fp32_value()
+    assert after[0, 0] == 0.25 and torch.equal(after.view(-1)[1:], before.view(-1)[1:])
 
 
 def test_another_shape_is_a_new_value() -> None:

@@ -41,11 +41,13 @@ class SplitLayout(WeightLayout):
                 "ran already: call attach_optimizer before the first forward"
             )
         if is_running() and placement.ddp is not None and self._join_ddp(placement.ddp, runtime):
+            # Once for each DDP: its first forward is the last moment before a bucket is reduced.
             check_split_reduction(model, self.policy, runtime)
 
     def take_gradients(
         self, weights: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]], inverse: Tensor | None
     ) -> list[bool]:
+        # DDP's hook reduces what lies in its buckets, and puts it there when autograd says that it is ready.
         is_reduced = bool(self._joined)  # by DDP, in buckets
         looks_for_unused = any(buckets.looks_for_unused for buckets in self._joined.values())
         taken = []

@@ -87,6 +87,7 @@ class MasterWeightOptimizer(Optimizer):
 
     def __init__(self, optimizer: Optimizer, *, layout: MasterLayout = "whole") -> None:
         _check_wrappable(optimizer, layout)
+        # Before parameters become masters: torch would cast state to the 16 bits of what it belongs to.
         state_to_fp32(optimizer)
         self._wrap(optimizer, layout)
         if hasattr(optimizer, "check_overrides"):
@@ -101,6 +102,7 @@ class MasterWeightOptimizer(Optimizer):
         self._masters: dict[nn.Parameter, _WholeMaster] = {}
         self._loaded: dict[nn.Parameter, Tensor] = {}  # FP32 masters of a checkpoint, not taken over yet
         self._is_stepping = False
+        # Not Optimizer.__init__, which would make param_groups of its own: those are the wrapped one's.
         super().__setstate__({})  # hooks, and the step that calls them
         for name, value in vars(optimizer).items():
             if name.startswith("_optimizer_") and name.endswith("_hooks"):
@@ -288,6 +290,7 @@ class MasterWeightOptimizer(Optimizer):
         parameters = [p for p in parameters if has_gradient(p)]
         if self.layout == "whole":
             return [parameters]
+        # A whole FP32 master for as few parameters at once as keeps the number of the optimizer's launches low.
         buckets: list[list[nn.Parameter]] = [[]]
         elements = 0
         for parameter in parameters:
@@ -301,6 +304,7 @@ class MasterWeightOptimizer(Optimizer):
     @contextlib.contextmanager
     def _in_place_of_parameters(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
         """Have the wrapped optimizer see masters; parameters without one are not there."""
+        # Without a gradient, so that the wrapped optimizer passes over it, in the place that its state's index counts.
         absent = nn.Parameter(torch.empty(0), requires_grad=False)
         shown = [[masters.get(parameter, absent) for parameter in group["params"]] for group in self.param_groups]
         hidden = [list(group["params"]) for group in self.param_groups]

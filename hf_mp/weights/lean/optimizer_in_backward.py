@@ -104,6 +104,7 @@ class OptimizerInBackward(StepObserver):
         for key, parameter in present.items():
             if not parameter.requires_grad:
                 continue
+            # The node that accumulates: a hook on the parameter itself would make gradients FP32, and runs once a use.
             node = get_gradient_edge(parameter).node
             if self._watched.get(key, (None,))[0] is not node:
                 reference = weakref.ref(parameter)
@@ -144,6 +145,7 @@ class OptimizerInBackward(StepObserver):
             return
         self._backward = _Backward(task, "measure")
         try:
+            # Inside of the outer backward, so that a loop's one loss.backward() does both passes.
             torch.autograd.backward([edge], [gradient], retain_graph=True)
         except BaseException:
             self._backward = None  # nothing was changed

@@ -19,6 +19,7 @@ from hf_mp.casting.active import state as autocasts
 from hf_mp.casting.nested import apply_to_tensors, tensors_in
 from hf_mp.kernels.split import merge, split_into
 
+# torch's private guard that switches __torch_function__ of subclasses off in C++: a public one does not exist.
 as_stored = torch._C.DisableTorchFunctionSubclass  # to look at split parameters in, as nothing but tensors
 
 
@@ -37,6 +38,7 @@ class OutsideReads:
     """The ``__torch_function__`` of a class whose values are read in FP32 where no autocast is active."""
 
     def __get__(self, tensor: Any, kind: type | None = None) -> Callable[..., Any]:
+        # Inside of a forward torch finds its own disabled implementation, and leaves its dispatch in Python out.
         return torch._C._disabled_torch_function_impl if autocasts.active else read_in_fp32
 
 
@@ -98,6 +100,7 @@ def read_in_fp32(
             return view
         if not is_view and _means_what_is_stored(func, args):
             return func(*args, **kwargs)
+        # What is written is read first: an FP32 value that only some elements change of keeps the others.
         targets, tensors = _targets(func, args, kwargs), list(tensors_in((args, kwargs)))
         if _means_16_bits(tensors) or any(map(_needs_graph, targets)):  # torch writes to no leaf that wants a gradient
             for tensor in targets:
@@ -152,6 +155,7 @@ class _Read(torch.autograd.Function):
 
 def _view(func: Callable[..., Any], tensor: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Views of both halves; None where ``func`` has made a copy."""
+    # reshape and flatten copy where they must, and a copy has nothing to do with the parameter.
     storage = tensor.untyped_storage()._cdata
     working = func(tensor, *args, **kwargs)
     views = working if isinstance(working, (tuple, list)) else [working]

@@ -36,6 +36,7 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
     new = [p for p in others if p.is_floating_point() and p not in with_statistics]
     if is_known and not new:
         return False
+    # All or nothing: a model of which half is split could neither train nor be restored.
     check_splittable(new)  # before anything is changed
     for parameter in new:
         make_split(parameter, dtype)

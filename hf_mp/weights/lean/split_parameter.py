@@ -45,6 +45,7 @@ class SplitParameter(nn.Parameter):
     - Deep copies and pickles are ordinary FP32 parameters.
     """
 
+    # A class attribute: an instance's own would not be asked, torch looks it up on the type.
     __torch_function__: ClassVar[Any] = OutsideReads()
 
     remainder_bits: Tensor
@@ -131,6 +132,7 @@ class SplitParameter(nn.Parameter):
 
         With ``beside_grad`` the sum is kept next to autograd's ``.grad``, whose dtype DDP checks.
         """
+        # Hooks run where autograd accumulates: what is kept beside it would pass them by.
         if self._wants_true_gradients or gradient.dtype not in LOWER_PRECISION_DTYPES:
             return False
         if self._scaled is None and _GRAD.__get__(self) is None:
@@ -140,6 +142,7 @@ class SplitParameter(nn.Parameter):
             total = self.grad
             assert total is not None
             total = _add_unscaled(total, gradient, factor, like=self)
+            # DDP fills .grad from its buckets in 16 bits, so an FP32 sum there would be refused.
             self.grad = None if beside_grad else total
             self._scaled = ScaledGradient(total, None) if beside_grad else None
         return True
@@ -152,6 +155,7 @@ class SplitParameter(nn.Parameter):
         if source.dtype not in (torch.float32, torch.float64):
             return _noticed("copy_")(self, source, non_blocking)
         value = source.detach().to(self.device, torch.float32).expand(self.shape).contiguous()
+        # Rounded here and not by torch: BF16's ties go away from zero, or the remainder could not hold the rest.
         halves = split(value, self.dtype)
         Tensor.copy_(self, halves.working)
         self.remainder_bits.copy_(halves.remainder)
@@ -232,6 +236,7 @@ class SplitParameter(nn.Parameter):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # What people have set on the parameter goes along; what is ours would name halves that are not there.
         plain = nn.Parameter(master_value(self), self.requires_grad)
         plain.__dict__.update({k: v for k, v in self.__dict__.items() if k not in SplitParameter.__annotations__})
         return plain.__reduce_ex__(protocol)
@@ -292,6 +297,7 @@ def check_splittable(parameters: Iterable[nn.Parameter]) -> None:
 
 def become_split(parameter: nn.Parameter, remainder: Tensor) -> SplitParameter:
     """Turn a leaf in FP16/BF16 into a :class:`SplitParameter` with these 16 bits more, in place."""
+    # torch.optim takes its multi-tensor path for exact types only, and ours is none of those that it lists.
     let_optimizers_be_fast(SplitParameter)
     parameter.__class__ = SPLIT_CLASSES[type(parameter)]
     assert isinstance(parameter, SplitParameter)
@@ -342,6 +348,7 @@ def halves_of(parameter: SplitParameter) -> Split:
 
 def note_written_halves(*parameters: SplitParameter) -> None:
     """Take in that both halves of their master weights were written."""
+    # A kernel raises no version counter, and graphs that saved the old weights must notice.
     torch.autograd.graph.increment_version(parameters)
     _mark_seen(*parameters)
 
@@ -443,6 +450,7 @@ def follow_first_rank(parameters: Sequence[SplitParameter], group: Any) -> None:
         if parameter._snapshot is None and version_of(parameter) == parameter._version_seen + 1:
             parameter._version_seen += 1  # DDP's writing, of what was there
         parameter.reconcile()
+        # As bytes: gloo and NCCL broadcast no int16.
         for half in (_DATA.__get__(parameter), parameter.remainder_bits):
             distributed.broadcast(half.contiguous().view(torch.uint8), first, group=group)
         _mark_seen(parameter)
@@ -459,6 +467,7 @@ def _mark_seen(*parameters: SplitParameter) -> None:
 def _renew_snapshot(parameter: SplitParameter) -> None:
     working = _DATA.__get__(parameter)
     parameter._snapshot = None
+    # Somebody still has an alias, through which the memory may change without a version.
     if is_shared(working, owners=2):  # `working` is an alias, too
         parameter._snapshot = working.clone()
 

@@ -72,6 +72,7 @@ class Ranks:
         check_masters(model, placement)
         if not torch.is_grad_enabled():
             return
+        # A model may leave its DDP between steps: the groups are those of the forwards since the last one.
         if self._stepped:
             self._groups, self._stepped = [], False
         if placement.ddp is not None:
@@ -152,6 +153,7 @@ def compare_settings(group: ProcessGroup, settings: str) -> None:
     if torch.distributed.get_backend(group) == "fake":  # of a plan, which has no other ranks
         return
     ranks = torch.distributed.get_process_group_ranks(group)
+    # One collective, once for each group: that a rank is missing, torch's timeout and its flight recorder tell.
     found = [""] * len(ranks)
     torch.distributed.all_gather_object(found, settings, group=group)
     if len(set(found)) > 1:
@@ -161,6 +163,7 @@ def compare_settings(group: ProcessGroup, settings: str) -> None:
 
 def check_reduced_dtypes(ddp: Any) -> None:
     """Raise a ValueError if DDP took parameters over in other dtypes than they have: it reduces none of those."""
+    # DDP fixes the dtypes of its buckets when it is made, and tells them nowhere else.
     logged: dict[str, str] = getattr(ddp, "_get_ddp_logging_data", dict)()
     held = set(filter(None, logged.get("dtypes", "").split(", ")))
     dtypes = {parameter.dtype for parameter in ddp.module.parameters() if parameter.requires_grad}

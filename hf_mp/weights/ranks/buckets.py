@@ -31,6 +31,7 @@ class Buckets:
             )
         self._group, self._policy = ddp.process_group, policy
         self.looks_for_unused = ddp.find_unused_parameters or ddp.static_graph
+        # DDP keeps its hook for good, and would keep the model alive through the runtime.
         self._runtime: Callable[[], Runtime | None] = weakref.ref(runtime)
         self._streams: dict[torch.device, Any] = {}
         split = [parameter for parameter in ddp.parameters() if isinstance(parameter, SplitParameter)]
@@ -45,6 +46,7 @@ class Buckets:
         runtime = self._runtime()
         factor = None if runtime is None else runtime.scale(values.device)
         inverse = None if runtime is None or factor is None else runtime.scaler.scale_tensors(values.device).inverse
+        # Gradients lie next to .grad until here: the bucket that DDP brings has nothing of them yet.
         for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if isinstance(parameter, SplitParameter):
                 parameter.put_gradient_into(part, factor, inverse)

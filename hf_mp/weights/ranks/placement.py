@@ -120,6 +120,7 @@ def placement_of(model: nn.Module | None) -> Placement:
 
 
 def _ddp_of(model: nn.Module) -> DistributedDataParallel | None:
+    # The DDP around a model is known to nobody but torch, and only while its forward runs.
     is_ddp = isinstance(model, DistributedDataParallel)
     return model if is_ddp else DistributedDataParallel._get_active_ddp_module()  # type: ignore[return-value]
 

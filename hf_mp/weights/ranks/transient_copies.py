@@ -39,6 +39,7 @@ class TransientCopies:
         copy = parameter.detach().to(self.dtype, copy=True)
         key = copy.untyped_storage()._cdata
         self._transient[key] = parameter
+        # An address is used again as soon as its storage is freed.
         weakref.finalize(copy, self._transient.pop, key)
         return copy
 

@@ -57,6 +57,7 @@ class RoundedGather:
 
         Ordered with the stream that is current, like any collective; ``async_op`` is for what is not FP32 throughout.
         """
+        # FSDP2 gathers a group of several dtypes as bytes, of which we could not tell the parts apart.
         if output_tensor.dtype is not torch.float32:  # bytes: frozen FP16 weights are among them, or all in 16 bits
             return self.before(output_tensor, input_tensor, group, async_op)
         runs = self._runs_of.get(elements := input_tensor.numel()) or self._runs(elements)
@@ -70,6 +71,7 @@ class RoundedGather:
         sizes = [size for size, _ in runs]
         kept_bytes = sum(4 * size for size, is_rounded in runs if not is_rounded)
         rounded_bytes = sum(2 * size for size, is_rounded in runs if is_rounded)
+        # FP32 parts first: one message for both dtypes, since a second one costs a launch a block.
         stride = kept_bytes + rounded_bytes + rounded_bytes % 4  # FP32 wants its alignment in the next rank's part
         ranks = group.size()
         sent = self.allocate((ranks * stride,), dtype=torch.uint8, device=input_tensor.device)
@@ -142,6 +144,7 @@ def fsdp_groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     """FSDP2's modules in ``model``, each with its group of parameters; without those that have several (meshes)."""
     for module in fsdp_modules(model):
         state = module._get_fsdp_state()
+        # Private, as is all that tells which parameters FSDP2 sends together.
         groups = getattr(state, "_fsdp_param_groups", None)  # torch < 2.13 has one
         groups = [state._fsdp_param_group] if groups is None else groups
         if len(groups) == 1 and groups[0] is not None:
@@ -179,6 +182,7 @@ def send_in_16_bits(model: nn.Module, policy: PrecisionPolicy, runtime: Runtime,
         for hooks, key in _hooks_of(module) if module._compiled_call_impl is None else ():
             if not isinstance(hooks[key], _Unseen):
                 hooks[key] = _Unseen(hooks[key])
+        # By its name, because torch exports neither default class; anything else is somebody's own choice.
         if type(group._all_gather_comm).__name__ == "DefaultAllGather":
             module.set_custom_all_gather(RoundedGather(group, policy.compute, kept))
         if policy.wire is not torch.float32 and type(group._reduce_scatter_comm).__name__ == "DefaultReduceScatter":
