@@ -106,7 +106,7 @@ def routers(folder: str) -> dict[str, list[bool]]:
 
 def losses(folder: str) -> dict[str, list[float]]:
     found = {}
-    for way, precision in (("FSDP2", "fp16"), ("FSDP2", "fp16-lean"), ("expert parallel", "fp16")):
+    for way, precision in (("FSDP2", "fp16"), ("expert parallel", "fp16")):
         model, optimizer = spread(folder, "Qwen3Moe", way, precision)
         steps = []
         for ids in batches(STEPS) % 96:
