@@ -62,9 +62,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    width = query.shape[-1]
     is_flash = query.dtype in LOWER_PRECISION_DTYPES and attn_mask is None
-    if is_flash and value.shape[-1] == width <= _FLASH_HEAD_DIM:  # DeepSeek's heads have narrower values
+    if is_flash and value.shape[-1] == query.shape[-1] <= _FLASH_HEAD_DIM:  # DeepSeek's heads have narrower values
         return _flash_attention(query, key, value, dropout_p, is_causal, scale)
     if enable_gqa and query.shape[-3] != key.shape[-3]:  # only the flash kernel shares heads
         mathematics = torch.ops.aten._scaled_dot_product_attention_math.default

@@ -66,9 +66,10 @@ def _fetch(model: str | Path, from_pretrained: Callable[..., Any], **settings: A
     """
     # from_pretrained itself would ask again and again for half a minute.
     reason = None if Path(model).exists() else ask_hub(str(model))
-    given = {"local_files_only": reason is not None, "trust_remote_code": False, **settings}
     try:
-        return from_pretrained(str(model), **given)
+        return from_pretrained(
+            str(model), **{"local_files_only": reason is not None, "trust_remote_code": False, **settings}
+        )
     # All but the first: what Transformers raises for a file that holds something else.
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = " ".join(str(error).split()) if reason is None else first_line(reason)

@@ -78,10 +78,8 @@ class MemoryRecorder(TorchDispatchMode):
 
     def take(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Set the category of tensors, also of those older than the recorder."""
-        for tensor in _here(tensors):
-            if tensor.device.type != self.device_type:
-                continue
-            storage = tensor.untyped_storage()
+        here = (tensor for tensor in _here(tensors) if tensor.device.type == self.device_type)
+        for storage in (tensor.untyped_storage() for tensor in here):
             if storage._cdata not in self.ledger.live:
                 self._add(storage, category)
             self.ledger.live[storage._cdata].category = category

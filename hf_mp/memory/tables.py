@@ -191,7 +191,8 @@ def _tables(
 ) -> Iterator[RenderableType]:
     """One table, or several with the same first column: no cell is narrower than its longest word."""
     widths = [max(map(_longest_word, cells)) for cells in zip(header, *rows, strict=True)]
-    widths[0] = max(len(line) for row in rows for line in row[0].splitlines()) if rows else widths[0]
+    # The first column is never wrapped.
+    widths[0] = max(len(line) for cell in (header[0], *(row[0] for row in rows)) for line in cell.splitlines())
     shown: list[int] = []
     # rich would break words, or drop columns, where it has too little room.
     for index in range(1, len(header)):

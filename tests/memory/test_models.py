@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig
+from transformers import BertConfig, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 import hf_mp
@@ -42,16 +42,10 @@ def test_built_in_models_need_no_network_and_have_the_published_sizes(name, no_n
     assert no_network == []
 
 
-def test_a_directory_wins_over_a_built_in_name(tmp_path, monkeypatch, no_network):
+def test_a_directory_wins_over_a_built_in_name_and_a_config_file_is_enough(tmp_path, monkeypatch, no_network):
     GPT2Config(n_layer=3).save_pretrained(tmp_path / "gpt2")
     monkeypatch.chdir(tmp_path)
-    assert find_config("gpt2").n_layer == 3
-
-
-def test_a_config_file_is_enough(tmp_path):
-    LlamaConfig(num_hidden_layers=3).save_pretrained(tmp_path)
-    assert find_config(tmp_path / "config.json").num_hidden_layers == 3
-    assert find_config(str(tmp_path)).num_hidden_layers == 3
+    assert find_config("gpt2").n_layer == find_config(tmp_path / "gpt2" / "config.json").n_layer == 3
 
 
 def test_a_given_configuration_is_left_as_it_is(gpt2_config):
@@ -92,6 +86,7 @@ def test_the_class_is_that_of_the_checkpoint_or_a_language_model():
     assert model_class(BertConfig(architectures=["BertModel"])).__name__ == "BertForMaskedLM"
     classifier = BertConfig(architectures=["BertForSequenceClassification"])
     assert model_class(classifier).__name__ == "BertForSequenceClassification"
+    assert model_class(GPT2Config(architectures=["Trainer", "logging", "GPT2Model"])) is GPT2LMHeadModel
 
 
 # Loading
@@ -241,8 +236,3 @@ def test_code_beside_a_configuration_does_not_run(use, model_with_code, tmp_path
         with pytest.raises(ValueError, match=r"custom code.*code of its own, which does not run here"):
             USES[use](str(model_with_code))
     assert not (tmp_path / "touched").exists()
-
-
-def test_an_architecture_that_is_no_model_is_not_used():
-    config = GPT2Config(architectures=["Trainer", "logging", "GPT2Model"])
-    assert model_class(config) is GPT2LMHeadModel

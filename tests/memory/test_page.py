@@ -1,4 +1,7 @@
+import json
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -11,6 +14,8 @@ from hf_mp.memory.report import gather_report
 from .conftest import CONFIGS
 
 pytestmark = pytest.mark.slow
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +49,8 @@ def test_the_page_asks_the_network_for_nothing(page, outline):
 
 def test_names_from_outside_are_escaped(report):
     evil = '<script>alert(1)</script>"&'
-    page = render_page(replace(report, model=evil, unavailable={evil: evil}))
-    assert "<script" not in page
+    page = render_page(replace(report, model=evil, unavailable={evil: evil}, training={}))
+    assert "<script" not in page and "One training step" not in page and 'gpu-line"' not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;&#34;&amp;" in page
 
 
@@ -85,7 +90,33 @@ def test_the_gpu_is_a_line_across_all_bars(report, outline):
     assert lines == [f"left:{100 * report.gpu_bytes / scale:.3f}%"] * 3
 
 
-def test_without_training_there_is_no_step():
-    plain = gather_report(CONFIGS["gpt2-4"](), config_only=True, precisions=("fp32",))
-    page = render_page(plain)
-    assert "One training step" not in page and 'gpu-line"' not in page
+_PROBE = """
+<script>
+addEventListener("load", () => {
+  const bars = [...document.querySelectorAll("#trained + section .bar")];
+  document.documentElement.setAttribute("data-probe", JSON.stringify({
+    overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+    bars: bars.map(bar => [...bar.children].reduce((sum, piece) => sum + piece.getBoundingClientRect().width, 0)),
+    widths: bars.map(bar => bar.getBoundingClientRect().width),
+    line: document.querySelector(".gpu-line").getBoundingClientRect().left - bars[0].getBoundingClientRect().left,
+    requests: performance.getEntriesByType("resource").length,
+  }));
+});
+</script></body>
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium (Debian: apt-get install chromium)")
+def test_the_page_opens_in_a_browser(page, report, tmp_path):
+    (tmp_path / "probed.html").write_text(page.replace("</body>", _PROBE))
+    command = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+        "--virtual-time-budget=3000", "--window-size=1200,900", "--dump-dom", (tmp_path / "probed.html").as_uri(),
+    ]  # fmt: skip
+    dumped = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    found = json.loads(re.search(r'data-probe="([^"]*)"', dumped).group(1).replace("&quot;", '"'))
+    assert found["requests"] == 0 and found["overflow"] <= 0
+    scale = 1.02 * max(report.gpu_bytes, *(row.estimate.peak_bytes for row in report.training.values()))
+    for row, bar, width in zip(report.training.values(), found["bars"], found["widths"], strict=True):
+        assert bar == pytest.approx(width * row.estimate.peak_bytes / scale, abs=1.5)
+    assert found["line"] == pytest.approx(found["widths"][0] * report.gpu_bytes / scale, abs=2)

@@ -158,19 +158,21 @@ class TestCommand:
         assert "all-gather of 4 ranks, fp32" in shown
         assert re.search(r"time to send [\d.]+ ms", shown)
 
-    @pytest.mark.parametrize("setting", [("--bandwidth", "450,50"), ("--parallel", "ddp")], ids=str)
-    def test_settings_of_several_ranks_need_their_number(self, tmp_path: object, setting: tuple[str, str]) -> None:
-        shown = self.run(tmp_path, "--ranks", "1", *setting)
-        assert "error: --bandwidth and --parallel are for several ranks: say how many, as --ranks 64" in shown
-
-    def test_what_ranks_cannot_train_is_left_out_with_the_reason(self, tmp_path: object) -> None:
-        shown = self.run(tmp_path, "--precision", "int8-lora")
-        assert "int8-lora is missing: not on several ranks: parallel='fsdp2' cannot shard" in shown
-
-    def test_where_ranks_can_train_nothing_is_an_error(self, tmp_path: object) -> None:
-        shown = self.run(tmp_path, "--parallel", "tp")
-        assert "hf-mp memory: error: parallel='tp' needs a model with a tp_plan in Transformers, and GPT2" in shown
-        assert shown.endswith("has none: use 'fsdp2', 'hsdp' or 'ddp'")
-
-    def test_measuring_is_refused(self, tmp_path: object) -> None:
-        assert "measure=True takes a step in this process alone" in self.run(tmp_path, "--measure")
+    @pytest.mark.parametrize(
+        ("arguments", "sentence"),
+        [
+            (
+                "--ranks 1 --bandwidth 450,50",
+                "--bandwidth and --parallel are for several ranks: say how many, as --ranks 64",
+            ),
+            (
+                "--ranks 1 --parallel ddp",
+                "--bandwidth and --parallel are for several ranks: say how many, as --ranks 64",
+            ),
+            ("--precision int8-lora", "int8-lora is missing: not on several ranks: parallel='fsdp2' cannot shard"),
+            ("--parallel tp", "error: parallel='tp' needs a model with a tp_plan in Transformers, and GPT2LMHeadModel"),
+            ("--measure", "error: measure=True takes a step in this process alone"),
+        ],
+    )
+    def test_what_ranks_cannot_do_is_told(self, tmp_path: object, arguments: str, sentence: str) -> None:
+        assert sentence in self.run(tmp_path, *arguments.split())

@@ -12,10 +12,8 @@ from transformers import GPT2Config, MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
 from hf_mp import cli
-from hf_mp.memory import report as report_module
 from hf_mp.memory.folding import kept_sentences
-from hf_mp.memory.footprint import memory_footprint
-from hf_mp.memory.models import load, skeleton
+from hf_mp.memory.models import load
 from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS
 from hf_mp.memory.report import as_json, gather_report
 from hf_mp.memory.sizes import readable
@@ -179,25 +177,13 @@ def test_a_directory_without_weights_is_told_the_way_out(tmp_path):
     GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
     result = run(tmp_path)
     assert result.exit_code == 2
-    assert re.search(
-        r"cannot be loaded: .*`hf-mp memory \S+ --config-only` counts it", result.output.replace("\n", " ")
-    )
-
-
-def test_the_command_prints_json_alone(saved):
-    result = run(saved, "--json", "--config-only")
-    assert result.exit_code == 0, result.output
-    values = json.loads(result.stdout)
-    assert (
-        values["loaded"]["fp32"]["total_bytes"]
-        == memory_footprint(skeleton(report_module.find_config(str(saved)), "fp32"), as_if_loaded=True).total_bytes
-    )
-    assert values["training"] == {}
+    assert re.search(r"cannot be loaded: .*without its weights \(`hf-mp memory ... --config-only`\)", result.output)
 
 
 def test_gpt2_without_weights(monkeypatch):
     monkeypatch.setattr("hf_mp.memory.models.ask_hub", lambda name: pytest.fail("the Hub was asked"))
     values = json.loads(run("gpt2", "--config-only", "--json").stdout)
+    assert values["training"] == {}
     mib = {name: round(found["get_memory_footprint_bytes"] / 2**20, 2) for name, found in values["loaded"].items()}
     assert mib == {"fp32": 474.70, "fp16": 237.35, "bf16": 237.35, "int8": 156.35, "nf4": 115.85, "fp4": 115.85}
 
@@ -227,8 +213,3 @@ def test_bad_input_ends_in_one_line_and_nothing_is_written(flags, message, tmp_p
     assert re.search(message, result.output.replace("\n", " "))
     assert "Traceback" not in result.output
     assert os.listdir(tmp_path) == []
-
-
-def test_every_preset_has_its_own_name():
-    labels = [preset.label for preset in TRAINING_PRESETS.values()]
-    assert len(set(labels)) == len(labels)
