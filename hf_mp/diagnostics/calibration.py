@@ -18,7 +18,7 @@ from hf_mp.diagnostics.kept_state import eagerly, gradients_set_aside, untouched
 from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.diagnostics.range_report import CLOSE_DOUBLINGS, RangeReport
 from hf_mp.diagnostics.ranges import STAND_IN, OpRange, RangeRecorder
-from hf_mp.diagnostics.remedies import CannotHealError, Planned, leaving_range, next_remedies
+from hf_mp.diagnostics.remedies import CannotHealError, Planned, Situation, leaving_range, next_remedy
 from hf_mp.policy import PrecisionPolicy, needs_loss_scale
 from hf_mp.scaling.rules import FP16_MAX
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -87,19 +87,18 @@ def find_rules(
     ops: Sequence[OpRange],
     look: Callable[[], Sequence[OpRange]],
     places: Callable[[Sequence[OpRange]], list[OpRange]] = leaving_range,
-    **situation: Any,
+    scale: float = 0.0,
 ) -> tuple[Sequence[OpRange], list[Planned]]:
     """Add rules to ``runtime`` until ``look`` finds no more ``places``; returns what it finds then, and the remedies.
 
     Raises:
         CannotHealError: where no rules help.
     """
-    names = [name for name, _ in runtime.model.named_modules()] if runtime.model is not None else []
     placed: list[Planned] = []
-    situation["is_lean"] = runtime.policy.is_lean
     # What a place feeds was out of range with it: each look shows what is left by itself.
     for _ in range(MOST_LOOKS):
-        if not (planned := next_remedies(places(ops), runtime.remedies, names, **situation)):
+        at = [Situation(found, runtime.remedies, runtime.policy.is_lean, scale) for found in places(ops)]
+        if not (planned := [*map(next_remedy, at)]):
             return ops, placed
         for remedy in planned:
             runtime.add_rules(remedy.rules)

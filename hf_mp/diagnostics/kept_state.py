@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from hf_mp.casting.nested import named_tensors, tensors_in
 from hf_mp.diagnostics.values import finiteness
@@ -97,9 +98,6 @@ class IncomingGradient:
         return self.gradient is not None and bool(finiteness(self.gradient))
 
 
-Outputs = dict[tuple[int, str], Tensor]  # by the identity of the call, and by name
-
-
 @dataclass
 class KeptBackward:
     """One micro-batch: a backward through the outputs of one or more calls."""
@@ -130,13 +128,10 @@ class KeptBackward:
         """Whether a loss or its gradient is not finite: then the scale is not the cause."""
         return self.is_spoilt() or any(finiteness(loss) for call in self.calls for loss in call.losses.values())
 
-    def again(self, make: Callable[..., Any]) -> Outputs:
-        """The outputs of all calls, each made again by ``make(call, args, kwargs)``."""
-        return {(id(call), name): output for call in self.calls for name, output in call.again(make).items()}
-
-    def through(self, outputs: Outputs) -> list[Tensor]:
-        """Of :meth:`again`'s outputs, those that the gradients came in through."""
-        return [outputs[id(entry.call), entry.output] for entry in self.incoming]
+    def again(self, make: Callable[..., Any]) -> list[Tensor]:
+        """The outputs that the gradients came in through, of calls made again by ``make(call, args, kwargs)``."""
+        outputs = {id(call): call.again(make) for call in self.calls}
+        return [outputs[id(entry.call)][entry.output] for entry in self.incoming]
 
 
 @contextlib.contextmanager
@@ -215,19 +210,14 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def masters_in_place(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Replace split parameters by their FP32 masters, in ``dtype``."""
-    masters: dict[int, nn.Parameter] = {}
-    # _parameters and not setattr, which registers a parameter anew and moves it to the end.
-    places = [(module, name, p) for module in model.modules() for name, p in module._parameters.items()]
-    try:
-        for module, name, parameter in places:
-            if isinstance(parameter, SplitParameter):
-                if id(parameter) not in masters:
-                    masters[id(parameter)] = nn.Parameter(parameter.fp32_value().to(dtype), parameter.requires_grad)
-                module._parameters[name] = masters[id(parameter)]
+    masters: dict[str, Tensor] = {
+        name: nn.Parameter(parameter.fp32_value().to(dtype), parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, SplitParameter)
+    }
+    # of torch, private: what functional_call enters around a module's forward, tied weights included
+    with _reparametrize_module(model, masters, tie_weights=True):
         yield
-    finally:
-        for module, name, parameter in places:
-            module._parameters[name] = parameter
 
 
 def eagerly() -> contextlib.AbstractContextManager[Any]:

@@ -70,7 +70,7 @@ def run_again(
         gradients = {}
         # Around the backward too, in which checkpoints run forwards again.
         with watching(mode):
-            outputs = backward.through(backward.again(make))
+            outputs = backward.again(make)
             if with_gradients:
                 pairs = zip(backward.incoming, outputs, strict=True)
                 given = [scaled_entry(incoming.gradient, scale, output) for incoming, output in pairs]  # type: ignore[arg-type]

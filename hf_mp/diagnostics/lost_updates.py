@@ -157,9 +157,9 @@ def keeps_small_updates(optimizer: Any) -> bool:
     rate = torch.tensor(2.0**-16) if isinstance(group.get("lr"), Tensor) else 2.0**-16
     # Its class and settings without its state: a deep copy would hold a second set of moments.
     trial = object.__new__(type(optimizer))
-    vars(trial).update({key: value for key, value in vars(optimizer).items() if key != "step" and "_hooks" not in key})
-    for hooks in (key for key in vars(optimizer) if "_hooks" in key):
-        vars(trial)[hooks] = type(vars(optimizer)[hooks])()
+    for key, value in vars(optimizer).items():
+        if key != "step":  # which a scheduler or an attached model has put its own around
+            vars(trial)[key] = type(value)() if "_hooks" in key else value
     trial.state = defaultdict(dict)
     trial.param_groups = [{**group, "params": [weight], "lr": rate, "weight_decay": 0.0}]
     with torch.random.fork_rng(), contextlib.suppress(Exception):  # made for other weights: then it is not known to

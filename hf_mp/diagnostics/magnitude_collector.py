@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_mp.casting.experts import expert_counts
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import nearest_modules
 from hf_mp.casting.uncompiled import is_compiled
 from hf_mp.casting.watching import watching
-from hf_mp.diagnostics.magnitudes import SAMPLE_ELEMENTS, histogram, sample, sampling_stride, swamped
+from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride, swamped
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
 from hf_mp.policy import PRESETS
 from hf_mp.scaling.rules import StepReport
@@ -29,8 +28,6 @@ COMPILED = "activations and their gradients: the model is compiled, and its modu
 SHARDED = "weights, weight gradients and updates: FSDP gathers and shards the parameters meanwhile"
 NO_GRADIENTS = "weight gradients: none were left after the backward (an optimizer-in-backward uses them up)"
 
-LEAST_OF_EXPERT = 1024  # elements of each of many experts, of which all together are sampled as any other weight
-
 
 class _Sampled(NamedTuple):
     dtype: str
@@ -38,32 +35,18 @@ class _Sampled(NamedTuple):
     values: Tensor
 
     @classmethod
-    def of(cls, tensor: Tensor, factor: Tensor | None = None, limit: int = SAMPLE_ELEMENTS) -> _Sampled:
+    def of(cls, tensor: Tensor, factor: Tensor | None = None) -> _Sampled:
         local = local_part(tensor.detach())
-        values = sample(local, limit)
+        values = sample(local)
         if factor is not None:
             values = values.to(torch.float32) * factor.squeeze()
-        return cls(str(tensor.dtype).removeprefix("torch."), sampling_stride(tuple(local.shape), limit), values)
+        return cls(str(tensor.dtype).removeprefix("torch."), sampling_stride(tuple(local.shape)), values)
 
-
-class _Weight(NamedTuple):
-    """A trained parameter, or the part of it that one of stacked experts has."""
-
-    parameter: nn.Parameter
-    expert: int | None = None
-    limit: int = SAMPLE_ELEMENTS  # of its elements
-
-    def master(self) -> _Sampled:
-        stride = sampling_stride(tuple(self._part(self.parameter.detach()).shape), self.limit)
-        values = master_sample(self.parameter, lambda half: sample(self._part(half), self.limit))
-        return _Sampled("float32", stride, values)
-
-    def gradient(self) -> _Sampled | None:
-        gradient, factor = gradient_and_factor(self.parameter)
-        return None if gradient is None else _Sampled.of(self._part(gradient), factor, self.limit)
-
-    def _part(self, tensor: Tensor) -> Tensor:
-        return local_part(tensor) if self.expert is None else local_part(tensor)[self.expert]
+    @classmethod
+    def of_master(cls, parameter: nn.Parameter) -> _Sampled:
+        # Of both halves of a split parameter the same places, so that no whole FP32 master is made.
+        values = master_sample(parameter, lambda half: sample(local_part(half)))
+        return cls("float32", sampling_stride(tuple(local_part(parameter.detach()).shape)), values)
 
 
 class MagnitudeCollector:
@@ -90,7 +73,7 @@ class MagnitudeCollector:
         self._layers: dict[str, nn.Module] = {}
         self._samples: dict[tuple[Kind, str, str], _Sampled] = {}  # by layer and name of the parameter
         self._asked_for_gradient: set[str] = set()
-        self._weights: dict[tuple[str, str], _Weight] = {}
+        self._weights: dict[tuple[str, str], nn.Parameter] = {}
         self._notes: tuple[str, ...] = ()
 
     def begin(self, forward: AttachedForward) -> None:
@@ -105,7 +88,7 @@ class MagnitudeCollector:
         else:
             self._weights = _trainable(layers)
             # Before the backward: an optimizer-in-backward updates during it.
-            self._samples = {(Kind.WEIGHTS, *key): weight.master() for key, weight in self._weights.items()}
+            self._samples = {(Kind.WEIGHTS, *key): _Sampled.of_master(one) for key, one in self._weights.items()}
         if is_compiled(model):
             self._notes = (*self._notes, COMPILED)
             return
@@ -139,9 +122,10 @@ class MagnitudeCollector:
         if not self.is_active:
             return
         self._watching.close()
-        for key, weight in self._weights.items():
-            if (gradient := weight.gradient()) is not None:
-                self._samples[Kind.WEIGHT_GRADIENTS, *key] = gradient
+        for key, parameter in self._weights.items():
+            gradient, factor = gradient_and_factor(parameter)
+            if gradient is not None:
+                self._samples[Kind.WEIGHT_GRADIENTS, *key] = _Sampled.of(gradient, factor)
 
     def finish(self, report: StepReport) -> StepMagnitudes:
         """Count the samples of the step, which was just taken or skipped."""
@@ -167,8 +151,8 @@ class MagnitudeCollector:
         return step
 
     def _updates(self) -> Iterator[TensorMagnitudes]:
-        for key, weight in self._weights.items():
-            before, after = self._samples[Kind.WEIGHTS, *key], weight.master()
+        for key, parameter in self._weights.items():
+            before, after = self._samples[Kind.WEIGHTS, *key], _Sampled.of_master(parameter)
             if after.values.shape != before.values.shape:  # the weight was replaced
                 continue
             update = after.values - before.values
@@ -178,24 +162,15 @@ class MagnitudeCollector:
             yield TensorMagnitudes(Kind.UPDATES, *key, after.dtype, before.stride, histogram(update), *lost)
 
 
-def _trainable(layers: Mapping[str, nn.Module]) -> dict[tuple[str, str], _Weight]:
-    """The parameters of ``layers`` by layer and name, those of stacked experts by expert; tied ones in their first."""
-    found: dict[tuple[str, str], _Weight] = {}
-    seen: set[int] = set()
+def _trainable(layers: Mapping[str, nn.Module]) -> dict[tuple[str, str], nn.Parameter]:
+    """The trained parameters of ``layers`` by layer and name."""
+    found: dict[nn.Parameter, tuple[str, str]] = {}
     for layer, module in layers.items():
-        counts = expert_counts(module)
         for name, parameter in module.named_parameters(recurse=False):
-            if not parameter.requires_grad or not parameter.is_floating_point() or id(parameter) in seen:
-                continue
-            # A tied weight has one update, in the layer that has it first.
-            seen.add(id(parameter))
-            if name not in counts:
-                found[layer, name] = _Weight(parameter)
-                continue
-            # As many as of any other weight in all, but enough of each to see a dead or a large one.
-            limit = max(SAMPLE_ELEMENTS // counts[name], LEAST_OF_EXPERT)
-            found.update({(layer, f"{name}[{i}]"): _Weight(parameter, i, limit) for i in range(counts[name])})
-    return found
+            if parameter.requires_grad and parameter.is_floating_point():
+                # A tied weight has one update, in the layer that has it first.
+                found.setdefault(parameter, (layer, name))
+    return {key: parameter for parameter, key in found.items()}
 
 
 def select_layers(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:

@@ -20,7 +20,6 @@ from hf_mp.diagnostics.replay import replay
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import ScaleRule, StepReport
-from hf_mp.scaling.scalers import LossScaleError, LossScaler
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.attachable import runtimes_of
@@ -29,7 +28,6 @@ from hf_mp.weights.ranks.placement import get_rank, is_running
 _Observer = TypeVar("_Observer", bound=StepObserver)
 logger = logging.get_logger(__name__)
 
-MOST_SKIPS = 10_000  # beyond that, training does not stop in any practical sense
 KEPT_ELEMENTS = 2**16  # incoming gradients up to this size are kept: 256 KiB in FP32
 
 
@@ -107,8 +105,7 @@ class OverflowExplainer(StepObserver):
         """For the message of the error that ends training."""
         if not self.reports or not self._unclean_steps:
             return ""
-        # When training stops is no news any more, and the last steps may not have been replayed.
-        return f"The last one that was replayed:\n{replace(self.reports[-1], skips_until_stop=None).to_text()}"
+        return f"The last one that was replayed:\n{self.reports[-1].to_text()}"  # the last steps may not have been
 
     def explain_now(self) -> OverflowReport | None:
         """Replay the current step's micro-batches, between ``backward()`` and ``step()``.
@@ -141,7 +138,6 @@ class OverflowExplainer(StepObserver):
             phase="not found",
             loss_scale=scaler.get_scale(),
             smallest_scale=scaler.smallest_scale,
-            skips_until_stop=skips_until_error(scaler),
         )
         try:
             report = replay(self._runtime, backward, place)
@@ -255,16 +251,3 @@ def is_finding_its_level(state: ScaleRule, smallest_scale: float, clean_scale: f
     ``clean_scale`` is the largest scale of an applied step of this process.
     """
     return state.scale > smallest_scale and state.is_finding_its_level(clean_scale)
-
-
-def skips_until_error(scaler: LossScaler[Any]) -> int | None:
-    """Skipped steps in a row from now until :class:`LossScaleError`; None if it is not raised in practice."""
-    # By trial, so that a rule of somebody else's is counted right; a copy would make tensors on the device.
-    probe = object.__new__(type(scaler))
-    probe.__dict__.update(scaler.__dict__, _tensors={})
-    for skips in range(1, MOST_SKIPS):
-        try:
-            probe.record_step(StepReport(overflow=True))
-        except LossScaleError:
-            return skips
-    return None

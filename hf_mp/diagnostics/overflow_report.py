@@ -8,11 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from hf_mp.diagnostics.values import TensorRange
-from hf_mp.policy import LOWER_PRECISION_DTYPES, needs_loss_scale
 from hf_mp.scaling.rules import scale_text
-
-# What needs a loss scale, as ranges spell it.
-_NARROW = {str(dtype).removeprefix("torch.") for dtype in LOWER_PRECISION_DTYPES if needs_loss_scale(dtype)}
 
 Phase = Literal["input", "weight", "forward", "backward", "loss outside of the model", "not found"]
 
@@ -49,7 +45,6 @@ class OverflowReport:
         finite_in_bf16: whether it is finite under autocast in BF16; None if not tried.
         rules: rules with which it is finite in FP16, by trial, empty where none of FP32 for the module or its branch
             help; None if not tried.
-        skips_until_stop: consecutive skipped steps, including this one, until ``LossScaleError``; None for never.
         notes: further observations.
     """
 
@@ -72,7 +67,6 @@ class OverflowReport:
     finite_in_fp32: bool | None = None
     finite_in_bf16: bool | None = None
     rules: dict[str, str] | None = None
-    skips_until_stop: int | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -119,24 +113,20 @@ class OverflowReport:
             return ""
         if self.smaller_scale_helps:
             return self._smaller_scale
-        advice = f"No smaller loss scale helps. {self._remedy}"
-        if self.largest_finite_scale is not None and self.needed_scale is not None:
-            until, lost = scale_text(self.largest_finite_scale), scale_text(self.needed_scale)
-            advice = (
-                f"No loss scale holds this backward as a whole: it is finite up to {until}, and other gradients are "
-                f"lost below {lost}. on_overflow='heal' gives modules scales of their own."
-            )
-        if self.skips_until_stop is not None:
-            advice += f" Training stops after {self.skips_until_stop} such steps in a row, this one included."
-        return advice
+        if self.largest_finite_scale is None or self.needed_scale is None:
+            return f"No smaller loss scale helps. {self._remedy}"
+        until, lost = scale_text(self.largest_finite_scale), scale_text(self.needed_scale)
+        return (
+            f"No loss scale holds this backward as a whole: it is finite up to {until}, and other gradients are "
+            f"lost below {lost}. on_overflow='heal' gives modules scales of their own."
+        )
 
     @property
     def _smaller_scale(self) -> str:
-        until, ends = self.largest_finite_scale, "and the scaler goes there"
-        if until is not None and until < self.smallest_scale:
+        until, ends = self.largest_finite_scale or 0.0, "and the scaler goes there"
+        if until < self.smallest_scale:
             ends = f"and the scaler goes no lower than {scale_text(self.smallest_scale)}: give it a smaller one"
-        at = "" if until is None else f", up to {scale_text(until)}"
-        return f"A smaller loss scale helps: the same backward is finite{at}, {ends}."
+        return f"A smaller loss scale helps: the same backward is finite, up to {scale_text(until)}, {ends}."
 
     @property
     def _remedy(self) -> str:
@@ -155,17 +145,13 @@ class OverflowReport:
         return f"FP32 was not tried; it may be finite there. {self._way_out}"
 
     @property
-    def _has_narrow_range(self) -> bool:
-        return not _NARROW.isdisjoint(found.dtype for found in (*self.inputs, *self.outputs))
-
-    @property
     def _way_out(self) -> str:
         """The ways out of FP16's range that were not tried in vain."""
         rules = ({self.module: "fp32"} if self.module else None) if self.rules is None else self.rules
         what = "compute it in FP32" if {"fp32"}.issuperset((rules or {}).values()) else "divide its numbers in FP16"
         rule = f"{what} ({f'rules={rules}' if rules else 'a rule for that op'})"
         ways = ["let on_overflow='heal' keep it in range" if rules == {} else rule]
-        if self._has_narrow_range and self.finite_in_bf16 is not False:
+        if self.finite_in_bf16 or self.phase == "weight":
             ways.append("train in bf16")
         found = " or ".join(ways)
         also = " In BF16 it is not finite." if self.finite_in_bf16 is False else ""

@@ -24,12 +24,9 @@ from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import StepReport, headroom_left
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.ranks.placement import is_running
 
 SEARCH = "the loss scale is finding its level"
-UNEXPLAINED = "a gradient was inf or NaN; the cause was not examined"
-ELSEWHERE = "a gradient was inf or NaN; this process found no cause, another one may have logged it"
-NOT_REPLAYED = "a gradient was inf or NaN; of skipped steps in a row, only the 1st, 2nd, 4th, 8th, ... are replayed"
+UNEXPLAINED = "a gradient was inf or NaN; this process did not replay the step, or found nothing"
 
 
 class Settings(NamedTuple):
@@ -79,15 +76,16 @@ class PrecisionRecorder(StepObserver):
         scale = scaler.get_scale()
         largest = report.largest_gradient
         # The explainer does not replay such a step, so that nobody else says what it was.
-        searching = report.overflow and is_finding_its_level(scaler.state, scaler.smallest_scale, self._clean_scale)
-        reports = self._write_new()
+        cause = SEARCH if is_finding_its_level(scaler.state, scaler.smallest_scale, self._clean_scale) else UNEXPLAINED
+        if reports := self._write_new():
+            cause = reports[-1].headline
         self._log.write(
             "step",
             step=step,
             loss_scale=scale,
             headroom=round(headroom_left(scale, largest), 3) if largest and not report.overflow else None,
             skipped=report.overflow,
-            cause=self._cause(reports, searching) if report.overflow else "",
+            cause=cause if report.overflow else "",
         )
         if not report.overflow:
             self._clean_scale = max(self._clean_scale or 0.0, scale)
@@ -159,15 +157,6 @@ class PrecisionRecorder(StepObserver):
         for one in healed:
             self._log.write("healed", healed=asdict(one))
         return reports
-
-    def _cause(self, reports: list[OverflowReport], searching: bool) -> str:
-        if reports:
-            return reports[-1].headline
-        if searching:
-            return SEARCH
-        if self._written_reports:
-            return NOT_REPLAYED
-        return ELSEWHERE if is_running() else UNEXPLAINED
 
 
 def _now() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hf_mp.casting.rules import MOST_SCALED, SCALABLE, Divisors
@@ -24,8 +23,6 @@ class Situation(NamedTuple):
 
     found: OpRange  # what is out of range
     rules: Mapping[str, str]  # that hold already
-    modules: Sequence[str]  # names of all modules
-    has_bf16: bool  # whether the device computes in BF16
     is_lean: bool = False  # whether weights are in FP16
     scale: float = 0.0  # that gradients in 16 bits are to be held at; 0 where the forward is looked at
 
@@ -33,14 +30,6 @@ class Situation(NamedTuple):
     def excess(self) -> float:
         """By how much numbers are beyond FP16's end: those of the forward, or else scaled gradients."""
         return (self.scale * (self.found.fp16_gradient or 0.0) if self.scale else self.found.largest) / FP16_MAX
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """One kind of remedy; ``rules`` gives the rules of autocast that put it in place, empty where it does not apply."""
-
-    name: str
-    rules: Callable[[Situation], dict[str, str]]
 
 
 class Planned(NamedTuple):
@@ -98,24 +87,13 @@ def _branch_in_fp32(at: Situation) -> dict[str, str]:
     return {".".join(parts[: blocks[-1] + 2]): "fp32"} if blocks else {}
 
 
-def _stream_from_here(at: Situation) -> dict[str, str]:
-    """This block and all later ones of its stack."""
-    parts = at.found.module.split(".")
-    place = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
-    if place is None:
-        return {}
-    stack, dtype = ".".join(parts[:place]), "bf16" if at.has_bf16 else "fp32"
-    blocks = [name for name in at.modules if (split := name.rpartition("."))[0] == stack and split[2].isdecimal()]
-    return {name: dtype for name in blocks if int(name.rpartition(".")[2]) >= int(parts[place])}
-
-
-REMEDIES = (
-    Remedy("the product of divided numbers", _divided_product),
-    Remedy("the op in FP32", _op_in_fp32),
-    Remedy("the module in FP32", _module_in_fp32),
-    Remedy("its residual branch in FP32", _branch_in_fp32),
-    Remedy("the stream from here on", _stream_from_here),
-)
+# The rules of autocast that each puts in place, none where it does not apply; the smallest remedy first.
+REMEDIES: dict[str, Callable[[Situation], dict[str, str]]] = {
+    "the product of divided numbers": _divided_product,
+    "the op in FP32": _op_in_fp32,
+    "the module in FP32": _module_in_fp32,
+    "its residual branch in FP32": _branch_in_fp32,
+}
 
 
 def rules_to_try(module: str, ranges: Sequence[OpRange], runtime: Any, scale: float = 0.0) -> list[dict[str, str]]:
@@ -125,45 +103,28 @@ def rules_to_try(module: str, ranges: Sequence[OpRange], runtime: Any, scale: fl
     """
     places = leaving_range_in_backward(ranges, scale) if scale else leaving_range(ranges)
     experts = [found for found in places if found.expert and found.module == module]
-    at = Situation(OpRange(module, ""), runtime.rules, (), has_bf16=False, is_lean=runtime.policy.is_lean, scale=scale)
+    at = Situation(OpRange(module, ""), runtime.rules, runtime.policy.is_lean, scale)
     divided = merged(_divided_product(at._replace(found=found)) for found in experts)
     return [rules for rules in (divided, _module_in_fp32(at), _branch_in_fp32(at)) if rules]
 
 
-def next_remedy(at: Situation) -> Planned | None:
-    """The smallest remedy that was not tried for this place; None where none is left."""
-    offers = [(remedy.name, remedy.rules(at)) for remedy in REMEDIES]
-    # What holds already has not helped, and neither has what is smaller.
-    held = [place for place, (_, rules) in enumerate(offers) if rules and rules.items() <= at.rules.items()]
-    left = [offer for offer in offers[max(held, default=-1) + 1 :] if offer[1]]
-    return Planned(*left[0], at.found) if left else None
-
-
-def next_remedies(
-    places: Iterable[OpRange],
-    rules: Mapping[str, str],
-    modules: Sequence[str],
-    *,
-    has_bf16: bool = False,
-    is_lean: bool = False,
-    scale: float = 0.0,
-) -> list[Planned]:
-    """A remedy for each of ``places``; :class:`Situation` says what the arguments mean.
+def next_remedy(at: Situation) -> Planned:
+    """The smallest remedy that was not tried for this place.
 
     Raises:
-        CannotHealError: for a place whose remedies have all been tried.
+        CannotHealError: where all have been tried.
     """
-    planned = []
-    for found in places:
-        remedy = next_remedy(Situation(found, rules, modules, has_bf16, is_lean, scale))
-        if remedy is None:
-            what = f" in its backward at loss scale {scale_text(scale)}" if scale else ""
-            raise CannotHealError(
-                f"{found.op!r} in {found.module!r} stays out of FP16's range{what} with every remedy: use "
-                "precision='bf16'"
-            )
-        planned.append(remedy)
-    return planned
+    offers = [(name, rules_of(at)) for name, rules_of in REMEDIES.items()]
+    # What holds already has not helped, and neither has what is smaller.
+    held = [place for place, (_, rules) in enumerate(offers) if rules and rules.items() <= at.rules.items()]
+    for name, rules in offers[max(held, default=-1) + 1 :]:
+        if rules:
+            return Planned(name, rules, at.found)
+    what = f" in its backward at loss scale {scale_text(at.scale)}" if at.scale else ""
+    raise CannotHealError(
+        f"{at.found.op!r} in {at.found.module!r} stays out of FP16's range{what} with every remedy: use "
+        "precision='bf16'"
+    )
 
 
 def leaving_range(ranges: Iterable[OpRange]) -> list[OpRange]:

@@ -135,7 +135,7 @@ def _findings_of_steps(steps: Mapping[int, StepRecord]) -> list[str]:
 def _galleries(step: StepMagnitudes) -> Iterator[tuple[str, int, Histogram, list[tuple[str, Histogram]]]]:
     """Of each kind: its name, the octaves by which the loss scale shifts it, all its values, and those by layer."""
     for kind in _SHOWN:
-        layers = [(layer, found) for layer in step.places if (found := step.of(kind, layer)).total]
+        layers = [(layer, found) for layer in step.layers if (found := step.of(kind, layer)).total]
         # A kind that was not recorded, such as activations of a compiled model, has no gallery.
         if layers:
             yield kind.value, step.log2_scale if kind in _SCALED else 0, step.of(kind), layers
@@ -156,5 +156,5 @@ def _shares_over_time(shares: list[StepShares]) -> list[charts.Line]:
 
 def swamped_rows(step: StepMagnitudes) -> list[tuple[str, Swamped, Swamped]]:
     """The layers and experts with updates, and those that FP16 and BF16 weights would lose; the largest loss first."""
-    rows = [(layer, *step.swamped(layer)) for layer in step.places]
+    rows = [(layer, *step.swamped(layer)) for layer in step.layers]
     return sorted([row for row in rows if row[1].updates], key=lambda row: -row[2].share)

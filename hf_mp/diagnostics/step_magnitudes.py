@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -31,19 +31,12 @@ class Kind(StrEnum):
 class TensorMagnitudes:
     kind: Kind
     layer: str  # name of the module in the model
-    tensor: (
-        str  # the parameter's name in its module: "weight", "gate_up_proj[5]" of stacked experts; "" for an activation
-    )
+    tensor: str  # the parameter's name in its module; "" for an activation
     dtype: str  # of the tensor, such as "float16"
     stride: int  # every `stride`-th element was counted
     histogram: Histogram  # of the counted elements; gradients are unscaled
     swamped_fp16: Swamped = NO_UPDATES  # counted updates that would leave an FP16 weight unchanged
     swamped_bf16: Swamped = NO_UPDATES  # the same for a BF16 weight
-
-    @property
-    def place(self) -> str:
-        """The layer; of stacked experts the name of the expert's weight."""
-        return f"{self.layer}.{self.tensor}" if self.tensor.endswith("]") else self.layer
 
 
 @dataclass(frozen=True)
@@ -60,13 +53,13 @@ class StepMagnitudes:
         return round(float(np.log2(self.loss_scale)))
 
     def of(self, kind: Kind, layer: str | None = None) -> Histogram:
-        """The histogram of all tensors of a kind (in one layer, or of one expert), weighted by their strides."""
-        found = (t for t in self.tensors if t.kind is kind and layer in (None, t.layer, t.place))
+        """The histogram of all tensors of a kind (in one layer), weighted by their strides."""
+        found = (t for t in self.tensors if t.kind is kind and layer in (None, t.layer))
         return Histogram(sum((t.histogram.counts * t.stride for t in found), start=Histogram.empty().counts))
 
     def swamped(self, layer: str | None = None) -> tuple[Swamped, Swamped]:
-        """The updates (of one layer or expert) that FP16 and BF16 weights would lose, weighted as in :meth:`of`."""
-        found = [t for t in self.tensors if t.kind is Kind.UPDATES and layer in (None, t.layer, t.place)]
+        """The updates (of one layer) that FP16 and BF16 weights would lose, weighted as in :meth:`of`."""
+        found = [t for t in self.tensors if t.kind is Kind.UPDATES and layer in (None, t.layer)]
         counts = (t.stride * np.array([t.swamped_fp16, t.swamped_bf16]) for t in found)
         fp16, bf16 = sum(counts, start=np.zeros((2, 2), np.int64)).tolist()
         return Swamped(*fp16), Swamped(*bf16)
@@ -75,11 +68,6 @@ class StepMagnitudes:
     def layers(self) -> tuple[str, ...]:
         """Names of the recorded layers, in the order of the model."""
         return tuple(dict.fromkeys(tensor.layer for tensor in self.tensors))
-
-    @property
-    def places(self) -> tuple[str, ...]:
-        """The layers, and after each one of stacked experts these."""
-        return tuple(dict.fromkeys(name for tensor in self.tensors for name in (tensor.layer, tensor.place)))
 
     def shares(self) -> StepShares:
         gradients, (fp16, bf16) = self.of(Kind.WEIGHT_GRADIENTS), self.swamped()
@@ -121,22 +109,18 @@ def as_record(step: StepMagnitudes) -> dict[str, Any]:
         "tensors": [
             [t.kind.value, t.layer, t.tensor, t.dtype, t.stride, *t.swamped_fp16, *t.swamped_bf16] for t in step.tensors
         ],
-        "bins": [0, _BINS],
         "counts": base64.b64encode(zlib.compress(counts.tobytes())).decode("ascii"),
     }
 
 
 def from_record(record: Mapping[str, Any]) -> StepMagnitudes:
     """What :func:`as_record` gave."""
-    rows: Sequence[Any] = record["tensors"]
-    first, last = record["bins"]
-    packed = np.frombuffer(zlib.decompress(base64.b64decode(record["counts"])), _COUNT)
-    counts = np.zeros((len(rows), _BINS), dtype=np.int64)
-    counts[:, first:last] = packed.reshape(len(rows), last - first)
-    tensors = []
-    for (kind, layer, tensor, dtype, stride, *lost), found in zip(rows, counts, strict=True):
-        swamped = (Swamped(*lost[:2]), Swamped(*lost[2:])) if lost else ()
-        tensors.append(TensorMagnitudes(Kind(kind), layer, tensor, dtype, stride, Histogram(found), *swamped))
+    counts = np.frombuffer(zlib.decompress(base64.b64decode(record["counts"])), _COUNT).astype(np.int64)
+    rows = zip(record["tensors"], counts.reshape(-1, _BINS), strict=True)
+    tensors = [
+        TensorMagnitudes(Kind(kind), *names, Histogram(found), Swamped(*lost[:2]), Swamped(*lost[2:]))
+        for (kind, *names, lost), found in (((*row[:5], row[5:]), found) for row, found in rows)
+    ]
     return StepMagnitudes(
         record["step"], record["loss_scale"], record["skipped"], tuple(tensors), notes=tuple(record["notes"])
     )

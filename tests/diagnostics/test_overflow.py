@@ -167,7 +167,6 @@ def test_asked_before_the_step() -> None:
 def test_training_that_stops_says_who_it_was() -> None:
     loop = Loop(scaler=StaticLossScaler(2.0**8, max_consecutive_skips=3))
     loop.step(bad())
-    assert loop.reports[0].skips_until_stop == 3
     loop.step(bad())
     with pytest.raises(LossScaleError, match=r"(?s)3 optimizer steps in a row.*contains inf or NaN: 'x'"):
         loop.step(bad())

@@ -16,8 +16,8 @@ import torch
 from planted_faults import Mlp, vectors
 
 import hf_mp
-from hf_mp.diagnostics import precision_recorder, run_log
-from hf_mp.diagnostics.precision_recorder import ELSEWHERE, SEARCH, UNEXPLAINED, PrecisionRecorder, record_precision
+from hf_mp.diagnostics import run_log
+from hf_mp.diagnostics.precision_recorder import SEARCH, UNEXPLAINED, PrecisionRecorder, record_precision
 from hf_mp.diagnostics.run_log import LOG_NAME, RunLog, read_run
 
 NAN = float("nan")
@@ -79,15 +79,6 @@ def test_a_skip_that_nobody_explained_says_so_and_a_search_is_one(tmp_path: Path
     Run(tmp_path, explain=False).train(1e30, 1.0, NAN)
     causes = [step.cause for step in read_run(tmp_path).steps.values()]
     assert causes == [SEARCH, "", UNEXPLAINED]
-
-
-def test_what_another_process_explains_is_not_said_to_be_looked_at_by_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run(tmp_path, explain=False).train(1.0)
-    monkeypatch.setattr(precision_recorder, "is_running", lambda: True)
-    run.train(NAN)
-    assert read_run(tmp_path).steps[2].cause == ELSEWHERE
 
 
 def test_an_explainer_that_comes_after_the_recorder_explains_the_same_step(tmp_path: Path) -> None:
