@@ -13,18 +13,17 @@ from torch import nn
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
+from hf_mp.diagnostics.cures import find_rules, fp32_share
 from hf_mp.diagnostics.given_batches import call, checked
 from hf_mp.diagnostics.kept_state import eagerly, gradients_set_aside, untouched, weights_kept
 from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.diagnostics.range_report import CLOSE_DOUBLINGS, RangeReport
 from hf_mp.diagnostics.ranges import STAND_IN, OpRange, RangeRecorder
-from hf_mp.diagnostics.remedies import CannotHealError, Planned, Situation, leaving_range, next_remedy
 from hf_mp.policy import PrecisionPolicy, needs_loss_scale
 from hf_mp.scaling.rules import FP16_MAX
 from hf_mp.step.mixed_precision import MixedPrecision
 
 SAFE = FP16_MAX / 2**CLOSE_DOUBLINGS
-MOST_LOOKS = 40  # each forward shows what is left after the rules so far
 
 
 def calibrate(
@@ -73,7 +72,7 @@ def calibrate(
             notes = ["some of it is inf or NaN in FP32's range, too: the cause is the model, and no rule helps"]
             if not any(math.isnan(op.largest) for op in ops):
                 notes = []
-                last, _ = find_rules(runtime, ops, lambda: _look(runtime, model, given, backward=False))
+                last, _ = find_rules(runtime, ops, lambda rules: _look_with(runtime, model, rules, given))
         finally:
             runtime.detach()
     if all(op.fp16_gradient is None for op in ops):
@@ -82,37 +81,11 @@ def calibrate(
     return RangeReport(type(model).__name__, str(policy), len(given), tuple(ops), *found)
 
 
-def find_rules(
-    runtime: MixedPrecision,
-    ops: Sequence[OpRange],
-    look: Callable[[], Sequence[OpRange]],
-    places: Callable[[Sequence[OpRange]], list[OpRange]] = leaving_range,
-    scale: float = 0.0,
-) -> tuple[Sequence[OpRange], list[Planned]]:
-    """Add rules to ``runtime`` until ``look`` finds no more ``places``; returns what it finds then, and the remedies.
-
-    Raises:
-        CannotHealError: where no rules help.
-    """
-    placed: list[Planned] = []
-    # What a place feeds was out of range with it: each look shows what is left by itself.
-    for _ in range(MOST_LOOKS):
-        at = [Situation(found, runtime.remedies, runtime.policy.is_lean, scale) for found in places(ops)]
-        if not (planned := [*map(next_remedy, at)]):
-            return ops, placed
-        for remedy in planned:
-            runtime.add_rules(remedy.rules)
-        placed += planned
-        ops = look()
-    raise CannotHealError(
-        f"after {MOST_LOOKS} forwards with ever more rules, values still leave FP16's range: use precision='bf16'"
-    )
-
-
-def fp32_share(ops: Iterable[OpRange]) -> float:
-    """The share of the floating point operations that are not in 16 bits."""
-    ops = list(ops)
-    return sum(op.flops for op in ops if not op.is_fp16) / max(1, sum(op.flops for op in ops))
+def _look_with(
+    runtime: MixedPrecision, model: nn.Module, rules: dict[str, str], batches: Sequence[Any]
+) -> Sequence[OpRange]:
+    runtime.add_rules(rules)
+    return _look(runtime, model, batches, backward=False)
 
 
 def _look(runtime: MixedPrecision, model: nn.Module, batches: Sequence[Any], *, backward: bool) -> Sequence[OpRange]:

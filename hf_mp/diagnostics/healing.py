@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from transformers.utils import logging
 
-from hf_mp.diagnostics.calibration import find_rules, fp32_share
+from hf_mp.diagnostics.cures import Cure, find_cure
 from hf_mp.diagnostics.kept_state import KeptBackward, KeptCall, RandomStates
-from hf_mp.diagnostics.looks import Look, look
 from hf_mp.diagnostics.overflow import OverflowExplainer, explain_overflows, observing, runtime_of, suspects_of
-from hf_mp.diagnostics.ranges import OpRange
-from hf_mp.diagnostics.remedies import (
-    CannotHealError,
-    Planned,
-    cutting,
-    leaving_range,
-    leaving_range_in_backward,
-    merged,
-    scale_range,
-)
+from hf_mp.diagnostics.remedies import CannotHealError, Planned, merged
 from hf_mp.diagnostics.values import Finiteness, finiteness
 from hf_mp.policy import PrecisionPolicy, needs_loss_scale
 from hf_mp.scaling.events import MAX_FP32_SHARE, StepObserver, check_on_overflow
-from hf_mp.scaling.rules import FP16_MAX, StepReport, scale_text, scale_with_headroom
+from hf_mp.scaling.rules import FP16_MAX, StepReport, scale_text
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.ranks.placement import is_sharded, placement_of
 
@@ -85,14 +74,6 @@ class Healed:
         return f"{where} came to {self.largest:g}, and FP16 ends at {FP16_MAX:g}: {self.remedy} ({{{rules}}})"
 
 
-class _Found(NamedTuple):
-    """What helps against an overflow: rules, a loss scale (None if none does), or why nothing does."""
-
-    rules: dict[str, str]
-    scale: float | None
-    error: str | None = None
-
-
 class Healer(StepObserver):
     """Puts remedies in place when a step overflows in its forward; returned by :func:`heal_overflows`.
 
@@ -143,26 +124,24 @@ class Healer(StepObserver):
         """Put in place what helps, on all ranks alike; whether the step can run again with it."""
         runtime = self._runtime
         # All ranks come here, since they agree on the verdict; each looks at its own batches.
-        found = runtime.ranks.gather(self._find(list(self._explainer.backwards)))
-        if first := next((one.error for one in found if one.error), None):
-            raise CannotHealError(first)
-        if rules := merged(one.rules for one in found):
+        cures: list[Cure | None] = runtime.ranks.gather(self._find(list(self._explainer.backwards)))
+        found = [cure for cure in cures if cure is not None]
+        if error := next((cure.error for cure in found if cure.error), None):
+            raise CannotHealError(error)
+        if rules := merged(remedy.rules for cure in found for remedy in cure.remedies):
             runtime.add_rules(rules)
             if "torch._dynamo" in sys.modules:
                 torch.compiler.reset()  # what was compiled has no hook for the new rules
         if not self._can_run_again(is_healed=bool(rules)):
             return False
-        return self._backs_off(found, is_healed=bool(rules)) or bool(rules)
+        # One rank that does not know what helps would overflow again.
+        return (len(found) == len(cures) and self._backs_off(found, is_healed=bool(rules))) or bool(rules)
 
-    def _backs_off(self, found: Sequence[_Found], *, is_healed: bool) -> bool:
+    def _backs_off(self, cures: list[Cure], *, is_healed: bool) -> bool:
         """Whether the loss scale goes down to what all ranks have found, or by half as a guess."""
         scaler = self._runtime.scaler
         before = scaler.get_scale()
-        scales = [one.scale for one in found if one.scale is not None]
-        # One rank that does not know what helps would overflow again.
-        if len(scales) < len(found):
-            return False
-        scale = min(before, *scales)
+        scale = min(cure.scale or before for cure in cures)
         # Without a reason seen, by half: BF16, in which it is looked at, has 3 bits less than FP16.
         return (scale < before or not is_healed) and scaler.back_off(min(scale, before / 2.0))
 
@@ -180,86 +159,41 @@ class Healer(StepObserver):
             )
         return False
 
-    def _give_up(self, reason: str) -> _Found:
+    def _give_up(self, reason: str) -> None:
         if reason not in self._said:
             self._said.add(reason)
             logger.warning(f"on_overflow='heal': not healed: {reason}")
-        return _Found({}, None)
 
-    # What overflowed, and what helps
-
-    def _find(self, backwards: list[KeptBackward]) -> _Found:
-        """What helps against the overflow of these micro-batches; rules are put in place."""
+    def _find(self, backwards: list[KeptBackward]) -> Cure | None:
+        """What helps against the overflow of these micro-batches; None where nothing does, or it is not known."""
         for backward in suspects_of(backwards):
             for name, tensor in backward.inputs():
                 if finiteness(tensor) is Finiteness.NOT_FINITE:
                     return self._give_up(f"the batch contains inf or NaN: {name!r}. Clean the data")
-            try:
-                found = self._in_forward(backward) or self._in_backward(backward)
-            except CannotHealError as error:
-                return _Found({}, None, str(error))
-            if found is not None:
-                return found
-        return _Found({}, None)
+            cure = find_cure(self._runtime, backward)
+            if cure.reason:
+                return self._give_up(cure.reason)
+            if cure.error or cure.scale is not None:
+                return self._noted(cure) if cure.remedies else cure
+        return None
 
-    def _in_forward(self, backward: KeptBackward) -> _Found | None:
-        """What keeps the forward of a micro-batch in range; None where it is."""
-        runtime = self._runtime
-        seen, scale = look(runtime, backward), runtime.scaler.get_scale()
-        if rules := self._place(backward, seen, leaving_range):
-            return _Found(rules, scale)
-        if seen.is_finite:
-            return None
-        if not look(runtime, backward, dtype=torch.float32).is_finite:
-            return self._give_up("the forward is inf or NaN in FP32, too: the cause is the model or its data")
-        if rules := self._place(backward, seen, cutting):
-            return _Found(rules, scale)
-        return self._give_up(
-            "the forward is finite in FP32 and not in BF16, and nothing was rounded to -inf: train in FP32"
-        )
-
-    def _in_backward(self, backward: KeptBackward) -> _Found | None:
-        """The loss scale that keeps the backward in range, with rules where it does not alone; None if unknown."""
-        if not backward.is_kept() or backward.is_spoilt():
-            return None
-        runtime, scaler = self._runtime, self._runtime.scaler
-        seen = look(runtime, backward, with_gradients=True)
-        if not seen.is_finite:
-            return self._give_up("the backward is inf or NaN in FP32's range, too: the cause is the model or its data")
-        scale = scale_range(seen.ranges, scaler.get_scale()).best(scaler.get_scale(), scaler.smallest_scale)
-        if runtime.policy.is_lean:  # the weights' gradients themselves are in 16 bits
-            scale = min(scale, scale_with_headroom(seen.largest_gradient or 1.0, 1.0))
-        places = functools.partial(leaving_range_in_backward, scale=scale)
-        return _Found(self._place(backward, seen, places, scale), scale)
-
-    def _place(
-        self, backward: KeptBackward, seen: Look, places: Callable[[Any], list[OpRange]], scale: float = 0.0
-    ) -> dict[str, str]:
-        """Put remedies in place against what leaves the range, and log them; returns their rules.
-
-        ``scale`` is that of gradients, 0 where the forward is looked at.
-        """
-
-        def again() -> Sequence[OpRange]:
-            return look(self._runtime, backward, with_gradients=scale > 0.0).ranges
-
-        after, placed = find_rules(self._runtime, seen.ranges, again, places, scale)
-        if not placed:
-            return {}
-        step, share = self._runtime.stats.steps + 1, fp32_share(after)
-        new = [Healed.of(one, step, share, scale) for one in placed]
+    def _noted(self, cure: Cure) -> Cure:
+        """The cure, logged; with an error where too much of the model would be out of 16 bits."""
+        step, share = self._runtime.stats.steps + 1, cure.fp32_share
+        new = [Healed.of(one, step, share, cure.gradient_scale) for one in cure.remedies]
         self.healed += new
-        lines = "\n".join(f"  {one}" for one in new)
+        lines, where = "\n".join(f"  {one}" for one in new), "backward" if cure.gradient_scale else "forward"
         logger.warning(
-            f"Step {step} left FP16's range in its {'backward' if scale else 'forward'}, and is run again "
-            f"with:\n{lines}\n  {share:.2%} of the forward's FLOPs are out of 16 bits now."
+            f"Step {step} left FP16's range in its {where}, and is run again with:\n{lines}\n  {share:.2%} of the "
+            "forward's FLOPs are out of 16 bits now."
         )
-        if share > self.max_fp32_share:
-            raise CannotHealError(
-                f"{share:.1%} of the forward's FLOPs would be out of 16 bits, and max_fp32_share="
-                f"{self.max_fp32_share:g} allows less: this model wants precision='bf16'. What overflowed:\n{lines}"
-            )
-        return merged(one.rules for one in placed)
+        if share <= self.max_fp32_share:
+            return cure
+        error = (
+            f"{share:.1%} of the forward's FLOPs would be out of 16 bits, and max_fp32_share="
+            f"{self.max_fp32_share:g} allows less: this model wants precision='bf16'. What overflowed:\n{lines}"
+        )
+        return replace(cure, error=error)
 
     # The step again
 

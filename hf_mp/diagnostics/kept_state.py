@@ -93,10 +93,6 @@ class IncomingGradient:
         """Whether it was written to since it came in."""
         return self.gradient is not None and self.gradient._version != self.version
 
-    def is_spoilt(self) -> bool:
-        """Whether it is here, and not finite."""
-        return self.gradient is not None and bool(finiteness(self.gradient))
-
 
 @dataclass
 class KeptBackward:
@@ -122,7 +118,7 @@ class KeptBackward:
 
     def is_spoilt(self) -> bool:
         """Whether a gradient that entered is not finite."""
-        return any(entry.is_spoilt() for entry in self.incoming)
+        return any(entry.gradient is not None and bool(finiteness(entry.gradient)) for entry in self.incoming)
 
     def has_bad_loss(self) -> bool:
         """Whether a loss or its gradient is not finite: then the scale is not the cause."""

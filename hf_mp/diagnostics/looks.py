@@ -30,11 +30,14 @@ class Rerun(NamedTuple):
 
     outputs: list[Tensor]  # those that gradients came in through
     gradients: dict[str, Tensor]  # of weights by name, times the scale; empty without a backward
+    ranges: tuple[OpRange, ...] = ()  # of all ops, where these were looked at
 
-    def is_finite(self, scale: float = 1.0) -> bool:
+    @property
+    def is_finite(self) -> bool:
         """Whether a step could be taken with it."""
-        return not any(map(finiteness, self.outputs)) and self.largest_gradient() < SQUARES_BELOW * scale
+        return not any(map(finiteness, self.outputs)) and self.largest_gradient < SQUARES_BELOW
 
+    @property
     def largest_gradient(self) -> float:
         """The largest magnitude of a weight's gradient; 0 without any."""
         return largest_magnitude([*self.gradients.values()]).item() if self.gradients else 0.0
@@ -52,7 +55,8 @@ def run_again(
 ) -> Rerun:
     """Run a micro-batch in ``dtype``, without side effects; arguments as of :func:`look`.
 
-    ``watching`` gives what is entered around the forward and the backward, for the autocast that these run under.
+    ``watching`` gives what is entered around the forward and the backward, for the autocast that these run under;
+    ``scale`` is what the gradients that came in are multiplied with.
     """
     model = runtime.model
     assert model is not None  # it was called
@@ -85,31 +89,21 @@ def scaled_entry(gradient: Tensor, scale: float, output: Tensor) -> Tensor:
     return (gradient * scale).to(output.dtype)
 
 
-class Look(NamedTuple):
-    """How large the values of a micro-batch are."""
-
-    ranges: tuple[OpRange, ...]
-    is_finite: bool  # the outputs that gradients came in through, and the gradients of weights
-    largest_gradient: float  # of a weight, unscaled; 0 without gradients
-
-
 def look(
     runtime: MixedPrecision,
     backward: KeptBackward,
     *,
     dtype: torch.dtype = STAND_IN,
     rules: Mapping[str, str] | None = None,
-    scale: float = 1.0,
     with_gradients: bool = False,
-) -> Look:
-    """Run a micro-batch in ``dtype``, without side effects, and take down the magnitudes of all ops.
+) -> Rerun:
+    """Run a micro-batch in ``dtype``, unscaled and without side effects, and take down the magnitudes of all ops.
 
     Args:
         runtime, backward: of the run.
-        dtype: BF16 in FP16's place (the default), FP32, or FP16.
+        dtype: BF16 in FP16's place (the default), or FP32.
         rules: further rules than the run's; in FP32 there are none.
-        scale: what the gradients that the micro-batch was given are multiplied with.
-        with_gradients: also differentiate, for which all of these must have been kept.
+        with_gradients: also differentiate, for which the gradients that came in must have been kept.
     """
     model = runtime.model
     assert model is not None  # it was called
@@ -120,10 +114,9 @@ def look(
         lambda mode: recorder.recording(mode, model),
         dtype=dtype,
         rules=rules,
-        scale=scale,
         with_gradients=with_gradients,
     )
-    return Look(recorder.ranges(), rerun.is_finite(scale), rerun.largest_gradient())
+    return rerun._replace(ranges=recorder.ranges())
 
 
 def _entered(tensor: Tensor) -> Tensor:

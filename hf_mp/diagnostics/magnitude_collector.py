@@ -50,47 +50,30 @@ class _Sampled(NamedTuple):
 
 
 class MagnitudeCollector:
-    """Samples a step's tensors, and counts them when the step has ended.
+    """Samples the tensors of the step whose first forward begins now, and counts them when it has ended.
 
-    It hooks the chosen modules between :meth:`begin` and :meth:`finish`, writes only its own tensors and draws no
-    random numbers, so the step is bit for bit the same.
+    It hooks the chosen modules until the first backward, writes only its own tensors and draws no random numbers, so
+    the step is bit for bit the same.
 
     Activations and their gradients are those of each module's first output in its first call, in the first micro-batch.
     Weight gradients are the sum of all micro-batches, before clipping. Weights and updates are of the FP32 masters.
     """
 
-    def __init__(self, runtime: MixedPrecision, layers: Sequence[str] | None = None) -> None:
-        self._runtime = runtime
-        self._patterns = layers
-        self._watching = ExitStack()
-        self.abandon()
-        if runtime.model is not None:
-            select_layers(runtime.model, layers)  # refuse wrong patterns now
-
-    def abandon(self) -> None:
-        self._watching.close()
-        self.is_active = False
-        self._layers: dict[str, nn.Module] = {}
-        self._samples: dict[tuple[Kind, str, str], _Sampled] = {}  # by layer and name of the parameter
-        self._asked_for_gradient: set[str] = set()
+    def __init__(self, runtime: MixedPrecision, layers: Mapping[str, nn.Module], forward: AttachedForward) -> None:
+        self._runtime, self._layers = runtime, layers
         self._weights: dict[tuple[str, str], nn.Parameter] = {}
-        self._notes: tuple[str, ...] = ()
-
-    def begin(self, forward: AttachedForward) -> None:
-        """Collect the step whose first forward begins now."""
-        model = self._runtime.model
-        assert model is not None  # its forward is observed
-        self.abandon()
-        self.is_active = True
-        layers = self._layers = select_layers(model, self._patterns)
-        if is_sharded(model):  # gathered parameters are gone when the backward ends
-            self._notes = (SHARDED,)
+        self._asked_for_gradient: set[str] = set()
+        self._notes: list[str] = []
+        self._watching = ExitStack()
+        assert runtime.model is not None  # its forward is observed
+        if is_sharded(runtime.model):  # gathered parameters are gone when the backward ends
+            self._notes.append(SHARDED)
         else:
             self._weights = _trainable(layers)
-            # Before the backward: an optimizer-in-backward updates during it.
-            self._samples = {(Kind.WEIGHTS, *key): _Sampled.of_master(one) for key, one in self._weights.items()}
-        if is_compiled(model):
-            self._notes = (*self._notes, COMPILED)
+        # By kind, layer and name of the parameter. Before the backward: an optimizer-in-backward updates during it.
+        self._samples = {(Kind.WEIGHTS, *key): _Sampled.of_master(one) for key, one in self._weights.items()}
+        if is_compiled(runtime.model):
+            self._notes.append(COMPILED)
             return
         entry = forward.module()  # what it returns has left the scaled region
         inside = {name: module for name, module in layers.items() if module is not entry}
@@ -98,7 +81,7 @@ class MagnitudeCollector:
 
     def _see_output(self, name: str, number: int, output: Any) -> None:
         tensor = next((t for t in tensors_in(output) if t.is_floating_point()), None)
-        if tensor is None or not self.is_active:
+        if tensor is None:
             return
         # Several calls, or a recomputation: the first one counts.
         if (key := (Kind.ACTIVATIONS, name, "")) not in self._samples:
@@ -111,17 +94,18 @@ class MagnitudeCollector:
 
     def _see_gradient(self, name: str, gradient: Tensor | None) -> None:
         key = (Kind.ACTIVATION_GRADIENTS, name, "")
-        if gradient is not None and self.is_active and key not in self._samples:
+        if gradient is not None and key not in self._samples:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 # Inside of the model gradients are scaled; histograms are of true ones, and shift by log2 of the
                 # scale.
                 inverse = self._runtime.inverse(gradient.device, None, ())
                 self._samples[key] = _Sampled.of(gradient, inverse)
 
-    def backward_ended(self) -> None:
-        if not self.is_active:
-            return
+    def stop_watching(self) -> None:
         self._watching.close()
+
+    def backward_ended(self) -> None:
+        self.stop_watching()
         for key, parameter in self._weights.items():
             gradient, factor = gradient_and_factor(parameter)
             if gradient is not None:
@@ -129,7 +113,7 @@ class MagnitudeCollector:
 
     def finish(self, report: StepReport) -> StepMagnitudes:
         """Count the samples of the step, which was just taken or skipped."""
-        self._watching.close()
+        self.stop_watching()
         has_gradients = any(kind is Kind.WEIGHT_GRADIENTS for kind, _, _ in self._samples)
         missing = [] if has_gradients or not self._weights else [NO_GRADIENTS]
         found = [
@@ -138,17 +122,15 @@ class MagnitudeCollector:
         ]
         if not report.overflow:
             found += self._updates()
-        order = {name: place for place, name in enumerate(self._layers)}
-        tensors = sorted(found, key=lambda t: (order[t.layer], list(Kind).index(t.kind)))
-        step = StepMagnitudes(
+        layers, kinds = [*self._layers], [*Kind]
+        tensors = sorted(found, key=lambda t: (layers.index(t.layer), kinds.index(t.kind)))
+        return StepMagnitudes(
             step=self._runtime.stats.steps + 1,
             loss_scale=self._runtime.scaler.get_scale(),
             skipped=report.overflow,
             tensors=tuple(tensors),
             notes=(*self._notes, *missing),
         )
-        self.abandon()
-        return step
 
     def _updates(self) -> Iterator[TensorMagnitudes]:
         for key, parameter in self._weights.items():

@@ -26,7 +26,7 @@ SAMPLE_ELEMENTS = 2**15
 _BIAS = 127
 _BINS = 512
 _ZERO, _SUBNORMAL, _INF, _NAN = 0, 1, 510, 511
-_MAGNITUDE_BITS, _EXPONENT_BITS, _MANTISSA_BITS = 0x7FFFFFFF, 0x7F800000, 23
+_MAGNITUDE_BITS, _MANTISSA_BITS = 0x7FFFFFFF, 23
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,11 +82,6 @@ class Histogram:
         """The share of the finite nonzero values that FP16 rounds to zero, after multiplication by 2**log2_scale."""
         return _ratio(self._below(2 * (FP16_LARGEST_LOST - log2_scale) + 1), self.finite_nonzero)
 
-    def share_subnormal(self, log2_scale: int = 0) -> float:
-        """The share that FP16 keeps with fewer than 11 bits: above 2**-25 and below 2**-14."""
-        lost = self._below(2 * (FP16_LARGEST_LOST - log2_scale) + 1)
-        return _ratio(self._below(2 * (FP16_SMALLEST_NORMAL - log2_scale)) - lost, self.finite_nonzero)
-
     def _below(self, bin: int) -> int:
         """The finite nonzero values in the bins before that of 2**0 plus ``bin``."""
         return int(self.counts[_SUBNORMAL : min(max(bin + 2 * _BIAS, _SUBNORMAL), _INF)].sum())
@@ -119,19 +114,15 @@ class Swamped(NamedTuple):
 
 @torch.no_grad()
 def swamped(weights: Tensor, updates: Tensor, dtype: torch.dtype = torch.float16) -> Swamped:
-    """The number of updates below half a unit in the last place (ulp) of their weight in ``dtype``.
+    """The number of updates that leave a weight stored in ``dtype`` as it is, bit for bit, once they are added.
 
-    Such an update leaves a weight stored in ``dtype`` unchanged: Micikevicius et al. 2017 (arXiv 1710.03740), section
-    3.1. The ulp of a weight is the spacing in its binade; that of zero is the smallest subnormal number.
+    About those below half a unit in its last place: Micikevicius et al. 2017 (arXiv 1710.03740), section 3.1.
     """
-    limits = torch.finfo(dtype)
-    working = weights.detach().to(dtype).to(torch.float32)
-    power = (working.contiguous().view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
-    # The exponent's bits alone are the power of two below a weight; subnormal numbers have a spacing of their own.
-    half_ulp = power.clamp_(min=limits.smallest_normal).mul_(limits.eps / 2)
-    sizes = updates.detach().to(torch.float32).abs()
-    counted = (sizes > 0.0) & sizes.isfinite() & working.isfinite()
-    return Swamped(int((counted & (sizes < half_ulp)).sum()), int(counted.sum()))
+    # In FP64, which holds the sum of a weight and its update, so that there is one rounding as in an optimizer.
+    working, changes = weights.detach().to(dtype), updates.detach().double()
+    counted = (changes != 0.0) & changes.isfinite() & working.isfinite()
+    is_lost = (working.double() + changes).to(dtype) == working
+    return Swamped(int((counted & is_lost).sum()), int(counted.sum()))
 
 
 def _ratio(count: int, total: int) -> float:

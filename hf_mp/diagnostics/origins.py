@@ -32,7 +32,6 @@ _MASKING = frozenset(
 # These overwrite their target.
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
 
-_UNKNOWN: Any = object()  # the origin of what was not finite before
 _SITE = "hf_mp's call site"  # a key of a node's metadata, which lives as long as its graph
 
 
@@ -52,8 +51,7 @@ class CallSites:
 
     def __init__(self, model: nn.Module, entry: nn.Module | None) -> None:
         self._model = model
-        # By memory and shape: what a forward uses of a parameter is an alias, and flat parameters lie in one memory.
-        self._parameters = {(_memory(parameter), parameter.shape): name for name, parameter in model.named_parameters()}
+        self._parameters: dict[tuple[int, torch.Size], str] = {}
         modules = {id(module): name for name, module in model.named_modules()}
         self._sites = [Site(modules.get(id(entry), ""))]
         self._experts = ExpertCalls(model)
@@ -76,16 +74,11 @@ class CallSites:
         """The name of the parameter that ``tensor`` is, or an alias of."""
         return self._parameters.get((_memory(tensor), tensor.shape))
 
-    @contextmanager
-    def _inside(self, site: Site) -> Iterator[None]:
-        self._sites.append(site)
-        try:
-            yield
-        finally:
-            self._sites.pop()
-
     def watching(self, mode: autocast) -> AbstractContextManager[None]:
         """To follow the model in, and the calls that ``mode`` sees."""
+        # By memory and shape: what a forward uses of a parameter is an alias, and flat parameters lie in one memory.
+        # Now and not before, since a replay has masters in the place of split parameters.
+        self._parameters = {(_memory(one), one.shape): name for name, one in self._model.named_parameters()}
         return watching(
             dict(self._model.named_modules()),
             mode,
@@ -107,8 +100,11 @@ class CallSites:
         experts = self._experts.of(module, func, args, kwargs)
         site = Site(module, name, experts, self._named(args, kwargs))
         _mark((args, kwargs), Site(module))  # what no call that is seen has made: a function of autograd's
-        with self._inside(site):
+        self._sites.append(site)
+        try:
             result = watched.make()
+        finally:
+            self._sites.pop()
         self._experts.made(module, func, args, result)
         _mark(result, site)
         # What a user sees is the call, with the names of parameters; what overflowed is an op somewhere inside of it.
@@ -151,6 +147,9 @@ class Origin:
     outputs: tuple[TensorRange, ...] = ()
     notes: tuple[str, ...] = ()
     is_mask: bool = False  # whether it is only -inf, written on purpose
+
+
+_UNKNOWN = Origin("not found", 0, is_mask=True)  # of what was not finite before: nobody's fault, as a mask is
 
 
 class OriginTracker(TorchDispatchMode):
@@ -208,22 +207,16 @@ class OriginTracker(TorchDispatchMode):
     def _origin(
         self, func: Any, inputs: list[Tensor], outputs: list[Tensor], state: Finiteness, before: dict[int, Finiteness]
     ) -> Origin | None:
-        tainted = self._tainted(inputs, before)
-        if (guilty := _worst(tainted)) is not None:
-            return guilty
-        shown = [tensor for tensor in inputs if id(tensor) not in before]  # what it wrote to is no longer what it read
-        if state is Finiteness.MINUS_INF and tainted:
-            first = tainted[0][1]
-            return first if first is not _UNKNOWN else self._make(func, shown, outputs, is_mask=True)
-        is_mask = state is Finiteness.MINUS_INF and _op_name(func) in _MASKING
-        return self._make(func, shown, outputs, is_mask=is_mask)
-
-    def _tainted(self, inputs: list[Tensor], before: dict[int, Finiteness]) -> list[tuple[Finiteness, Any]]:
-        """What of ``inputs`` was not finite, and its origin."""
         came = [before[id(tensor)] if id(tensor) in before else finiteness(tensor) for tensor in inputs]
         origins = [self._origins.get(_memory(tensor), _UNKNOWN) for tensor in inputs]
         # Uninitialized memory (None) is not read: `baddbmm(empty, q, k, beta=0)`.
-        return [pair for pair in zip(came, origins, strict=True) if all(pair)]
+        tainted = [(found, origin) for found, origin in zip(came, origins, strict=True) if found and origin is not None]
+        if guilty := [pair for pair in tainted if not pair[1].is_mask]:
+            return min(guilty, key=lambda pair: (-pair[0], pair[1].order))[1]  # of the worst, the first
+        if state is Finiteness.MINUS_INF and tainted:
+            return tainted[0][1]
+        shown = [tensor for tensor in inputs if id(tensor) not in before]  # what it wrote to is no longer what it read
+        return self._make(func, shown, outputs, is_mask=state is Finiteness.MINUS_INF and _op_name(func) in _MASKING)
 
     def _make(self, func: Any, inputs: list[Tensor], outputs: list[Tensor], *, is_mask: bool) -> Origin:
         self._count += 1
@@ -276,13 +269,6 @@ def spoilt_parts(name: str, tensor: Tensor, experts: Mapping[str, int], limit: f
     if not finiteness(tensor, limit):
         return {}
     return {f"{name}[{one}]": one for one in entries_in(spoilt(tensor, limit))} if name in experts else {name: ...}
-
-
-def _worst(tainted: list[tuple[Finiteness, Any]]) -> Origin | None:
-    """The origin of what an op was given that is not finite, and no mask: of the worst, the first."""
-    known = [(-found, origin.order, origin) for found, origin in tainted if origin is not _UNKNOWN]
-    guilty = [entry for entry in known if not entry[2].is_mask]
-    return min(guilty, key=lambda entry: entry[:2])[2] if guilty else None
 
 
 def _numbered_ranges(name: str, tensors: Iterable[Tensor]) -> tuple[TensorRange, ...]:

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from hf_mp.casting.nested import named_tensors
 from hf_mp.diagnostics.kept_state import IncomingGradient, KeptBackward, KeptCall, RandomStates
 from hf_mp.diagnostics.overflow_report import OverflowReport
-from hf_mp.diagnostics.replay import replay
+from hf_mp.diagnostics.replay import Replay
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import ScaleRule, StepReport
@@ -140,7 +140,7 @@ class OverflowExplainer(StepObserver):
             smallest_scale=scaler.smallest_scale,
         )
         try:
-            report = replay(self._runtime, backward, place)
+            report = Replay(self._runtime, backward, place).run()
         except Exception as error:  # training goes on whatever the replay meets, and the report tells
             return replace(place, notes=(f"the replay failed: {type(error).__name__}: {error}",))
         # What was not kept may be why: it is, for the next failure.

@@ -43,8 +43,8 @@ class OverflowReport:
         smallest_scale: the smallest loss scale that overflows can lead to.
         finite_in_fp32: whether the same micro-batch is finite without autocast; None if not tried.
         finite_in_bf16: whether it is finite under autocast in BF16; None if not tried.
-        rules: rules with which it is finite in FP16, by trial, empty where none of FP32 for the module or its branch
-            help; None if not tried.
+        rules: rules with which the pass at fault stays in FP16's range, by trial, those that
+            ``on_overflow="heal"`` would put in place; empty where none are needed or help; None if not tried.
         notes: further observations.
     """
 
@@ -83,22 +83,13 @@ class OverflowReport:
         return {
             "input": f"The batch contains inf or NaN: {self.tensor!r}, as it enters the model",
             "weight": f"The weight or buffer {self.tensor!r} is not finite{self._in_16_bits}",
-            "forward": f"The first {self._what} was produced by {self.op!r} in {module}, in the forward pass",
-            "backward": f"The first {self._what} was produced by the gradient of {self.op!r} in {module}, in the "
+            "forward": f"The first inf or NaN was produced by {self.op!r} in {module}, in the forward pass",
+            "backward": f"The first inf or NaN was produced by the gradient of {self.op!r} in {module}, in the "
             "backward pass",
             "loss outside of the model": "The loss is computed outside the model, and its gradient with respect to the "
-            f"output {self.tensor!r} has {self._what}, although that output is finite",
+            f"output {self.tensor!r} has inf, NaN or a magnitude of 2**64 or more, although that output is finite",
             "not found": "A replay did not find the origin of the inf or NaN",
         }[self.phase]
-
-    @property
-    def is_too_large(self) -> bool:
-        """Whether the gradient is finite but too large to be squared."""
-        return bool(self.outputs) and not any(found.inf_count or found.nan_count for found in self.outputs)
-
-    @property
-    def _what(self) -> str:
-        return "magnitude of 2**64 or more" if self.is_too_large else "inf or NaN"
 
     @property
     def _in_16_bits(self) -> str:
@@ -140,22 +131,17 @@ class OverflowReport:
         if self.phase == "weight":
             return self._way_out if self._in_16_bits else "Go back to an earlier checkpoint, or load other weights."
         if self.phase == "loss outside of the model":
-            division = "Look for a division by zero, or a logarithm or root of zero, in the loss."
-            return "Scale the loss down." if self.is_too_large else division
+            return "Look for a division by zero, a logarithm or root of zero, or too large a factor in the loss."
         return f"FP32 was not tried; it may be finite there. {self._way_out}"
 
     @property
     def _way_out(self) -> str:
         """The ways out of FP16's range that were not tried in vain."""
-        rules = ({self.module: "fp32"} if self.module else None) if self.rules is None else self.rules
-        what = "compute it in FP32" if {"fp32"}.issuperset((rules or {}).values()) else "divide its numbers in FP16"
-        rule = f"{what} ({f'rules={rules}' if rules else 'a rule for that op'})"
-        ways = ["let on_overflow='heal' keep it in range" if rules == {} else rule]
+        rules = {self.module: "fp32"} if self.rules is None else self.rules
+        found = f"Give it rules={rules}" if rules else "Let on_overflow='heal' keep it in range"
         if self.finite_in_bf16 or self.phase == "weight":
-            ways.append("train in bf16")
-        found = " or ".join(ways)
-        also = " In BF16 it is not finite." if self.finite_in_bf16 is False else ""
-        return f"{found[0].upper()}{found[1:]}.{also}"
+            found += " or train in bf16"
+        return f"{found}. In BF16 it is not finite." if self.finite_in_bf16 is False else f"{found}."
 
     def to_text(self) -> str:
         rank = f", rank {self.rank}" if self.rank else ""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_mp.diagnostics.contract.table import PrecisionContract
 from hf_mp.diagnostics.healing import Healer
-from hf_mp.diagnostics.magnitude_collector import MagnitudeCollector
+from hf_mp.diagnostics.magnitude_collector import MagnitudeCollector, select_layers
 from hf_mp.diagnostics.overflow import OverflowExplainer, is_finding_its_level, observing, runtime_of
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.run_log import VERSION, RunLog
@@ -56,19 +56,22 @@ class PrecisionRecorder(StepObserver):
         self._settings = dict(settings)
         self._runtime = runtime
         self._log = RunLog(asked.run_directory)
-        self._collector = MagnitudeCollector(runtime, asked.histogram_layers if asked.histogram_steps else None)
+        self._collector: MagnitudeCollector | None = None  # of the step that runs, if that is recorded
         self._due = runtime.stats.steps if asked.histogram_steps else math.inf
         self._has_begun = False
         self._written_reports = self._written_remedies = 0
         self._clean_scale: float | None = None
 
     def forward(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._collector.is_active and self._runtime.stats.steps >= self._due:
-            self._due = self._runtime.stats.steps + self.asked.histogram_steps
-            self._collector.begin(forward)
+        runtime = self._runtime
+        if self._collector is None and runtime.stats.steps >= self._due and runtime.model is not None:
+            self._due = runtime.stats.steps + self.asked.histogram_steps
+            layers = select_layers(runtime.model, self.asked.histogram_layers)
+            self._collector = MagnitudeCollector(runtime, layers, forward)
 
     def backward_ended(self, largest: Tensor | None) -> None:
-        self._collector.backward_ended()
+        if self._collector is not None:
+            self._collector.backward_ended()
 
     def stepped(self, report: StepReport) -> None:
         self._begin()
@@ -89,12 +92,13 @@ class PrecisionRecorder(StepObserver):
         )
         if not report.overflow:
             self._clean_scale = max(self._clean_scale or 0.0, scale)
-        if self._collector.is_active:
-            self.latest = self._collector.finish(report)
+        if self._collector is not None:
+            self.latest, self._collector = self._collector.finish(report), None
             self._log.write("magnitudes", **as_record(self.latest))
 
     def detached(self) -> None:
-        self._collector.abandon()
+        if self._collector is not None:
+            self._collector.stop_watching()
         self._log.close()
 
     def note_contract(self, contract: PrecisionContract) -> None:
@@ -219,5 +223,7 @@ def record_precision(
             f"histogram_layers={known.asked.histogram_layers}"
         )
     if known is None:
+        if histogram_steps and runtime.model is not None:
+            select_layers(runtime.model, layers)  # refuse wrong patterns now
         runtime.observers.append(known := PrecisionRecorder(runtime, asked, settings or {}))
     return known

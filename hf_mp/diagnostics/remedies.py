@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from hf_mp.casting.rules import MOST_SCALED, SCALABLE, Divisors
 from hf_mp.casting.tables import BEYOND_TORCH
@@ -79,33 +79,12 @@ def _module_in_fp32(at: Situation) -> dict[str, str]:
     return {at.found.module: "fp32"} if at.found.module else {}
 
 
-def _branch_in_fp32(at: Situation) -> dict[str, str]:
-    """The child of the innermost numbered block: ``model.layers.3.mlp`` of ``model.layers.3.mlp.down_proj``."""
-    parts = at.found.module.split(".")
-    # A residual branch has no name of its own: it is what a block calls and adds to its stream.
-    blocks = [place for place, part in enumerate(parts[:-1]) if part.isdecimal()]
-    return {".".join(parts[: blocks[-1] + 2]): "fp32"} if blocks else {}
-
-
 # The rules of autocast that each puts in place, none where it does not apply; the smallest remedy first.
 REMEDIES: dict[str, Callable[[Situation], dict[str, str]]] = {
     "the product of divided numbers": _divided_product,
     "the op in FP32": _op_in_fp32,
     "the module in FP32": _module_in_fp32,
-    "its residual branch in FP32": _branch_in_fp32,
 }
-
-
-def rules_to_try(module: str, ranges: Sequence[OpRange], runtime: Any, scale: float = 0.0) -> list[dict[str, str]]:
-    """Rules that may keep ``module`` in range, the smallest first; ``scale`` as in :class:`Situation`.
-
-    Of stacked experts, those whose numbers leave the range are divided; all else runs in FP32.
-    """
-    places = leaving_range_in_backward(ranges, scale) if scale else leaving_range(ranges)
-    experts = [found for found in places if found.expert and found.module == module]
-    at = Situation(OpRange(module, ""), runtime.rules, runtime.policy.is_lean, scale)
-    divided = merged(_divided_product(at._replace(found=found)) for found in experts)
-    return [rules for rules in (divided, _module_in_fp32(at), _branch_in_fp32(at)) if rules]
 
 
 def next_remedy(at: Situation) -> Planned:

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
 from hf_mp.casting.experts import expert_counts
 from hf_mp.casting.mode import autocast
+from hf_mp.diagnostics.cures import find_cure
 from hf_mp.diagnostics.kept_state import IncomingGradient, KeptBackward
-from hf_mp.diagnostics.looks import Look, look, run_again, scaled_entry
+from hf_mp.diagnostics.looks import run_again, scaled_entry
 from hf_mp.diagnostics.origins import Origin, OriginTracker, origin_in_weight, spoilt_parts
 from hf_mp.diagnostics.overflow_report import OverflowReport
-from hf_mp.diagnostics.ranges import STAND_IN
-from hf_mp.diagnostics.remedies import rules_to_try, scale_range
+from hf_mp.diagnostics.remedies import merged
 from hf_mp.diagnostics.values import Finiteness, finiteness, ranges_of
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.policy import needs_loss_scale
@@ -30,16 +28,13 @@ class CannotReplay(RuntimeError):
     """The micro-batch cannot be replayed without disturbing the training."""
 
 
-def replay(runtime: MixedPrecision, backward: KeptBackward, report: OverflowReport) -> OverflowReport:
-    """``report``, completed by what a forward and backward of a micro-batch shows; there are no side effects.
+class Replay:
+    """A forward and backward of one micro-batch without side effects; what they show completes ``report``.
 
     Raises:
         CannotReplay: where it would take the other processes.
     """
-    return _Replay(runtime, backward, report).run()
 
-
-class _Replay:
     def __init__(self, runtime: MixedPrecision, backward: KeptBackward, report: OverflowReport) -> None:
         assert runtime.model is not None  # it was called
         self._runtime, self._model = runtime, runtime.model
@@ -60,7 +55,7 @@ class _Replay:
             if origin.phase != "weight":
                 self._note_spoiled_buffers()
             if origin.phase in ("forward", "backward"):
-                self._try_others()
+                self._look_for_a_cure()
         return replace(self._report, notes=tuple(self._notes))
 
     def _find_origin(self) -> Origin | None:
@@ -157,49 +152,28 @@ class _Replay:
                 return False
         return True
 
-    def _try_others(self) -> None:
-        """Run the same micro-batch in FP32, in BF16, and by rules: where is it finite?"""
-        backward, runtime, report = self._backward, self._runtime, self._report
-        # Without them a backward cannot be judged, and a forward alone might be finite by chance.
-        if not backward.is_kept():
-            return
-        # A loss outside the model was computed from the failing outputs: its gradient says nothing about these.
-        with_gradients = not backward.is_spoilt()
-
-        def again(dtype: torch.dtype, rules: dict[str, str] | None = None, scale: float = 1.0) -> Look:
-            return look(runtime, backward, dtype=dtype, rules=rules, scale=scale, with_gradients=with_gradients)
-
+    def _look_for_a_cure(self) -> None:
         try:
-            seen = again(STAND_IN)
-            is_fp16 = needs_loss_scale(runtime.policy.compute)
-            if is_fp16 and report.phase == "backward" and seen.is_finite:
-                self._report = report = replace(report, **self._scales_that_suit(seen))
-            self._report = report = replace(report, finite_in_fp32=again(torch.float32).is_finite)
-            if not report.finite_in_fp32:
-                return
-            # A run in BF16 has tried it already.
-            if is_fp16:
-                self._report = report = replace(report, finite_in_bf16=seen.is_finite)
-            if not report.smaller_scale_helps:
-                # Where the forward is at fault, the loss scale goes to where its backward fits.
-                scale = runtime.scaler.get_scale() if report.phase == "backward" else 0.0
-                rules = rules_to_try(report.module, seen.ranges, runtime, scale)
-                helping = (one for one in rules if again(runtime.policy.compute, one, scale or 1.0).is_finite)
-                self._report = replace(report, rules=next(helping, {}) if rules else None)
+            cure = find_cure(self._runtime, self._backward)
         except Exception as error:  # the model may do anything in another dtype, and the rest of the report stands
             self._notes.append(f"not tried in another precision: {type(error).__name__}: {error}")
-
-    def _scales_that_suit(self, seen: Look) -> dict[str, Any]:
-        """Fields of the report: up to which loss scale these gradients fit, and from which on none is lost."""
-        suits = scale_range(seen.ranges, self._runtime.scaler.get_scale())
-        # The healer's choice leaves a doubling of room.
-        largest = 2.0 * suits.fits
-        return {
-            "smaller_scale_helps": largest >= suits.needs,
-            "largest_finite_scale": largest,
-            "needed_scale": suits.needs,
-        }
+            return
+        self._report = report = replace(self._report, finite_in_fp32=cure.finite_in_fp32)
+        # A run in BF16 has tried it already, and needs no other loss scale.
+        if not needs_loss_scale(self._runtime.policy.compute):
+            return
+        rules = merged(one.rules for one in cure.remedies) if cure.finite_in_fp32 else None
+        self._report = report = replace(report, finite_in_bf16=cure.finite_in_bf16, rules=rules)
+        if cure.suits is not None and report.phase == "backward":
+            # The choice of healing leaves a doubling of room.
+            largest, needed = 2.0 * cure.suits.fits, cure.suits.needs
+            self._report = replace(
+                report,
+                smaller_scale_helps=largest >= needed,
+                largest_finite_scale=largest,
+                needed_scale=needed,
+            )
 
 
 def _first(origins: Iterable[Origin | None]) -> Origin | None:
-    return min((one for one in origins if one is not None), key=lambda one: one.order, default=None)
+    return min((one for one in origins if one is not None and not one.is_mask), key=lambda one: one.order, default=None)

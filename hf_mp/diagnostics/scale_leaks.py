@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -73,9 +74,18 @@ def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
 
     Buffers, random generators and the scale are restored; weights are not written.
     """
-    if (found := _samples(runtime, backward)) is None:
-        return
-    scales, samples = found
+    assert runtime.model is not None
+    # The run's observers would keep these backwards for replays and histograms.
+    with untouched(runtime.model), _alone(runtime):
+        at = functools.partial(_gradients_at, runtime, backward, RandomStates.now())
+        tried = (runtime.scaler.get_scale() * 2.0 ** (-8 * number) for number in range(_TRIES + 1))
+        largest = next((found for scale in tried if (found := at(scale)[1]) < math.inf), math.inf)
+        if not 0.0 < largest < math.inf:
+            return
+        # Not the scale in force, which may be far from where gradients are best seen.
+        larger = scale_with_headroom(largest, HEADROOM)
+        scales = (larger, larger / APART, *TINY_SCALES)
+        samples = [at(scale)[0] for scale in scales]
     if leaks := _leaks(samples):
         more = f" and {len(leaks) - 5} more" if len(leaks) > 5 else ""
         raise ScaleLeakError(
@@ -87,30 +97,7 @@ def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
         )
 
 
-_Samples = list[dict[str, Tensor]]  # of the gradients by name, at one scale each
-
-
-def _samples(runtime: MixedPrecision, backward: Callable[[], None]) -> tuple[tuple[float, ...], _Samples] | None:
-    """The scales that were tried, and the gradients at each; None where all are 0, or inf whatever the scale is."""
-    assert runtime.model is not None
-    # The run's observers would keep these backwards for replays and histograms.
-    with untouched(runtime.model), _alone(runtime):
-        states = RandomStates.now()
-        scale = runtime.scaler.get_scale()
-        for _ in range(_TRIES + 1):
-            _, largest = _gradients_at(runtime, scale, states, backward)
-            if largest < math.inf:
-                break
-            scale *= 2.0**-8
-        if not 0.0 < largest < math.inf:
-            return None
-        # Not the scale in force, which may be far from where gradients are best seen.
-        larger = scale_with_headroom(largest, HEADROOM)
-        scales = (larger, larger / APART, *TINY_SCALES)
-        return scales, [_gradients_at(runtime, scale, states, backward)[0] for scale in scales]
-
-
-def _leaks(samples: _Samples) -> list[str]:
+def _leaks(samples: list[dict[str, Tensor]]) -> list[str]:
     """The parameters whose gradients have S or 1/S in them, with their sizes."""
     typical = max(_size(sample) for sample in samples[0].values())
     return [
@@ -153,7 +140,7 @@ def _alone(runtime: MixedPrecision) -> Iterator[None]:
 
 
 def _gradients_at(
-    runtime: MixedPrecision, scale: float, states: RandomStates, backward: Callable[[], None]
+    runtime: MixedPrecision, backward: Callable[[], None], states: RandomStates, scale: float
 ) -> tuple[dict[str, Tensor], float]:
     """FP32 samples of the gradients by name, and their largest magnitude."""
     assert runtime.model is not None

@@ -97,7 +97,7 @@ def test_all_experts_that_overflow_in_one_product_are_named(implementation: str)
 def test_rules_for_the_experts_that_overflow_are_proposed(implementation: str) -> None:
     report = skipped("Mixtral", implementation, lambda layer: beyond_fp16(layer, 1, 2))
     assert report.rules == {f"{EXPERTS}.gate_up_proj[{expert}]": "scaled/64" for expert in (1, 2)}
-    assert f"Divide its numbers in FP16 (rules={report.rules})" in report.to_text()
+    assert f"Give it rules={report.rules} or train in bf16." in report.to_text()
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
@@ -150,32 +150,6 @@ def test_one_expert_is_scaled_where_one_overflows(kind: str, implementation: str
     assert runtime.remedies == {f"{EXPERTS}.gate_up_proj[{expert}]": "scaled/64" for expert in (1, 2)}
     assert healer.healed[-1].fp32_share < 0.02
     assert f"module {EXPERTS!r}, {EXPERTS}.gate_up_proj[1], came to" in str(healer.healed[0])
-
-
-@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
-def test_what_healed_trains_on_and_is_resumed(precision: str) -> None:
-    def attached() -> tuple[Any, hf_mp.MixedPrecision, Any]:
-        model = make("Mixtral")
-        beyond_fp16(model.model.layers[1], 2)
-        runtime = hf_mp.MixedPrecision(precision, on_overflow="heal")
-        runtime.attach(model)
-        return model, runtime, runtime.attach_optimizer(torch.optim.SGD(model.parameters(), 1e-6))
-
-    def step(model: Any, optimizer: Any) -> Tensor:
-        loss = model(input_ids=batch(), labels=batch()).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    model, runtime, optimizer = attached()
-    step(model, optimizer)
-    weights, state = {key: value.clone() for key, value in model.state_dict().items()}, runtime.state_dict()
-    other, resumed, again = attached()
-    other.load_state_dict(weights)
-    resumed.load_state_dict(state)
-    assert list(resumed.remedies) == [f"{EXPERTS}.gate_up_proj[2]"]
-    assert torch.equal(step(other, again), step(model, optimizer)) and not hf_mp.heal_overflows(resumed).healed
 
 
 @ALL

@@ -91,15 +91,7 @@ class TestTogetherWith:
         planted.gradient_checkpointing_enable()  # type: ignore[operator]
         self.steps(planted)
 
-    def test_the_lean_layout(self, planted: nn.Module) -> None:
-        self.steps(planted, precision="fp16-lean")
-
     @pytest.mark.exhaustive
     def test_compile(self, planted: nn.Module) -> None:
         planted.compile(backend="aot_eager")
         self.steps(planted)
-
-    def test_lora(self, planted: nn.Module) -> None:
-        peft = pytest.importorskip("peft")
-        config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], r=2)
-        self.steps(peft.get_peft_model(planted, config))

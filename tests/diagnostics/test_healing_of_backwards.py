@@ -87,27 +87,14 @@ def gemma3(multiplier: float = 300.0) -> nn.Module:
     return _with_lora(model)
 
 
-def gemma3_with_large_norms() -> nn.Module:
-    """Of queries and keys: their products, and the gradients that come through them, are 90,000 times as large."""
-    torch.manual_seed(0)
-    model = Gemma3ForCausalLM(Gemma3TextConfig(**_GEMMA))
-    for name, parameter in model.named_parameters():
-        if "q_norm" in name or "k_norm" in name:
-            parameter.data.add_(300.0)
-    peft = pytest.importorskip("peft")
-    return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))
-
-
 def gemma2() -> nn.Module:
     torch.manual_seed(0)
     config = Gemma2Config(**_GEMMA, attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
     return _with_lora(Gemma2ForCausalLM(config))
 
 
-@pytest.mark.parametrize(
-    ("make", "steps"), [(gemma3, 8), (gemma2, 8), pytest.param(gemma3_with_large_norms, 12, marks=pytest.mark.slow)]
-)
-def test_no_step_is_lost_with_lora(make: Callable[[], nn.Module], steps: int) -> None:
+@pytest.mark.parametrize("make", [gemma3, gemma2])
+def test_no_step_is_lost_with_lora(make: Callable[[], nn.Module], steps: int = 8) -> None:
     """Gradients of adapters are far below those of activations, which the loss scale meets."""
     fp32, skipping = Run(make(), steps, "fp32"), Run(make(), steps, explained=False)
     if make is gemma2 and not skipping.lost:

@@ -134,8 +134,6 @@ def test_an_optimizer_that_keeps_bits_itself_is_no_risk(kind) -> None:
     "make",
     [
         lambda one: SGD(one, lr=1e-3),
-        lambda one: SGD(one, lr=1e-3, momentum=0.9),
-        lambda one: AdamW(one, lr=1e-3),
         lambda one: AdamW(one, lr=torch.tensor(1e-3), fused=True),
         lambda one: torch.optim.Adafactor(one, lr=1e-3),
         lambda one: torch.optim.RMSprop(one, lr=1e-3),

@@ -84,10 +84,6 @@ def test_histogram_of_any_floats(numbers: list[float]) -> None:
     assert histogram(values) == histogram_reference(values)
 
 
-def test_complex_values_count_by_their_parts() -> None:
-    assert histogram(torch.tensor([1 + 2j, 0 + 4j])).by_octave() == {0: 1, 1: 1, 2: 1}
-
-
 def test_octaves_are_floor_log2() -> None:
     values = spread()
     counts: dict[int, int] = {}
@@ -105,10 +101,8 @@ def test_shares_are_those_of_a_direct_count(log2_scale: int) -> None:
     counted = int((values != 0).sum())
     half = scaled.float().half()
     lost = int(((half == 0) & (values != 0)).sum())
-    subnormal = int(((half != 0) & (scaled.abs() < 2.0**-14)).sum())
-    assert 0 < lost + subnormal < counted
+    assert lost < counted
     assert found.share_underflowed(log2_scale) == lost / counted
-    assert found.share_subnormal(log2_scale) == subnormal / counted
     assert found.zeros == int((values == 0).sum())
 
 
@@ -123,49 +117,18 @@ def test_what_rounds_to_zero_in_fp16_is_lost_and_the_next_number_is_not() -> Non
 @pytest.mark.parametrize("values", [[], [0.0, 0.0], [NAN, INF]], ids=["empty", "zeros", "not-finite"])
 def test_shares_of_nothing_are_zero(values: list[float]) -> None:
     found = histogram(torch.tensor(values))
-    assert found.share_underflowed() == found.share_subnormal() == 0.0
+    assert found.share_underflowed() == 0.0
     assert swamped(torch.tensor(values), torch.tensor(values)).share == 0.0
-
-
-def test_extreme_scales_stay_within_the_histogram() -> None:
-    found = histogram(torch.tensor([1e-38, 1.0, 1e38]))
-    assert found.share_underflowed(-200) == 1.0
-    assert found.share_underflowed(300) == 0.0
 
 
 # Swamped updates
 
 
-def swamped_in_fp64(weights: Tensor, updates: Tensor, dtype: torch.dtype) -> int:
-    """One by one, with the ulp as the distance to the next number of ``dtype`` upwards in the binade."""
-    mantissa = {torch.float16: 10, torch.bfloat16: 7}[dtype]
-    smallest = {torch.float16: -14, torch.bfloat16: -126}[dtype]
-    count = 0
-    for weight, update in zip(weights.to(dtype).double().tolist(), updates.double().tolist(), strict=True):
-        if not math.isfinite(weight) or not math.isfinite(update) or update == 0.0:
-            continue
-        exponent = max(math.frexp(weight)[1] - 1, smallest) if weight else smallest
-        count += abs(update) < 2.0 ** (exponent - mantissa) / 2
-    return count
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_swamped_updates_are_those_of_fp64_arithmetic(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(3)
-    weights = torch.cat([spread(3000, seed=4), torch.tensor([0.0, 2.0**-24, 2.0**-15, 1.0, 65504.0])])
-    updates = weights * torch.exp2(torch.rand(3005, generator=generator) * 12 - 16)
-    found = swamped(weights, updates, dtype)
-    working = weights.to(dtype)
-    counted = (updates != 0) & working.isfinite()
-    assert found == (swamped_in_fp64(weights, updates, dtype), int(counted.sum()))
-    assert 0.1 < found.share < 0.9
-
-
-def test_norm_weights_of_one_are_swamped_in_bfloat16_at_usual_learning_rates() -> None:
-    ones, updates = torch.ones(8), torch.full((8,), -1e-3)
-    assert swamped(ones, updates, torch.bfloat16).share == 1.0
-    assert swamped(ones, updates, torch.float16).share == 0.0
-    assert swamped(ones, updates / 4, torch.float16).share == 1.0
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float16, 10), (torch.bfloat16, 7)], ids=str)
+def test_updates_up_to_half_a_unit_in_the_last_place_are_swamped(dtype: torch.dtype, bits: int) -> None:
+    half = 2.0 ** -(bits + 1)  # ties go to even, which 1 is; below it, numbers lie half as far apart
+    updates = torch.tensor([half, 1.01 * half, -half / 2, -1.01 * half / 2], dtype=torch.float64)
+    assert swamped(torch.ones(4), updates, dtype) == (2, 4)
 
 
 def test_updates_that_are_zero_or_not_finite_do_not_count() -> None:
@@ -198,10 +161,3 @@ def test_samples_of_one_shape_are_of_the_same_places() -> None:
     tensor = torch.arange(300.0 * 40).reshape(300, 40)
     other = tensor.t().contiguous().t() * 2
     assert torch.equal(sample(tensor, 1000) * 2, sample(other, 1000))
-
-
-def test_a_sample_tells_the_shares_of_the_whole() -> None:
-    values = spread(2**18, seed=8)[torch.randperm(2**18, generator=torch.Generator().manual_seed(9))].reshape(512, 512)
-    taken = histogram(sample(values))
-    assert taken.total < 2**15 + 1
-    assert taken.share_underflowed() == pytest.approx(histogram(values).share_underflowed(), abs=0.01)

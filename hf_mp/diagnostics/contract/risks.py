@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_mp.diagnostics.magnitudes import Histogram, histogram
+from hf_mp.diagnostics.magnitudes import Histogram, histogram, swamped
 from hf_mp.policy import LOWER_PRECISION_DTYPES, spell
 
 _LOSES_MANY = 0.01  # share of updates from which on the advice is to keep masters
@@ -203,10 +203,7 @@ def lost_share(weight: Tensor, update: Tensor) -> float:
     Returns:
         Between 0 and 1; 0 where nothing counts.
     """
-    # Rounded once, as torch's kernels compute 16-bit weights in FP32: an update in 16 bits would be rounded twice.
-    is_lost = (weight.double() - update.double()).to(weight.dtype) == weight
-    counts = update != 0
-    return float((is_lost & counts).sum() / counts.sum().clamp(min=1))
+    return swamped(weight, -update, weight.dtype).share
 
 
 def share_lost_at(weight: Tensor, rate: float) -> float:

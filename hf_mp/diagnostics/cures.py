@@ -1,0 +1,137 @@
+"""What helps against the overflow of a micro-batch: rules and a loss scale, each tried, for reports and for healing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from hf_mp.diagnostics.kept_state import KeptBackward
+from hf_mp.diagnostics.looks import look
+from hf_mp.diagnostics.ranges import OpRange
+from hf_mp.diagnostics.remedies import (
+    CannotHealError,
+    Planned,
+    ScaleRange,
+    Situation,
+    cutting,
+    leaving_range,
+    leaving_range_in_backward,
+    next_remedy,
+    scale_range,
+)
+from hf_mp.policy import needs_loss_scale
+from hf_mp.scaling.rules import scale_with_headroom
+from hf_mp.step.mixed_precision import MixedPrecision
+
+MOST_LOOKS = 40  # each forward shows what is left after the rules so far
+
+
+@dataclass(frozen=True)
+class Cure:
+    """What helps against an overflow, or why nothing does.
+
+    Attributes:
+        finite_in_fp32, finite_in_bf16: whether the micro-batch is, with its backward where that is known.
+        remedies: of places that leave FP16's range, the rules that keep it there.
+        fp32_share: of the forward's floating point operations with them.
+        gradient_scale: for remedies of the backward, the loss scale that they are for; 0 for those of the forward.
+        scale: the loss scale to go to; None where it is not known.
+        suits: the loss scales that suit the backward as a whole; None where the forward is at fault.
+        reason: why nothing helps.
+        error: why nothing will help in the next steps either.
+    """
+
+    finite_in_fp32: bool
+    finite_in_bf16: bool
+    remedies: tuple[Planned, ...] = ()
+    fp32_share: float = 0.0
+    gradient_scale: float = 0.0
+    scale: float | None = None
+    suits: ScaleRange | None = None
+    reason: str = ""
+    error: str = ""
+
+
+def find_cure(runtime: MixedPrecision, backward: KeptBackward) -> Cure:
+    """Look for what keeps a micro-batch in range; nothing is put in place."""
+    # A loss outside the model was computed from outputs that may be at fault: then its gradient says nothing.
+    with_gradients = backward.is_kept() and not backward.is_spoilt()
+    seen = look(runtime, backward, with_gradients=with_gradients)
+    in_fp32 = seen.is_finite or look(runtime, backward, dtype=torch.float32, with_gradients=with_gradients).is_finite
+    cure = Cure(in_fp32, seen.is_finite)
+    if not in_fp32:
+        return replace(cure, reason="it is inf or NaN in FP32, too: the cause is the model or its data")
+    if not needs_loss_scale(runtime.policy.compute):
+        return cure
+    scale, scaler = runtime.scaler.get_scale(), runtime.scaler
+
+    def with_rules(places: Callable[[Sequence[OpRange]], list[OpRange]], gradient_scale: float = 0.0) -> Cure:
+        def again(rules: Mapping[str, str]) -> Sequence[OpRange]:
+            return look(runtime, backward, rules=rules, with_gradients=gradient_scale > 0.0).ranges
+
+        after, placed = find_rules(runtime, seen.ranges, again, places, gradient_scale)
+        return replace(
+            cure,
+            remedies=tuple(placed),
+            fp32_share=fp32_share(after),
+            gradient_scale=gradient_scale,
+            scale=gradient_scale or scale,
+        )
+
+    try:
+        for places in (leaving_range, cutting):
+            if (found := with_rules(places)).remedies:
+                return found
+            if seen.is_finite:  # a mask that nothing comes of is none of our business
+                break
+        else:
+            reason = "it is finite in FP32 and not in BF16, and nothing was rounded to -inf: train in FP32"
+            return replace(cure, reason=reason)
+        if not with_gradients:
+            return cure
+        suits = scale_range(seen.ranges, scale)
+        best = suits.best(scale, scaler.smallest_scale)
+        if runtime.policy.is_lean:  # the weights' gradients themselves are in 16 bits
+            best = min(best, scale_with_headroom(seen.largest_gradient or 1.0, 1.0))
+        return replace(with_rules(functools.partial(leaving_range_in_backward, scale=best), best), suits=suits)
+    except CannotHealError as error:
+        return replace(cure, error=str(error))
+
+
+def find_rules(
+    runtime: MixedPrecision,
+    ops: Sequence[OpRange],
+    look: Callable[[dict[str, str]], Sequence[OpRange]],
+    places: Callable[[Sequence[OpRange]], list[OpRange]] = leaving_range,
+    scale: float = 0.0,
+) -> tuple[Sequence[OpRange], list[Planned]]:
+    """Try rules beside those of ``runtime`` until ``look``, given them, finds no more ``places``.
+
+    Returns what it finds then, and the remedies.
+
+    Raises:
+        CannotHealError: where no rules help.
+    """
+    placed: list[Planned] = []
+    rules: dict[str, str] = {}
+    # What a place feeds was out of range with it: each look shows what is left by itself.
+    for _ in range(MOST_LOOKS):
+        at = [Situation(found, {**runtime.remedies, **rules}, runtime.policy.is_lean, scale) for found in places(ops)]
+        if not (planned := [*map(next_remedy, at)]):
+            return ops, placed
+        for remedy in planned:
+            rules.update(remedy.rules)
+        placed += planned
+        ops = look(rules)
+    raise CannotHealError(
+        f"after {MOST_LOOKS} forwards with ever more rules, values still leave FP16's range: use precision='bf16'"
+    )
+
+
+def fp32_share(ops: Iterable[OpRange]) -> float:
+    """The share of the floating point operations that are not in 16 bits."""
+    ops = list(ops)
+    return sum(op.flops for op in ops if not op.is_fp16) / max(1, sum(op.flops for op in ops))
