@@ -60,6 +60,7 @@ def find_cure(runtime: MixedPrecision, backward: KeptBackward) -> Cure:
     # A loss outside the model was computed from outputs that may be at fault: then its gradient says nothing.
     with_gradients = backward.is_kept() and not backward.is_spoilt()
     seen = look(runtime, backward, with_gradients=with_gradients)
+    # BF16 has FP32's range: what is finite there is not tried in FP32.
     in_fp32 = seen.is_finite or look(runtime, backward, dtype=torch.float32, with_gradients=with_gradients).is_finite
     cure = Cure(in_fp32, seen.is_finite)
     if not in_fp32:
@@ -82,6 +83,7 @@ def find_cure(runtime: MixedPrecision, backward: KeptBackward) -> Cure:
         )
 
     try:
+        # A place that left the range may be why another was cut, so that it comes first.
         for places in (leaving_range, cutting):
             if (found := with_rules(places)).remedies:
                 return found
@@ -92,6 +94,7 @@ def find_cure(runtime: MixedPrecision, backward: KeptBackward) -> Cure:
             return replace(cure, reason=reason)
         if not with_gradients:
             return cure
+        # The scale first: it costs nothing, and only where none fits does a product get one of its own.
         suits = scale_range(seen.ranges, scale)
         best = suits.best(scale, scaler.smallest_scale)
         if runtime.policy.is_lean:  # the weights' gradients themselves are in 16 bits

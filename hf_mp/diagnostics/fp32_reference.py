@@ -113,6 +113,7 @@ def _what_counts(model: nn.Module, logits: Tensor, arguments: Mapping[str, Any])
     prefix = "decoder_" if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else ""
     shape = logits.shape[:-1] if logits.dim() > 1 else logits.shape
     generates = getattr(model, "can_generate", bool)()
+    # Padding gives logits, which nobody reads.
     mask = _fitting(arguments.get(f"{prefix}attention_mask"), logits)
     counts = torch.ones(shape, dtype=torch.bool, device=logits.device) if mask is None else mask.bool()
     labels, ids = (_fitting(arguments.get(name), logits) for name in ("labels", f"{prefix}input_ids"))

@@ -169,10 +169,12 @@ class Healer(StepObserver):
         for backward in suspects_of(backwards):
             for name, tensor in backward.inputs():
                 if finiteness(tensor) is Finiteness.NOT_FINITE:
-                    return self._give_up(f"the batch contains inf or NaN: {name!r}. Clean the data")
+                    self._give_up(f"the batch contains inf or NaN: {name!r}. Clean the data")
+                    return None
             cure = find_cure(self._runtime, backward)
             if cure.reason:
-                return self._give_up(cure.reason)
+                self._give_up(cure.reason)
+                return None
             if cure.error or cure.scale is not None:
                 return self._noted(cure) if cure.remedies else cure
         return None
@@ -219,6 +221,7 @@ class Healer(StepObserver):
                     loss += float(one.detach() * by)  # type: ignore[operator]  # they are kept
         losses = runtime.ranks.gather(loss)
         self.loss_again = runtime.stats.steps + 1, sum(losses) / len(losses)
+        # As if it had run once: the next batch draws what it would have drawn.
         random_states.restore()
         if self._ddp is not None:
             runtime.ranks.average([parameter.grad for parameter in parameters if parameter.grad is not None])

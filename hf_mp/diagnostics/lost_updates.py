@@ -135,6 +135,7 @@ def _trained(model: Any, optimizer: Any) -> tuple[Optimizer, list[tuple[str, nn.
             f"check_training takes a model and its optimizer, not {type(model).__name__} and "
             f"{type(optimizer).__name__}: with a Trainer, trainer.model and trainer.create_optimizer()"
         )
+    # accelerate's wrapper has a step of its own, which a trial must not run.
     optimizer = getattr(as_accelerated(optimizer), "optimizer", optimizer)
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     named = [(name, one) for name, one in model.named_parameters() if id(one) in groups and one.requires_grad]
@@ -153,6 +154,7 @@ def keeps_small_updates(optimizer: Any) -> bool:
     False also where it does not step on a weight of its own making.
     """
     group = optimizer.param_groups[0]
+    # 256 updates of 2^-16 are one unit in the last place of 1: kept, they show; each by itself, it is rounded away.
     weight = nn.Parameter(torch.ones(32, 32, dtype=torch.bfloat16, device=local_part(group["params"][0]).device))
     rate = torch.tensor(2.0**-16) if isinstance(group.get("lr"), Tensor) else 2.0**-16
     # Its class and settings without its state: a deep copy would hold a second set of moments.
@@ -180,6 +182,7 @@ def _look_at(
     has_master = not is_narrow or isinstance(parameter, SplitParameter) or getattr(optimizer, "keeps_masters", False)
     # A lean parameter's 16 bits say nothing of its master, which is FP32.
     values = sample(local).float() if has_master else sample(local)
+    # Of a MasterWeightOptimizer, the optimizer inside has the moments, and says whether it is SGD.
     inner = getattr(optimizer, "optimizer", optimizer)
     lost = _lost(values, parameter, learning_rate_of(group), is_sgd=isinstance(inner, SGD))
     evidence.weights.append(Held(name, values.dtype, local.numel(), values, lost))

@@ -106,6 +106,7 @@ class MagnitudeCollector:
 
     def backward_ended(self) -> None:
         self.stop_watching()
+        # At each backward anew, since gradients are sums by then; the last one of the step stays.
         for key, parameter in self._weights.items():
             gradient, factor = gradient_and_factor(parameter)
             if gradient is not None:
@@ -137,6 +138,7 @@ class MagnitudeCollector:
             before, after = self._samples[Kind.WEIGHTS, *key], _Sampled.of_master(parameter)
             if after.values.shape != before.values.shape:  # the weight was replaced
                 continue
+            # Of the masters as they are: what clipping, decay and the optimizer have made of the gradient.
             update = after.values - before.values
             if (Kind.WEIGHT_GRADIENTS, *key) not in self._samples and not update.any():
                 continue  # it had no part in the step

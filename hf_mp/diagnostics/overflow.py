@@ -83,6 +83,7 @@ class OverflowExplainer(StepObserver):
 
     def stepped(self, report: StepReport) -> None:
         """Explain the step if it was skipped unexpectedly, and drop what was kept."""
+        # Let go first: whatever comes below, inputs are not kept beyond their step.
         backwards, self.backwards = self.backwards, []
         scaler = self._runtime.scaler
         if not report.overflow:
@@ -242,6 +243,7 @@ def suspects_of(backwards: list[KeptBackward]) -> list[KeptBackward]:
     if all(backward.largest is not None for backward in backwards):
         bad = [b for b in backwards if b.largest is not None and not b.largest.item() < SQUARES_BELOW]
         return bad[:1] or backwards
+    # Where nothing has measured them, as at a loss scale of 1: a bad loss is the likeliest.
     return sorted(backwards, key=lambda backward: not backward.has_bad_loss())
 
 

@@ -94,6 +94,7 @@ class OverflowReport:
     @property
     def _in_16_bits(self) -> str:
         """Whether only the FP16 rounding of a weight is not finite."""
+        # The first range is of the weight itself, the second, if any, of its cast.
         is_finite = all(found.inf_count == found.nan_count == 0 for found in self.inputs[:1])
         return " in FP16" if is_finite and self.inputs else ""
 
@@ -139,6 +140,7 @@ class OverflowReport:
         """The ways out of FP16's range that were not tried in vain."""
         rules = {self.module: "fp32"} if self.rules is None else self.rules
         found = f"Give it rules={rules}" if rules else "Let on_overflow='heal' keep it in range"
+        # A weight above FP16's end was not tried: any dtype with FP32's exponents holds it.
         if self.finite_in_bf16 or self.phase == "weight":
             found += " or train in bf16"
         return f"{found}. In BF16 it is not finite." if self.finite_in_bf16 is False else f"{found}."
@@ -165,6 +167,7 @@ class OverflowReport:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> OverflowReport:
         """The report of the fields that :meth:`to_json` wrote."""
+        # JSON has lists for tuples, and a report that is read equals the one that was written.
         ranges = {
             name: tuple(TensorRange(**{**found, "shape": tuple(found["shape"])}) for found in values[name])
             for name in ("inputs", "outputs")

@@ -74,6 +74,7 @@ class PrecisionRecorder(StepObserver):
             self._collector.backward_ended()
 
     def stepped(self, report: StepReport) -> None:
+        # Now and not when made: a run that never steps adds no start to the log.
         self._begin()
         scaler, step = self._runtime.scaler, self._runtime.stats.steps + 1
         scale = scaler.get_scale()
@@ -123,6 +124,7 @@ class PrecisionRecorder(StepObserver):
         Raises:
             OSError: if it cannot be written.
         """
+        # Here, since a run that writes no page does not wait for jinja2.
         from hf_mp.diagnostics.report import write_report
 
         return write_report(self.run_directory, path)
@@ -151,6 +153,7 @@ class PrecisionRecorder(StepObserver):
 
     def _write_new(self) -> list[OverflowReport]:
         """Write what was explained and healed since, and give the reports."""
+        # Looked up at each step: they may be attached after the recorder.
         explainer, healer = observing(self._runtime, OverflowExplainer), observing(self._runtime, Healer)
         reports = [] if explainer is None else explainer.reports[self._written_reports :]
         healed = [] if healer is None else healer.healed[self._written_remedies :]

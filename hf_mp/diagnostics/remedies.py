@@ -149,6 +149,7 @@ def scale_range(ranges: Iterable[OpRange], scale: float) -> ScaleRange:
 
 def merged(several: Iterable[Mapping[str, str]]) -> dict[str, str]:
     """The rules of several processes as one: of two for the same place, the one with the wider range."""
+    # Not the last one: ranks have to agree whatever the order that they are gathered in.
     found: dict[str, str] = {}
     for rules in several:
         for key, value in rules.items():

@@ -52,6 +52,7 @@ class Replay:
             found = {name: getattr(origin, name) for name in ("phase", "module", "op", "tensor", "inputs", "outputs")}
             self._report = replace(self._report, **found, smaller_scale_helps=False)
             self._notes = [*origin.notes, *self._notes]
+            # A spoiled buffer that is itself the origin needs no note.
             if origin.phase != "weight":
                 self._note_spoiled_buffers()
             if origin.phase in ("forward", "backward"):
@@ -76,6 +77,7 @@ class Replay:
             scale=scale,
             with_gradients=backward.is_kept(),
         )
+        # Nothing below is valid for another forward than the one that failed.
         came = list(zip(backward.incoming, rerun.outputs, strict=True))
         if not self._is_as_it_was(came):
             return None

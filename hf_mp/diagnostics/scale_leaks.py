@@ -153,5 +153,6 @@ def _gradients_at(
         return {name: sample(gradient, _SAMPLED).float() for name, gradient in named}, largest
     finally:
         runtime.check.forget()
+        # The next backward is not to add to these, and the caller's own were set aside.
         for parameter in runtime.model.parameters():
             parameter.grad = None

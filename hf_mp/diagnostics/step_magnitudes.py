@@ -50,6 +50,7 @@ class StepMagnitudes:
     @property
     def log2_scale(self) -> int:
         """log2 of the loss scale, rounded: the shift of its histograms."""
+        # Scales are powers of two, but for those that a user has set: bins have no halves.
         return round(float(np.log2(self.loss_scale)))
 
     def of(self, kind: Kind, layer: str | None = None) -> Histogram:
@@ -116,11 +117,11 @@ def as_record(step: StepMagnitudes) -> dict[str, Any]:
 def from_record(record: Mapping[str, Any]) -> StepMagnitudes:
     """What :func:`as_record` gave."""
     counts = np.frombuffer(zlib.decompress(base64.b64decode(record["counts"])), _COUNT).astype(np.int64)
-    rows = zip(record["tensors"], counts.reshape(-1, _BINS), strict=True)
-    tensors = [
-        TensorMagnitudes(Kind(kind), *names, Histogram(found), Swamped(*lost[:2]), Swamped(*lost[2:]))
-        for (kind, *names, lost), found in (((*row[:5], row[5:]), found) for row, found in rows)
-    ]
+    tensors = []
+    for row, found in zip(record["tensors"], counts.reshape(-1, _BINS), strict=True):
+        kind, layer, tensor, dtype, stride, *lost = row
+        swamped = Swamped(*lost[:2]), Swamped(*lost[2:])
+        tensors.append(TensorMagnitudes(Kind(kind), layer, tensor, dtype, stride, Histogram(found), *swamped))
     return StepMagnitudes(
         record["step"], record["loss_scale"], record["skipped"], tuple(tensors), notes=tuple(record["notes"])
     )

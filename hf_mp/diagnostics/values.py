@@ -60,6 +60,7 @@ class TensorRange:
     @torch.no_grad()
     def of(cls, name: str, tensor: Tensor) -> TensorRange:
         """The range of a floating tensor; synchronizes with a GPU."""
+        # In FP64, which holds the magnitudes of every dtype that is looked at.
         values = real_values(tensor.detach())
         magnitudes = values[values.isfinite()].abs().to(torch.float64)
         some = magnitudes.numel() > 0
