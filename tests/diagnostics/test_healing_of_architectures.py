@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from overflowing_models import ARCHITECTURES, PLACES, batches, make, parameter_groups, plant
-from torch import nn
 
 import hf_mp
 from hf_mp.diagnostics.healing import Healer
@@ -64,34 +63,17 @@ def test_a_hundred_steps(name: str, place: str) -> None:
     check(name, place, steps=100, last=20)
 
 
-class TestTogetherWith:
-    """What changes the forward itself."""
-
-    def steps(self, model: nn.Module, count: int = 3, precision: str = "fp16") -> hf_mp.MixedPrecision:
-        groups = [p for p in model.parameters() if p.requires_grad]
-        runtime = hf_mp.MixedPrecision(precision, on_overflow="heal")
-        runtime.attach(model)
-        optimizer = runtime.attach_optimizer(torch.optim.SGD(groups, 1e-6))
-        for batch in batches("Llama", count):
-            loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert runtime.stats.skipped_steps == 0 and runtime.remedies and loss.isfinite()
-        return runtime
-
-    @pytest.fixture
-    def planted(self) -> nn.Module:
-        model = make("Llama")
-        for place in PLACES[:2]:
-            plant("Llama", place, model)
-        return model
-
-    def test_gradient_checkpointing(self, planted: nn.Module) -> None:
-        planted.gradient_checkpointing_enable()  # type: ignore[operator]
-        self.steps(planted)
-
-    @pytest.mark.exhaustive
-    def test_compile(self, planted: nn.Module) -> None:
-        planted.compile(backend="aot_eager")
-        self.steps(planted)
+@pytest.mark.parametrize("how", ["checkpointed", pytest.param("compiled", marks=pytest.mark.exhaustive)])
+def test_together_with_what_changes_the_forward_itself(how: str) -> None:
+    model: Any = make("Llama")
+    for place in PLACES[:2]:
+        plant("Llama", place, model)
+    model.gradient_checkpointing_enable() if how == "checkpointed" else model.compile(backend="aot_eager")
+    model, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.parameters(), 1e-6), "fp16", on_overflow="heal")
+    for batch in batches("Llama", 3):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        assert not optimizer.step_was_skipped
+        optimizer.zero_grad()
+    assert hf_mp.heal_overflows(model).healed and loss.isfinite()
