@@ -64,8 +64,12 @@ test-gpu-shapes: ## compare dtypes and kernels of steps on fake CUDA tensors wit
 faults: $(INSTALLED) ## kill, damage and starve trainings by the hundred, and store what was lost (an hour)
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/inject_faults.py $(ARGS)
 
+# From the commit, not from what a checkout gathers. What is in dist/ may be published if this ends without an error.
 release: $(INSTALLED) ## build sdist and wheel, check them, and install them where nothing else is (downloads torch)
-	@$(BIN)/python scripts/release.py $(ARGS)
+	@rm -rf dist build/release && mkdir -p build/release && git archive HEAD | tar -x -C build/release
+	@$(BIN)/python -m build --no-isolation --outdir dist build/release
+	@$(BIN)/python -m twine check --strict dist/*
+	@BUILT_ARCHIVES="$$PWD/dist" $(BIN)/python -m pytest tests/test_packaging.py $(ARGS)
 
 tables: $(INSTALLED) ## write the stored results into the README and docs/ (ARGS="--check" only compares)
 	@$(BIN)/python scripts/make_tables.py $(ARGS)

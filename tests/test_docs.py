@@ -70,6 +70,11 @@ def test_files_and_modules_named_in_the_text_are_there(page):
     assert not missing
 
 
+def test_each_recipe_is_on_the_page_of_recipes():
+    named = re.findall(r"\(\.\./recipes/(\w+)\.py\)", (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8"))
+    assert named == sorted(path.stem for path in (ROOT / "recipes").glob("[a-z]*.py"))
+
+
 def test_the_paths_of_the_design_lead_to_definitions():
     page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     hops = re.findall(r"\[`([\w.]+)`\]\(\.\./(hf_mp/[\w/]+\.py)\)", page)

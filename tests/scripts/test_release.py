@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 import hf_mp
-import release
 
 ROOT = Path(hf_mp.__file__).resolve().parent.parent
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Homepage"]
@@ -24,20 +23,6 @@ def texts() -> list[Path]:
     kinds = ("*.md", "*.cff", "*.yml", "*.yaml", "*.toml", "*.ipynb")
     found = [path for kind in kinds for path in ROOT.rglob(kind)]
     return [path for path in found if not any(part.startswith(NOT_OURS) for part in path.relative_to(ROOT).parts[:-1])]
-
-
-def test_the_version_is_in_the_change_log_and_in_the_citation() -> None:
-    assert release.version_of(ROOT) == hf_mp.__version__
-
-
-@pytest.mark.parametrize("name", ["CHANGELOG.md", "CITATION.cff"])
-def test_a_forgotten_version_keeps_the_tree_from_being_released(name: str, tmp_path: Path) -> None:
-    (tmp_path / "hf_mp").mkdir()
-    for file in ("CHANGELOG.md", "CITATION.cff", "hf_mp/_version.py"):
-        text = (ROOT / file).read_text()
-        (tmp_path / file).write_text(text.replace(hf_mp.__version__, "9.9.9") if file == name else text)
-    with pytest.raises(release.ReleaseError, match=rf"{name} has no line .*0\.1\.0.*write it first"):
-        release.version_of(tmp_path)
 
 
 def test_all_addresses_are_those_of_one_repository() -> None:
@@ -67,10 +52,3 @@ def test_an_older_python_is_told_what_it_takes() -> None:
     assert found.stderr.splitlines()[-1] == (
         "ImportError: hf_mp needs Python 3.11 or newer, and this is 3.10.4: use a newer one"
     )
-
-
-def test_files_too_many_and_too_few_are_named() -> None:
-    with pytest.raises(release.ReleaseError, match=r"x\.whl lacks b\.py"):
-        release._compare("x.whl", {"a.py"}, {"a.py", "b.py"})
-    with pytest.raises(release.ReleaseError, match=r"x\.whl has besides c\.py"):
-        release._compare("x.whl", {"a.py", "c.py"}, {"a.py"})
