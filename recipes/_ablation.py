@@ -1,9 +1,9 @@
-"""What an ablation came to: its rows, their verdicts, a table, sentences and a picture."""
+"""What an ablation came to: its rows, their verdicts, a table and a picture."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ class Row:
         skipped_steps: under all seeds.
         time: CPU seconds (on a GPU: seconds) of a step as a multiple of FP32's; None without FP32, and for an
             emulation.
-        peak_mib: None for an emulation.
+        verdict: how the difference compares with what another order of the data does to FP32 itself.
     """
 
     variant: str
@@ -80,84 +80,60 @@ class Row:
     lost: Shares
     skipped_steps: int
     time: float | None
-    peak_mib: float | None
+    verdict: str
 
 
-@dataclass(frozen=True)
-class Ablation:
-    """Everything that was measured.
-
-    Attributes:
-        loss_before: of the pretrained model on the held-out text.
-        seed_spread: how far FP32's held-out losses under different seeds lie apart, largest minus smallest; None
-            without FP32, and with a single seed.
-        runs: by variant, then by seed.
-    """
-
-    rows: list[Row]
-    seed_spread: float | None
-    loss_before: float
-    runs: dict[str, list[FineTuning]]
-
-    def verdict(self, row: Row) -> str:
-        """How the difference to FP32 compares with what another order of the data does to FP32 itself."""
-        if row.difference is None or self.seed_spread is None or row.variant == "fp32":
-            return ""
-        if abs(row.difference) <= self.seed_spread:
-            return "within the seed spread"
-        return "worse, beyond the seed spread" if row.difference > 0 else "better, beyond the seed spread"
+def seed_spread(runs: Mapping[str, Sequence[FineTuning]]) -> float | None:
+    """How far FP32's held-out losses lie apart, largest minus smallest; None without FP32, and with a single seed."""
+    losses = [run.held_out_loss for run in runs.get("fp32", ())]
+    return max(losses) - min(losses) if len(losses) > 1 else None
 
 
-def summarize(
-    runs: dict[str, list[FineTuning]], peaks: Mapping[str, int], loss_before: float, variants: Mapping[str, Any]
-) -> Ablation:
+def summarize(runs: Mapping[str, list[FineTuning]], variants: Mapping[str, Any]) -> list[Row]:
     """The rows of all variants.
 
     Args:
         runs: by variant, then by seed.
-        peaks: peak bytes of each variant.
-        loss_before: of the pretrained model.
-        variants: what each is: how it differs (``what``), and whether its time and memory are those of an emulation
+        variants: what each is: how it differs (``what``), and whether its time is that of an emulation
             (``is_emulated``).
     """
-    fp32 = runs.get("fp32", [])
-    losses = [run.held_out_loss for run in fp32]
-    spread = max(losses) - min(losses) if len(losses) > 1 else None
-    rows = [make_row(name, found, fp32, peaks[name], variants[name]) for name, found in runs.items()]
-    return Ablation(rows, spread, loss_before, runs)
+    rows = []
+    for name, of_seeds in runs.items():
+        pairs = list(zip(of_seeds, runs.get("fp32", ()), strict=False))
+        differences = [run.held_out_loss - other.held_out_loss for run, other in pairs]
+        times = [run.step_seconds / other.step_seconds for run, other in pairs if not variants[name].is_emulated]
+        difference = statistics.mean(differences) if pairs else None
+        row = Row(
+            variant=name,
+            what=variants[name].what,
+            held_out_loss=statistics.mean(run.held_out_loss for run in of_seeds),
+            difference=difference,
+            difference_range=(min(differences), max(differences)) if pairs else None,
+            lost=mean_shares([run.lost for run in of_seeds]),
+            skipped_steps=sum(run.skipped_steps for run in of_seeds),
+            time=statistics.median(times) if times else None,
+            verdict="" if name == "fp32" else verdict(difference, seed_spread(runs)),
+        )
+        rows.append(row)
+    return rows
 
 
-def make_row(name: str, runs: list[FineTuning], fp32: list[FineTuning], peak: int, variant: Any) -> Row:
-    pairs = list(zip(runs, fp32, strict=False))
-    differences = [run.held_out_loss - other.held_out_loss for run, other in pairs]
-    times = [run.step_seconds / other.step_seconds for run, other in pairs if not variant.is_emulated]
-    return Row(
-        variant=name,
-        what=variant.what,
-        held_out_loss=statistics.mean(run.held_out_loss for run in runs),
-        difference=statistics.mean(differences) if pairs else None,
-        difference_range=(min(differences), max(differences)) if pairs else None,
-        lost=mean_shares([run.lost for run in runs]),
-        skipped_steps=sum(run.skipped_steps for run in runs),
-        time=statistics.median(times) if times else None,
-        peak_mib=None if variant.is_emulated else peak / 2**20,
-    )
+def verdict(difference: float | None, spread: float | None) -> str:
+    if difference is None or spread is None:
+        return ""
+    if abs(difference) <= spread:
+        return "within the seed spread"
+    return "worse, beyond the seed spread" if difference > 0 else "better, beyond the seed spread"
 
 
-def ablation_table(ablation: Ablation) -> Table:
-    """Fits into 80 columns."""
-    table = Table(
-        title="What each technique is worth",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        padding=0,
-    )
+def ablation_table(rows: Sequence[Row]) -> Table:
+    table = Table(title="What each technique is worth", title_justify="left", box=SIMPLE_HEAD, padding=0)
     table.add_column("variant", no_wrap=True)
     lost = ("activation gradients lost", "weight gradients lost", "updates lost")
-    for heading in ("loss, held out", "to FP32", *lost, "steps skip- ped", "peak MiB", "CPU time"):
+    for heading in ("loss, held out", "to FP32", *lost, "steps skip- ped", "CPU time"):
         table.add_column(heading, justify="right")
-    for row in ablation.rows:
+    table.add_column("")
+    for row in rows:
         table.add_row(
             row.variant,
             f"{row.held_out_loss:.4f}",
@@ -166,41 +142,29 @@ def ablation_table(ablation: Ablation) -> Table:
             f"{row.lost.weight_gradients:.2%}",
             f"{row.lost.updates:.2%}",
             str(row.skipped_steps),
-            "–" if row.peak_mib is None else f"{row.peak_mib:,.1f}",
             "–" if row.time is None else f"{row.time:.2f}",
+            row.verdict,
         )
     return table
-
-
-def sentences(ablation: Ablation) -> Iterator[str]:
-    """What the table says, variant by variant."""
-    yield f"The pretrained model's held-out loss is {ablation.loss_before:.4f}."
-    if ablation.seed_spread is not None:
-        yield f"FP32's own lie {ablation.seed_spread:.4f} apart under different seeds: the seed spread."
-    for row in ablation.rows:
-        verdict = ablation.verdict(row)
-        low, high = row.difference_range or (0.0, 0.0)
-        emulated = " (emulated: its memory and time would say nothing)" if row.peak_mib is None else ""
-        yield f"{row.variant}: {row.what}{emulated}" + (f"; {low:+.4f} to {high:+.4f}, {verdict}" if verdict else "")
 
 
 COLOURS = ("#4c566a", "#5e81ac", "#d08770", "#bf616a", "#b48ead", "#ebcb8b", "#a3be8c")
 
 
-def draw(ablation: Ablation, path: Path, window: int = 10) -> None:
+def draw(found: Mapping[str, Any], path: Path, window: int = 10) -> None:
     """Training losses, and their differences to FP32 on the same batches, as a PNG.
 
     A point is the mean over the seeds and over ten steps, of which it stands at the first.
     """
 
     def curve(name: str) -> Tensor:
-        mean = torch.tensor([run.losses for run in ablation.runs[name]]).mean(0)
+        mean = torch.tensor([run["losses"] for run in found["runs"][name]]).mean(0)
         return mean.unfold(0, min(window, len(mean)), 1).mean(1)
 
     figure, (losses, differences) = new_picture(1, 2, figsize=(10, 4))
-    for name, colour in zip(ablation.runs, COLOURS, strict=False):
+    for name, colour in zip(found["runs"], COLOURS, strict=False):
         losses.plot(curve(name), color=colour, label=name)
-        if "fp32" in ablation.runs:
+        if "fp32" in found["runs"]:
             differences.plot(curve(name) - curve("fp32"), color=colour)
     losses.set(ylabel="training loss", xlabel="step")
     differences.set(ylabel="difference to FP32 on the same batches", xlabel="step")

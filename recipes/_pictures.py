@@ -1,7 +1,9 @@
-"""The look that pictures share."""
+"""The look that pictures share, and what a recipe leaves of a run."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,3 +32,11 @@ def save_picture(figure: Any, path: Path, metadata: dict[str, str] | None = None
     # white behind it, so that it can be read on a dark page
     figure.savefig(path, dpi=120, facecolor="white", metadata=metadata)
     pyplot.close(figure)
+
+
+def save_run(found: dict[str, Any], draw: Callable[[dict[str, Any], Path], None], directory: Path) -> None:
+    """Write all numbers of a run and its picture into ``directory``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    Path(directory, "numbers.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    draw(found, directory / "picture.png")
+    print(f"The picture and all numbers are in {directory}.")

@@ -19,7 +19,6 @@ from __future__ import annotations
 import hf_mp.trainer  # isort: skip  before transformers: it imports bitsandbytes without a remark
 
 import copy
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,9 +38,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel, set_
 from transformers.pytorch_utils import Conv1D
 
 import hf_mp
-from _ablation import Ablation, FineTuning, Shares, ablation_table, draw, mean_shares, sentences, summarize
+from _ablation import FineTuning, Shares, ablation_table, draw, mean_shares, seed_spread, summarize
 from _options import check_device, check_training, parse_options
-from _tensor_memory import peak_tensor_bytes
+from _pictures import save_run
 from _text import make_blocks, python_documents, train_tokenizer, without_repetition
 
 Batch = dict[str, Tensor]
@@ -167,7 +166,7 @@ class Variant:
     Attributes:
         start: makes the training, of a model of its own and a learning rate.
         what: how it differs.
-        is_emulated: whether its time and memory are those of an emulation.
+        is_emulated: whether its time is that of an emulation.
     """
 
     start: Callable[[PreTrainedModel, float], Training]
@@ -433,19 +432,6 @@ def fine_tune(task: Task, names: Sequence[str], seed: int) -> dict[str, FineTuni
     return {name: p.finish(twin.held_out_loss(p.training.model, held_out)) for name, p in progress.items()}
 
 
-def peak_bytes(task: Task, name: str) -> int:
-    """Of the tensors of two steps: weights, copies, gradients, optimizer state, activations."""
-
-    def two_steps() -> None:
-        training = task.start(name)
-        for batch in batches(task.texts.reference, task.scale, 2, seed=0, device=task.device):
-            training.backward(batch)
-            training.update()
-            training.optimizer.zero_grad()
-
-    return peak_tensor_bytes(two_steps, task.device)
-
-
 # The program
 
 
@@ -470,39 +456,34 @@ class Options:
         check_device(self.device)
 
 
-def ablate(options: Options, console: Console) -> Ablation:
-    """Pretrain once, fine-tune every variant under every seed."""
+def run(options: Options, console: Console) -> dict[str, Any]:
+    """Pretrain once, fine-tune every variant under every seed, and print what came of it; all numbers."""
     datasets.disable_progress_bars()
     scale, device = SCALES[options.scale], torch.device(options.device)
     texts = load_texts(scale)
     console.print(f"pretraining in FP32: {scale.pretraining_steps} steps")
     task = Task(scale, texts, pretrain(scale, texts.library, device), options.learning_rate, device)
     loss_before = Fp32Twin(task.pretrained).held_out_loss(task.pretrained, task.held_out())
-    names = list(dict.fromkeys(options.variants))
-    runs: dict[str, list[FineTuning]] = {name: [] for name in names}
+    runs: dict[str, list[FineTuning]] = {name: [] for name in options.variants}
     for seed in range(options.seeds):
-        console.print(f"fine-tuning under seed {seed}: {scale.steps} steps of {', '.join(names)}")
-        for name, run in fine_tune(task, names, seed).items():
-            runs[name].append(run)
-    return summarize(runs, {name: peak_bytes(task, name) for name in names}, loss_before, VARIANTS)
-
-
-def report(ablation: Ablation, console: Console) -> None:
-    console.print(ablation_table(ablation))
-    for sentence in sentences(ablation):
-        console.print(sentence)
+        console.print(f"fine-tuning under seed {seed}: {scale.steps} steps of {', '.join(runs)}")
+        for name, found in fine_tune(task, list(runs), seed).items():
+            runs[name].append(found)
+    rows, spread = summarize(runs, VARIANTS), seed_spread(runs)
+    console.print(ablation_table(rows))
+    console.print(f"Held-out loss of the pretrained model: {loss_before:.4f}; the seed spread, of FP32's: {spread}")
+    return {
+        "options": {**asdict(options), **asdict(scale)},
+        "loss_before": loss_before,
+        "seed_spread": spread,
+        "rows": [asdict(row) for row in rows],
+        "runs": {name: [asdict(one) for one in of_seeds] for name, of_seeds in runs.items()},
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(Options, arguments)
-    console = Console(highlight=False)
-    ablation = ablate(options, console)
-    report(ablation, console)
-    directory = Path(options.output_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    Path(directory, "ablation.json").write_text(json.dumps(asdict(ablation), indent=2) + "\n", encoding="utf-8")
-    draw(ablation, directory / "losses.png")
-    console.print(f"The picture and all numbers are in {directory}.")
+    save_run(run(options, Console(highlight=False)), draw, Path(options.output_dir))
 
 
 if __name__ == "__main__":

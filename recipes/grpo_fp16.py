@@ -15,10 +15,10 @@ The table and the picture show what came out, whatever it is.
 
 from __future__ import annotations
 
-import json
+import itertools
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -46,7 +46,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import hf_mp
 from _options import check_training, parse_options
-from _pictures import new_picture, save_picture
+from _pictures import new_picture, save_picture, save_run
 
 LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
@@ -260,102 +260,67 @@ def train(variant: Variant, scale: Scale, saved: Path, folder: Path, learning_ra
 # What it came to
 
 
-@dataclass(frozen=True)
-class Row:
+def summarize(runs: Sequence[Run]) -> dict[str, Any]:
     """One variant over all seeds; gaps are means over the measurements of all seeds.
 
-    Attributes:
-        first_reward, last_reward: mean of the first and of the last tenth of the steps.
-        last_range: the smallest and the largest of the last ones by seed.
-        gap: mean of |log r|, where r is a token's probability in training over that in generation.
-        largest_gap: of all tokens.
-        clipped: share of the tokens whose r alone lies outside of 1 ± 0.2, GRPO's clipping range.
-        alpha, beta: of the fit log r = alpha + beta * log p, where p is the probability in generation.
+    Returns:
+        ``first_reward``, ``last_reward``: mean of the first and of the last tenth of the steps; ``last_range``: the
+        smallest and the largest of the last ones by seed; ``gap``: mean of ``|log r|``, where r is a token's
+        probability in training over that in generation; ``largest_gap``: of all tokens; ``clipped``: share of the
+        tokens whose r alone lies outside of 1 ± 0.2, GRPO's clipping range; ``beta``: of the fit log r = alpha + beta *
+        log p, where p is the probability in generation; ``moved_norms``, ``skipped_steps``: as of a :class:`Run`.
     """
-
-    variant: str
-    what: str
-    first_reward: float
-    last_reward: float
-    last_range: tuple[float, float]
-    gap: float
-    largest_gap: float
-    clipped: float
-    alpha: float
-    beta: float
-    moved_norms: float
-    skipped_steps: int
-
-
-def summarize(variant: str, runs: Sequence[Run]) -> Row:
     rewards = torch.tensor([run.rewards for run in runs], dtype=torch.float64)
     tenth = max(1, rewards.shape[1] // 10)
     lasts = rewards[:, -tenth:].mean(1)
     gaps = [gap for run in runs for gap in run.gaps]
-    means = {key: statistics.mean(gap[key] for gap in gaps) for key in ("mean", "clipped", "alpha", "beta")}
-    return Row(
-        variant=variant,
-        what=VARIANTS[variant].what,
-        first_reward=rewards[:, :tenth].mean().item(),
-        last_reward=lasts.mean().item(),
-        last_range=(lasts.min().item(), lasts.max().item()),
-        gap=means["mean"],
-        largest_gap=max(gap["max"] for gap in gaps),
-        clipped=means["clipped"],
-        alpha=means["alpha"],
-        beta=means["beta"],
-        moved_norms=statistics.mean(run.moved_norms for run in runs),
-        skipped_steps=sum(run.skipped_steps for run in runs),
-    )
+    means = {key: statistics.mean(gap[key] for gap in gaps) for key in ("mean", "clipped", "beta")}
+    return {
+        "first_reward": rewards[:, :tenth].mean().item(),
+        "last_reward": lasts.mean().item(),
+        "last_range": (lasts.min().item(), lasts.max().item()),
+        "gap": means["mean"],
+        "largest_gap": max(gap["max"] for gap in gaps),
+        "clipped": means["clipped"],
+        "beta": means["beta"],
+        "moved_norms": statistics.mean(run.moved_norms for run in runs),
+        "skipped_steps": sum(run.skipped_steps for run in runs),
+    }
 
 
-def table_of(rows: Sequence[Row]) -> Table:
+def table_of(rows: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Rewards of the first and the last tenth of the steps, the gaps, and the norm weights that moved."""
     table = Table("", box=SIMPLE_HEAD)
-    for column in ("reward", "|log r|", "largest", "clipped", "beta", "norms"):
+    for column in ("reward", "mean |log r|", "largest", "clipped", "beta", "norms moved", "skipped"):
         table.add_column(column, justify="right")
-    for row in rows:
-        rewards, gaps = f"{row.first_reward:.3f} to {row.last_reward:.3f}", (f"{row.gap:.1e}", f"{row.largest_gap:.1e}")
-        table.add_row(row.variant, rewards, *gaps, f"{row.clipped:.2%}", f"{row.beta:+.1e}", f"{row.moved_norms:.0%}")
+    for name, row in rows.items():
+        rewards = f"{row['first_reward']:.3f} to {row['last_reward']:.3f}"
+        gaps = (f"{row['gap']:.1e}", f"{row['largest_gap']:.1e}", f"{row['clipped']:.2%}", f"{row['beta']:+.1e}")
+        table.add_row(name, rewards, *gaps, f"{row['moved_norms']:.0%}", str(row["skipped_steps"]))
     return table
-
-
-def sentences(rows: Sequence[Row]) -> Iterator[str]:
-    """What the table says, and what it leaves out."""
-    yield (
-        "reward: of the first and the last tenth of the steps; |log r|: of a token's log-probabilities in training and "
-        "in generation, the mean difference; clipped: tokens that it alone would clip; beta: its slope over the "
-        "log-probability; norms: norm weights that moved"
-    )
-    for row in rows:
-        low, high = row.last_range
-        spread = "" if low == high else f"; last rewards of the seeds: {low:.3f} to {high:.3f}"
-        skipped = f"; {row.skipped_steps} steps skipped" if row.skipped_steps else ""
-        yield f"{row.variant}: {row.what}{spread}{skipped}"
 
 
 COLOURS = {"fp32": "#4c566a", "bf16-stock": "#5e81ac", "bf16": "#8fae6e", "fp16": "#d08770", "fp16-head": "#bf616a"}
 
 
-def draw(runs: Mapping[str, Sequence[Run]], path: Path, window: int = 10) -> None:
+def draw(found: Mapping[str, Any], path: Path, window: int = 10) -> None:
     """Rewards, gaps, shares that would be clipped and slopes of log r over the steps: means over the seeds."""
     figure, grid = new_picture(2, 2, figsize=(10, 6.5))
-    for name, of_seeds in runs.items():
-        rewards = torch.tensor([run.rewards for run in of_seeds]).mean(0)
+    for name, of_seeds in found["rewards"].items():
+        rewards, style = torch.tensor(of_seeds).mean(0), {"color": COLOURS[name], "label": name}
         width = min(window, len(rewards))
-        smooth = rewards.unfold(0, width, 1).mean(1)
-        style = {"color": COLOURS[name], "label": name}
-        grid[0, 0].plot(range(width, len(rewards) + 1), smooth, **style)
-        steps = [gap["step"] for gap in of_seeds[0].gaps]
+        grid[0, 0].plot(range(width, len(rewards) + 1), rewards.unfold(0, width, 1).mean(1), **style)
+        gaps = found["gaps"][name]
         for axes, key in ((grid[0, 1], "mean"), (grid[1, 0], "clipped"), (grid[1, 1], "beta")):
-            values = torch.tensor([[gap[key] for gap in run.gaps] for run in of_seeds]).mean(0)
-            axes.plot(steps, values, **style)
+            values = torch.tensor([[gap[key] for gap in of_seed] for of_seed in gaps]).mean(0)
+            axes.plot([gap["step"] for gap in gaps[0]], values, **style)
     titles = (f"reward, mean of {window} steps", "mean |log r|", "share of tokens that r alone would clip", "β")
     for axes, title in zip(grid.flat, titles, strict=True):
         axes.set(title=title, xlabel="step")
     grid[0, 1].set_yscale("log")
     grid[1, 0].set_ylim(bottom=0.0)
     handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(runs), frameon=False)
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
     save_picture(figure, path)
 
 
@@ -378,41 +343,35 @@ class Options:
         check_training(self.seeds, self.learning_rate)
 
 
-def compare(options: Options, console: Console) -> dict[str, list[Run]]:
-    """Pretrain once, train every variant under every seed."""
+def run(options: Options, console: Console) -> dict[str, Any]:
+    """Pretrain once, train every variant under every seed, and print what came of it; all numbers."""
     datasets.disable_progress_bars()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    scale, names = SCALES[options.scale], list(dict.fromkeys(options.variants))
-    runs: dict[str, list[Run]] = {name: [] for name in names}
+    scale = SCALES[options.scale]
+    runs: dict[str, list[Run]] = {name: [] for name in options.variants}
     with tempfile.TemporaryDirectory() as directory:
         saved = Path(directory, "saved")
         console.print(f"pretraining in FP32: {scale.pretraining_steps} steps; saved in BF16")
         model = pretrain(scale)
         torch.nn.Module.to(model, torch.bfloat16)
         model.save_pretrained(saved)
-        for seed in range(options.seeds):
-            for name in names:
-                console.print(f"GRPO under seed {seed}: {scale.steps} steps of {name}")
-                run = train(VARIANTS[name], scale, saved, Path(directory, "run"), options.learning_rate, seed)
-                runs[name].append(run)
-    return runs
+        for seed, (name, of_seeds) in itertools.product(range(options.seeds), runs.items()):
+            console.print(f"GRPO under seed {seed}: {scale.steps} steps of {name}, {VARIANTS[name].what}")
+            of_seeds.append(train(VARIANTS[name], scale, saved, Path(directory, "run"), options.learning_rate, seed))
+    rows = {name: summarize(of_seeds) for name, of_seeds in runs.items()}
+    console.print(table_of(rows))
+    return {
+        "options": {**asdict(options), **asdict(scale)},
+        "rows": rows,
+        "gaps": {name: [run.gaps for run in of_seeds] for name, of_seeds in runs.items()},
+        "rewards": {name: [run.rewards for run in of_seeds] for name, of_seeds in runs.items()},
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(Options, arguments)
-    console = Console(highlight=False)
-    runs = compare(options, console)
-    rows = [summarize(name, of_seeds) for name, of_seeds in runs.items()]
-    console.print(table_of(rows))
-    for sentence in sentences(rows):
-        console.print(sentence)
-    directory = Path(options.output_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    numbers = {"rows": [asdict(row) for row in rows], "runs": {n: [asdict(one) for one in r] for n, r in runs.items()}}
-    Path(directory, "grpo.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
-    draw(runs, directory / "grpo.png")
-    console.print(f"The picture and all numbers are in {directory}.")
+    save_run(run(options, Console(highlight=False)), draw, Path(options.output_dir))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import Any, Literal, cast
@@ -427,31 +427,27 @@ class Options:
         check_device(self.device)
 
 
-@dataclass(frozen=True)
-class Results:
-    """What all loops came to; ``mlps`` is empty where the MLP was left out."""
-
-    agreements: list[Agreement]
-    mlps: dict[str, MlpRun]
-
-
-def run_loops(options: Options) -> Results:
+def run(options: Options, console: Console) -> dict[str, Any]:
+    """Run the loops, and print how far they agree; all numbers."""
     device = torch.device(options.device)
     agreements = [row for name, loop in LOOPS.items() if name in options.loops for row in loop(device)]
     mlps = train_mlps(MLPS[options.scale], device) if "mlp" in options.loops else {}
-    return Results([*agreements, compare_mlps(mlps)] if mlps else agreements, mlps)
+    agreements += [compare_mlps(mlps)] if mlps else []
+    console.print(agreement_table(agreements))
+    if mlps:
+        console.print(mlp_table(MLPS[options.scale], mlps, options.device))
+    return {
+        "options": asdict(options),
+        "agreements": [{**asdict(row), "agrees": row.agrees} for row in agreements],
+        "mlp": {name: asdict(one) for name, one in mlps.items()},
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parse_options(Options, arguments)
-    results = run_loops(options)
     console = Console(highlight=False)
-    console.print(agreement_table(results.agreements))
-    if results.mlps:
-        console.print(mlp_table(MLPS[options.scale], results.mlps, options.device))
-    differing = sum(not row.agrees for row in results.agreements)
-    console.print(f"{len(results.agreements) - differing} of {len(results.agreements)} results agree")
-    if differing:
+    agree = [row["agrees"] for row in run(parse_options(Options, arguments), console)["agreements"]]
+    console.print(f"{sum(agree)} of {len(agree)} results agree")
+    if not all(agree):
         sys.exit(1)
 
 

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 import ablate_precision as recipe
-from _ablation import Ablation, FineTuning, Shares, ablation_table, summarize
+from _ablation import FineTuning, Shares, ablation_table, seed_spread, summarize
 from _options import parse_options
 from ablate_precision import (
     SCALES,
@@ -54,9 +54,9 @@ def ended(tmp_path_factory) -> tuple[Path, str]:
 
 def test_the_recipe_runs_all_variants_and_reports(ended):
     directory, text = ended
-    found = json.loads((directory / "ablation.json").read_text())
+    found = json.loads((directory / "numbers.json").read_text())
     assert [row["variant"] for row in found["rows"]] == list(VARIANTS)
-    assert (directory / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert (directory / "picture.png").read_bytes().startswith(b"\x89PNG")
     for name in VARIANTS:
         assert name in text
         assert [len(run["losses"]) for run in found["runs"][name]] == [SCALES["small"].steps] * 2
@@ -64,7 +64,7 @@ def test_the_recipe_runs_all_variants_and_reports(ended):
 
 
 def test_what_the_paper_says_is_seen_at_small_size(ended):
-    found = json.loads((ended[0] / "ablation.json").read_text())
+    found = json.loads((ended[0] / "numbers.json").read_text())
     rows = {row["variant"]: row for row in found["rows"]}
     spread = found["seed_spread"]
     assert abs(rows["fp16"]["difference"]) <= spread < rows["fp16-no-masters"]["difference"]
@@ -164,26 +164,24 @@ def test_verdicts_compare_with_the_seed_spread():
         "fp16-no-masters": [run(4.2), run(4.4)],
         "bf16": [run(3.8), run(3.9)],
     }
-    found = summarize(runs, dict.fromkeys(runs, 2**20), loss_before=5.0, variants=VARIANTS)
-    assert found.seed_spread == pytest.approx(0.1)
-    assert [found.verdict(row) for row in found.rows] == [
+    assert seed_spread(runs) == pytest.approx(0.1)
+    rows = summarize(runs, VARIANTS)
+    assert [row.verdict for row in rows] == [
         "",
         "within the seed spread",
         "worse, beyond the seed spread",
         "better, beyond the seed spread",
     ]
-    assert found.rows[2].difference == pytest.approx(0.25)
-    assert found.rows[2].difference_range == pytest.approx((0.2, 0.3))
+    assert rows[2].difference == pytest.approx(0.25)
+    assert rows[2].difference_range == pytest.approx((0.2, 0.3))
 
 
 def test_without_fp32_or_with_one_seed_there_is_nothing_to_compare_with():
-    alone = summarize({"fp16": [run(4.0), run(4.1)]}, {"fp16": 1}, 5.0, VARIANTS)
-    assert (alone.seed_spread, alone.rows[0].difference, alone.rows[0].time) == (None, None, None)
-    single = summarize({"fp32": [run(4.0)], "fp16": [run(4.1)]}, {"fp32": 1, "fp16": 1}, 5.0, VARIANTS)
-    assert single.seed_spread is None and single.verdict(single.rows[1]) == ""
-    for ablation in (alone, single):
-        assert ablation_table(ablation).row_count == len(ablation.rows)
-    assert isinstance(alone, Ablation)
+    (alone,) = summarize({"fp16": [run(4.0), run(4.1)]}, VARIANTS)
+    assert (alone.difference, alone.time, alone.verdict) == (None, None, "")
+    single = {"fp32": [run(4.0)], "fp16": [run(4.1)]}
+    assert seed_spread(single) is None and summarize(single, VARIANTS)[1].verdict == ""
+    assert ablation_table([alone]).row_count == 1
 
 
 def test_defaults_train_everything():

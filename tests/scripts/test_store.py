@@ -31,17 +31,6 @@ def test_what_the_loops_came_to(tmp_path):
     assert result["mlp"]["fp16"]["peak_bytes"] > 2**20
 
 
-@pytest.mark.slow
-def test_what_each_technique_is_worth(tmp_path):
-    flags = ("--scale=small", "--seeds=1", "--device=cpu", "--variants", "fp32", "fp16-no-masters")
-    result = stored("ablate_precision", *flags, directory=tmp_path, name="ablate_precision")
-    assert [row["variant"] for row in result["rows"]] == ["fp32", "fp16-no-masters"]
-    assert result["options"]["seeds"] == 1 and result["options"]["width"] == 32
-    assert set(result["runs"]) == {"fp32", "fp16-no-masters"}
-    assert len(result["runs"]["fp32"]) == 1 and "losses" not in result["runs"]["fp32"][0]
-    assert is_png(tmp_path / "ablate_precision.png")
-
-
 @pytest.mark.exhaustive
 def test_grpo_by_precision(tmp_path):
     pytest.importorskip("trl")
