@@ -15,29 +15,19 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import DatasetDict
-from transformers import (
-    PreTrainedTokenizerBase,
-    ProgressCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PreTrainedTokenizerBase, ProgressCallback, Trainer, TrainingArguments
 
 from _results import RESULTS, save_result
 from bench import show
-from hf_mp import MixedPrecisionTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
 
@@ -53,21 +43,6 @@ SCALERS = {
 }
 
 
-@contextmanager
-def recipe_trainer(flags: Sequence[str]) -> Iterator[MixedPrecisionTrainer]:
-    """The trainer of the recipe for its own ``flags``, without a progress bar; what it writes is deleted at the end."""
-    with tempfile.TemporaryDirectory() as directory:
-        recipe, args = recipe_module.parse_arguments(["--output_dir", str(Path(directory, "run")), *flags])
-        recipe_module.quiet_libraries()
-        text, tokenizer = load_text_and_tokenizer(recipe, args.seed)
-        model = recipe_module.load_model(recipe, args, len(tokenizer))
-        blocks = recipe_module.make_blocks(text, tokenizer, recipe_module.choose_block_size(recipe, model))
-        trainer = recipe_module.make_trainer(model, args, tokenizer, blocks)
-        trainer.remove_callback(ProgressCallback)
-        print(f"training: {' '.join(flags)}", flush=True)
-        yield trainer
-
-
 @functools.cache
 def load_text_and_tokenizer(recipe: recipe_module.Recipe, seed: int) -> tuple[DatasetDict, PreTrainedTokenizerBase]:
     """Collected once for all runs of a script: it takes longer than a short run."""
@@ -75,103 +50,72 @@ def load_text_and_tokenizer(recipe: recipe_module.Recipe, seed: int) -> tuple[Da
     return text, recipe_module.load_tokenizer(recipe, text["train"])
 
 
-# Precisions
+def train(flags: Sequence[str], is_stock_bf16: bool = False) -> tuple[Any, dict[str, Any]]:
+    """A run of the recipe with its own ``flags``, without a progress bar: its trainer, and what all runs store.
+
+    With ``is_stock_bf16`` the stock Trainer trains with ``bf16=True``, over the same model and data. ``train_seconds``
+    are of this machine while it ran, and no benchmark.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        recipe, args = recipe_module.parse_arguments(["--output_dir", str(Path(directory, "run")), *flags])
+        recipe_module.quiet_libraries()
+        text, tokenizer = load_text_and_tokenizer(recipe, args.seed)
+        model = recipe_module.load_model(recipe, args, len(tokenizer))
+        blocks = recipe_module.make_blocks(text, tokenizer, recipe_module.choose_block_size(recipe, model))
+        trainer: Trainer = recipe_module.make_trainer(model, args, tokenizer, blocks)
+        if is_stock_bf16:
+            given = {field.name: getattr(args, field.name) for field in fields(TrainingArguments) if field.init}
+            trainer = Trainer(
+                model=model,
+                args=TrainingArguments(**{**given, "bf16": True}),
+                train_dataset=blocks.train,
+                eval_dataset=blocks.validation,
+                data_collator=trainer.data_collator,
+            )
+        trainer.remove_callback(ProgressCallback)
+        print(f"training: {' '.join(flags)}", flush=True)
+        seconds = trainer.train().metrics["train_runtime"]
+        return trainer, {"eval_loss": trainer.evaluate()["eval_loss"], "train_seconds": seconds}
 
 
 def train_precision(name: str, flags: Sequence[str]) -> dict[str, Any]:
     """One run of the recipe: its losses, and how many steps were skipped."""
-    precision = "fp32" if name == STOCK_BF16 else name.removeprefix("hf_mp ")
-    with recipe_trainer(["--precision", precision, *flags]) as ours:
-        trainer = stock_trainer(ours) if name == STOCK_BF16 else ours
-        seconds = trainer.train().metrics["train_runtime"]
-        eval_loss = trainer.evaluate()["eval_loss"]
+    is_stock = name == STOCK_BF16
+    trainer, found = train(["--precision", "fp32" if is_stock else name.removeprefix("hf_mp "), *flags], is_stock)
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {
         "steps": [entry["step"] for entry in logs],
         "losses": [entry["loss"] for entry in logs],
-        "eval_loss": eval_loss,
-        "train_seconds": seconds,
+        **found,
         "skipped_steps": logs[-1].get("skipped_steps"),
     }
 
 
-def stock_trainer(ours: Trainer) -> Trainer:
-    """The stock Trainer with ``bf16=True``, over the model and data of ``ours``."""
-    settings = {
-        key: getattr(ours.args, key)
-        for key in (
-            *("output_dir", "max_steps", "per_device_train_batch_size", "per_device_eval_batch_size"),
-            *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta2", "seed"),
-            *("logging_steps", "disable_tqdm", "save_strategy", "optim", "report_to"),
-        )
-    }
-    trainer = Trainer(
-        model=ours.model,
-        args=TrainingArguments(**settings, bf16=True, use_cpu=not torch.cuda.is_available()),
-        train_dataset=ours.train_dataset,
-        eval_dataset=ours.eval_dataset,
-        data_collator=ours.data_collator,
-    )
-    trainer.remove_callback(ProgressCallback)
-    return trainer
-
-
-# Loss scalers
-
-
-@dataclass
-class ScaleWatch(TrainerCallback):
-    """Notes which scale each optimizer step used, and whether it was skipped."""
-
-    trainer: MixedPrecisionTrainer
-    skipped_at: list[int] = field(default_factory=list)
-    scale_changes: list[tuple[int, float]] = field(default_factory=list)
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        scale = self._runtime().scaler.get_scale()
-        if not self.scale_changes or self.scale_changes[-1][1] != scale:
-            self.scale_changes.append((state.global_step + 1, scale))
-
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self._runtime().step_was_skipped:
-            self.skipped_at.append(state.global_step + 1)
-
-    def _runtime(self) -> Any:
-        if self.trainer.mixed_precision is None:
-            raise ValueError("a run in FP32 scales no loss: leave --precision away, or say fp16")
-        return self.trainer.mixed_precision
-
-
 def train_scaler(flags: Sequence[str]) -> dict[str, Any]:
-    """One run of the recipe in FP16: the scale over the run, and the steps that it wasted.
+    """One run of the recipe in FP16, from its log of each step: the scale over the run, and the steps that it wasted.
 
-    ``scale_changes`` are pairs of a step, counted from 1, and the scale that it and the following ones used;
-    ``train_seconds`` are of this machine while it ran, and no benchmark.
+    ``scale_changes`` are pairs of a step, counted from 1, and the scale that it and the following ones used.
     """
-    with recipe_trainer(["--max_steps", "1000", "--precision", "fp16", *flags]) as trainer:
-        watch = ScaleWatch(trainer)
-        trainer.add_callback(watch)
-        seconds = trainer.train().metrics["train_runtime"]
-        scales = [scale for _, scale in watch.scale_changes]
-        return {
-            "skipped_steps": len(watch.skipped_at),
-            "first_scale": scales[0],
-            "last_scale": scales[-1],
-            "smallest_scale": min(scales),
-            "largest_scale": max(scales),
-            "steps": trainer.state.global_step,
-            "skipped_at": watch.skipped_at,
-            "scale_changes": watch.scale_changes,
-            "final_eval_loss": trainer.evaluate()["eval_loss"],
-            "train_seconds": seconds,
-        }
-
-
-# The program
+    trainer, found = train(["--max_steps", "1000", "--precision", "fp16", *flags, "--logging_steps", "1"])
+    if trainer.mixed_precision is None:
+        raise ValueError("a run in FP32 scales no loss: leave --precision away, or say fp16")
+    logs = [entry for entry in trainer.state.log_history if "loss_scale" in entry]
+    # A log holds what the step has left: the scale of the next one.
+    used = [trainer.mixed_precision.stats.loss_scale_first, *(entry["loss_scale"] for entry in logs[:-1])]
+    skipped = [0, *(int(entry["skipped_steps"]) for entry in logs)]
+    changes = [(step, scale) for step, scale in enumerate(used, 1) if step == 1 or scale != used[step - 2]]
+    return {
+        "skipped_steps": skipped[-1],
+        "first_scale": used[0],
+        "last_scale": used[-1],
+        "smallest_scale": min(used),
+        "largest_scale": max(used),
+        "steps": trainer.state.global_step,
+        "skipped_at": [step for step, (a, b) in enumerate(itertools.pairwise(skipped), 1) if b > a],
+        "scale_changes": changes,
+        "final_eval_loss": found["eval_loss"],
+        "train_seconds": found["train_seconds"],
+    }
 
 
 def main(argv: Sequence[str], directory: Path = RESULTS) -> None:
