@@ -59,12 +59,12 @@ class Workload:
 
     @classmethod
     def of(cls, model: str | None, *, layers: int, width: int, heads: int, **rest: Any) -> Workload:
-        """That of a built-in model by its name (``gpt2``, ``gpt2-large``), or one of the given sizes for None.
+        """That of a built-in model by its name (``gpt2``, ``gpt2-large``), or one of the given sizes without a name.
 
         Raises:
             ValueError: for a name that is not known.
         """
-        if model is not None:
+        if model:
             found = BUILT_IN.get(model.removeprefix("openai-community/"))
             if found is None:
                 raise ValueError(

@@ -31,6 +31,7 @@ import typer
 # Nothing of the checkout is imported: where it is not installed, only the pieces are told where it is.
 ROOT = Path(__file__).resolve().parent.parent
 TRAINERS = ("Trainer fp16=True", "MixedPrecisionTrainer fp16", "MixedPrecisionTrainer fp16-lean")
+COMPILED = tuple(f"{name} compiled" for name in TRAINERS)
 LOOPS = (
     "torch.autocast fp16",
     "hf_mp.autocast fp16",
@@ -40,22 +41,18 @@ LOOPS = (
     "torch.autocast bf16",
 )
 PEERS = ("torch.autocast fp16", "hf_mp fp16", "hf_mp fp16-lean")
+LARGE_GIB = 40
 # -v: a line for each test as it ends. Without the settings of pyproject.toml, which want plugins.
 PYTEST = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib")
-GPU_TESTS = (*PYTEST, "-m", "gpu and not outside")
-LARGE_GIB = 40
-STEP = ("--batch", "8", "--seq", "1024", "--dropout", "0.1")
-TINY_STEP = (
-    *("--layers", "1", "--width", "32", "--heads", "2", "--vocab", "200"),
-    *("--batch", "2", "--seq", "16", "--dropout", "0.1", "--rounds", "1"),
-)
-PROFILED = ("--contenders", "torch.autocast fp16,hf_mp fp16", "--traces", "outputs/profiles")
-UPDATES = "torch.amp,hf_mp fp16,hf_mp fp16-lean,FlashAdamW"
-TINY_UPDATE = ("--layers", "1", "--width", "32", "--heads", "2", "--vocab", "200", "--rounds", "2")
-TINY_AUTOCAST = (
-    *("--layers", "1", "--width", "32", "--heads", "2", "--vocab", "200"),
-    *("--seq", "16", "--rounds", "1", "--calls", "100", "--tokens", "2"),
-)
+_TINY_MODEL = ("--layers", "1", "--width", "32", "--heads", "2", "--vocab", "200")
+# What makes each benchmark small enough for a CPU; of an option that is given twice the last one counts.
+TINY = {
+    "step": ("--model", "", *_TINY_MODEL, "--batch", "2", "--seq", "16", "--rounds", "1"),
+    "update": ("--model", "", *_TINY_MODEL, "--rounds", "2"),
+    "loss": ("--rows", "8", "--vocab", "100", "--rounds", "2"),
+    "profile": ("--only", "GPT-2 2", "--steps", "1", "--warmup", "1"),
+    "autocast": (*_TINY_MODEL, "--dtype", "bf16", "--seq", "16", "--rounds", "1", "--calls", "100", "--tokens", "2"),
+}
 
 
 @dataclass(frozen=True)
@@ -65,26 +62,25 @@ class Piece:
     Attributes:
         name: of the result that it stores; of the log alone for the tests.
         command: what Python runs, without the options for device, name and directory that the benchmarks share.
-        tiny: the same with small sizes, for a CPU.
         seconds: its share of the default of 9.5 minutes; what others leave is shared as well.
         gib: memory that a GPU needs for it; one with less leaves it out, unless it is named.
+        by_default: whether it runs where it is not named.
     """
 
     name: str
     command: tuple[str, ...]
-    tiny: tuple[str, ...]
     seconds: int
     gib: int = 0
+    by_default: bool = True
 
     def full_command(self, *, tiny: bool, device: str, directory: Path, gib: float = math.inf) -> list[str]:
         """What is run, on a GPU of ``gib`` memory."""
-        chosen = self.tiny if tiny else self.command
-        if "--batch" in chosen and gib < LARGE_GIB:
-            chosen = (*chosen, "--batch", "1")  # the last one counts
-        shared = ("--device", device, "--name", self.name, "--output-dir", str(directory))
-        if chosen[0].startswith("scripts/"):
-            return [sys.executable, *chosen, *shared]
-        return [sys.executable, *chosen, *(gpu_tests() if chosen == GPU_TESTS else [])]
+        if self.command[0] == "-m":  # no test of a GPU would run on a CPU
+            return [sys.executable, *((*PYTEST, "tests/kernels/test_registry.py") if tiny else self.command)]
+        what, *options = self.command
+        options += TINY[what] if tiny else ("--batch", "1") if what == "step" and gib < LARGE_GIB else ()
+        options += ("--device", device, "--name", self.name, "--output-dir", str(directory))
+        return [sys.executable, "scripts/bench.py", what, *options]
 
 
 def gpu_tests() -> list[str]:
@@ -97,69 +93,32 @@ def gpu_tests() -> list[str]:
 
 
 def _step(
-    name: str, model: str, contenders: tuple[str, ...], rounds: int, seconds: int, *options: str, gib: int = 0
+    name: str, model: str, contenders: tuple[str, ...], rounds: int, seconds: int, *options: str, **limits: int
 ) -> Piece:
-    chosen = ("--contenders", ",".join(contenders), *options)
-    return Piece(
-        name,
-        ("scripts/bench.py", "step", "--model", model, *STEP, "--rounds", str(rounds), "--warmup", "4", *chosen),
-        ("scripts/bench.py", "step", *TINY_STEP, "--contenders", ",".join(_runs_on_a_cpu(contenders)), *options),
-        seconds,
-        gib,
-    )
+    shape = ("--batch", "8", "--seq", "1024", "--dropout", "0.1", "--rounds", str(rounds), "--warmup", "4")
+    command = ("step", "--model", model, *shape, "--contenders", ",".join(contenders), *options)
+    return Piece(name, command, seconds, **limits)
 
 
-def _runs_on_a_cpu(contenders: tuple[str, ...]) -> list[str]:
-    """The same ways in BF16, where torch's FP16 would be too slow or not be had; of compiled ones ours, one of them."""
-    if contenders == _compiled(TRAINERS):
-        contenders = contenders[1:2]
-    return [name.replace("fp16", "bf16") if name.startswith(("Trainer", "torch")) else name for name in contenders]
-
-
-def _compiled(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"{name} compiled" for name in names)
-
-
+_LARGE_UPDATES = "torch.amp,hf_mp fp16,hf_mp fp16-lean,FlashAdamW"  # that fit into 80 GB side by side
 # In the order of their weight.
 PIECES = (
-    Piece("tests", GPU_TESTS, (*PYTEST, "tests/kernels/test_registry.py"), 100),
-    Piece(
-        "bench_update_gpt2",
-        ("scripts/bench.py", "update", "--model", "gpt2", "--rounds", "30"),
-        ("scripts/bench.py", "update", *TINY_UPDATE),
-        45,
-    ),
+    Piece("tests", (*PYTEST, "-m", "gpu and not outside", *gpu_tests()), 100),
+    Piece("bench_update_gpt2", ("update", "--model", "gpt2", "--rounds", "30"), 45),
     _step("bench_step_gpt2", "gpt2", (*TRAINERS, *LOOPS), 20, 90),
     _step("bench_step_gpt2_large", "gpt2-large", (*TRAINERS, *PEERS), 8, 110, gib=LARGE_GIB),
     Piece(
-        "bench_update_gpt2_large",  # without those that would not fit into 80 GB side by side
-        ("scripts/bench.py", "update", "--model", "gpt2-large", "--rounds", "15", "--contenders", UPDATES),
-        ("scripts/bench.py", "update", *TINY_UPDATE, "--contenders", UPDATES),
+        "bench_update_gpt2_large",
+        ("update", "--model", "gpt2-large", "--rounds", "15", "--contenders", _LARGE_UPDATES),
         45,
         LARGE_GIB,
     ),
-    _step("bench_step_gpt2_compiled", "gpt2", _compiled(TRAINERS), 20, 90, "--no-peak"),
-    Piece(
-        "bench_loss",
-        ("scripts/bench.py", "loss", "--rows", "8192", "--rounds", "20"),
-        ("scripts/bench.py", "loss", "--rows", "8", "--vocab", "100", "--rounds", "2"),
-        25,
-    ),
-    Piece(
-        "profile_step",
-        ("scripts/bench.py", "profile", "--only", "GPT-2 124M", *PROFILED),
-        ("scripts/bench.py", "profile", "--only", "GPT-2 2", "--steps", "1", "--warmup", "1"),
-        30,
-    ),
-    Piece(
-        "bench_autocast",
-        ("scripts/bench.py", "autocast", "--dtype", "fp16", "--batch", "8", "--seq", "512", "--rounds", "3"),
-        ("scripts/bench.py", "autocast", *TINY_AUTOCAST),
-        35,
-    ),
+    _step("bench_step_gpt2_compiled", "gpt2", COMPILED, 20, 90, "--no-peak"),
+    Piece("bench_loss", ("loss", "--rows", "8192", "--rounds", "20"), 25),
+    Piece("profile_step", ("profile", "--only", "GPT-2 124M", "--contenders", "torch.autocast fp16,hf_mp fp16"), 30),
+    Piece("bench_autocast", ("autocast", "--dtype", "fp16", "--batch", "8", "--seq", "512", "--rounds", "3"), 35),
+    _step("bench_step_gpt2_large_compiled", "gpt2-large", COMPILED, 8, 240, "--no-peak", by_default=False),
 )
-# Run where they are named.
-ASKED_FOR = (_step("bench_step_gpt2_large_compiled", "gpt2-large", _compiled(TRAINERS), 8, 240, "--no-peak"),)
 
 
 def gpu_gib() -> float:
@@ -206,24 +165,19 @@ def log_of(piece: Piece, directory: Path) -> str:
 
 def table_to_paste(outcomes: dict[str, str], directory: Path) -> str:
     """What the pieces stored, as Markdown: torch's ways and ours of one piece are of one run, in turns."""
-    lines = ["| piece | what became of it |", "|---|---|"]
-    lines += [f"| {name} | {outcome} |" for name, outcome in outcomes.items()]
+    about, rows = "", [f"| {name} | {outcome} | | |" for name, outcome in outcomes.items()]
     for name in outcomes:
-        if (path := directory / f"{name}.json").is_file():
-            record = json.loads(path.read_text(encoding="utf-8"))
-            lines += _stored_rows(name, record) if "contenders" in record["result"] else []
-    return "\n".join(lines)
-
-
-def _stored_rows(name: str, record: dict[str, Any]) -> list[str]:
-    gpu = [text for key, text in record["device"].items() if key.startswith("GPU")]
-    versions = [f"{package} {version}" for package, version in record["versions"].items()]
-    lines = ["", ", ".join([name, *gpu, *versions, record["date"]]), ""]
-    lines += ["| way | milliseconds | peak, GiB |", "|---|---|---|"]
-    for way, row in record["result"]["contenders"].items():
-        sizes = 1e3 * (row.get("median_seconds") or math.nan), (row.get("peak_bytes") or math.nan) / 2**30
-        lines.append(f"| {way} | {' | '.join('' if math.isnan(one) else f'{one:.2f}' for one in sizes)} |")
-    return lines
+        if not (path := directory / f"{name}.json").is_file():
+            continue
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        about = f"{record['device'].get('GPU 0', record['device']['CPU'])}, {record['versions']}, {record['date']}\n\n"
+        for way, row in record["result"].get("contenders", {}).items():
+            seconds, peak = row.get("median_seconds"), row.get("peak_bytes")
+            sizes = "" if seconds is None else f"{1e3 * seconds:.2f}", "" if peak is None else f"{peak / 2**30:.2f}"
+            rows.append(f"| {name} | {way} | {' | '.join(sizes)} |")
+    return about + "\n".join(
+        ["| piece | way, or what became of it | milliseconds | peak, GiB |", "|---|---|---|---|", *rows]
+    )
 
 
 def choose(only: str | None, gib: float = math.inf) -> list[Piece]:
@@ -233,8 +187,8 @@ def choose(only: str | None, gib: float = math.inf) -> list[Piece]:
         ValueError: for a name that is not known.
     """
     if only is None:
-        return [piece for piece in PIECES if piece.gib <= gib]
-    known = {piece.name: piece for piece in (*PIECES, *ASKED_FOR)}
+        return [piece for piece in PIECES if piece.by_default and piece.gib <= gib]
+    known = {piece.name: piece for piece in PIECES}
     names = [name.strip() for name in only.split(",")]
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"--only {', '.join(unknown)}: not known, use some of {', '.join(known)}")
