@@ -1,17 +1,15 @@
-"""What the benchmark scripts share: the model that is trained, what this device does at best, how tables are shown."""
+"""What the benchmark scripts share: the model that is trained, what this device does at best."""
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -216,14 +214,3 @@ def synchronize(device: str) -> None:
 def rounded_copies(model: nn.Module, dtype: torch.dtype) -> list[Tensor]:
     """The casts of the weights that ``torch.autocast`` makes in each forward."""
     return [parameter.detach().to(dtype) for parameter in model.parameters()]
-
-
-def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table whose first column is text and whose others are numbers."""
-    table = Table(title=title)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
-    for row in rows:
-        table.add_row(*row)
-    console = Console()
-    (console if console.is_terminal else Console(width=160)).print(table)

@@ -319,4 +319,4 @@ def trainers_in_turns(
                 trainer.add_callback(clock)
                 trainer.train()
             seconds[name] += [end - begin for begin, end in itertools.pairwise(clock.moments[warmup:])]
-            yield seconds
+            yield {name: found for name, found in seconds.items() if found}

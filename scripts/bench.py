@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import typer
+from rich.pretty import pprint
 from transformers.utils import logging
 
-from _benchmarks import show_table
 from _results import RESULTS, save_result
 
 WHATS = sorted(file.stem for file in Path(__file__).with_name("benches").glob("[a-z]*.py"))
@@ -37,7 +37,7 @@ def command(what: str) -> Callable[..., None]:
         found = measure(**options)
         for payload in found if inspect.isgenerator(found) else [found]:  # anew for each that is yielded
             path = save_result(name, payload, directory=output_dir)
-        show(payload)
+        pprint(payload, max_length=20)
         for contender, reason in payload.get("left_out", {}).items():
             print(f"not here: {contender}: {reason}")
         print(f"stored in {path.name}")
@@ -48,29 +48,6 @@ def command(what: str) -> Callable[..., None]:
     run.__annotations__ = get_type_hints(measure, include_extras=True) | {"name": str, "output_dir": Path}
     run.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
     return run
-
-
-def show(found: Mapping[str, Any], title: str = "") -> None:
-    """Print what was stored: a table of each mapping from names to rows of numbers, and of each list of rows."""
-    rows = dict(rows_in(found))
-    numbers = {
-        name: {k: f"{v:.4g}" for k, v in row.items() if isinstance(v, (int, float))} for name, row in rows.items()
-    }
-    fields = list(dict.fromkeys(key for row in numbers.values() for key in row))
-    if fields:
-        cells = [[name, *(row.get(key, "") for key in fields)] for name, row in numbers.items()]
-        show_table(title, ["", *(field.replace("_", " ") for field in fields)], cells)
-    for name, row in rows.items():
-        show(row, f"{title} {name}".strip())
-
-
-def rows_in(found: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The mappings in what was stored, by name, and lists of them by number."""
-    for name, one in found.items():
-        if isinstance(one, list):
-            one = {str(number): row for number, row in enumerate(one) if isinstance(row, dict)}
-        if isinstance(one, dict) and one:
-            yield name, one
 
 
 def main(argv: list[str]) -> None:

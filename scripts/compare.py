@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from datasets import DatasetDict
+from rich.pretty import pprint
 from transformers import PreTrainedTokenizerBase, ProgressCallback, Trainer, TrainingArguments
 
 from _results import RESULTS, save_result
-from bench import show
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
 
@@ -131,7 +131,7 @@ def main(argv: Sequence[str], directory: Path = RESULTS) -> None:
     else:
         payload = {name: train_scaler([*flags, *choice]) for name, choice in SCALERS.items()}
     path = save_result(arguments.name or f"compare_{arguments.what}", payload, directory=directory)
-    show(payload)
+    pprint(payload, max_length=20)
     print(f"stored in {path.name}")
 
 

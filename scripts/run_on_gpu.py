@@ -93,7 +93,7 @@ def gpu_tests() -> list[str]:
 
 
 def _step(
-    name: str, model: str, contenders: tuple[str, ...], rounds: int, seconds: int, *options: str, **limits: int
+    name: str, model: str, contenders: tuple[str, ...], rounds: int, seconds: int, *options: str, **limits: Any
 ) -> Piece:
     shape = ("--batch", "8", "--seq", "1024", "--dropout", "0.1", "--rounds", str(rounds), "--warmup", "4")
     command = ("step", "--model", model, *shape, "--contenders", ",".join(contenders), *options)

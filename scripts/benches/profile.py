@@ -2,21 +2,18 @@
 
     python scripts/bench.py profile --times 4 --name profile_architectures
     python scripts/bench.py profile --only "T5,BERT" --steps 5
-    python scripts/bench.py profile --only "GPT-2 124M" --contenders "torch.autocast fp16,hf_mp fp16" --traces outputs
+    python scripts/bench.py profile --only "GPT-2 124M" --contenders "torch.autocast fp16,hf_mp fp16"
 
 A cost is the time inside an op itself, without the ops that it calls; on a GPU, that of a kernel. Each contender runs
-in a process of its own, so that none finds the memory of another. ``--traces`` gets Chrome traces, which
-https://ui.perfetto.dev shows.
+in a process of its own, so that none finds the memory of another.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -37,9 +34,9 @@ LARGEST = 6
 
 
 def milliseconds_by_op(
-    model: str, contender: str, times: int, warmup: int, steps: int, device: str, traces: Path | None
+    model: str, contender: str, times: int, warmup: int, steps: int, device: str
 ) -> dict[str, float]:
-    """Of one step, each op or kernel in itself; a trace is written where a folder is given."""
+    """Of one step, each op or kernel in itself."""
     logging.set_verbosity_error()
     step = make_step(MODELS[model], contender, device, times=times)
     for _ in range(warmup):
@@ -51,10 +48,6 @@ def milliseconds_by_op(
         for _ in range(steps):
             step()
         synchronize(device)
-    if traces is not None:
-        traces.mkdir(parents=True, exist_ok=True)
-        file = re.sub(r"[^a-z0-9]+", "_", f"{model} {contender}".lower())
-        profiler.export_chrome_trace(str(traces / f"{file}.json"))
     return costs(profiler.key_averages(), on_gpu=device == "cuda", steps=steps)
 
 
@@ -96,7 +89,6 @@ def measure(
     warmup: int = 3,
     steps: Annotated[int, typer.Option(help="profiled steps of each")] = 3,
     device: str = DEFAULT_DEVICE,
-    traces: Annotated[Path | None, typer.Option(help="folder for Chrome traces; default: none are written")] = None,
 ) -> Iterator[dict[str, Any]]:
     """Profile each model as trained by each contender: totals and the largest differences."""
     processes = multiprocessing.get_context("spawn")
@@ -105,7 +97,7 @@ def measure(
         by_contender = {}
         for contender in map(str.strip, contenders.split(",")):
             with processes.Pool(1) as pool:
-                arguments = (model, contender, times, warmup, steps, device, traces)
+                arguments = (model, contender, times, warmup, steps, device)
                 by_contender[contender] = pool.apply(milliseconds_by_op, arguments)
         found[model] = compare(by_contender)
         yield {"times": times, "steps": steps, "architectures": found}

@@ -48,17 +48,9 @@ def test_the_command_has_the_options_of_its_benchmark_and_those_of_all(tmp_path,
     assert ended.value.code == 0
     assert json.loads((tmp_path / "x.json").read_text())["result"]["vocab"] == 20
     shown = capsys.readouterr().out
-    assert "hf_mp bf16" in shown and "ratio to torch" in shown and "stored in x.json" in shown
+    assert "hf_mp bf16" in shown and "ratio_to_torch" in shown and "stored in x.json" in shown
     with pytest.raises(SystemExit, match="'moon' is not known: use one of architectures, autocast"):
         bench.main(["moon"])
-
-
-def test_rows_of_numbers_are_shown_wherever_they_are(capsys):
-    bench.show(
-        {"a": {"b": {"one": {"seconds": 1.5, "of": "x"}, "two": {"seconds": 2}}}, "rows": [{"mib": 7}], "c": [1, 2]}
-    )
-    words = capsys.readouterr().out.split()
-    assert {"one", "1.5", "two", "seconds", "mib", "7"} <= set(words) and "x" not in words
 
 
 def test_what_is_yielded_is_stored_at_once(monkeypatch, tmp_path):
@@ -363,10 +355,7 @@ def test_costs_are_those_of_one_step_on_the_device_that_works():
 
 
 @pytest.mark.slow
-def test_a_profile_is_stored_with_its_traces(run, tmp_path):
-    result = run("profile", only="GPT-2 2", times=1, steps=1, device="cpu", traces=tmp_path / "traces")
-    row = result["architectures"]["GPT-2 2 x 64"]
+def test_a_profile_is_stored(run):
+    row = run("profile", only="GPT-2 2", times=1, steps=1, device="cpu")["architectures"]["GPT-2 2 x 64"]
     assert tuple(row["total_milliseconds"]) == profile.CONTENDERS
     assert len(row["largest_differences"]) == profile.LARGEST
-    trace = json.loads((tmp_path / "traces" / "gpt_2_2_x_64_hf_mp_bf16.json").read_text())
-    assert any(event["name"] in ("aten::mm", "aten::addmm") for event in trace["traceEvents"])

@@ -107,7 +107,8 @@ def test_trainers_train_in_turns_and_in_reverse_and_each_step_is_timed_once(work
         return make_trainer("Trainer fp32", workload, max_steps)
 
     makers = {name: functools.partial(make, name) for name in ("one", "other")}
-    *_, seconds = trainers_in_turns(makers, "cpu", rounds=3, warmup=1)
+    *before, seconds = trainers_in_turns(makers, "cpu", rounds=3, warmup=1)
+    assert list(before[0]) == ["one"]  # and not one that has no step yet
     assert seen == [("one", 4), ("other", 4), ("other", 3), ("one", 3)]
     assert {name: len(found) for name, found in seconds.items()} == {"one": 3, "other": 3}
     assert min(map(min, seconds.values())) > 0
