@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,9 +12,9 @@ import torch
 import transformers
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from hf_mp import MixedPrecisionTrainer
+import hf_mp
 from hf_mp.environment.libraries import first_line
 
 MIB = 2**20
@@ -29,7 +29,7 @@ def quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def loss_scale_of_run(trainer: MixedPrecisionTrainer) -> Entry | None:
+def loss_scale_of_run(trainer: hf_mp.MixedPrecisionTrainer) -> Entry | None:
     """The loss scale over a run; None where nothing was scaled."""
     if trainer.mixed_precision is None or trainer.precision_policy.loss_scale is None:
         return None
@@ -55,31 +55,16 @@ def peak_memory() -> Entry:
 
 
 def measure_footprints(saved: Path) -> dict[str, Entry]:
-    """``get_memory_footprint()`` of the saved model, loaded back as FP32, FP16 and INT8."""
-    return {
-        "fp32": {"mib": load_back(saved, dtype=torch.float32).get_memory_footprint() / MIB, "note": ""},
-        "fp16": {"mib": load_back(saved, dtype=torch.float16).get_memory_footprint() / MIB, "note": ""},
-        "int8": measure_int8_footprint(saved),
-    }
-
-
-def measure_int8_footprint(saved: Path) -> Entry:
-    """None where it cannot be loaded, for the reason in ``note``."""
-    if importlib.util.find_spec("bitsandbytes") is None:
-        return {"mib": None, "note": "needs bitsandbytes: pip install bitsandbytes"}
-    try:
-        model = load_back(saved, quantization_config=BitsAndBytesConfig(load_in_8bit=True), dtype=torch.float16)
-    except Exception as error:  # the numbers of a finished training are worth more than this one
-        return {"mib": None, "note": f"bitsandbytes cannot load it: {first_line(error)}"}
-    in_int8 = [weight for weight in model.parameters() if weight.dtype is torch.int8]
-    share = sum(weight.numel() for weight in in_int8) / model.num_parameters()
-    scales = sum(cast(Any, weight).SCB.nbytes for weight in in_int8) / MIB
-    note = f"({share:.0%} of the weights, the others FP16; without {scales:.2f} MiB of scales)"
-    return {"mib": model.get_memory_footprint() / MIB, "note": note}
-
-
-def load_back(saved: Path, **settings: Any) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(saved, **settings)
+    """``get_memory_footprint()`` of the saved model, loaded back in each precision; None for the reason in ``note``."""
+    found: dict[str, Entry] = {}
+    for precision in ("fp32", "fp16", "int8"):
+        try:
+            with warnings.catch_warnings(action="ignore"):  # INT8 leaves some weights in FP16
+                model = hf_mp.load(saved, precision)
+            found[precision] = {"mib": model.get_memory_footprint() / MIB, "note": ""}
+        except Exception as error:  # the numbers of a finished training are worth more than this one
+            found[precision] = {"mib": None, "note": f"cannot be loaded: {first_line(error)}"}
+    return found
 
 
 def summary_table(s: Entry) -> Table:
@@ -114,7 +99,7 @@ def in_mib(size: float | None) -> str:
 
 def write_text(saved: Path, prompt: str, seed: int) -> str:
     """What the saved model writes after ``prompt``."""
-    model, tokenizer = load_back(saved), AutoTokenizer.from_pretrained(saved)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
     half_context = (getattr(model.config, "max_position_embeddings", None) or 1024) // 2
     start = tokenizer(prompt, return_tensors="pt").input_ids[:, -half_context:]
     set_seed(seed)

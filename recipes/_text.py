@@ -7,6 +7,7 @@ ends in a newline is a piece of a longer text; any other row is a document of it
 from __future__ import annotations
 
 import ast
+import io
 import math
 import sys
 import sysconfig
@@ -114,11 +115,9 @@ def read_text(path: str) -> str:
 
 def _pieces(text: str, characters: int = 2**16) -> Iterator[str]:
     # Cut at line ends, since a tokenizer is slow on one string of hundreds of megabytes.
-    start = 0
-    while start < len(text):
-        end = text.find("\n", start + characters) + 1 or len(text)
-        yield text[start:end]
-        start = end
+    lines = io.StringIO(text)
+    while piece := "".join(lines.readlines(characters)):
+        yield piece
 
 
 def _splits(train: Iterable[str], validation: Iterable[str]) -> DatasetDict:

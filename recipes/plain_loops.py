@@ -5,7 +5,7 @@
     python recipes/plain_loops.py --loops scaling clipping          # only these
 
 Read it from top to bottom: each loop is what one would write. Those of torch.amp take autocast and the scaler as
-arguments, so that torch's objects and ours go through the same lines; ``prepared_*`` next to them is the same training
+arguments, so that torch's objects and ours go through the same lines; ``prepared`` next to them is the same training
 without a scaler in sight. The program ends with exit code 1 if results do not agree.
 
 All train on the handwritten digits that scikit-learn brings along. torch multiplies FP16 about 200 times slower than
@@ -38,7 +38,6 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from tqdm import tqdm
 
 import hf_mp
 from _agreement import Agreement, agreement_table, close, same
@@ -127,10 +126,12 @@ def refusal(a: Tensor, b: Tensor) -> str:
     return "no error"
 
 
-# Loss scaling: scale, step, update
+# Loss scaling: scale, step, update; with clipping unscale_ comes first, then clip as usual
 
 
-def scaling(autocast: AbstractContextManager[Any], scaler: Any, device: torch.device) -> Run:
+def explicit(
+    autocast: AbstractContextManager[Any], scaler: Any, device: torch.device, clip_norm: float | None = None
+) -> Run:
     model = small_model(device)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     run = Run()
@@ -141,18 +142,35 @@ def scaling(autocast: AbstractContextManager[Any], scaler: Any, device: torch.de
         run.losses.append(loss.item())
         run.scales.append(scaler.get_scale())
         scaler.scale(loss).backward()
+        if clip_norm is not None:
+            scaler.unscale_(optimizer)
+            run.norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item())
         scaler.step(optimizer)
         scaler.update()
+    return run.finish(model)
+
+
+def prepared(model: nn.Module, precision: str, device: torch.device, clip_norm: float | None = None) -> Run:
+    model, optimizer = hf_mp.prepare(model, SGD(model.parameters(), lr=0.1, momentum=0.9), precision=precision)
+    run = Run()
+    for images, labels in batches(device):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        run.losses.append(loss.item())
+        loss.backward()
+        if clip_norm is not None:
+            run.norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item())
+        optimizer.step()
     return run.finish(model)
 
 
 def compare_scaling(device: torch.device) -> Iterator[Agreement]:
     # So high a start, and so short an interval, that steps do overflow: both must skip the same ones.
     settings = {"init_scale": 2.0**24, "growth_interval": 8}
-    theirs = scaling(
+    theirs = explicit(
         torch.autocast(device.type, torch.float16), torch.amp.GradScaler(device.type, **cast(Any, settings)), device
     )
-    ours = scaling(hf_mp.autocast(torch.float16), hf_mp.DynamicLossScaler(**cast(Any, settings)), device)
+    ours = explicit(hf_mp.autocast(torch.float16), hf_mp.DynamicLossScaler(**cast(Any, settings)), device)
     yield same("scaling", "loss scales (steps)", history(theirs.scales), history(ours.scales))
     yield from compare_training("scaling", theirs, ours)
 
@@ -172,48 +190,17 @@ def compare_training(loop: str, theirs: Run, ours: Run, allowed: float = ONE_ROU
     yield close(loop, "weights", flat_theirs, flat_ours, allowed)
 
 
-# Clipping: unscale_ first, then clip as usual
-
-
-def clipping(autocast: AbstractContextManager[Any], scaler: Any, device: torch.device) -> Run:
-    model = small_model(device)
-    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    run = Run()
-    for images, labels in batches(device):
-        optimizer.zero_grad()
-        with autocast:
-            loss = F.cross_entropy(model(images), labels)
-        run.losses.append(loss.item())
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        run.norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM).item())
-        scaler.step(optimizer)
-        scaler.update()
-    return run.finish(model)
-
-
-def prepared_clipping(device: torch.device) -> Run:
-    model = small_model(device)
-    model, optimizer = hf_mp.prepare(model, SGD(model.parameters(), lr=0.1, momentum=0.9), precision="fp16")
-    run = Run()
-    for images, labels in batches(device):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), labels)
-        run.losses.append(loss.item())
-        loss.backward()
-        run.norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM).item())
-        optimizer.step()
-    return run.finish(model)
+# Clipping
 
 
 def compare_clipping(device: torch.device) -> Iterator[Agreement]:
-    theirs = clipping(torch.autocast(device.type, torch.float16), torch.amp.GradScaler(device.type), device)
-    ours = clipping(hf_mp.autocast(torch.float16), hf_mp.DynamicLossScaler(), device)
+    theirs = explicit(torch.autocast(device.type, torch.float16), torch.amp.GradScaler(device.type), device, CLIP_NORM)
+    ours = explicit(hf_mp.autocast(torch.float16), hf_mp.DynamicLossScaler(), device, CLIP_NORM)
     yield from compare_training("clipping", theirs, ours)
-    yield from compare_training("clipping, prepared", theirs, prepared_clipping(device))
+    yield from compare_training("clipping, prepared", theirs, prepared(small_model(device), "fp16", device, CLIP_NORM))
 
 
-# Gradient accumulation, LR scheduler and progress bar in one loop
+# Gradient accumulation and LR scheduler in one loop
 
 
 def accumulation(autocast: AbstractContextManager[Any], scaler: Any, device: torch.device) -> Run:
@@ -221,8 +208,7 @@ def accumulation(autocast: AbstractContextManager[Any], scaler: Any, device: tor
     optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9)
     schedule = CosineAnnealingLR(optimizer, STEPS // ACCUMULATION)
     run = Run()
-    bar = tqdm(batches(device), total=STEPS, desc=type(scaler).__name__, leave=False, disable=None)
-    for number, (images, labels) in enumerate(bar, start=1):
+    for number, (images, labels) in enumerate(batches(device), start=1):
         with autocast:
             loss = F.cross_entropy(model(images), labels) / ACCUMULATION
         run.losses.append(loss.item() * ACCUMULATION)
@@ -233,7 +219,6 @@ def accumulation(autocast: AbstractContextManager[Any], scaler: Any, device: tor
             scaler.update()
             optimizer.zero_grad()
             schedule.step()
-            bar.set_postfix(loss=run.losses[-1], scale=scaler.get_scale())
     return run.finish(model)
 
 
@@ -242,8 +227,7 @@ def prepared_accumulation(device: torch.device) -> Run:
     model, optimizer = hf_mp.prepare(model, SGD(model.parameters(), lr=0.5, momentum=0.9), precision="fp16")
     schedule = CosineAnnealingLR(optimizer, STEPS // ACCUMULATION)
     run = Run()
-    bar = tqdm(batches(device), total=STEPS, desc="prepared", leave=False, disable=None)
-    for number, (images, labels) in enumerate(bar, start=1):
+    for number, (images, labels) in enumerate(batches(device), start=1):
         loss = F.cross_entropy(model(images), labels) / ACCUMULATION
         run.losses.append(loss.item() * ACCUMULATION)
         loss.backward()
@@ -252,7 +236,6 @@ def prepared_accumulation(device: torch.device) -> Run:
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            bar.set_postfix(loss=run.losses[-1])
     return run.finish(model)
 
 
@@ -300,24 +283,11 @@ def wrapped_masters(layout: Literal["whole", "split"], device: torch.device) -> 
     return run.finish(model)
 
 
-def prepared_masters(device: torch.device) -> Run:
-    model = small_model(device).half()
-    model, optimizer = hf_mp.prepare(model, SGD(model.parameters(), lr=0.1, momentum=0.9), precision="fp16-lean")
-    run = Run()
-    for images, labels in batches(device):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), labels)
-        run.losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-    return run.finish(model)
-
-
 def compare_masters(device: torch.device) -> Iterator[Agreement]:
     theirs = masters_by_hand(device)
     yield from compare_training("masters, whole", theirs, wrapped_masters("whole", device), allowed=0.0)
     yield from compare_training("masters, split", theirs, wrapped_masters("split", device))
-    yield from compare_training("masters, prepared", theirs, prepared_masters(device))
+    yield from compare_training("masters, prepared", theirs, prepared(small_model(device).half(), "fp16-lean", device))
 
 
 # A larger network, in FP32 and in FP16: losses, memory, time

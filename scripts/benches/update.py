@@ -7,7 +7,7 @@ torch: GradScaler's unscaling (in FP16), ``clip_grad_norm_``, fused AdamW, and t
 makes in the next forward; the same with bitsandbytes' AdamW8bit in AdamW's place. FlashOptim's FlashAdamW (arXiv
 2602.23349), on a GPU where it is installed: 16-bit gradients clipped by their global norm, and its update of 24-bit
 weights with 8-bit state. Ours: the measurement when backward ends, the Trainer's clipping, the guarded step, the
-refreshed working copies. And the arithmetic of a lean update as one kernel that torch's compiler writes.
+refreshed working copies.
 
 The floor is what each has to move in two passes (one for the norm, one for the update), at the bandwidth of a copy
 measured in the same run.
@@ -27,17 +27,13 @@ from torch.optim import AdamW, Optimizer
 
 import hf_mp
 from _benchmarks import DEFAULT_DEVICE, UpdateBytes, Workload, copy_bytes_per_second, rounded_copies
-from _contenders import LEAN_UPDATE, MIXED_UPDATE, why_not_compiled
+from _contenders import LEAN_UPDATE, MIXED_UPDATE
 from _results import in_turns, rows_of
-from hf_mp.kernels.adamw import AdamWSettings
-from hf_mp.kernels.gradient_scan import total_norm
-from hf_mp.weights.lean.optimizer import clip_factor
 from hf_mp.weights.lean.split_parameter import SplitParameter
 
 Step = Callable[[], None]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 _LR = 1e-5
-_ADAMW = AdamWSettings(_LR)
 
 
 def fused_adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -129,46 +125,6 @@ def flash_step(workload: Workload) -> Step:
     return step
 
 
-def one_pass(
-    working: Tensor, remainder: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
-    factor: Tensor, step_size: Tensor, root: Tensor,
-) -> None:  # fmt: skip
-    """AdamW's arithmetic on BF16 working copies, what they lack, and BF16 gradients: as one kernel where compiled."""
-    bits = (working.view(torch.int16).to(torch.int32) << 16) + remainder
-    true = gradient.float() * factor
-    exp_avg.lerp_(true, 1.0 - _ADAMW.beta1)
-    exp_avg_sq.mul_(_ADAMW.beta2).addcmul_(true, true, value=1.0 - _ADAMW.beta2)
-    master = bits.view(torch.float32) * (1.0 - _LR * _ADAMW.weight_decay)
-    bits = (master - step_size * exp_avg / (exp_avg_sq.sqrt() / root + _ADAMW.eps)).view(torch.int32)
-    remainder.copy_(bits.to(torch.int16))
-    working.view(torch.int16).copy_(((bits + 0x8000) >> 16).to(torch.int16))
-
-
-def compiled_step(workload: Workload) -> Step:
-    """A lean update in one pass over each parameter, by the kernel that torch's compiler writes; nothing is checked."""
-    model = workload.model()
-    given = [gradient.bfloat16().flatten() for gradient in gradients(model)]
-    tensors = [
-        (parameter.detach().bfloat16().flatten(), torch.zeros_like(gradient, dtype=torch.int16), gradient,
-         *(torch.zeros_like(gradient, dtype=torch.float32) for _ in range(2)))
-        for parameter, gradient in zip(model.parameters(), given, strict=True)
-    ]  # fmt: skip
-    update: Any = torch.compile(one_pass, dynamic=True)
-    steps = 0
-
-    def step() -> None:
-        nonlocal steps
-        steps += 1
-        factor = clip_factor(total_norm(given), 1.0)
-        numbers = torch.tensor([_LR / (1.0 - _ADAMW.beta1**steps), (1.0 - _ADAMW.beta2**steps) ** 0.5]).to(
-            given[0].device
-        )
-        for of_one in tensors:
-            update(*of_one, factor, *numbers.unbind())
-
-    return step
-
-
 @dataclass(frozen=True)
 class UpdateContender:
     """One way to update.
@@ -178,7 +134,6 @@ class UpdateContender:
         update: what it has to move.
         package: what it needs besides torch.
         needs_gpu: whether it runs on a GPU alone.
-        is_compiled: whether it needs a compiler.
         peer: the contender of torch's that does the same.
     """
 
@@ -186,15 +141,12 @@ class UpdateContender:
     update: UpdateBytes
     package: str | None = None
     needs_gpu: bool = False
-    is_compiled: bool = False
     peer: str = "torch.amp"
 
     def why_not_here(self, device: str) -> str | None:
         """None where it can run."""
         if self.needs_gpu and device == "cpu":
             return "runs on a GPU alone"
-        if self.is_compiled and (reason := why_not_compiled(device)) is not None:
-            return reason
         if self.package is not None:
             try:
                 importlib.import_module(self.package)
@@ -213,7 +165,6 @@ CONTENDERS = {
     _IN_BF16: UpdateContender(lambda w: torch_step(w, fused_adamw, torch.bfloat16), MIXED_UPDATE, peer=_IN_BF16),
     "hf_mp bf16": UpdateContender(lambda w: our_step(w, "bf16", fused_adamw), MIXED_UPDATE, peer=_IN_BF16),
     "hf_mp bf16-lean": UpdateContender(lambda w: our_step(w, "bf16-lean", fused_adamw), LEAN_UPDATE, peer=_IN_BF16),
-    "bf16-lean in one compiled pass": UpdateContender(compiled_step, LEAN_UPDATE, is_compiled=True, peer=_IN_BF16),
     _IN_8BIT: UpdateContender(lambda w: torch_step(w, adamw_8bit), _MIXED_8BIT, _BNB, peer=_IN_8BIT),
     "hf_mp fp16 + AdamW8bit": UpdateContender(
         lambda w: our_step(w, "fp16", adamw_8bit), _MIXED_8BIT, _BNB, peer=_IN_8BIT

@@ -18,8 +18,6 @@ from _plots import digest, draw, drawn_from
 from _tables import Regions
 from benches import architectures, autocast, compiled, footprints, generate, profile, update
 from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
-from hf_mp.kernels.adamw import AdamWTensors, adamw_reference
-from hf_mp.kernels.split import merge, split
 
 STEPS = "fp32,torch.autocast bf16,Trainer fp16=True,hf_mp fp16,hf_mp fp16-lean,hf_mp bf16,hf_mp bf16-lean"
 
@@ -135,24 +133,6 @@ def test_the_update_that_is_timed_updates(precision, tiny_model, monkeypatch):
     for _ in range(10):
         step()
     assert not before.equal(model.transformer.wte.weight.detach().float())
-
-
-def test_one_pass_is_a_lean_update_of_adamw():
-    torch.manual_seed(0)
-    halves, gradient = split(torch.randn(1000) * 0.02, torch.bfloat16), (torch.randn(1000) * 1e-3).bfloat16()
-    moments = torch.zeros(1000), torch.zeros(1000)
-    expected = AdamWTensors(
-        gradient, *(moment.clone() for moment in moments), torch.zeros(()),
-        working=halves.working.clone(), remainder=halves.remainder.clone(),
-    )  # fmt: skip
-    settings, factor = update._ADAMW, torch.tensor(0.5)
-    for step in (1, 2, 3):
-        adamw_reference([expected], settings, factor)
-        step_size = torch.tensor(settings.lr / (1.0 - settings.beta1**step))
-        root = torch.tensor((1.0 - settings.beta2**step) ** 0.5)
-        update.one_pass(*halves, gradient, *moments, factor, step_size, root)
-    torch.testing.assert_close(merge(*halves), merge(expected.working, expected.remainder), rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(moments, (expected.exp_avg, expected.exp_avg_sq), rtol=1e-6, atol=0.0)
 
 
 def test_an_optimizer_that_is_not_installed_is_left_out(tiny_model, quick_rates, run, monkeypatch):
