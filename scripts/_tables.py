@@ -25,38 +25,20 @@ class StoredResultError(ValueError):
     """A stored result is missing, or lacks what a region needs."""
 
 
-class Part(dict[str, Any]):
-    """A mapping in a stored result. What was stored as None counts as missing.
+def load(directory: Path) -> dict[str, Any]:
+    """The records in a folder and in that of the GPU, by file without ``.json``; the GPU's begin with ``h200/``.
 
-    Args:
-        values: what was stored.
-        command: that stored it.
-        path: the file, and where in it this is.
+    What was stored as None counts as missing.
     """
-
-    def __init__(self, values: Mapping[str, Any], command: str, path: tuple[str, ...]) -> None:
-        super().__init__((key, _part(v, command, (*path, key))) for key, v in values.items() if v is not None)
-        self._command, self._path = command, path
-
-    def __missing__(self, key: str) -> Any:
-        file, *path = (*self._path, key)
-        raise StoredResultError(f"{file} has no {' > '.join(path)}: store it anew with {self._command!r}")
-
-
-def _part(value: Any, command: str, path: tuple[str, ...]) -> Any:
-    if isinstance(value, dict):
-        return Part(value, command, path)
-    return [_part(one, command, path) for one in value] if isinstance(value, list) else value
-
-
-def load(directory: Path) -> dict[str, Part]:
-    """The records in a folder and in that of the GPU, by file without ``.json``; the GPU's begin with ``h200/``."""
     records = {}
     for file in sorted([*directory.glob("*.json"), *directory.glob(f"{GPU}/*.json")]):
-        record = json.loads(file.read_text(encoding="utf-8"))
-        name = file.relative_to(directory).with_suffix("").as_posix()
-        records[name] = Part(record, record["command"], (file.name,))
+        record = json.loads(file.read_text(encoding="utf-8"), object_hook=_without_none)
+        records[file.relative_to(directory).with_suffix("").as_posix()] = record
     return records
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
 
 
 class Regions:
@@ -92,7 +74,7 @@ class Regions:
         for block in self._blocks[name]:
             try:
                 pieces += self._block(block, scope)
-            except UndefinedError as error:  # a result, as a rule: each is known by the name of its file
+            except UndefinedError as error:  # a result, known by the name of its file, or what it lacks
                 raise StoredResultError(f"region {name!r}: {error}: run the script that stores it") from error
             except (StoredResultError, TemplateError, TypeError) as error:
                 raise StoredResultError(f"region {name!r}: {error}") from error

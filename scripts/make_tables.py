@@ -9,11 +9,10 @@ A region lies between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,11 +43,11 @@ def rewritten(text: str, regions: Regions, page: str) -> str:
     return REGION.sub(lambda found: f"{found[1]}\n{regions(found['name'])}\n\n{found[4]}", text)
 
 
-def stale_pages(regions: Regions, files: Sequence[Path]) -> dict[Path, tuple[str, str]]:
-    """The pages that are not of the stored results, each as it is and as it should be."""
+def stale_pages(regions: Regions, files: Sequence[Path]) -> dict[Path, str]:
+    """The pages that are not of the stored results, as they should be."""
     texts = {file: file.read_text(encoding="utf-8") for file in files}
     fresh = {file: rewritten(text, regions, file.name) for file, text in texts.items()}
-    return {file: (text, fresh[file]) for file, text in texts.items() if fresh[file] != text}
+    return {file: text for file, text in fresh.items() if text != texts[file]}
 
 
 def stale_pictures(directory: Path) -> dict[Path, tuple[str, Any]]:
@@ -73,24 +72,16 @@ def main(
     except StoredResultError as error:
         sys.exit(f"cannot make the tables: {error}")
     pictures = stale_pictures(results_dir)
+    stale = [path.name for path in (*texts, *pictures)]
+    if check and stale:
+        sys.exit(f"stale: {', '.join(stale)}: run `make tables`, and look at what it changes")
     if check:
-        show_differences(texts, pictures)
         return
-    for file, (_, fresh) in texts.items():
-        file.write_text(fresh, encoding="utf-8")
+    for file, text in texts.items():
+        file.write_text(text, encoding="utf-8")
     for path, (name, result) in pictures.items():
         draw(name, result, path)
-    print("\n".join(f"wrote: {path.name}" for path in (*texts, *pictures)))
-
-
-def show_differences(texts: dict[Path, tuple[str, str]], pictures: Iterable[Path]) -> None:
-    """End with an error where there are some."""
-    for file, (text, fresh) in texts.items():
-        sys.stdout.writelines(difflib.unified_diff(
-            text.splitlines(True), fresh.splitlines(True), f"{file.name}, as it is", f"{file.name}, as results say"
-        ))  # fmt: skip
-    if stale := [path.name for path in (*texts, *pictures)]:
-        sys.exit(f"stale: {', '.join(stale)}: run `make tables`")
+    print(f"wrote: {', '.join(stale)}")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from transformers import GPT2LMHeadModel
 from _benchmarks import DEFAULT_DEVICE, DTYPES, DeviceRates, Workload, rounded_copies
 from _contenders import BareMode, Step
 from _results import alternate, median_and_spread, rows_of
+from benches.generate import FP32, Case, make_call
 from hf_mp import MixedPrecision, autocast
 from hf_mp.policy import compute_dtype
 
@@ -125,12 +126,11 @@ def training(contender: str, workload: Workload, dtype: torch.dtype) -> Step:
 def generation(contender: str, workload: Workload, dtype: torch.dtype, tokens: int) -> Step:
     """Greedy generation from 8 tokens."""
     model = make_model(contender, workload, dtype).eval()
-    prompt = torch.arange(8, device=workload.device).unsqueeze(0)
+    call = make_call(model, FP32, Case("GPT-2", 1), tokens, workload.device)  # the model is prepared already
 
     def step() -> None:
-        with context(contender, workload, dtype), torch.no_grad():
-            lengths = {"min_new_tokens": tokens, "max_new_tokens": tokens}
-            model.generate(prompt, **lengths, do_sample=False, use_cache=True, pad_token_id=0)
+        with context(contender, workload, dtype):
+            call()
 
     return step
 

@@ -68,7 +68,9 @@ def measure(
         }
 
     for name in chosen if peak else ():
-        peaks[name] = settled_peak(name, workload)
+        # On a GPU of more steps, since a loss scale that starts too high skips some.
+        peaks[name] = peak_bytes(name, workload, 8 if device == "cuda" else 2)
+        release_memory()
         yield so_far()
     for found in timed(chosen, workload, rounds, warmup) if rounds else ():
         seconds |= found
@@ -89,13 +91,6 @@ def timed(names: list[str], workload: Workload, rounds: int, warmup: int) -> Ite
     trainings = 1 if any(find_contender(name).is_compiled for name in trainers) else 2
     yield from trainers_in_turns(trainers, workload.device, rounds=rounds, warmup=warmup, trainings=trainings)
     release_memory()
-
-
-def settled_peak(name: str, workload: Workload) -> int:
-    """Peak bytes of one contender alone; on a GPU of more steps, since a loss scale that starts too high skips some."""
-    found = peak_bytes(name, workload, 8 if workload.device == "cuda" else 2)
-    release_memory()
-    return found
 
 
 def release_memory() -> None:

