@@ -128,7 +128,7 @@ def _row(cells: Sequence[str]) -> str:
 
 def _format(value: Any, spec: str = ".2f") -> str:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise StoredResultError(f"{value!r} is not a number")
+        raise StoredResultError(f"{value} is not a number")  # Jinja names here what is missing: it cannot be a string
     return format(value, spec)
 
 

@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict
 from transformers import AutoModelForCausalLM
 
 import plug_callback
-from plug_callback import Run, difference, main
+from plug_callback import main
 
 SAMPLE = " ".join(f"The number {number} follows {number - 1} and comes before {number + 1}." for number in range(150))
 TINY = [
@@ -70,15 +70,6 @@ def test_both_runs_and_their_table(
     printed = capsys.readouterr().out
     for words in ("evaluation loss", "seconds a step", "peak memory", "difference", "after (fp16)"):
         assert words in printed
-
-
-def test_the_table_shows_the_differences(capsys: pytest.CaptureFixture[str]) -> None:
-    before = Run("none", 4.0, 0.2, 1000.0, None)
-    plug_callback.Console(width=120).print(difference(before, Run("bf16", 4.01, 0.1, 900.0, 0)))
-    printed = capsys.readouterr().out
-    for words in ("+0.0100", "0.50 times", "-100 MiB", "after (bf16)"):
-        assert words in printed
-    plug_callback.Console(width=120).print(difference(before, Run("bf16", 4.01, 0.1, None, 0)))
 
 
 @pytest.mark.parametrize(

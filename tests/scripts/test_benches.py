@@ -97,17 +97,6 @@ def test_memory_is_measured_without_rounds(shape, quick_rates, run, tmp_path):
     assert "| torch.autocast bf16 | 1 | 1.00 |" in Regions(tmp_path)("step memory")
 
 
-def test_compiled_steps_make_a_table_without_peaks(shape, quick_rates, run, tmp_path, monkeypatch):
-    monkeypatch.setattr("torch.compile", lambda model, backend: model)
-    common = {**shape, "rounds": 1, "warmup": 1, "device": "cpu", "peak": False}
-    run("step", **common, contenders="fp32")
-    names = ["fp32", "hf_mp bf16", "hf_mp bf16 compiled"]
-    rows = run("step", "bench_step_compiled", **common, contenders=",".join(names))["contenders"]
-    assert list(rows) == names
-    text = Regions(tmp_path)("compiled")
-    assert "hf_mp bf16 compiled" in text and "peak" not in text
-
-
 def test_an_update_is_stored_with_its_floor(tiny_model, quick_rates, run, tmp_path):
     result = run("update", **tiny_model, rounds=2, device="cpu")
     rows = result["contenders"]
@@ -218,12 +207,6 @@ def test_a_name_that_is_not_known(what, options, message, run, monkeypatch):
         run(what, device="cpu", **options)
 
 
-@pytest.mark.parametrize("has_fp16", [False, True])
-def test_products_that_a_cpu_lacks_are_not_timed(monkeypatch, has_fp16):
-    monkeypatch.setitem(CPU_PRODUCTS, torch.float16, has_fp16)
-    assert ("fp16" in architectures.native_dtypes("cpu")) is has_fp16
-
-
 @pytest.mark.exhaustive
 def test_graphs_and_ratios_of_compiled_steps(monkeypatch, run):
     eager = functools.partial(architectures.make_step, backend="eager")
@@ -332,10 +315,3 @@ def test_costs_are_those_of_one_step_on_the_device_that_works():
     assert profile.costs(events, on_gpu=False, steps=2) == {"op": 1.5}
     with pytest.raises(RuntimeError, match="saw nothing on the GPU"):
         profile.costs([], on_gpu=True, steps=1)
-
-
-@pytest.mark.slow
-def test_a_profile_is_stored(run):
-    row = run("profile", only="GPT-2 2", times=1, steps=1, device="cpu")["architectures"]["GPT-2 2 x 64"]
-    assert tuple(row["total_milliseconds"]) == profile.CONTENDERS
-    assert len(row["largest_differences"]) == profile.LARGEST

@@ -29,10 +29,6 @@ def test_built_in_models_have_their_sizes(name, millions):
     assert workload.parameters() // 10**6 == millions
 
 
-def test_sizes_are_those_given_where_no_model_is_named():
-    assert Workload.of(None, **SIZES) == Workload(**SIZES)
-
-
 def test_an_unknown_model_is_refused():
     with pytest.raises(ValueError, match=r"--model 'gpt5' is not known: use one of gpt2"):
         Workload.of("gpt5", **SIZES)
@@ -44,11 +40,6 @@ def test_everyone_trains_the_same_weights_on_the_same_tokens():
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert torch.equal(workload.token_ids(), workload.token_ids())
     assert workload.token_ids(batch=8).shape == (8, 16)
-
-
-def test_dropout_is_that_of_all_three():
-    config = Workload(**SIZES, dropout=0.1).config
-    assert config.resid_pdrop == config.embd_pdrop == config.attn_pdrop == 0.1
 
 
 def test_an_update_reads_gradients_twice_and_everything_else_once():

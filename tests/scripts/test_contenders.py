@@ -20,8 +20,6 @@ from _contenders import (
     make_trainer,
     peak_bytes,
     trainers_in_turns,
-    why_not_compiled,
-    why_not_here,
 )
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -145,25 +143,11 @@ def test_what_cannot_run_here_is_left_out_with_its_reason(name, reason, monkeypa
         choose([name], "cpu")
 
 
-def test_on_a_gpu_everything_runs(monkeypatch):
-    monkeypatch.setattr(_contenders, "runs_natively", lambda dtype, device: True)
-    monkeypatch.setattr(_contenders.shutil, "which", lambda name: None)
-    assert all(why_not_here(f"{name}{suffix}", "cuda") is None for name in CONTENDERS for suffix in ("", " compiled"))
-
-
 def test_a_compiled_contender_is_compiled(workload, monkeypatch):
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda model, backend: compiled.append(model) or model)
     loop_step("fp32 compiled", workload)()
     assert len(compiled) == 1
-
-
-def test_a_compiler_is_looked_for(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    assert why_not_compiled("cpu") is not None
-    (tmp_path / "clang++").touch(mode=0o755)
-    assert why_not_compiled("cpu") is None
 
 
 @pytest.mark.parametrize(
