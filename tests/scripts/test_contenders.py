@@ -55,7 +55,7 @@ class ProductDtypes(TorchDispatchMode):
     ],
 )
 def test_a_loop_computes_in_the_dtype_of_its_name(name, dtype, workload, monkeypatch):
-    monkeypatch.setattr("hf_mp.casting.cpu.upcast.runs_natively", lambda dtype, device: dtype is BF16)
+    monkeypatch.setattr("hf_mp.casting.cpu.upcast.runs_natively", lambda dtype, *where: dtype is BF16)
     step = loop_step(name, workload)
     with ProductDtypes() as products:
         step()
