@@ -229,8 +229,8 @@ def test_a_resumed_run_is_bit_for_bit_the_one_that_went_on(precision: str) -> No
 def test_a_state_with_rules_of_another_model_is_refused() -> None:
     loop = Loop()
     loop.run(1)
-    other = MixedPrecision("fp16")
-    other.attach(nn.Sequential(nn.Linear(2, 2)))
+    other, model = MixedPrecision("fp16"), nn.Sequential(nn.Linear(2, 2))
+    other.attach(model)  # which it holds weakly
     with pytest.raises(ValueError, match=r"rules 'up:linear', 'down:linear' match no module of Sequential"):
         other.load_state_dict(loop.runtime.state_dict())
     assert not other.remedies
