@@ -60,6 +60,10 @@ def _key() -> Any:
         warnings.warn(f"torch {torch.__version__} takes no kernels for the key {_KEY} ({error}): {lost}", stacklevel=3)
         return None
     _libraries.append(every)
+    # Higher-order operators (flex attention, cond) have tables of their own, which know torch's autocasts alone.
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(found)
+    for operator in torch._ops._higher_order_ops.values():
+        operator.fallthrough(found)
     return found
 
 

@@ -170,8 +170,8 @@ def test_an_fp32_tensor_in_the_place_of_data_is_split() -> None:
     with torch.no_grad():
         nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()), model.parameters())
     assert model.weight.dtype is torch.bfloat16 and torch.equal(model.state_dict()["weight"], value)
-    model.float()  # a cast of the model is one
-    assert model.weight.dtype is torch.float32 and torch.equal(model.weight.detach(), value)
+    model.float()  # which leaves the weights of a lean layout alone
+    assert model.weight.dtype is torch.bfloat16 and torch.equal(model.state_dict()["weight"], value)
 
 
 def test_the_node_that_accumulates_gradients_is_found_as_ever() -> None:

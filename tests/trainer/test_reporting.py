@@ -47,7 +47,7 @@ def test_a_run_that_is_asked_to_leaves_a_log_and_a_page(contender: str, tmp_path
     run = read_run(tmp_path)
     assert run.missing == [] and run.has_ended
     assert [step.skipped for step in run.steps.values()] == [False, True, False, False, False]
-    assert "output 'loss' has magnitude of 2**64 or more" in run.steps[2].cause
+    assert "output 'loss' has inf, NaN or a magnitude of 2**64 or more" in run.steps[2].cause
     assert list(run.shares) == [1, 3, 5]
     assert run.start["settings"]["learning_rate"] == 0.5 and run.start["histogram_steps"] == 2
     assert "1 of 5 steps skipped." in (tmp_path / PAGE_NAME).read_text(encoding="utf-8")
