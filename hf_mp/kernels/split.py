@@ -54,8 +54,8 @@ def split_into(value: Tensor, working: Tensor, remainder: Tensor) -> None:
         raise TypeError(f"only FP32 values are split, not {value.dtype}: cast with .float() first")
     form = _format(working.dtype)
     for whole, upper, lower in cache_blocks(value, working, remainder):
-        # A sum is the cheapest look for inf and NaN there is on a CPU; a GPU's answer would have to be waited for.
-        if whole.device.type == "cpu" and (form.split(whole, upper, lower).sum().isfinite() or is_fake(whole)):
+        if whole.device.type == "cpu" and _is_ordinary(whole):
+            form.split(whole, upper, lower)
             continue
         is_odd = ~whole.isfinite()
         form.split(whole.clamp(-form.largest, form.largest), upper, lower)
@@ -84,11 +84,19 @@ def cache_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     yield from zip(*(tensor.split(_BLOCK_ELEMENTS) for tensor in flat), strict=True)
 
 
-def _split_bf16(value: Tensor, working: Tensor, remainder: Tensor) -> Tensor:
+def _is_ordinary(value: Tensor) -> bool:
+    """Whether FP16 can hold all of the non-empty ``value``; NaN and inf cannot be."""
+    if value.numel() == 0:
+        return True
+    smallest, largest = torch.aminmax(value)
+    return max(-smallest.item(), largest.item()) <= FP16_LARGEST_MASTER and smallest.item() == smallest.item()
+
+
+def _split_bf16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     bits = value.view(torch.int32)
     remainder.copy_(bits)  # the lower half: integer casts wrap around
-    working.view(torch.int16).copy_((bits + 0x8000).bitwise_right_shift_(16))
-    return value
+    upper = (bits + 0x8000).bitwise_right_shift_(16)
+    working.view(torch.int16).copy_(upper)
 
 
 def _merge_into_bf16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
@@ -96,25 +104,26 @@ def _merge_into_bf16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     bits.copy_(working.view(torch.int16)).bitwise_left_shift_(16).add_(remainder)
 
 
-def _split_fp16(value: Tensor, working: Tensor, remainder: Tensor) -> Tensor:
+def _split_fp16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     working.copy_(value)
     rounded = working.float()
     units = value - rounded
-    binade = (rounded.view(torch.int32) & _EXPONENT_BITS).clamp_(min=_SMALLEST_BINADE).sub_(_UNITS_BELOW_BINADE)
+    exponent = rounded.view(torch.int32).bitwise_and_(_EXPONENT_BITS).clamp_(min=_SMALLEST_BINADE)
+    exponent.sub_(_UNITS_BELOW_BINADE)
     # Towards zero: rounded up to the half-way point, it would make a master that rounds to another working copy.
-    remainder.copy_(units.div_(binade.view(torch.float32)))
-    return rounded
+    remainder.copy_(units.div_(rounded))
 
 
 def _merge_into_fp16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     value.copy_(working)
-    unit = (value.view(torch.int32) & _EXPONENT_BITS).clamp_(_SMALLEST_BINADE, _LARGEST_BINADE)
-    merged = torch.addcmul(value, remainder.float(), unit.sub_(_UNITS_BELOW_BINADE).view(torch.float32))
-    torch.copysign(merged, value, out=value)  # -0.0 plus no unit is +0.0
+    exponent = value.view(torch.int32).bitwise_and(_EXPONENT_BITS)
+    exponent.clamp_(_SMALLEST_BINADE, _LARGEST_BINADE).sub_(_UNITS_BELOW_BINADE)
+    merged = torch.addcmul(value, remainder.float(), exponent.view(torch.float32))
+    torch.copysign(merged, value, out=value)
 
 
 class _Format(NamedTuple):
-    split: Callable[..., Tensor]  # in place, of values up to `largest`; gives values of which one is odd where one was
+    split: Callable[..., None]  # in place, of finite values up to `largest`
     merge_into: Callable[..., None]
     largest: float
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -187,6 +187,26 @@ def inward_borders(
     of_copies = iter(inside[len(outside) if with_aliases else 0 :])
     aliases = list(inside[: len(outside)] if with_aliases else outside)
     return aliases, [None if copy is None else next(of_copies) for copy in copies]
+
+
+class Behind(NamedTuple):
+    """What lies outside of an inward border."""
+
+    outside: Tensor
+    crossings: Crossings
+
+
+def behind_border(copy: Tensor) -> Behind | None:
+    """What ``copy`` is a working copy of, if an inward border made it.
+
+    An op that writes the gradient of ``outside`` itself, times the inverse of S, needs no 16-bit gradient.
+    """
+    node: Any = copy.grad_fn
+    # autograd names the class of a node's forward nowhere else.
+    if getattr(type(node), "_forward_cls", None) is not _InwardBorders:
+        return None
+    place = node.leads_to[copy.output_nr]
+    return Behind(node.outside[place], node.crossings) if copy.output_nr >= node.first_copy else None
 
 
 class _OutputBorder(Function):

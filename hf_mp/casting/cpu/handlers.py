@@ -10,9 +10,10 @@ from torch import Tensor
 
 from hf_mp.casting.cpu import attention
 from hf_mp.casting.cpu.attention import ATTENTION, attend, has_flash, is_worth_blocks, read_attention
-from hf_mp.casting.cpu.products import Product, multiply, read_product
+from hf_mp.casting.cpu.products import OWN_ELEMENTS, PRODUCTS, Operand, Product, multiply, read_product
 from hf_mp.casting.cpu.upcast import must_be_plain, run_through_fp32
 from hf_mp.casting.handlers import Plan, PlannedCall, cast_all, lower_precision
+from hf_mp.scaling.borders import behind_border
 
 if TYPE_CHECKING:
     from hf_mp.casting.mode import autocast
@@ -27,11 +28,22 @@ def through_fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any,
     if kwargs.get("out") is not None or _device_type(args, kwargs) != "cpu":
         return lower_precision(mode, name, func, args, kwargs)
     if (product := read_product(name, func, args, kwargs)) is not None:
-        return _multiply(mode, product)
+        return _multiply(mode, product, native=False)
     args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
     if func in ATTENTION:
         return _attend(mode.dtype, func, args, kwargs, native=False)
     return run_through_fp32(func, args, kwargs, mode.dtype)
+
+
+def large_product(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Make a product that the CPU has; of a large weight, with a function that writes the weight's gradient itself."""
+    for value in (*args, *kwargs.values()) if torch.is_grad_enabled() else ():
+        if isinstance(value, Tensor) and value.numel() >= OWN_ELEMENTS:
+            product = read_product(name, func, args, kwargs)
+            if product is not None and product.weight.numel() >= OWN_ELEMENTS:
+                return _multiply(mode, product, native=True)
+            break
+    return lower_precision(mode, name, func, args, kwargs)
 
 
 def native_attention(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -40,9 +52,14 @@ def native_attention(mode: autocast, name: str, func: Callable[..., Any], args: 
     return _attend(mode.dtype, func, args, kwargs, native=True)
 
 
-def _multiply(mode: autocast, product: Product) -> Tensor:
-    x, weight, bias = [mode.cast(operand, mode.dtype) for operand in (product.x, product.weight, product.bias)]
-    return multiply(x, weight.t() if product.transposed else weight, bias)
+def _multiply(mode: autocast, product: Product, *, native: bool) -> Tensor:
+    def operand(tensor: Tensor) -> Operand:
+        inside = mode.cast(tensor, mode.dtype)
+        return Operand(inside, None if must_be_plain() else behind_border(inside))
+
+    bias = None if product.bias is None else operand(product.bias)
+    x, weight = mode.cast(product.x, mode.dtype), operand(product.weight)
+    return multiply(x, weight, bias, transposed=product.transposed, native=native)
 
 
 def _attend(dtype: torch.dtype, func: Callable[..., Any], args: Any, kwargs: Any, *, native: bool) -> Any:
@@ -72,22 +89,24 @@ def _device_type(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
     return ""
 
 
+def _with(plan: Plan, handler_of: Callable[[Any, PlannedCall], Callable[..., Any] | None]) -> Plan:
+    """``plan`` with other handlers for calls of the lower-precision table, where there are any."""
+    lowered = {func: entry for func, entry in plan.items() if entry.handler is lower_precision}
+    found = {func: entry._replace(handler=h) for func, entry in lowered.items() if (h := handler_of(func, entry))}
+    return {**plan, **found}
+
+
 def upcast_plan(plan: Plan, only: str = "") -> Plan:
     """``plan`` for a dtype that a CPU does not multiply in: through FP32; ``only``: what is in an op's name."""
-    return _with(plan, through_fp32, lambda func, entry: only in entry.name)
+    return _with(plan, lambda func, entry: through_fp32 if only in entry.name else None)
 
 
 def training_plan(plan: Plan) -> Plan:
-    """``plan`` with a CPU's own way to train with attention, where it multiplies in 16 bits."""
-    return _with(plan, native_attention, lambda func, entry: func in ATTENTION)
+    """``plan`` with a CPU's own ways to train with large weights and with attention."""
+    return _with(plan, _in_training)
 
 
-def _with(plan: Plan, handler: Callable[..., Any], is_for: Callable[[Any, PlannedCall], bool]) -> Plan:
-    """``plan`` with another handler for some calls of the lower-precision table."""
-    found = {
-        func: entry._replace(handler=handler)
-        for func, entry in plan.items()
-        # By handler: what a rule has taken out of the table stays out.
-        if entry.handler is lower_precision and is_for(func, entry)
-    }
-    return {**plan, **found}
+def _in_training(func: Callable[..., Any], entry: PlannedCall) -> Callable[..., Any] | None:
+    if func in ATTENTION:
+        return native_attention
+    return large_product if entry.name in PRODUCTS else None
