@@ -16,6 +16,7 @@ from gpu_shapes import COSTS, MODELS, NO_DRIVER, PEERS, PRESETS, STORED, counts_
 DEVICE = torch.device("cuda" if NO_DRIVER in os.environ else "meta")
 IS_CUDA = DEVICE.type == "cuda"
 PHASES = ("forward", "backward", "step")
+_MOVES = ("casts", "copies")
 stored: dict[str, dict[str, dict[str, dict[str, int]]]] = json.loads(STORED.read_text(encoding="utf-8"))
 by_model = pytest.mark.parametrize("model", MODELS)
 
@@ -36,8 +37,6 @@ def counted(model: str, precision: str) -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize("precision", (*PRESETS, *PEERS) if IS_CUDA else ("fp16", "bf16-lean"))
 def test_a_step_computes_in_the_stored_dtypes_and_casts_no_more(model: str, precision: str, counted: Any) -> None:
     expected = stored[model][precision]
-    # A weight on the meta device has no working copy: it may be one that accelerate loads when its module is called.
-    costs = COSTS if IS_CUDA else ("casts", "copies") if "lean" in precision else ()
     for phase in PHASES:
         found, wanted = dtypes(counted[phase]), dtypes(expected[phase])
         # torch has no autocast for meta that rotary tables of Transformers 5.17 could switch off for their product.
@@ -46,8 +45,12 @@ def test_a_step_computes_in_the_stored_dtypes_and_casts_no_more(model: str, prec
             wanted[products] = min(found[products], wanted[products] + 1)
             assert found[products] >= expected[phase][products], phase
         assert found == wanted, phase
-        for cost in costs:
-            assert counted[phase].get(cost, 0) <= expected[phase].get(cost, 0) * (1 if IS_CUDA else 1.1), (phase, cost)
+        if IS_CUDA:
+            assert all(counted[phase].get(cost, 0) <= expected[phase].get(cost, 0) for cost in COSTS), phase
+        # A weight on the meta device has no working copy: accelerate may load it when its module is called.
+        elif "lean" in precision:  # where no kernel runs, a copy into an FP32 tensor may be a cast that makes it
+            ours, theirs = (sum(counts[phase].get(cost, 0) for cost in _MOVES) for counts in (counted, expected))
+            assert ours <= theirs * 1.1, phase
 
 
 @by_model
