@@ -20,7 +20,12 @@ import torch
 from torch._ops import OpOverload
 
 from hf_mp.casting.handlers import Plan, PlannedCall
+from hf_mp.casting.tables import of_the_dispatcher
 
+# In no table, and made of ops that are in some: all of a call is cast or nothing, as by the mode.
+_WHOLE = """
+    cov corrcoef pinverse linalg_pinv matrix_power linalg_matrix_power matrix_exp linalg_matrix_exp ldexp mvlgamma pad
+"""
 _KEY = "AutocastIPU"  # of a backend whose tensors only a torch of its vendor makes
 
 # Public ways to include a key hold for a backend's tensors alone.
@@ -111,15 +116,17 @@ def undispatched() -> Iterator[None]:
 
 def register(plan: Plan) -> None:
     """Have a kernel for each op that ``plan`` names; for good, since others are not affected."""
-    ops = [func for func in plan if isinstance(func, OpOverload) and func not in _registered]
+    ops = [func for func in plan if isinstance(func, OpOverload)]
+    ops += [op for name in _WHOLE.split() for op in of_the_dispatcher(name) if isinstance(op, OpOverload)]
     bound = [(entry.name, func) for func, entry in plan.items() if isinstance(func, types.BuiltinFunctionType)]
     builtins = dict(reversed(bound))  # the first spelling, torch's own
     libraries: dict[str, torch.library.Library] = {}
-    for op in ops:
+    for op in dict.fromkeys(ops).keys() - _registered:
         if op.namespace not in libraries:
             libraries[op.namespace] = torch.library.Library(op.namespace, "IMPL", _KEY)
+        call = builtins.get(plan[op].name, op) if op in plan else op
         # torch's binding of the op takes half the time of the op as an object.
-        libraries[op.namespace].impl(op, _kernel(builtins.get(plan[op].name, op), _defaults(op)))
+        libraries[op.namespace].impl(op, _kernel(call, _defaults(op)))
         _registered.add(op)
     _libraries.extend(libraries.values())
 

@@ -161,12 +161,12 @@ def spellings(name: str) -> list[Callable[..., Any]]:
     if prefix:
         names = (short, f"{prefix}_{short}")
     found = {id(f): f for ns in namespaces for n in names if callable(f := getattr(ns, n, None))}
-    return [*found.values(), *_of_the_dispatcher(name.replace(".", "_"))]
+    return [*found.values(), *of_the_dispatcher(name.replace(".", "_"))]
 
 
-def _of_the_dispatcher(name: str) -> list[Callable[..., Any]]:
+def of_the_dispatcher(name: str) -> list[Callable[..., Any]]:
     """``torch.ops.aten``'s op of that name, and those of its overloads that write into no argument."""
-    packet = getattr(torch.ops.aten, name, None)
+    packet = getattr(torch.ops.aten, {"sparse_mm": "_sparse_mm", "sparse_addmm": "_sparse_addmm"}.get(name, name), None)
     if packet is None:
         return []
     overloads = [getattr(packet, overload) for overload in packet.overloads()]

@@ -63,6 +63,7 @@ class Region(autocast):
         self.layout, self._no_backward = layout, no_backward
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self._meets_compiler = self._has_kernels = False
+        self._has_scripts: bool | None = None  # not looked yet
         self._threads: list[int] = []  # in which a forward of the model runs
         self._plan = {**training_plan(self._plan), **calls_of_weights(self._plan), **planned_losses(self._plan)}
         self._plan.update(CACHE_WRITES)
@@ -114,8 +115,14 @@ class Region(autocast):
         """Whether no call of this forward but those in tables needs a look, in the first or in any other."""
         # FSDP and tensor parallelism fill slots while the forward runs.
         is_plain = self.layout.keeps_copies and not weights.looks_outside
+        if self._has_scripts is None:  # TorchScript differentiates by formulas of its own, which know of no casts
+            model = self._model()
+            self._has_scripts = model is not None and any(
+                isinstance(m, torch.jit.ScriptModule) for m in model.modules()
+            )
         has_rules = self.has_op_rules or self._ruled_modules or self.sums_in_fp64
-        return is_plain and not has_rules and self.observer is None and self._dispatches()
+        may_run = is_plain and not has_rules and not self._has_scripts and self.observer is None
+        return may_run and self._dispatches()
 
     def _dispatches(self) -> bool:
         self._meets_compiler = self._meets_compiler or compiled_frames() > 0
@@ -133,7 +140,7 @@ class Region(autocast):
         with dispatched(self):
             yield
         if not weights.is_watched:
-            _refuse_writes(weights.versions(), versions)
+            _refuse_writes(weights.written(versions))
         if compiled_frames():  # a first compiled function: its graph has the casts of this region for everybody
             torch._dynamo.reset()
             self._meets_compiler = True
@@ -240,9 +247,8 @@ _SHARED_BY_THREADS = (
 )
 
 
-def _refuse_writes(now: list[tuple[str, int]], before: list[tuple[str, int]]) -> None:
-    if now != before:
-        name = next(name for (name, version), (_, old) in zip(now, before, strict=True) if version != old)
+def _refuse_writes(name: str | None) -> None:
+    if name is not None:
         raise RuntimeError(
             f"a forward wrote into {name} in place, which the first of its kind did not, so that its 16-bit copy was "
             "written and not the weight: write weights between forwards"

@@ -147,10 +147,17 @@ class Slots:
                     self._handles.append(module.register_forward_pre_hook(self._fill_gathered))
                     self._handles.append(module.register_forward_hook(self._empty_gathered, always_call=True))
 
-    def versions(self) -> list[tuple[str, int]]:
-        """Of each slot that holds 16 bits, its name and the version of what lies there: a write raises it."""
-        copies = [(slot, value) for slot, value in self._filled if value.dtype is not slot.weight.dtype]
-        return [(f"{type(slot.module).__name__}.{slot.name}", value._version) for slot, value in copies]
+    def versions(self) -> list[int]:
+        """Of what lies in the slots: a write in place raises it."""
+        return [value._version for _, value in self._filled]
+
+    @torch.no_grad()
+    def written(self, versions: Sequence[int]) -> str | None:
+        """Of a slot whose copy was written since it had its one of ``versions``, and its weight not, the name."""
+        for (slot, value), version in zip(self._filled, versions, strict=True):
+            if value._version != version and not torch.equal(value, slot.weight.to(value.dtype)):
+                return f"{type(slot.module).__name__}.{slot.name}"
+        return None
 
     def _fill_gathered(self, gathered: nn.Module, *args: Any) -> None:
         with torch._C.DisableTorchFunction():  # the region runs already, and has nothing to decide here

@@ -121,6 +121,8 @@ OPS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a norm": lambda m, x: m.layer(x).norm(dim=-1),
     "in no table": lambda m, x: m.layer(x) + 1.0,
     "C++ of several ops": lambda m, x: torch.cov(x),
+    "a pseudoinverse": lambda m, x: torch.linalg.pinv(m.layer.bias[:, None].float()),
+    "a sparse matrix": lambda m, x: torch.sparse.mm(torch.eye(4).to_sparse(), m.layer(x).float()),
     "attention": lambda m, x: F.scaled_dot_product_attention(*[m.layer(x).reshape(1, 1, 4, 8)] * 3),
     "torch's island": lambda m, x: _in(torch.autocast("cpu", enabled=False), lambda: x @ x.t()),
     "our island": lambda m, x: _in(hf_mp.autocast(enabled=False), lambda: x @ x.t()),
@@ -148,9 +150,6 @@ def test_an_op_is_computed_as_by_the_mode(op: str, monkeypatch: pytest.MonkeyPat
     model = attached(use)
     results = [model(X), model(X)]
     monkeypatch.setattr(Region, "_dispatches", lambda self: False)
-    if op == "C++ of several ops":  # torch.autocast casts inside of it, and so do kernels, in each forward alike
-        assert seen == [torch.bfloat16] * 3
-        return
     assert torch.equal(results[0], results[1]) and torch.equal(results[1], model(X))
     assert len(set(seen)) == 1
 
@@ -188,6 +187,40 @@ def test_a_late_write_in_place_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"wrote into Linear\.weight in place, which the first of its kind did not"):
         model(X)
     assert torch.equal(model.layer.weight, before)
+
+
+def test_a_module_of_torchscript_keeps_the_mode() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU()))
+    model = attached(lambda m, x: m.layer(m.scripted(x)), scripted=scripted)
+    for _ in range(4):
+        model(X).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_function_of_torchscript_has_gradients_of_one_dtype_alone() -> None:
+    @torch.jit.script
+    def scripted(x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight).sigmoid() * 2
+
+    model = attached(lambda m, x: scripted(m.layer(x).float(), m.weight), weight=nn.Parameter(torch.ones(8, 8)))
+    with pytest.raises(RuntimeError, match="BFloat16"):
+        for _ in range(5):
+            model(X).sum().backward()
+
+
+def test_a_copy_that_somebody_else_refreshes_was_not_written_by_the_forward() -> None:
+    def use(model: Any, x: Tensor) -> Tensor:
+        out = model.layer(x)
+        model.between()
+        return out
+
+    model = attached(use, between=lambda: None)
+    optimizer = model.forward.runtime.attach_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(X).sum().backward()
+    model.between = optimizer.step
+    with torch.no_grad():
+        model(X)
+        model(X)
 
 
 def test_a_late_write_through_data_is_lost() -> None:
