@@ -14,9 +14,9 @@ from benches.trace import trace
 # calls and 226 lines more; and a fiftieth more: other versions of Python and torch make a few calls more.
 BUDGETS = {
     "fp16": (41, 250, 1480, 1040),
-    "bf16": (38, 178, 575, 700),
+    "bf16": (36, 174, 360, 705),
     "fp16-lean": (48, 314, 2430, 1300),
-    "bf16-lean": (46, 240, 1600, 940),
+    "bf16-lean": (44, 235, 1225, 940),
 }
 
 
