@@ -164,9 +164,12 @@ def spellings(name: str) -> list[Callable[..., Any]]:
     return [*found.values(), *of_the_dispatcher(name.replace(".", "_"))]
 
 
+_OTHERWISE_IN_THE_DISPATCHER = {"sparse_mm": "_sparse_mm", "sparse_addmm": "_sparse_addmm"}
+
+
 def of_the_dispatcher(name: str) -> list[Callable[..., Any]]:
     """``torch.ops.aten``'s op of that name, and those of its overloads that write into no argument."""
-    packet = getattr(torch.ops.aten, {"sparse_mm": "_sparse_mm", "sparse_addmm": "_sparse_addmm"}.get(name, name), None)
+    packet = getattr(torch.ops.aten, _OTHERWISE_IN_THE_DISPATCHER.get(name, name), None)
     if packet is None:
         return []
     overloads = [getattr(packet, overload) for overload in packet.overloads()]

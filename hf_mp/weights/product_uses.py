@@ -102,7 +102,7 @@ class ProductUses:
         return kind in self._known
 
     def asks_of_weights(self, kind: Hashable) -> bool:
-        """Whether a forward of this kind reads the dtype or the data of a working copy, or writes it."""
+        """Whether a forward of this kind reads ``.dtype`` or ``.data`` of a weight; True for an unknown one."""
         return self._known.get(kind, True)
 
     def slots(self, model: nn.Module) -> list[Slot]:
@@ -131,7 +131,7 @@ class ProductUses:
         self._names[module] = names = kind.names if kind is not None and self._lowers(kind.op) else frozenset()
         return names
 
-    def learn(self, kind: Hashable, slots: Iterable[Slot], notes: Notes, *, asks_of_weights: bool = True) -> None:
+    def learn(self, kind: Hashable, slots: Iterable[Slot], notes: Notes, *, asks_of_weights: bool) -> None:
         """Take in what the first forward of this kind did with the weights of these slots."""
         self._known[kind] = asks_of_weights
         for slot in slots:

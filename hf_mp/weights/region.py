@@ -63,7 +63,6 @@ class Region(autocast):
         self.layout, self._no_backward = layout, no_backward
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self._meets_compiler = self._has_kernels = False
-        self._has_scripts: bool | None = None  # not looked yet
         self._threads: list[int] = []  # in which a forward of the model runs
         self._plan = {**training_plan(self._plan), **calls_of_weights(self._plan), **planned_losses(self._plan)}
         self._plan.update(CACHE_WRITES)
@@ -115,14 +114,15 @@ class Region(autocast):
         """Whether no call of this forward but those in tables needs a look, in the first or in any other."""
         # FSDP and tensor parallelism fill slots while the forward runs.
         is_plain = self.layout.keeps_copies and not weights.looks_outside
-        if self._has_scripts is None:  # TorchScript differentiates by formulas of its own, which know of no casts
-            model = self._model()
-            self._has_scripts = model is not None and any(
-                isinstance(m, torch.jit.ScriptModule) for m in model.modules()
-            )
         has_rules = self.has_op_rules or self._ruled_modules or self.sums_in_fp64
         may_run = is_plain and not has_rules and not self._has_scripts and self.observer is None
         return may_run and self._dispatches()
+
+    @functools.cached_property
+    def _has_scripts(self) -> bool:
+        """Whether a part of the model is TorchScript, whose own formulas for gradients know of no casts."""
+        modules = () if (model := self._model()) is None else model.modules()
+        return any(isinstance(module, torch.jit.ScriptModule) for module in modules)
 
     def _dispatches(self) -> bool:
         self._meets_compiler = self._meets_compiler or compiled_frames() > 0

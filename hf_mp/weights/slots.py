@@ -80,7 +80,7 @@ class Slots:
         self.looks_outside = has_grad and is_scaled  # whether what comes from outside needs a border of its own
         self.is_asked = self.looks_outside or self.is_learning  # whether calls may be given other arguments
         self.is_watched = self.is_asked or self._uses.asks_of_weights(kind)  # whether a mode has to see the calls
-        self._is_asked_of = False  # whether this forward reads `.dtype` or `.data` of a copy, or writes it
+        self._is_asked_of = False  # whether this forward reads `.dtype` or `.data` of a weight
         self.unasked = _UNASKED_IN_THE_FIRST if self.is_learning else OF_THE_TENSOR_ITSELF  # but for these
         self._inside: dict[int, _Inside] = {}  # by the identity of what is outside, and of what is inside
         self._carriers: set[int] = set()  # leaves that carry gradients from one piece of the model to another
