@@ -73,12 +73,12 @@ def _key() -> Any:
 
 
 def can_dispatch() -> bool:
-    """Whether kernels may stand in for a mode: the compiler, which knows of modes and not of keys, is not in use."""
-    return _key() is not None and compiled_frames() == 0
+    """Whether this torch takes kernels; warns once if not."""
+    return _key() is not None
 
 
 def compiled_frames() -> int:
-    """How many frames torch.compile has looked at in this process, since its last reset."""
+    """How many frames torch.compile, which knows of modes and not of keys, has looked at since its last reset."""
     return getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)
 
 
