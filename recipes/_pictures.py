@@ -11,8 +11,6 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-COLOURS = ("#d08770", "#5e81ac", "#4c566a", "#a3be8c", "#b48ead", "#ebcb8b")
-
 
 def new_picture(rows: int = 1, columns: int = 1, **settings: Any) -> tuple[Any, Any]:
     """A figure and its axes, in an array where there are several; ``settings`` as for ``pyplot.subplots``."""
@@ -21,7 +19,7 @@ def new_picture(rows: int = 1, columns: int = 1, **settings: Any) -> tuple[Any, 
     return pyplot.subplots(rows, columns, layout="constrained", **settings)
 
 
-def save_picture(figure: Any, path: Path, metadata: dict[str, str] | None = None) -> None:
+def save_picture(figure: Any, path: Path) -> None:
     """Write it as a PNG, and let go of it."""
     from matplotlib import pyplot
 
@@ -30,7 +28,7 @@ def save_picture(figure: Any, path: Path, metadata: dict[str, str] | None = None
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)
     # white behind it, so that it can be read on a dark page
-    figure.savefig(path, dpi=120, facecolor="white", metadata=metadata)
+    figure.savefig(path, dpi=120, facecolor="white")
     pyplot.close(figure)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from _results import alternate
+from _tensor_memory import peak_tensor_bytes as peak_tensor_bytes
 from hf_mp.casting.cpu.fp32_products import fp32_product
 from hf_mp.casting.cpu.upcast import runs_natively
 from hf_mp.memory.models import BUILT_IN
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
-
-from _tensor_memory import peak_tensor_bytes as peak_tensor_bytes
 
 DEFAULT_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

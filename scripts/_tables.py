@@ -1,11 +1,11 @@
-"""Stored results as Markdown: the regions of the README and of docs/, as ``tables.toml`` describes them."""
+"""Stored results as Markdown: the regions of the README and of docs/, which ``tables.jinja`` describes."""
 
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import textwrap
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,10 +15,8 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined, TemplateError, UndefinedError
 
 WIDTH = 120
-DESCRIPTIONS = Path(__file__).with_name("tables.toml")
-GPU = "h200"  # the folder of what was measured on a GPU
-
-Scope = dict[str, Any]
+TEMPLATE = Path(__file__).with_name("tables.jinja")
+REGION = "region_"  # begins the name of a macro that is one
 
 
 class StoredResultError(ValueError):
@@ -26,12 +24,12 @@ class StoredResultError(ValueError):
 
 
 def load(directory: Path) -> dict[str, Any]:
-    """The records in a folder and in that of the GPU, by file without ``.json``; the GPU's begin with ``h200/``.
+    """The records in a folder and those below it, by file without ``.json``: ``h200/bench_step`` is of that GPU.
 
     What was stored as None counts as missing.
     """
     records = {}
-    for file in sorted([*directory.glob("*.json"), *directory.glob(f"{GPU}/*.json")]):
+    for file in sorted(directory.rglob("*.json")):
         record = json.loads(file.read_text(encoding="utf-8"), object_hook=_without_none)
         records[file.relative_to(directory).with_suffix("").as_posix()] = record
     return records
@@ -44,22 +42,25 @@ def _without_none(values: dict[str, Any]) -> dict[str, Any]:
 class Regions:
     """The regions, made from the results in a folder."""
 
-    def __init__(self, directory: Path, descriptions: Path = DESCRIPTIONS) -> None:
-        described = tomllib.loads(descriptions.read_text(encoding="utf-8"))
-        self.names: list[str] = list(described["region"])
+    def __init__(self, directory: Path, template: Path = TEMPLATE) -> None:
         self.records = load(directory)
-        self._blocks = described["region"]
-        self._jinja = Environment(undefined=StrictUndefined, autoescape=False)
-        self._jinja.filters |= {
+        jinja = Environment(undefined=StrictUndefined, autoescape=False, trim_blocks=True, lstrip_blocks=True)
+        jinja.filters |= {
             "f": _format, "mib": lambda size: size / 2**20, "gib": lambda size: size / 2**30, "by": _by,
             "median": statistics.median, "collectives": _collectives, "at": _at,
             "having": lambda rows, key: [row for row in rows if key in row],
             "and_last": lambda rows, name, row: {**rows, name: row},
         }  # fmt: skip
-        of_gpu = {name.partition("/")[2]: record["result"] for name, record in self.records.items() if "/" in name}
-        self._jinja.globals |= {name: record["result"] for name, record in self.records.items()}
-        self._jinja.globals |= {"records": self.records, GPU: of_gpu}
-        self._jinja.globals |= vars(self._jinja.from_string(described["macros"]).module)
+        results = {name: record["result"] for name, record in self.records.items()}
+        # Macros, and not blocks: a block that is rendered alone knows nothing of the macros beside it.
+        macros = vars(
+            jinja.from_string(template.read_text(encoding="utf-8")).make_module({**results, "records": self.records})
+        )
+        self.regions = {
+            name.removeprefix(REGION).replace("_", " "): macro
+            for name, macro in macros.items()
+            if name.startswith(REGION)
+        }
 
     def __call__(self, name: str) -> str:
         """One region.
@@ -67,63 +68,26 @@ class Regions:
         Raises:
             StoredResultError: for a name that is not known, and for results that are missing, or lack what it needs.
         """
-        if name not in self.names:
-            raise StoredResultError(f"there is no region {name!r}: use one of {', '.join(self.names)}")
-        scope: Scope = {}
-        pieces: list[str] = []
-        for block in self._blocks[name]:
-            try:
-                pieces += self._block(block, scope)
-            except UndefinedError as error:  # a result, known by the name of its file, or what it lacks
-                raise StoredResultError(f"region {name!r}: {error}: run the script that stores it") from error
-            except (StoredResultError, TemplateError, TypeError) as error:
-                raise StoredResultError(f"region {name!r}: {error}") from error
-        return "\n\n".join(pieces)
-
-    def _block(self, block: dict[str, Any], scope: Scope) -> Iterator[str]:
-        scope |= self._let(block, scope)
-        for paragraph in self._jinja.from_string(block.get("text", "")).render(scope).split("\n\n"):
-            if words := " ".join(paragraph.split()):
-                yield textwrap.fill(words, WIDTH, break_long_words=False, break_on_hyphens=False)
-        rows = [cells for group in block.get("rows", ()) for cells in self._rows(group, scope)]
-        if rows:
-            header = self._cells(block["header"], scope)
-            yield "\n".join([_row(header), "|" + "---|" * len(header), *map(_row, rows)])
-
-    def _rows(self, group: dict[str, Any], scope: Scope) -> Iterator[list[str]]:
-        for names in self._entries(group["each"], scope) if "each" in group else [{}]:
-            inner = {**scope, **names}
-            inner |= self._let(group, inner)
-            if "where" in group and not self._value(group["where"], inner):
-                continue
-            if "cells" in group:
-                yield self._cells(group["cells"], inner)
-            for nested in group.get("rows", ()):
-                yield from self._rows(nested, inner)
-
-    def _entries(self, each: str, scope: Scope) -> Iterator[Scope]:
-        names, _, expression = each.partition(" in ")
-        found = self._value(expression, scope)
-        if not found:
-            raise StoredResultError(f"{expression} has no entries")
-        for entry in found.items() if isinstance(found, Mapping) else found:
-            yield dict(zip(names.split(", "), entry if ", " in names else [entry], strict=True))
-
-    def _let(self, described: dict[str, Any], scope: Scope) -> Scope:
-        found: Scope = {}
-        for name, expression in described.get("let", {}).items():
-            found[name] = self._value(expression, scope | found)
-        return found
-
-    def _value(self, expression: str, scope: Scope) -> Any:
-        return self._jinja.compile_expression(expression, undefined_to_none=False)(scope)
-
-    def _cells(self, templates: Sequence[str], scope: Scope) -> list[str]:
-        return [" ".join(self._jinja.from_string(template).render(scope).split()) for template in templates]
+        if name not in self.regions:
+            raise StoredResultError(f"there is no region {name!r}: use one of {', '.join(sorted(self.regions))}")
+        try:
+            return "\n\n".join(_tidy(self.regions[name]()))
+        except UndefinedError as error:  # a result, known by the name of its file, or what it lacks
+            raise StoredResultError(f"region {name!r}: {error}: run the script that stores it") from error
+        except (StoredResultError, TemplateError, TypeError) as error:
+            raise StoredResultError(f"region {name!r}: {error}") from error
 
 
-def _row(cells: Sequence[str]) -> str:
-    return f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|"
+def _tidy(text: str) -> Iterator[str]:
+    """Paragraphs filled to the width of the pages, and tables with a line for each row."""
+    for part in re.split(r"\n\s*\n", text.strip()):
+        if not part.startswith("|"):
+            yield textwrap.fill(" ".join(part.split()), WIDTH, break_long_words=False, break_on_hyphens=False)
+            continue
+        rows = [" ".join(row.split()) for row in re.split(r"(?<=\|)\n", part)]
+        if len(rows) < 3:
+            raise StoredResultError(f"the table {rows[0]} has no rows")
+        yield "\n".join(rows)
 
 
 def _format(value: Any, spec: str = ".2f") -> str:

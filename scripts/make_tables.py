@@ -1,24 +1,22 @@
-"""Writes the stored results into the README and the pages of docs/, and draws their pictures.
+"""Writes the stored results into the README and the pages of docs/.
 
-    python scripts/make_tables.py             # rewrites what is between the markers, and draws what is stale
-    python scripts/make_tables.py --check     # changes nothing; fails where a page or a picture is not of these results
+    python scripts/make_tables.py             # rewrites what is between the markers
+    python scripts/make_tables.py --check     # changes nothing; fails where a page is not of these results
 
 A region lies between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``. What is in it says
-``scripts/tables.toml``.
+``scripts/tables.jinja``. Pictures are drawn when their result is stored.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from _plots import PICTURES, digest, draw, drawn_from
 from _results import RESULTS, ROOT
 from _tables import Regions, StoredResultError
 
@@ -50,18 +48,6 @@ def stale_pages(regions: Regions, files: Sequence[Path]) -> dict[Path, str]:
     return {file: text for file, text in fresh.items() if text != texts[file]}
 
 
-def stale_pictures(directory: Path) -> dict[Path, tuple[str, Any]]:
-    """The pictures that are missing or were not drawn from the results, with the names of these and what they hold."""
-    found = {}
-    for name in PICTURES:
-        path = directory / f"{name}.png"
-        if path.with_suffix(".json").exists():  # a page that shows a picture without one is refused
-            result = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["result"]
-            if not path.exists() or drawn_from(path) != digest(result):
-                found[path] = (name, result)
-    return found
-
-
 def main(
     check: Annotated[bool, typer.Option("--check", help="change nothing, fail where something is stale")] = False,
     results_dir: Path = RESULTS,
@@ -71,17 +57,12 @@ def main(
         texts = stale_pages(Regions(results_dir), pages())
     except StoredResultError as error:
         sys.exit(f"cannot make the tables: {error}")
-    pictures = stale_pictures(results_dir)
-    stale = [path.name for path in (*texts, *pictures)]
-    if check and stale:
-        sys.exit(f"stale: {', '.join(stale)}: run `make tables`, and look at what it changes")
+    stale = ", ".join(path.name for path in texts)
     if check:
-        return
+        sys.exit(f"stale: {stale}: run `make tables`, and look at what it changes" if stale else 0)
     for file, text in texts.items():
         file.write_text(text, encoding="utf-8")
-    for path, (name, result) in pictures.items():
-        draw(name, result, path)
-    print(f"wrote: {', '.join(stale)}")
+    print(f"wrote: {stale or 'nothing'}")
 
 
 if __name__ == "__main__":

@@ -50,7 +50,6 @@ TINY = {
     "step": ("--model", "", *_TINY_MODEL, "--batch", "2", "--seq", "16", "--rounds", "1"),
     "update": ("--model", "", *_TINY_MODEL, "--rounds", "2"),
     "loss": ("--rows", "8", "--vocab", "100", "--rounds", "2"),
-    "profile": ("--only", "GPT-2 2", "--steps", "1", "--warmup", "1"),
     "autocast": (*_TINY_MODEL, "--dtype", "bf16", "--seq", "16", "--rounds", "1", "--calls", "100", "--tokens", "2"),
 }
 
@@ -64,14 +63,12 @@ class Piece:
         command: what Python runs, without the options for device, name and directory that the benchmarks share.
         seconds: its share of the default of 9.5 minutes; what others leave is shared as well.
         gib: memory that a GPU needs for it; one with less leaves it out, unless it is named.
-        by_default: whether it runs where it is not named.
     """
 
     name: str
     command: tuple[str, ...]
     seconds: int
     gib: int = 0
-    by_default: bool = True
 
     def full_command(self, *, tiny: bool, device: str, directory: Path, gib: float = math.inf) -> list[str]:
         """What is run, on a GPU of ``gib`` memory."""
@@ -93,17 +90,17 @@ def gpu_tests() -> list[str]:
 
 
 def _step(
-    name: str, model: str, contenders: tuple[str, ...], rounds: int, seconds: int, *options: str, **limits: Any
+    name: str, model: str, contenders: tuple[str, ...], rounds: int, seconds: int, *options: str, gib: int = 0
 ) -> Piece:
     shape = ("--batch", "8", "--seq", "1024", "--dropout", "0.1", "--rounds", str(rounds), "--warmup", "4")
     command = ("step", "--model", model, *shape, "--contenders", ",".join(contenders), *options)
-    return Piece(name, command, seconds, **limits)
+    return Piece(name, command, seconds, gib)
 
 
 _LARGE_UPDATES = "torch.amp,hf_mp fp16,hf_mp fp16-lean,FlashAdamW"  # that fit into 80 GB side by side
 # In the order of their weight.
 PIECES = (
-    Piece("tests", (*PYTEST, "-m", "gpu and not outside", *gpu_tests()), 100),
+    Piece("tests", (*PYTEST, "-m", "gpu and not outside", *gpu_tests()), 130),
     Piece("bench_update_gpt2", ("update", "--model", "gpt2", "--rounds", "30"), 45),
     _step("bench_step_gpt2", "gpt2", (*TRAINERS, *LOOPS), 20, 90),
     _step("bench_step_gpt2_large", "gpt2-large", (*TRAINERS, *PEERS), 8, 110, gib=LARGE_GIB),
@@ -115,9 +112,7 @@ PIECES = (
     ),
     _step("bench_step_gpt2_compiled", "gpt2", COMPILED, 20, 90, "--no-peak"),
     Piece("bench_loss", ("loss", "--rows", "8192", "--rounds", "20"), 25),
-    Piece("profile_step", ("profile", "--only", "GPT-2 124M", "--contenders", "torch.autocast fp16,hf_mp fp16"), 30),
     Piece("bench_autocast", ("autocast", "--dtype", "fp16", "--batch", "8", "--seq", "512", "--rounds", "3"), 35),
-    _step("bench_step_gpt2_large_compiled", "gpt2-large", COMPILED, 8, 240, "--no-peak", by_default=False),
 )
 
 
@@ -181,13 +176,13 @@ def table_to_paste(outcomes: dict[str, str], directory: Path) -> str:
 
 
 def choose(only: str | None, gib: float = math.inf) -> list[Piece]:
-    """The pieces of these names; for None all that fit into ``gib``, but those that must be asked for.
+    """The pieces of these names; for None all that fit into ``gib``.
 
     Raises:
         ValueError: for a name that is not known.
     """
     if only is None:
-        return [piece for piece in PIECES if piece.by_default and piece.gib <= gib]
+        return [piece for piece in PIECES if piece.gib <= gib]
     known = {piece.name: piece for piece in PIECES}
     names = [name.strip() for name in only.split(",")]
     if unknown := [name for name in names if name not in known]:

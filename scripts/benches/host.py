@@ -1,7 +1,6 @@
 """What a step costs the host: GPT-2 of 12 layers so narrow that its kernels take next to no time.
 
     python scripts/bench.py host                     # FP32, torch.autocast with GradScaler, hf_mp, in turns
-    python scripts/bench.py host --group-elements 1  # an inward border for each weight
 
 Times are ratios to torch.autocast with GradScaler in the same run. It also counts, for one step: Python
 calls, autograd nodes written in Python, kernels, and reads of a device value, which do not depend on the machine.
@@ -9,13 +8,10 @@ calls, autograd nodes written in Python, kernels, and reads of a device value, w
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
-from unittest import mock
 
 import torch
 import typer
@@ -27,27 +23,11 @@ from _contenders import BARE, LOSS_SCALED, PARTS, BareMode, Parts, Step
 from _contenders import make_step as make_loop
 from _results import rows_of
 from hf_mp.policy import mixed_presets
-from hf_mp.step.forward import _Passage
-from hf_mp.step.gradients import GradientCheck
-from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights import fused_adamw
-from hf_mp.weights.layout import WeightLayout
 
 PEER = "torch.autocast bf16, GradScaler"
 # Scaled in BF16 as well: products of FP16 cost some CPUs more than the host does.
 OURS = (*(f"hf_mp {preset}" for preset in mixed_presets()), f"hf_mp bf16, {LOSS_SCALED}")
 CONTENDERS = ("fp32", f"fp32, {BARE}", "torch.autocast bf16", PEER, f"{PEER}, {BARE}", *OURS)
-
-# What a step of ours does that torch's has not, or does elsewhere.
-PLACES: dict[str, tuple[Any, str]] = {
-    "weights brought in": (MixedPrecision, "begin_forward"),
-    "outputs brought out": (_Passage, "bring_out"),
-    "gradients measured": (GradientCheck, "measure"),
-    "verdict": (MixedPrecision, "verdict"),
-    "lean kernels": (fused_adamw, "adamw_"),
-    "weights rounded": (WeightLayout, "updated"),
-    "step finished": (MixedPrecision, "finish_step"),
-}
 
 
 def make_step(
@@ -115,36 +95,6 @@ def count(step: Step) -> dict[str, int]:
     return {"python_calls": calls, "python_nodes": nodes, "kernels": kernels.kernels, "host_reads": reads}
 
 
-@contextlib.contextmanager
-def timed(places: Mapping[str, tuple[Any, str]]) -> Iterator[dict[str, list[float]]]:
-    """Seconds of every call of some functions, by the owner and the name of each."""
-    found: dict[str, list[float]] = {place: [] for place in places}
-
-    def timing(place: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
-            result = function(*args, **kwargs)
-            found[place].append(time.perf_counter() - begin)
-            return result
-
-        return call
-
-    with contextlib.ExitStack() as patches:
-        for place, (owner, name) in places.items():
-            patches.enter_context(mock.patch.object(owner, name, timing(place, getattr(owner, name))))
-        yield found
-
-
-def take_apart(step: Step, rounds: int) -> dict[str, float]:
-    """Seconds that a step of ours spends in its own parts, which torch's has not."""
-    for _ in range(5):
-        step()
-    with timed(PLACES) as found:
-        for _ in range(rounds):
-            step()
-    return {place: sum(seconds) / rounds for place, seconds in found.items()}
-
-
 def rows_by_part(moments: Mapping[str, Parts]) -> dict[str, dict[str, dict[str, Any]]]:
     """A row for each contender and part of its steps, and for the whole."""
     seconds = {
@@ -184,5 +134,4 @@ def measure(
                      "parameters": parameters, "torch_calls": seen.calls},
         "contenders": rows,
         "counts": {c: count(step) for c, step in steps.items()},
-        "apart": {c: take_apart(make_step(c, layers, width, tokens), rounds) for c in OURS},
     }  # fmt: skip

@@ -22,13 +22,15 @@ The constants of ``HeadroomLossScaler`` were chosen on seeds from 1000 on; the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from _pictures import new_picture, save_picture
 from hf_mp import DynamicLossScaler, HeadroomLossScaler
 from hf_mp.scaling.rules import FP16_MAX, ScaleRule, StepReport
 
@@ -46,6 +48,7 @@ PEERS: dict[str, ScaleRule] = {
     }.items()
 }
 CONTENDERS: dict[str, ScaleRule] = {OURS: HeadroomLossScaler().state, **PEERS}
+COLOURS = ("#bf616a", "#5e81ac", "#4c566a", "#a3be8c", "#b48ead", "#ebcb8b")
 SPREAD_MEAN, SPREAD_DEVIATION = 16.0, 8.0
 ROUNDED_TO_ZERO = 25  # FP16's smallest number is 2**-24; half of it is rounded to 0
 
@@ -55,14 +58,14 @@ class Trace:
     """What one training would show its scaler.
 
     Attributes:
-        log2_largest: of each step's largest gradient magnitude; of shape (steps,).
-        is_infinite: whether the step overflows at any scale; of shape (steps,).
-        log2_activations: how many doublings gradients of activations lie above those of weights; of shape (steps,).
+        log2_largest: of each step's largest gradient magnitude; of shape (steps,), as the others.
+        is_infinite: whether the step overflows at any scale.
+        log2_activations: how many doublings gradients of activations lie above those of weights.
     """
 
     log2_largest: np.ndarray
-    is_infinite: np.ndarray
-    log2_activations: np.ndarray
+    is_infinite: np.ndarray | bool = False
+    log2_activations: np.ndarray | float = 0.0
 
 
 @dataclass(frozen=True)
@@ -88,18 +91,18 @@ class Outcome:
 def drift(random: np.random.Generator, steps: int) -> Trace:
     """The level walks, by 0.02 to 0.06 doublings a step."""
     walk = np.cumsum(random.standard_normal(steps)) * random.uniform(0.02, 0.06)
-    return _trace(_calm(random, steps) + walk)
+    return Trace(_calm(random, steps) + walk)
 
 
 def spikes(random: np.random.Generator, steps: int) -> Trace:
     """One step in 200 to 2000 lies 2 to 10 doublings above the others."""
     is_spike = random.random(steps) < 1 / random.uniform(200, 2000)
-    return _trace(_calm(random, steps) + is_spike * random.uniform(2, 10, steps))
+    return Trace(_calm(random, steps) + is_spike * random.uniform(2, 10, steps))
 
 
 def heavy_tails(random: np.random.Generator, steps: int) -> Trace:
     """Magnitudes have a Pareto tail, with exponent 1.2 to 3."""
-    return _trace(_calm(random, steps) + random.exponential(1 / (random.uniform(1.2, 3.0) * np.log(2)), steps))
+    return Trace(_calm(random, steps) + random.exponential(1 / (random.uniform(1.2, 3.0) * np.log(2)), steps))
 
 
 def collapse(random: np.random.Generator, steps: int) -> Trace:
@@ -110,18 +113,18 @@ def collapse(random: np.random.Generator, steps: int) -> Trace:
         levels = np.append(levels, np.full(int(random.uniform(500, 5000)), level))
     levels = levels[:steps]
     noise = random.uniform(0.2, 0.6) * random.standard_normal(steps)
-    return _trace(levels + noise)
+    return Trace(levels + noise)
 
 
 def intermittent_inf(random: np.random.Generator, steps: int) -> Trace:
     """One step in 200 to 1000 holds an infinity that no scale can avoid."""
-    return _trace(_calm(random, steps), is_infinite=random.random(steps) < 1 / random.uniform(200, 1000))
+    return Trace(_calm(random, steps), is_infinite=random.random(steps) < 1 / random.uniform(200, 1000))
 
 
 def activations(random: np.random.Generator, steps: int) -> Trace:
     """Gradients of activations, which no rule sees, lie up to 8 doublings above those of weights."""
     magnitudes = _calm(random, steps)
-    return _trace(magnitudes, log2_activations=random.uniform(0, 8) + 0.5 * random.standard_normal(steps))
+    return Trace(magnitudes, log2_activations=random.uniform(0, 8) + 0.5 * random.standard_normal(steps))
 
 
 FAMILIES: dict[str, Callable[[np.random.Generator, int], Trace]] = {
@@ -137,12 +140,12 @@ INDEPENDENT = ("spikes", "heavy tails", "intermittent inf", "activations")  # fa
 
 def inf_in_500(steps: int = 20_000) -> Trace:
     """Magnitudes of 0.01, and an infinity in every 500th step."""
-    return _trace(np.full(steps, np.log2(0.01)), is_infinite=np.arange(1, steps + 1) % 500 == 0)
+    return Trace(np.full(steps, np.log2(0.01)), is_infinite=np.arange(1, steps + 1) % 500 == 0)
 
 
 def quiet_phase() -> Trace:
     """0.01 for 100 steps, 1e-8 for 4,900, then 1.0 for 5,000."""
-    return _trace(np.log2(np.repeat([1e-2, 1e-8, 1.0], [100, 4900, 5000])))
+    return Trace(np.log2(np.repeat([1e-2, 1e-8, 1.0], [100, 4900, 5000])))
 
 
 CASES: dict[str, Callable[[], Trace]] = {"inf in every 500th step": inf_in_500, "after a quiet phase": quiet_phase}
@@ -151,11 +154,6 @@ CASES: dict[str, Callable[[], Trace]] = {"inf in every 500th step": inf_in_500, 
 def _calm(random: np.random.Generator, steps: int) -> np.ndarray:
     """Between 2**-16 and 1, with noise of 0.2 to 0.6 doublings."""
     return random.uniform(-16, 0) + random.uniform(0.2, 0.6) * random.standard_normal(steps)
-
-
-def _trace(log2_largest: np.ndarray, **rest: Any) -> Trace:
-    nothing = {"is_infinite": np.zeros(len(log2_largest), bool), "log2_activations": np.zeros(len(log2_largest))}
-    return Trace(log2_largest, **{**nothing, **rest})
 
 
 # What a rule makes of them
@@ -235,7 +233,7 @@ def of_family(family: str, traces: Sequence[Trace]) -> dict[str, Any]:
     outcomes = {name: [run(rule, trace)[0] for trace in traces] for name, rule in CONTENDERS.items()}
     return {
         "about": FAMILIES[family].__doc__,
-        "unavoidable_skips": float(np.mean([trace.is_infinite.sum() for trace in traces])),
+        "unavoidable_skips": float(np.mean([np.sum(trace.is_infinite) for trace in traces])),
         "contenders": {name: _mean(found) for name, found in outcomes.items()},
         "best_constants": best_constants(traces) if family in INDEPENDENT else None,
     }
@@ -243,3 +241,25 @@ def of_family(family: str, traces: Sequence[Trace]) -> dict[str, Any]:
 
 def _mean(outcomes: Sequence[Outcome]) -> dict[str, float]:
     return {field: float(np.mean([getattr(one, field) for one in outcomes])) for field in Outcome.__dataclass_fields__}
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Skipped steps and underflow of every rule in each family, and what the best constants reach with hindsight.
+
+    A rule is first on both counts in a family if nothing lies left of it or below it.
+    """
+    figure, grid = new_picture(2, 3, figsize=(11, 7))
+    for axes, (family, found) in zip(grid.flat, result["families"].items(), strict=True):
+        for name, row, colour in zip(found["contenders"], found["contenders"].values(), COLOURS, strict=True):
+            style = {"s": 130, "marker": "*", "zorder": 3} if name == OURS else {"s": 30}
+            avoidable = row["skipped_steps"] - found["unavoidable_skips"]
+            axes.scatter(avoidable, 100 * row["underflow"], color=colour, label=name, **style)
+        if found["best_constants"]:
+            skips, underflow = np.array(found["best_constants"]).T
+            label = "best constant scales, with hindsight"
+            axes.plot(skips - found["unavoidable_skips"], 100 * underflow, ":", color=COLOURS[2], label=label)
+        axes.set_xscale("symlog", linthresh=10)
+        axes.set(yscale="log", xlim=(-0.5, 150), title=family)
+        axes.set(xlabel="avoidable skipped steps a run", ylabel="underflow, %")
+    figure.legend(*grid.flat[1].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    save_picture(figure, path)

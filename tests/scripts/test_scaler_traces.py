@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from _plots import draw
 from _results import RESULTS
 from benches import scaler_traces
 from benches.scaler_traces import (
@@ -34,7 +33,7 @@ def test_a_small_run_has_every_rule_in_every_family(monkeypatch: pytest.MonkeyPa
     found = measure(processes=1, steps=300)
     assert set(found["families"]) == set(FAMILIES)
     assert all(set(family["contenders"]) == set(CONTENDERS) for family in found["families"].values())
-    draw("compare_scaler_traces", found, tmp_path / "traces.png")
+    scaler_traces.draw(found, tmp_path / "traces.png")
     assert (tmp_path / "traces.png").read_bytes().startswith(b"\x89PNG")
 
 
