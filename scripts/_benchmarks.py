@@ -16,13 +16,11 @@ from _results import alternate
 from _tensor_memory import peak_tensor_bytes as peak_tensor_bytes
 from hf_mp.casting.cpu.fp32_products import fp32_product
 from hf_mp.casting.cpu.upcast import runs_natively
-from hf_mp.memory.models import BUILT_IN
 
 DEFAULT_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _SQUARE = {"cpu": 2048, "cuda": 8192}  # of a product that is limited by arithmetic alone
 _COPIED_ELEMENTS = {"cpu": 2**26, "cuda": 2**29}  # in FP32: far more than caches hold
-_REPETITIONS = 5
 
 
 @dataclass(frozen=True)
@@ -49,22 +47,6 @@ class Workload:
     dropout: float = 0.0
     device: str = "cpu"
     positions: int = 1024
-
-    @classmethod
-    def of(cls, model: str | None, *, layers: int, width: int, heads: int, **rest: Any) -> Workload:
-        """That of a built-in model by its name (``gpt2``, ``gpt2-large``), or one of the given sizes without a name.
-
-        Raises:
-            ValueError: for a name that is not known.
-        """
-        if model:
-            found = BUILT_IN.get(model.removeprefix("openai-community/"))
-            if found is None:
-                raise ValueError(
-                    f"--model {model!r} is not known: use one of {', '.join(BUILT_IN)}, or --layers, --width"
-                )
-            layers, width, heads = found["n_layer"], found["n_embd"], found["n_head"]
-        return cls(layers, width, heads, **rest)
 
     @property
     def config(self) -> GPT2Config:
@@ -117,23 +99,13 @@ class Workload:
         return {**asdict(self), "parameters": self.parameters(), "tokens": self.tokens, "flops": self.flops()}
 
 
-@dataclass(frozen=True)
-class UpdateBytes:
-    """Bytes a parameter that an update with clipping by the global norm has to move.
+def update_bytes(*, gradient: int, master: int, moments: int, copy: int = 0) -> int:
+    """Bytes a parameter that an update with clipping by the global norm has to read and write.
 
     Two passes: the norm reads the gradients, then gradients, masters and moments are read, and masters, moments and
     working copies written. A working copy that is half of its master (split masters) is counted there.
     """
-
-    gradient: int
-    master: int
-    moments: int
-    copy: int = 0
-
-    @property
-    def total(self) -> int:
-        """Read and written."""
-        return 2 * self.gradient + 2 * (self.master + self.moments) + self.copy
+    return 2 * gradient + 2 * (master + moments) + copy
 
 
 @dataclass(frozen=True)
@@ -197,13 +169,7 @@ def copy_bytes_per_second(device: str) -> float:
 
 def fastest_seconds(call: Callable[[], Any]) -> float:
     """Of several calls, after one that is not counted; on a GPU until its work is done."""
-    return min(alternate({"call": call}, rounds=_REPETITIONS)["call"])
-
-
-def synchronize(device: str) -> None:
-    """Wait for a GPU."""
-    if device == "cuda":
-        torch.cuda.synchronize()
+    return min(alternate({"call": call}, rounds=5)["call"])
 
 
 def rounded_copies(model: nn.Module, dtype: torch.dtype) -> list[Tensor]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import hf_mp
-from _benchmarks import DTYPES, UpdateBytes, Workload, peak_tensor_bytes, synchronize
+from _benchmarks import DTYPES, Workload, peak_tensor_bytes, update_bytes
+from _results import wait_for_gpu
 from hf_mp.casting.cpu.upcast import runs_natively
 from hf_mp.policy import mixed_presets
 
@@ -27,9 +26,9 @@ PARTS = ("forward", "backward", "clipping", "update")
 COMPILED = " compiled"
 BARE, LOSS_SCALED, BATCHED = "bare function mode", "loss scaled", "batched_mm"
 
-FP32_UPDATE = UpdateBytes(gradient=4, master=4, moments=8)
-MIXED_UPDATE = UpdateBytes(gradient=4, master=4, moments=8, copy=2)
-LEAN_UPDATE = UpdateBytes(gradient=2, master=4, moments=8)
+FP32_UPDATE = update_bytes(gradient=4, master=4, moments=8)
+MIXED_UPDATE = update_bytes(gradient=4, master=4, moments=8, copy=2)
+LEAN_UPDATE = update_bytes(gradient=2, master=4, moments=8)
 
 CONTENDERS = (
     "fp32",
@@ -84,8 +83,8 @@ class Contender(NamedTuple):
         return self.kind.endswith("Trainer")
 
     @property
-    def update(self) -> UpdateBytes:
-        """What its update has to move."""
+    def update(self) -> int:
+        """Bytes a parameter that its update has to move."""
         if self.dtype == "fp32":
             return FP32_UPDATE
         return LEAN_UPDATE if self.precision.endswith("-lean") else MIXED_UPDATE
@@ -123,52 +122,24 @@ class Contender(NamedTuple):
         return model.to(dtype), cast
 
 
-def find_contender(name: str) -> Contender:
-    """One of :data:`CONTENDERS`, or its compiled twin.
+def choose(names: Sequence[str], device: str) -> tuple[list[str], dict[str, str]]:
+    """Which of the contenders run here, and why the others do not, or not in reasonable time.
 
     Raises:
-        ValueError: naming those that there are.
+        ValueError: for a name that is neither one of :data:`CONTENDERS` nor its compiled twin.
     """
-    if name.removesuffix(COMPILED) not in CONTENDERS:
+    if unknown := [name for name in names if name.removesuffix(COMPILED) not in CONTENDERS]:
         raise ValueError(
-            f"contender {name!r} is not known: use some of {', '.join(CONTENDERS)}, "
+            f"contenders {', '.join(unknown)} are not known: use some of {', '.join(CONTENDERS)}, "
             f"each also with {COMPILED!r} at its end"
         )
-    return Contender.of(name)
-
-
-def why_not_here(name: str, device: str) -> str | None:
-    """Why a contender cannot run, or not in reasonable time, on this machine; None where it can."""
-    contender = find_contender(name)
-    if name.removesuffix(COMPILED) == "Trainer fp16=True" and device == "cpu":
-        return "on a CPU, fp16=True trains in FP32"
-    if contender.is_compiled and (reason := why_not_compiled(device)) is not None:
-        return reason
-    if name.startswith("torch.autocast fp16") and not runs_natively(torch.float16, device):
-        return "takes about 50 times FP32's time on a CPU without FP16 arithmetic"
-    return None
-
-
-def why_not_compiled(device: str) -> str | None:
-    """Why ``torch.compile`` cannot be used on a device of this type; None where it can."""
-    compilers = (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")
-    if device == "cpu" and not any(map(shutil.which, compilers)):
-        return "torch.compile needs a C++ compiler on a CPU, and there is none"
-    return None
-
-
-def choose(names: Sequence[str], device: str) -> tuple[list[str], dict[str, str]]:
-    """Which of the contenders run here, and why the others do not.
-
-    Raises:
-        ValueError: for a name that is not known, and where none is left.
-    """
-    reasons = {name: why_not_here(name, device) for name in names}
-    left_out = {name: reason for name, reason in reasons.items() if reason is not None}
-    chosen = [name for name in reasons if name not in left_out]
-    if not chosen:
-        raise ValueError(f"no contender can run on this {device}: {left_out}")
-    return chosen, left_out
+    left_out: dict[str, str] = {}
+    if device == "cpu":
+        left_out |= {name: "on a CPU, fp16=True trains in FP32" for name in names if name.startswith("Trainer fp16")}
+    if not runs_natively(torch.float16, device):
+        reason = "takes about 50 times FP32's time on a CPU without FP16 arithmetic"
+        left_out |= {name: reason for name in names if name.startswith("torch.autocast fp16")}
+    return [name for name in names if name not in left_out], left_out
 
 
 def make_step(
@@ -177,7 +148,6 @@ def make_step(
     inputs: Mapping[str, Tensor],
     *,
     accumulation: int = 1,
-    mode: TorchFunctionMode | None = None,
     parts: Parts | None = None,
     backend: str = "inductor",
     clips_masters: bool = False,
@@ -190,7 +160,6 @@ def make_step(
         model: fresh, on its device.
         inputs: of one forward, on that device.
         accumulation: forwards in one update.
-        mode: entered around each forward; default: what the name says.
         parts: gets the seconds of the :data:`PARTS` of each step, where the device does not run behind the host.
         backend: of a compiled contender.
         clips_masters: call the optimizer's own clipping where it has FP32 masters, as the Trainer does.
@@ -204,7 +173,7 @@ def make_step(
         model, optimizer = hf_mp.prepare(model, optimizer, contender.policy, **settings)
     forward = torch.compile(model, backend=backend) if contender.is_compiled else model
     scaler = torch.amp.GradScaler(device, enabled=contender.needs_scaler, init_scale=2.0**10)
-    casts, around = contender.casts(device), mode or contender.mode()
+    casts, around = contender.casts(device), contender.mode()
     clips_masters = clips_masters and isinstance(optimizer, hf_mp.MasterWeightOptimizer)
 
     def step() -> None:
@@ -261,8 +230,8 @@ def peak_bytes(name: str, workload: Workload, updates: int) -> int:
 
 
 @contextlib.contextmanager
-def make_trainer(name: str, workload: Workload, max_steps: int, **settings: Any) -> Iterator[Trainer]:
-    """A Trainer with a fresh GPT-2; what it writes is deleted at the end. ``settings`` are those of the Trainer."""
+def make_trainer(name: str, workload: Workload, max_steps: int) -> Iterator[Trainer]:
+    """A Trainer with a fresh GPT-2; what it writes is deleted at the end."""
     contender, on_cpu = Contender.of(name), workload.device == "cpu"
     stock = contender.kind == "Trainer"
     if contender.is_compiled:
@@ -278,7 +247,7 @@ def make_trainer(name: str, workload: Workload, max_steps: int, **settings: Any)
         rows = [{"input_ids": row, "labels": row} for row in workload.token_ids(batch=4 * workload.batch)]
         of_ours: dict[str, Any] = {} if stock else {"precision": contender.precision}
         cls: Any = Trainer if stock else hf_mp.MixedPrecisionTrainer
-        trainer: Trainer = cls(workload.model(), args, train_dataset=rows, **of_ours, **settings)
+        trainer: Trainer = cls(workload.model(), args, train_dataset=rows, **of_ours)
         trainer.remove_callback(PrinterCallback)
         yield trainer
 
@@ -286,24 +255,22 @@ def make_trainer(name: str, workload: Workload, max_steps: int, **settings: Any)
 class StepClock(TrainerCallback):
     """Notes when each step of a Trainer begins: when the one before has ended, logging and callbacks included."""
 
-    def __init__(self, device: str) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self.moments: list[float] = []
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        synchronize(self._device)
+        wait_for_gpu()
         self.moments.append(time.perf_counter())
 
 
 def trainers_in_turns(
     trainers: Mapping[str, Callable[[int], contextlib.AbstractContextManager[Trainer]]],
-    device: str,
     *,
     rounds: int,
     warmup: int,
-    trainings: int = 2,
+    trainings: int,
 ) -> Iterator[dict[str, list[float]]]:
     """Seconds of ``rounds`` steps of each Trainer, which is made for its number of steps.
 
@@ -311,11 +278,10 @@ def trainers_in_turns(
     in reverse order. The first ``warmup`` steps of a training do not count. Yields what there is after each training.
     """
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
-    for turn in range(min(trainings, rounds)):
-        steps = rounds // trainings + (turn < rounds % trainings)
+    for turn in range(trainings):
         for name in list(trainers)[:: -1 if turn % 2 else 1]:
-            clock = StepClock(device)
-            with trainers[name](warmup + steps + 1) as trainer:
+            clock = StepClock()
+            with trainers[name](warmup + max(1, rounds // trainings) + 1) as trainer:
                 trainer.add_callback(clock)
                 trainer.train()
             seconds[name] += [end - begin for begin, end in itertools.pairwise(clock.moments[warmup:])]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,24 +22,12 @@ RESULTS = ROOT / "scripts" / "results"
 sys.path.insert(0, str(ROOT / "recipes"))
 
 
-class Timing(NamedTuple):
-    """A median, and the distance between the quartiles as its spread; both in seconds."""
-
-    median_seconds: float
-    spread_seconds: float
-
-
-def median_and_spread(seconds: Sequence[float]) -> Timing:
-    """The middle of repeated timings. The spread of a single one is 0.
-
-    Raises ValueError where there is none.
-    """
-    if not seconds:
-        raise ValueError("no timings: a median needs at least one")
+def median_and_spread(seconds: Sequence[float]) -> tuple[float, float]:
+    """The middle of repeated timings, and the distance between their quartiles; 0 for a single one."""
     if len(seconds) == 1:
-        return Timing(seconds[0], 0.0)
+        return seconds[0], 0.0
     lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
-    return Timing(median, upper - lower)
+    return median, upper - lower
 
 
 def in_turns(
@@ -67,10 +55,10 @@ def in_turns(
                 contenders[name]()
             if before is not None:
                 before[name]()
-            _wait_for_gpu()
+            wait_for_gpu()
             start = clock()
             contenders[name]()
-            _wait_for_gpu()
+            wait_for_gpu()
             if round_number >= warmup:
                 seconds[name].append(clock() - start)
         if round_number >= warmup:
@@ -87,11 +75,8 @@ def save_result(name: str, payload: Mapping[str, Any], *, directory: Path = RESU
     """Write ``NAME.json``: the payload under ``result``, with the date, the command, the device and the versions.
 
     An older result of that name is replaced at once, so that a script that is ended leaves a whole one.
-    Raises ValueError on a name that is not lower-case words joined by ``_`` or ``-``, and on a number that JSON has no
-    word for (inf, NaN).
+    Raises ValueError on a number that JSON has no word for (inf, NaN).
     """
-    if not re.fullmatch(r"[a-z0-9]+([_-][a-z0-9]+)*", name):
-        raise ValueError(f"result name {name!r}: use lower-case letters, digits, '_' and '-', as in 'step_time'")
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join([*_times_depend_on(os.environ), command_line(sys.argv)]),
@@ -118,19 +103,10 @@ def command_line(argv: Sequence[str], root: Path = ROOT) -> str:
 
     Of an absolute path elsewhere only the last component stays: where it lay means nothing on another machine.
     """
-    return shlex.join(["python", *(_without_machine_path(argument, root) for argument in argv)])
-
-
-def _without_machine_path(argument: str, root: Path) -> str:
-    option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
-    path = Path(value)
-    if not path.is_absolute():
-        return argument
-    # a root that is a symbolic link is known by two names
-    for base in (root, root.resolve()):
-        if path.is_relative_to(base):
-            return f"{option}{equals}{path.relative_to(base)}"
-    return f"{option}{equals}{path.name}"
+    command = shlex.join(["python", *argv])
+    for base in (root, root.resolve()):  # a root that is a symbolic link is known by two names
+        command = command.replace(f"{base}/", "")
+    return re.sub(r"(?<=[ ='])/(?:[^ /']+/)*", "", command)
 
 
 def rows_of(
@@ -148,13 +124,14 @@ def rows_of(
     """
     rows: dict[str, dict[str, Any]] = {}
     for name, found in seconds.items():
-        row = rows[name] = {**median_and_spread(found)._asdict(), "rounds": len(found)}
+        median, spread = median_and_spread(found)
+        row = rows[name] = {"median_seconds": median, "spread_seconds": spread, "rounds": len(found)}
         for ratio, peer in peers.items():
             other = seconds.get(peer if isinstance(peer, str) else peer[name])
-            row[ratio] = None if other is None else row["median_seconds"] / statistics.median(other)
+            row[ratio] = None if other is None else median / statistics.median(other)
         if floors is not None:
             floor = floors if isinstance(floors, float) else floors[name]
-            row |= {"floor_seconds": floor, "ratio_to_floor": row["median_seconds"] / floor}
+            row |= {"floor_seconds": floor, "ratio_to_floor": median / floor}
     return rows
 
 
@@ -165,10 +142,11 @@ def ratios_of(seconds: Mapping[str, Sequence[float]], ratios: Mapping[str, tuple
         if one in seconds and other in seconds:
             rounds = [left / right for left, right in zip(seconds[one], seconds[other], strict=True)]
             found[ratio] = statistics.median(seconds[one]) / statistics.median(seconds[other])
-            found[f"{ratio}_spread"] = median_and_spread(rounds).spread_seconds
+            found[f"{ratio}_spread"] = median_and_spread(rounds)[1]
     return found
 
 
-def _wait_for_gpu() -> None:
+def wait_for_gpu() -> None:
+    """Until it has done what it was given, where there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

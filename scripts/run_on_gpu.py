@@ -41,14 +41,16 @@ LOOPS = (
     "torch.autocast bf16",
 )
 PEERS = ("torch.autocast fp16", "hf_mp fp16", "hf_mp fp16-lean")
+GPT2 = ("--layers", "12", "--width", "768", "--heads", "12")  # of 124M
+GPT2_LARGE = ("--layers", "36", "--width", "1280", "--heads", "20")  # of 774M
 LARGE_GIB = 40
 # -v: a line for each test as it ends. Without the settings of pyproject.toml, which want plugins.
 PYTEST = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib")
 _TINY_MODEL = ("--layers", "1", "--width", "32", "--heads", "2", "--vocab", "200")
 # What makes each benchmark small enough for a CPU; of an option that is given twice the last one counts.
 TINY = {
-    "step": ("--model", "", *_TINY_MODEL, "--batch", "2", "--seq", "16", "--rounds", "1"),
-    "update": ("--model", "", *_TINY_MODEL, "--rounds", "2"),
+    "step": (*_TINY_MODEL, "--batch", "2", "--seq", "16", "--rounds", "1"),
+    "update": (*_TINY_MODEL, "--rounds", "2"),
     "loss": ("--rows", "8", "--vocab", "100", "--rounds", "2"),
     "autocast": (*_TINY_MODEL, "--dtype", "bf16", "--seq", "16", "--rounds", "1", "--calls", "100", "--tokens", "2"),
 }
@@ -90,10 +92,16 @@ def gpu_tests() -> list[str]:
 
 
 def _step(
-    name: str, model: str, contenders: tuple[str, ...], rounds: int, seconds: int, *options: str, gib: int = 0
+    name: str,
+    model: tuple[str, ...],
+    contenders: tuple[str, ...],
+    rounds: int,
+    seconds: int,
+    *options: str,
+    gib: int = 0,
 ) -> Piece:
     shape = ("--batch", "8", "--seq", "1024", "--dropout", "0.1", "--rounds", str(rounds), "--warmup", "4")
-    command = ("step", "--model", model, *shape, "--contenders", ",".join(contenders), *options)
+    command = ("step", *model, *shape, "--contenders", ",".join(contenders), *options)
     return Piece(name, command, seconds, gib)
 
 
@@ -101,16 +109,16 @@ _LARGE_UPDATES = "torch.amp,hf_mp fp16,hf_mp fp16-lean,FlashAdamW"  # that fit i
 # In the order of their weight.
 PIECES = (
     Piece("tests", (*PYTEST, "-m", "gpu and not outside", *gpu_tests()), 130),
-    Piece("bench_update_gpt2", ("update", "--model", "gpt2", "--rounds", "30"), 45),
-    _step("bench_step_gpt2", "gpt2", (*TRAINERS, *LOOPS), 20, 90),
-    _step("bench_step_gpt2_large", "gpt2-large", (*TRAINERS, *PEERS), 8, 110, gib=LARGE_GIB),
+    Piece("bench_update_gpt2", ("update", *GPT2, "--rounds", "30"), 45),
+    _step("bench_step_gpt2", GPT2, (*TRAINERS, *LOOPS), 20, 90),
+    _step("bench_step_gpt2_large", GPT2_LARGE, (*TRAINERS, *PEERS), 8, 110, gib=LARGE_GIB),
     Piece(
         "bench_update_gpt2_large",
-        ("update", "--model", "gpt2-large", "--rounds", "15", "--contenders", _LARGE_UPDATES),
+        ("update", *GPT2_LARGE, "--rounds", "15", "--contenders", _LARGE_UPDATES),
         45,
         LARGE_GIB,
     ),
-    _step("bench_step_gpt2_compiled", "gpt2", COMPILED, 20, 90, "--no-peak"),
+    _step("bench_step_gpt2_compiled", GPT2, COMPILED, 20, 90, "--no-peak"),
     Piece("bench_loss", ("loss", "--rows", "8192", "--rounds", "20"), 25),
     Piece("bench_autocast", ("autocast", "--dtype", "fp16", "--batch", "8", "--seq", "512", "--rounds", "3"), 35),
 )

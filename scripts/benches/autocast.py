@@ -85,8 +85,8 @@ def call_overhead(dtype: torch.dtype, device: str, calls: int, rounds: int) -> R
         found[case] = {}
         for name in (OURS, PEER, EMPTY_MODE, DISABLED):
             added = [1e6 * (one - plain) / calls for one, plain in zip(seconds[name], seconds["plain"], strict=True)]
-            timing = median_and_spread(added)
-            found[case][name] = {"median_microseconds": timing[0], "spread_microseconds": timing[1]}
+            median, spread = median_and_spread(added)
+            found[case][name] = {"median_microseconds": median, "spread_microseconds": spread}
     return found
 
 
@@ -192,7 +192,7 @@ def measure(
         "cast_all_weights": (4 + 2) * described["parameters"] / rates.copy_bytes_per_second,
     }
     cast_model = workload.model()
-    cast_seconds = alternate({"cast": lambda: rounded_copies(cast_model, torch_dtype)}, rounds=rounds)["cast"]
+    cast = alternate({"cast": lambda: rounded_copies(cast_model, torch_dtype)}, rounds=rounds)
     result: dict[str, Any] = {
         "workload": described,
         "dtype": dtype,
@@ -200,7 +200,7 @@ def measure(
         "generation_layers": generating.layers,
         "threads": torch.get_num_threads(),
         "floor_seconds": floors,
-        "cast_all_weights": median_and_spread(cast_seconds)._asdict(),
+        "cast_all_weights": rows_of(cast)["cast"],
     }
     trained = {c: training(c, workload, torch_dtype) for c in CONTENDERS}
     result["forward_backward"] = compare(trained, rounds, floors["forward_backward"])

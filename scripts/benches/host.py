@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,13 +31,17 @@ OURS = (*(f"hf_mp {preset}" for preset in mixed_presets()), f"hf_mp bf16, {LOSS_
 CONTENDERS = ("fp32", f"fp32, {BARE}", "torch.autocast bf16", PEER, f"{PEER}, {BARE}", *OURS)
 
 
-def make_step(
-    contender: str, layers: int, width: int, tokens: int, mode: BareMode | None = None, parts: Parts | None = None
-) -> Step:
-    """One training step, its forward in ``mode``; ``parts`` gets the seconds of its parts."""
+def make_step(contender: str, layers: int, width: int, tokens: int, parts: Parts | None = None) -> Step:
+    """One training step; ``parts`` gets the seconds of its parts."""
+    model, inputs = model_and_inputs(layers, width, tokens)
+    return make_loop(contender, model, inputs, parts=parts)
+
+
+def model_and_inputs(layers: int, width: int, tokens: int) -> tuple[Any, dict[str, Tensor]]:
+    """What is trained, and on what."""
     workload = Workload(layers, width, 4, 512, 1, tokens, dropout=0.1, positions=tokens)
     ids = workload.token_ids()
-    return make_loop(contender, workload.model(), {"input_ids": ids, "labels": ids}, mode=mode, parts=parts)
+    return workload.model(), {"input_ids": ids, "labels": ids}
 
 
 class _Calls(BareMode):
@@ -123,7 +128,9 @@ def measure(
         for step in steps.values():
             step()
     rows = rows_by_part({contender: found[5:] for contender, found in moments.items()})
-    make_step("fp32", layers, width, tokens, seen := _Calls())()
+    model, inputs = model_and_inputs(layers, width, tokens)
+    with (seen := _Calls()):
+        model(**inputs)
     parameters = 4 + 12 * layers
     for parts in rows.values():
         above = {part: row["median_seconds"] - rows["fp32"][part]["median_seconds"] for part, row in parts.items()}

@@ -1,7 +1,7 @@
 """One training step of GPT-2, in turns: FP32, torch.autocast, the stock Trainer, ours.
 
     python scripts/bench.py step                          # 4 layers of width 768, the real vocabulary, batch 2 x 256
-    python scripts/bench.py step --model gpt2 --batch 4 --seq 512 --rounds 0      # peak memory alone
+    python scripts/bench.py step --layers 12 --batch 4 --seq 512 --rounds 0       # peak memory alone, of GPT-2 124M
     python scripts/bench.py step --contenders "fp32 compiled,torch.autocast bf16 compiled,hf_mp bf16 compiled"
     python scripts/bench.py step --contenders "Trainer bf16=True,MixedPrecisionTrainer bf16"
 
@@ -22,7 +22,7 @@ import torch
 import typer
 
 from _benchmarks import DEFAULT_DEVICE, DeviceRates, Workload
-from _contenders import CONTENDERS, choose, find_contender, loop_step, make_trainer, peak_bytes, trainers_in_turns
+from _contenders import CONTENDERS, Contender, choose, loop_step, make_trainer, peak_bytes, trainers_in_turns
 from _results import in_turns, rows_of
 
 DEFAULT = ("fp32", "torch.autocast fp16", "torch.autocast bf16", "Trainer fp16=True", "Trainer bf16=True",
@@ -30,7 +30,6 @@ DEFAULT = ("fp32", "torch.autocast fp16", "torch.autocast bf16", "Trainer fp16=T
 
 
 def measure(
-    model: Annotated[str | None, typer.Option(help="gpt2 (124M), gpt2-medium, gpt2-large (774M), gpt2-xl")] = None,
     layers: int = 4,
     width: int = 768,
     heads: int = 12,
@@ -46,10 +45,7 @@ def measure(
     device: str = DEFAULT_DEVICE,
 ) -> Iterator[dict[str, Any]]:
     """Train one step of each contender in turns: medians, spreads, ratios, floors, peaks, after each peak and round."""
-    workload = Workload.of(
-        model, layers=layers, width=width, heads=heads, vocab=vocab, batch=batch, seq=seq,
-        accumulation=accumulation, dropout=dropout, device=device,
-    )  # fmt: skip
+    workload = Workload(layers, width, heads, vocab, batch, seq, accumulation, dropout, device)
     names = [part.strip() for part in contenders.split(",") if part.strip()]
     chosen, left_out = choose(names, device)
     rates, described = DeviceRates.measure(workload), workload.as_dict()
@@ -82,14 +78,14 @@ def timed(names: list[str], workload: Workload, rounds: int, warmup: int) -> Ite
 
     Compiled Trainers train once, as each training compiles anew.
     """
-    loops = {name: loop_step(name, workload) for name in names if not find_contender(name).is_trainer}
+    loops = {name: loop_step(name, workload) for name in names if not Contender.of(name).is_trainer}
     trainers = {name: functools.partial(make_trainer, name, workload) for name in names if name not in loops}
     if loops:
         yield from in_turns(loops, rounds=rounds, warmup=warmup, untimed=1)
     loops.clear()
     release_memory()
-    trainings = 1 if any(find_contender(name).is_compiled for name in trainers) else 2
-    yield from trainers_in_turns(trainers, workload.device, rounds=rounds, warmup=warmup, trainings=trainings)
+    trainings = 1 if any(Contender.of(name).is_compiled for name in trainers) else 2
+    yield from trainers_in_turns(trainers, rounds=rounds, warmup=warmup, trainings=trainings)
     release_memory()
 
 
@@ -109,9 +105,9 @@ def summarise(
     peaks: dict[str, int],
 ) -> dict[str, dict[str, Any]]:
     """A row for each contender."""
-    ways = {name: find_contender(name) for name in names}
+    ways = {name: Contender.of(name) for name in names}
     floors = {
-        name: rates.floor_seconds(way.dtype, described["flops"], way.update.total * described["parameters"])
+        name: rates.floor_seconds(way.dtype, described["flops"], way.update * described["parameters"])
         for name, way in ways.items()
     }
     rows = {name: {"floor_seconds": floors[name], "peak_bytes": peaks.get(name)} for name in names}

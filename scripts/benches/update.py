@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any
+from importlib.util import find_spec
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -26,12 +26,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import hf_mp
-from _benchmarks import DEFAULT_DEVICE, UpdateBytes, Workload, copy_bytes_per_second, rounded_copies
-from _contenders import LEAN_UPDATE, MIXED_UPDATE
+from _benchmarks import DEFAULT_DEVICE, Workload, copy_bytes_per_second, rounded_copies, update_bytes
+from _contenders import LEAN_UPDATE, MIXED_UPDATE, Step
 from _results import in_turns, rows_of
 from hf_mp.weights.lean.split_parameter import SplitParameter
 
-Step = Callable[[], None]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 _LR = 1e-5
 
@@ -111,9 +110,10 @@ def our_step(workload: Workload, precision: str, make: MakeOptimizer) -> Step:
 
 def flash_step(workload: Workload) -> Step:
     """FlashOptim's way: 16-bit parameters, their missing bits and 8-bit moments in the optimizer."""
+    flashoptim = importlib.import_module("flashoptim")
     model: Any = workload.model()
     model.to(torch.bfloat16)
-    optimizer = importlib.import_module("flashoptim").FlashAdamW(model.parameters(), lr=_LR)
+    optimizer = flashoptim.FlashAdamW(model.parameters(), lr=_LR)
     given = [gradient.bfloat16() for gradient in gradients(model)]
 
     def step() -> None:
@@ -125,59 +125,43 @@ def flash_step(workload: Workload) -> Step:
     return step
 
 
-@dataclass(frozen=True)
-class UpdateContender:
+class UpdateContender(NamedTuple):
     """One way to update.
 
     Attributes:
         make: gives the update of a fresh model.
-        update: what it has to move.
-        package: what it needs besides torch.
-        needs_gpu: whether it runs on a GPU alone.
+        bytes: a parameter, that it has to move.
         peer: the contender of torch's that does the same.
+        package: what it needs besides torch.
     """
 
     make: Callable[[Workload], Step]
-    update: UpdateBytes
-    package: str | None = None
-    needs_gpu: bool = False
+    bytes: int
     peer: str = "torch.amp"
-
-    def why_not_here(self, device: str) -> str | None:
-        """None where it can run."""
-        if self.needs_gpu and device == "cpu":
-            return "runs on a GPU alone"
-        if self.package is not None:
-            try:
-                importlib.import_module(self.package)
-            except ImportError as error:
-                return f"{self.package} cannot be imported: {error}"
-        return None
+    package: str = "torch"
 
 
 _BNB = "bitsandbytes"
 _IN_BF16, _IN_8BIT = "torch.amp bf16", "torch.amp + AdamW8bit"
-_MIXED_8BIT, _LEAN_8BIT = UpdateBytes(4, 4, 2, 2), UpdateBytes(2, 4, 2)
+_MIXED_8BIT = update_bytes(gradient=4, master=4, moments=2, copy=2)
+_LEAN_8BIT = update_bytes(gradient=2, master=4, moments=2)
 CONTENDERS = {
     "torch.amp": UpdateContender(lambda w: torch_step(w, fused_adamw), MIXED_UPDATE),
     "hf_mp fp16": UpdateContender(lambda w: our_step(w, "fp16", fused_adamw), MIXED_UPDATE),
     "hf_mp fp16-lean": UpdateContender(lambda w: our_step(w, "fp16-lean", fused_adamw), LEAN_UPDATE),
-    _IN_BF16: UpdateContender(lambda w: torch_step(w, fused_adamw, torch.bfloat16), MIXED_UPDATE, peer=_IN_BF16),
-    "hf_mp bf16": UpdateContender(lambda w: our_step(w, "bf16", fused_adamw), MIXED_UPDATE, peer=_IN_BF16),
-    "hf_mp bf16-lean": UpdateContender(lambda w: our_step(w, "bf16-lean", fused_adamw), LEAN_UPDATE, peer=_IN_BF16),
-    _IN_8BIT: UpdateContender(lambda w: torch_step(w, adamw_8bit), _MIXED_8BIT, _BNB, peer=_IN_8BIT),
-    "hf_mp fp16 + AdamW8bit": UpdateContender(
-        lambda w: our_step(w, "fp16", adamw_8bit), _MIXED_8BIT, _BNB, peer=_IN_8BIT
-    ),
+    _IN_BF16: UpdateContender(lambda w: torch_step(w, fused_adamw, torch.bfloat16), MIXED_UPDATE, _IN_BF16),
+    "hf_mp bf16": UpdateContender(lambda w: our_step(w, "bf16", fused_adamw), MIXED_UPDATE, _IN_BF16),
+    "hf_mp bf16-lean": UpdateContender(lambda w: our_step(w, "bf16-lean", fused_adamw), LEAN_UPDATE, _IN_BF16),
+    _IN_8BIT: UpdateContender(lambda w: torch_step(w, adamw_8bit), _MIXED_8BIT, _IN_8BIT, _BNB),
+    "hf_mp fp16 + AdamW8bit": UpdateContender(lambda w: our_step(w, "fp16", adamw_8bit), _MIXED_8BIT, _IN_8BIT, _BNB),
     "hf_mp fp16-lean + AdamW8bit": UpdateContender(
-        lambda w: our_step(w, "fp16-lean", adamw_8bit), _LEAN_8BIT, _BNB, peer=_IN_8BIT
+        lambda w: our_step(w, "fp16-lean", adamw_8bit), _LEAN_8BIT, _IN_8BIT, _BNB
     ),
-    "FlashAdamW": UpdateContender(flash_step, UpdateBytes(2, 3, 2), "flashoptim", needs_gpu=True),
+    "FlashAdamW": UpdateContender(flash_step, update_bytes(gradient=2, master=3, moments=2), package="flashoptim"),
 }
 
 
 def measure(
-    model: Annotated[str | None, typer.Option(help="gpt2 (124M), gpt2-medium, gpt2-large (774M), gpt2-xl")] = None,
     layers: int = 12,
     width: int = 768,
     heads: int = 12,
@@ -187,39 +171,28 @@ def measure(
     device: str = DEFAULT_DEVICE,
 ) -> Iterator[dict[str, Any]]:
     """Time one update of each contender: medians, spreads, ratios to torch's and to the floor, after each round."""
-    workload = Workload.of(
-        model, layers=layers, width=width, heads=heads, vocab=vocab, batch=1, seq=1, device=device
-    )  # fmt: skip
+    workload = Workload(layers, width, heads, vocab, batch=1, seq=1, device=device)
     wanted = [part.strip() for part in contenders.split(",")]
     if unknown := [part for part in wanted if part not in CONTENDERS]:
         raise typer.BadParameter(f"{unknown} are not known: use some of {', '.join(CONTENDERS)}")
-    reasons = {contender: CONTENDERS[contender].why_not_here(device) for contender in wanted}
-    left_out = {contender: reason for contender, reason in reasons.items() if reason is not None}
     parameters, bandwidth = workload.parameters(), copy_bytes_per_second(device)
-    floors = {name: CONTENDERS[name].update.total * parameters / bandwidth for name in wanted}
+    floors = {name: CONTENDERS[name].bytes * parameters / bandwidth for name in wanted}
     peers = {name: CONTENDERS[name].peer for name in wanted}
-    for seconds in two_groups([name for name in wanted if name not in left_out], workload, rounds):
-        yield {
-            "parameters": parameters,
-            "device": device,
-            "rounds": rounds,
-            "threads": torch.get_num_threads(),
-            "copy_bytes_per_second": bandwidth,
-            "contenders": rows_of(seconds, floors, ratio_to_torch=peers),
-            "left_out": left_out,
-        }
-
-
-def two_groups(names: list[str], workload: Workload, rounds: int) -> Iterator[dict[str, list[float]]]:
-    """Seconds of all contenders, after each round: those with AdamW8bit come last.
-
-    It takes ten times as long on a CPU: in turns with it, the others would find their memory given away.
-    """
     measured: dict[str, list[float]] = {}
+    packages = {name: CONTENDERS[name].package for name in wanted}
+    left_out = {name: f"{one} is not installed" for name, one in packages.items() if find_spec(one) is None}
+    # AdamW8bit takes ten times as long on a CPU: in turns with it, the others would find their memory given away.
     for is_8bit in (False, True):
-        group = [name for name in names if (CONTENDERS[name].package == _BNB) is is_8bit]
+        group = [name for name in wanted if name not in left_out and (packages[name] == _BNB) is is_8bit]
         steps = {name: CONTENDERS[name].make(workload) for name in group}
         for seconds in in_turns(steps, rounds=rounds, warmup=2, untimed=1) if steps else ():
             measured |= seconds
-            yield measured
-        steps.clear()
+            yield {
+                "parameters": parameters,
+                "device": device,
+                "rounds": rounds,
+                "threads": torch.get_num_threads(),
+                "copy_bytes_per_second": bandwidth,
+                "contenders": rows_of(measured, floors, ratio_to_torch=peers),
+                "left_out": left_out,
+            }

@@ -97,7 +97,7 @@ def test_an_update_is_stored_with_its_floor(tiny_model, quick_rates, run, tmp_pa
     result = run("update", **tiny_model, rounds=2, device="cpu")
     rows = result["contenders"]
     assert list(rows) == [name for name in update.CONTENDERS if name != "FlashAdamW"]
-    assert result["left_out"] == {"FlashAdamW": "runs on a GPU alone"}
+    assert list(result["left_out"]) == ["FlashAdamW"]
     copied = result["copy_bytes_per_second"]
     assert rows["hf_mp fp16"]["floor_seconds"] == 34 * result["parameters"] / copied
     assert rows["hf_mp fp16-lean + AdamW8bit"]["floor_seconds"] == 16 * result["parameters"] / copied
@@ -124,7 +124,7 @@ def test_an_optimizer_that_is_not_installed_is_left_out(tiny_model, quick_rates,
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
     result = run("update", **tiny_model, rounds=1, contenders="torch.amp, torch.amp + AdamW8bit", device="cpu")
     assert list(result["contenders"]) == ["torch.amp"]
-    assert result["left_out"]["torch.amp + AdamW8bit"].startswith("bitsandbytes cannot be imported")
+    assert result["left_out"]["torch.amp + AdamW8bit"] == "bitsandbytes is not installed"
 
 
 def test_a_loss_is_stored_with_its_floor(quick_rates, run, tmp_path):
@@ -191,7 +191,6 @@ def test_ratios_peaks_and_the_floor_of_an_architecture(monkeypatch, run):
     ],
 )
 def test_a_name_that_is_not_known(what, options, message, run, monkeypatch):
-    monkeypatch.setattr(compiled, "why_not_compiled", lambda device: None)
     monkeypatch.setattr(compiled, "allow_recompilations", lambda: None)
     with pytest.raises(typer.BadParameter, match=message):
         run(what, device="cpu", **options)

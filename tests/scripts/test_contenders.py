@@ -15,7 +15,6 @@ from _contenders import (
     CONTENDERS,
     Contender,
     choose,
-    find_contender,
     loop_step,
     make_trainer,
     peak_bytes,
@@ -73,7 +72,7 @@ def test_every_contender_trains(name, workload, monkeypatch):
         return trained["model"]
 
     monkeypatch.setattr(Workload, "model", model)
-    if find_contender(name).is_trainer:
+    if Contender.of(name).is_trainer:
         with make_trainer(name, workload, 2) as trainer:
             trainer.train()
     else:
@@ -105,12 +104,12 @@ def test_trainers_train_in_turns_and_in_reverse_and_each_step_is_timed_once(work
         return make_trainer("Trainer fp32", workload, max_steps)
 
     makers = {name: functools.partial(make, name) for name in ("one", "other")}
-    *before, seconds = trainers_in_turns(makers, "cpu", rounds=3, warmup=1)
+    *before, seconds = trainers_in_turns(makers, rounds=4, warmup=1, trainings=2)
     assert list(before[0]) == ["one"]  # and not one that has no step yet
-    assert seen == [("one", 4), ("other", 4), ("other", 3), ("one", 3)]
-    assert {name: len(found) for name, found in seconds.items()} == {"one": 3, "other": 3}
+    assert seen == [("one", 4), ("other", 4), ("other", 4), ("one", 4)]
+    assert {name: len(found) for name, found in seconds.items()} == {"one": 4, "other": 4}
     assert min(map(min, seconds.values())) > 0
-    (found,) = trainers_in_turns({"one": makers["one"]}, "cpu", rounds=2, warmup=0, trainings=1)
+    (found,) = trainers_in_turns({"one": makers["one"]}, rounds=2, warmup=0, trainings=1)
     assert len(found["one"]) == 2
 
 
@@ -124,23 +123,13 @@ def test_the_peak_holds_weights_gradients_and_state(workload):
     assert abs(peak_bytes("Trainer fp32", workload, 2) / fp32 - 1) < 0.2
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("Trainer fp16=True", "on a CPU, fp16=True trains in FP32"),
-        ("Trainer fp16=True compiled", "on a CPU, fp16=True trains in FP32"),
-        ("hf_mp bf16 compiled", "needs a C\\+\\+ compiler"),
-        ("torch.autocast fp16", "about 50 times FP32's time"),
-    ],
-)
-def test_what_cannot_run_here_is_left_out_with_its_reason(name, reason, monkeypatch):
-    monkeypatch.setattr(_contenders.shutil, "which", lambda name: None)
+def test_what_cannot_run_here_is_left_out_with_its_reason(monkeypatch):
     monkeypatch.setattr(_contenders, "runs_natively", lambda dtype, device: dtype is BF16)
-    chosen, left_out = choose(["fp32", name], "cpu")
-    assert chosen == ["fp32"]
-    assert list(left_out) == [name]
-    with pytest.raises(ValueError, match=reason):
-        choose([name], "cpu")
+    names = ["fp32", "Trainer fp16=True", "Trainer fp16=True compiled", "torch.autocast fp16"]
+    chosen, left_out = choose(names, "cpu")
+    assert chosen == ["fp32"] and list(left_out) == names[1:]
+    assert left_out["Trainer fp16=True"] == "on a CPU, fp16=True trains in FP32"
+    assert left_out["torch.autocast fp16"].startswith("takes about 50 times FP32's time")
 
 
 def test_a_compiled_contender_is_compiled(workload, monkeypatch):
@@ -161,9 +150,9 @@ def test_a_compiled_contender_is_compiled(workload, monkeypatch):
 )
 def test_a_name_says_dtype_precision_and_bytes(name, dtype, policy, moved):
     contender = Contender.of(name)
-    assert (contender.dtype, contender.policy, contender.update.total) == (dtype, policy, moved)
+    assert (contender.dtype, contender.policy, contender.update) == (dtype, policy, moved)
 
 
 def test_an_unknown_contender_is_refused():
-    with pytest.raises(ValueError, match=r"contender 'apex O2' is not known: use some of fp32, .* ' compiled'"):
+    with pytest.raises(ValueError, match=r"contenders apex O2 are not known: use some of fp32, .* ' compiled'"):
         choose(["apex O2"], "cpu")

@@ -100,13 +100,6 @@ def test_a_result_that_json_cannot_hold_leaves_the_older_one(tmp_path, number):
     assert list(tmp_path.iterdir()) == [path]  # and nothing unfinished
 
 
-@pytest.mark.parametrize("name", ["", "../loss", "a/b", "Loss", "loss.json", "loss\n"])
-def test_a_name_that_is_no_plain_file_name_is_refused(tmp_path, name):
-    with pytest.raises(ValueError, match="result name"):
-        save_result(name, {}, directory=tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("argv", "command"),
     [

@@ -16,7 +16,7 @@ from typer.main import get_command
 
 import bench
 import run_on_gpu
-from _contenders import find_contender
+from _contenders import choose as choose_contenders
 from _results import ROOT
 from run_on_gpu import PIECES, PYTEST, Piece, choose, gpu_gib, gpu_tests, main, run_piece, table_to_paste
 
@@ -32,8 +32,7 @@ def test_each_command_has_options_that_its_script_knows(piece, tiny, tmp_path):
     assert (options["name"], options["output_dir"], options["device"]) == (piece.name, tmp_path, "cuda")
     if what == "step":
         assert options["seq"] == (16 if tiny else 1024) and options["dropout"] == 0.1
-        for name in options["contenders"].split(","):
-            find_contender(name)
+        choose_contenders(options["contenders"].split(","), "cuda")
 
 
 def test_the_tests_are_those_that_want_a_gpu():
