@@ -23,14 +23,11 @@ class Shares:
     Attributes:
         activation_gradients: share of the gradients of the linear layers' outputs that are too small for the
             variant's dtype at its loss scale, of those that are not zero in FP32.
-        weight_gradients: share of the weight gradients that are zero, of those that are not zero in FP32 at the same
-            weights, on the same batch.
         updates: share of the weights that the update left as they were, bit for bit, of those that AdamW had an update
             for.
     """
 
     activation_gradients: float
-    weight_gradients: float
     updates: float
 
 
@@ -64,11 +61,9 @@ class Row:
     Attributes:
         held_out_loss: mean over the seeds.
         difference: to FP32, mean over the seeds (each against FP32 under the same seed); None without FP32.
-        difference_range: the smallest and the largest of them.
         lost: means over the seeds.
         skipped_steps: under all seeds.
-        time: CPU seconds (on a GPU: seconds) of a step as a multiple of FP32's; None without FP32, and for an
-            emulation.
+        time: CPU seconds (on a GPU: seconds) of a step as a multiple of FP32's; None without FP32.
         verdict: how the difference compares with what another order of the data does to FP32 itself.
     """
 
@@ -76,7 +71,6 @@ class Row:
     what: str
     held_out_loss: float
     difference: float | None
-    difference_range: tuple[float, float] | None
     lost: Shares
     skipped_steps: int
     time: float | None
@@ -94,21 +88,19 @@ def summarize(runs: Mapping[str, list[FineTuning]], variants: Mapping[str, Any])
 
     Args:
         runs: by variant, then by seed.
-        variants: what each is: how it differs (``what``), and whether its time is that of an emulation
-            (``is_emulated``).
+        variants: what each is: how it differs (``what``).
     """
     rows = []
     for name, of_seeds in runs.items():
         pairs = list(zip(of_seeds, runs.get("fp32", ()), strict=False))
         differences = [run.held_out_loss - other.held_out_loss for run, other in pairs]
-        times = [run.step_seconds / other.step_seconds for run, other in pairs if not variants[name].is_emulated]
+        times = [run.step_seconds / other.step_seconds for run, other in pairs]
         difference = statistics.mean(differences) if pairs else None
         row = Row(
             variant=name,
             what=variants[name].what,
             held_out_loss=statistics.mean(run.held_out_loss for run in of_seeds),
             difference=difference,
-            difference_range=(min(differences), max(differences)) if pairs else None,
             lost=mean_shares([run.lost for run in of_seeds]),
             skipped_steps=sum(run.skipped_steps for run in of_seeds),
             time=statistics.median(times) if times else None,
@@ -129,7 +121,7 @@ def verdict(difference: float | None, spread: float | None) -> str:
 def ablation_table(rows: Sequence[Row]) -> Table:
     table = Table(title="What each technique is worth", title_justify="left", box=SIMPLE_HEAD, padding=0)
     table.add_column("variant", no_wrap=True)
-    lost = ("activation gradients lost", "weight gradients lost", "updates lost")
+    lost = ("activation gradients lost", "updates lost")
     for heading in ("loss, held out", "to FP32", *lost, "steps skip- ped", "CPU time"):
         table.add_column(heading, justify="right")
     table.add_column("")
@@ -139,7 +131,6 @@ def ablation_table(rows: Sequence[Row]) -> Table:
             f"{row.held_out_loss:.4f}",
             "" if row.difference is None else f"{row.difference:+.4f}",
             f"{row.lost.activation_gradients:.2%}",
-            f"{row.lost.weight_gradients:.2%}",
             f"{row.lost.updates:.2%}",
             str(row.skipped_steps),
             "–" if row.time is None else f"{row.time:.2f}",

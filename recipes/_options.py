@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import torch
 from transformers import HfArgumentParser
 
 Options = TypeVar("Options")
@@ -29,9 +28,3 @@ def check_training(seeds: int, learning_rate: float) -> None:
         raise ValueError(f"--seeds {seeds}: train under one seed at least, under two to see their spread")
     if learning_rate <= 0:
         raise ValueError(f"--learning_rate {learning_rate} must be positive")
-
-
-def check_device(device: str) -> None:
-    """Raise a ValueError for a GPU that is not there."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no GPU here; leave --device away, or say --device cpu")

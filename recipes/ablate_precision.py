@@ -39,7 +39,7 @@ from transformers.pytorch_utils import Conv1D
 
 import hf_mp
 from _ablation import FineTuning, Shares, ablation_table, draw, mean_shares, seed_spread, summarize
-from _options import check_device, check_training, parse_options
+from _options import check_training, parse_options
 from _pictures import save_run
 from _text import make_blocks, python_documents, train_tokenizer, without_repetition
 
@@ -145,14 +145,6 @@ def without_masters(model: PreTrainedModel, rate: float) -> Training:
     return Training(model, optimizer, torch.float16, hf_mp.HeadroomLossScaler(), hf_mp.autocast(torch.float16))
 
 
-def accumulating_in_fp16(model: PreTrainedModel, rate: float) -> Training:
-    """Mixed precision, but for the sums inside the linear layers' products."""
-    for module in model.modules():
-        if isinstance(module, (Conv1D, nn.Linear)):
-            module.forward = partial(multiply_in_fp16, module)  # type: ignore[method-assign]
-    return in_mixed_precision(model, rate, "fp16")
-
-
 def in_pure_bf16(model: PreTrainedModel, rate: float) -> Training:
     """Weights, gradients and AdamW's state in BF16, as ``model.bfloat16()`` gives them."""
     model.bfloat16()
@@ -166,12 +158,10 @@ class Variant:
     Attributes:
         start: makes the training, of a model of its own and a learning rate.
         what: how it differs.
-        is_emulated: whether its time is that of an emulation.
     """
 
     start: Callable[[PreTrainedModel, float], Training]
     what: str
-    is_emulated: bool = False
 
 
 VARIANTS = {
@@ -181,60 +171,9 @@ VARIANTS = {
         partial(in_mixed_precision, precision="compute=fp16,loss_scale=none"), "FP16 without loss scaling"
     ),
     "fp16-no-masters": Variant(without_masters, "FP16 weights without FP32 masters, loss scale"),
-    "fp16-accumulation": Variant(accumulating_in_fp16, "FP16, products summed up in FP16 too", is_emulated=True),
     "bf16-pure": Variant(in_pure_bf16, "BF16 throughout, optimizer state too"),
     "bf16": Variant(partial(in_mixed_precision, precision="bf16"), "BF16 with FP32 masters"),
 }
-
-
-# Products that are summed up in FP16
-
-BLOCK = 16  # products that one instruction of a tensor core (mma.m16n8k16) adds to its sum
-
-
-def accumulate_in_fp16(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right``, its running sum rounded to FP16 after each block of 16 products.
-
-    Args:
-        left: (M, K), float16.
-        right: (K, N), float16.
-
-    Returns:
-        (M, N), float16.
-    """
-    left, right = left.float(), right.float()
-    total = left.new_zeros(left.shape[0], right.shape[1])
-    rounded = total.half()
-    for some_left, some_right in zip(left.split(BLOCK, dim=1), right.split(BLOCK), strict=True):
-        rounded.copy_(total.addmm_(some_left, some_right))
-        total.copy_(rounded)
-    return rounded
-
-
-class Fp16AccumulatedProduct(torch.autograd.Function):
-    """``x @ weight + bias``, and its gradients, by :func:`accumulate_in_fp16`."""
-
-    @staticmethod
-    @hf_mp.custom_fwd(cast_inputs=torch.float16)
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        product = accumulate_in_fp16(x.flatten(0, -2), weight)
-        return (product if bias is None else product + bias).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    @hf_mp.custom_bwd
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        rows = gradient.half().flatten(0, -2)
-        grad_x = accumulate_in_fp16(rows, weight.t()).view(x.shape)
-        grad_weight = accumulate_in_fp16(x.flatten(0, -2).t(), rows)
-        return grad_x, grad_weight, rows.float().sum(0).half() if ctx.needs_input_grad[2] else None
-
-
-def multiply_in_fp16(module: Conv1D | nn.Linear, x: Tensor) -> Tensor:
-    """The forward of a linear layer. GPT-2's Conv1D keeps its weight the other way round."""
-    weight = module.weight if isinstance(module, Conv1D) else module.weight.t()
-    return cast(Tensor, Fp16AccumulatedProduct.apply(x, weight, module.bias))
 
 
 # Text, and the model that all start from
@@ -336,12 +275,12 @@ class Fp32Twin:
         for own, theirs in zip(self.model.parameters(), model.parameters(), strict=True):
             own.copy_(theirs)
 
-    def gradients(self, model: PreTrainedModel, batch: Batch) -> tuple[list[Tensor], Tensor]:
-        """Of the weights, and of the linear layers' outputs in one tensor."""
+    def gradients(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        """Of the linear layers' outputs, in one tensor."""
         self._take_weights(model)
         self.activation_gradients.clear()
-        weights = torch.autograd.grad(self.model(**batch).loss, list(self.model.parameters()))
-        return list(weights), torch.cat(self.activation_gradients)
+        torch.autograd.grad(self.model(**batch).loss, list(self.model.parameters()))
+        return torch.cat(self.activation_gradients)
 
     @torch.no_grad()
     def held_out_loss(self, model: PreTrainedModel, blocks: Tensor) -> float:
@@ -359,8 +298,7 @@ def share(parts: Sequence[Tensor], of: Sequence[Tensor]) -> float:
 def update_and_look(training: Training, twin: Fp32Twin, batch: Batch) -> Shares:
     """Apply the update, and tell what the step lost; the gradients are those of ``batch``."""
     weights = list(training.model.parameters())
-    weight_gradients, activation_gradients = twin.gradients(training.model, batch)
-    zero = [cast(Tensor, weight.grad) == 0 for weight in weights]
+    activation_gradients = twin.gradients(training.model, batch)
     rounds_to_zero = (activation_gradients * training.loss_scale).to(training.dtype) == 0
     before = [weight.detach().clone() for weight in weights]
     training.update()
@@ -368,7 +306,6 @@ def update_and_look(training: Training, twin: Fp32Twin, batch: Batch) -> Shares:
     had_update = [training.optimizer.state[weight]["exp_avg"] != 0 for weight in weights]
     return Shares(
         activation_gradients=share([rounds_to_zero], [(activation_gradients != 0) & activation_gradients.isfinite()]),
-        weight_gradients=share(zero, [gradient != 0 for gradient in weight_gradients]),
         updates=share(unchanged, had_update),
     )
 
@@ -445,21 +382,16 @@ class Options:
     seeds: int = field(default=3, metadata={"help": "Orders of the data to train on."})
     learning_rate: float = field(default=2e-5, metadata={"help": "Of the fine-tuning."})
     scale: str = field(default="full", metadata={"choices": list(SCALES), "help": "Of model and training."})
-    device: str = field(
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        metadata={"choices": ["cpu", "cuda"], "help": "Default: cuda, if there is one."},
-    )
     output_dir: str = field(default="outputs/ablate_precision", metadata={"help": "For the picture and the numbers."})
 
     def __post_init__(self) -> None:
         check_training(self.seeds, self.learning_rate)
-        check_device(self.device)
 
 
 def run(options: Options, console: Console) -> dict[str, Any]:
     """Pretrain once, fine-tune every variant under every seed, and print what came of it; all numbers."""
     datasets.disable_progress_bars()
-    scale, device = SCALES[options.scale], torch.device(options.device)
+    scale, device = SCALES[options.scale], torch.device("cuda" if torch.cuda.is_available() else "cpu")
     texts = load_texts(scale)
     console.print(f"pretraining in FP32: {scale.pretraining_steps} steps")
     task = Task(scale, texts, pretrain(scale, texts.library, device), options.learning_rate, device)

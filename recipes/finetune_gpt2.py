@@ -5,7 +5,6 @@
     python recipes/finetune_gpt2.py --model_name_or_path gpt2 --train_file my.txt
     python recipes/finetune_gpt2.py --model_name_or_path gpt2 --dataset_name wikitext \\
         --dataset_config_name wikitext-2-raw-v1
-    python recipes/finetune_gpt2.py my_run.yaml --seed 7        # settings from a file; flags win over it
 
 All arguments of ``TrainingArguments`` and ``MixedPrecisionArguments`` work as well as those of :class:`Recipe`.
 """
@@ -18,13 +17,12 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-import yaml
 from datasets import Dataset, DatasetDict
 from rich.console import Console
 from rich.text import Text
@@ -38,7 +36,6 @@ from transformers import (
     HfArgumentParser,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    ProgressCallback,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -46,7 +43,6 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
 from _report import (
     loss_scale_of_run,
@@ -63,7 +59,6 @@ from _text import (
     make_blocks,
     perplexity,
     python_text,
-    read_text,
     train_tokenizer,
 )
 from hf_mp import MixedPrecisionArguments, MixedPrecisionTrainer
@@ -208,7 +203,7 @@ def errors_in_one_line() -> Iterator[None]:
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[Recipe, MixedPrecisionArguments]:
-    """Read the command line, which may begin with a YAML or JSON file. Flags win over the file, that over defaults.
+    """Read the command line.
 
     Raises:
         ValueError: for what is not known or does not fit together.
@@ -216,12 +211,11 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Recipe, MixedPrecisionArg
     parser = HfArgumentParser(
         cast(Any, [Recipe, MixedPrecisionArguments]),
         prog=Path(__file__).name,
-        usage="%(prog)s [SETTINGS.yaml] [--name value ...]   (--help lists every name)",
+        usage="%(prog)s [--name value ...]   (--help lists every name)",
         allow_abbrev=False,
     )
-    settings, flags = split_settings_file(arguments)
-    parser.set_defaults(**{**defaults(settings, flags), **settings})
-    recipe, args = parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
+    parser.set_defaults(**defaults(arguments))
+    recipe, args = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     if recipe.dtype in ("float16", "bfloat16") and not args.precision_policy.is_mixed:
         raise ValueError(
             f"--dtype {recipe.dtype} with --precision {args.precision} trains without FP32 master weights: say "
@@ -230,10 +224,9 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Recipe, MixedPrecisionArg
     return recipe, args
 
 
-def defaults(settings: dict[str, Any], flags: Sequence[str]) -> dict[str, Any]:
+def defaults(flags: Sequence[str]) -> dict[str, Any]:
     """This recipe's own defaults, unless the user gives others."""
-    given = {name for name, value in settings.items() if value is not None}
-    given |= {flag.split("=")[0].lstrip("-").replace("-", "_") for flag in flags if flag.startswith("--")}
+    given = {flag.split("=")[0].lstrip("-").replace("-", "_") for flag in flags if flag.startswith("--")}
     if "model_name_or_path" in given:
         return DEFAULTS
     # max_steps would overrule the epochs.
@@ -241,43 +234,10 @@ def defaults(settings: dict[str, Any], flags: Sequence[str]) -> dict[str, Any]:
     return {**DEFAULTS, **(small if "num_train_epochs" in given else SMALL_MODEL_DEFAULTS)}
 
 
-def split_settings_file(arguments: Sequence[str]) -> tuple[dict[str, Any], Sequence[str]]:
-    """The settings in the file that is named first, if one is, and the flags after it."""
-    if not arguments or not arguments[0].endswith((".yaml", ".yml", ".json")):
-        return {}, arguments
-    try:
-        settings = yaml.safe_load(read_text(arguments[0]))  # JSON is YAML
-    except yaml.YAMLError as error:
-        raise ValueError(f"{arguments[0]} cannot be read as YAML or JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{arguments[0]} must hold lines of `name: value`, not a {type(settings).__name__}")
-    known = {f.name for dataclass_ in (Recipe, MixedPrecisionArguments) for f in fields(dataclass_) if f.init}
-    if unknown := set(settings) - known:
-        raise ValueError(f"{arguments[0]} sets what does not exist: {', '.join(map(str, unknown))} (see --help)")
-    return settings, arguments[1:]
-
-
 def checkpoint_to_resume(args: MixedPrecisionArguments) -> str | bool | None:
-    """The checkpoint that ``--resume_from_checkpoint`` means: a directory, or True for this run's newest whole one.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """What ``--resume_from_checkpoint`` means to the Trainer: a directory, or True for this run's newest."""
     wanted = str(args.resume_from_checkpoint or "false")
-    if wanted.lower() == "false":
-        return None
-    if wanted.lower() == "true":
-        place = str(args.output_dir)
-        checkpoint: str | bool | None = True if Path(place).is_dir() and get_last_checkpoint(place) else None
-    else:
-        place = wanted
-        checkpoint = place if Path(place, "trainer_state.json").is_file() else None
-    if checkpoint is None:
-        raise ValueError(
-            f"--resume_from_checkpoint {wanted}: there is no checkpoint in {place}; --save_strategy steps --save_steps "
-            "100 writes them"
-        )
-    return checkpoint
+    return {"true": True, "false": None}.get(wanted.lower(), wanted)
 
 
 def check_output_dir(path: Path, *, overwrite: bool) -> None:
@@ -383,17 +343,6 @@ def choose_block_size(recipe: Recipe, model: PreTrainedModel) -> int:
 # Training
 
 
-class NumbersOnBar(ProgressCallback):
-    """The progress bar with the newest numbers on it, where the stock one prints a line for each log."""
-
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> None:
-        bar: Any = self.training_bar  # the parent says None, and sets it when the training begins
-        if bar is not None and "loss" in logs:
-            bar.set_postfix({name: logs[name] for name in ("loss", "loss_scale", "skipped_steps") if name in logs})
-
-
 class TokenCount(TrainerCallback):
     """Tokens that this process trained on, without those of the run that it resumed."""
 
@@ -431,7 +380,7 @@ def make_trainer(
 ) -> MixedPrecisionTrainer:
     # GPT-2 does not say so itself; the Trainer then divides by one token a block too many and shows too low a loss.
     model.loss_type = model.loss_type or "ForCausalLM"
-    trainer = MixedPrecisionTrainer(
+    return MixedPrecisionTrainer(
         model=model,
         args=args,
         train_dataset=blocks.train,
@@ -441,10 +390,6 @@ def make_trainer(
         preprocess_logits_for_metrics=block_losses,
         compute_metrics=None if args.batch_eval_metrics else mean_block_loss,
     )
-    if not args.disable_tqdm:
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(NumbersOnBar)
-    return trainer
 
 
 def train(trainer: MixedPrecisionTrainer, checkpoint: str | bool | None) -> tuple[float, int]:

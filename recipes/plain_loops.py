@@ -41,7 +41,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import hf_mp
 from _agreement import Agreement, agreement_table, close, same
-from _options import check_device, parse_options
+from _options import parse_options
 from _tensor_memory import peak_tensor_bytes
 
 # The spacing of FP16 numbers is at most this part of them: a sum in another order may be rounded to the next one.
@@ -356,7 +356,7 @@ def compare_mlps(runs: dict[str, MlpRun]) -> Agreement:
     return close("MLP", f"losses of {len(fp32)} steps", fp32, fp16, 0.5 * 10.0**-LOSS_DIGITS / max(fp32))
 
 
-def mlp_table(mlp: Mlp, runs: dict[str, MlpRun], device: str) -> Table:
+def mlp_table(mlp: Mlp, runs: dict[str, MlpRun], device: torch.device) -> Table:
     table = Table(f"784-{mlp.hidden}-10, batch {mlp.batch:,}, {device}", *PRECISIONS, "ratio")
     fp32, fp16 = (runs[name] for name in PRECISIONS)
     for number, pair in enumerate(zip(fp32.losses, fp16.losses, strict=True), start=1):
@@ -388,24 +388,17 @@ class Options:
     scale: str = field(
         default="full", metadata={"choices": list(MLPS), "help": "Of the MLP: 784-8192-10, or 784-256-10 in seconds."}
     )
-    device: str = field(
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        metadata={"choices": ["cpu", "cuda"], "help": "Default: cuda, if there is one."},
-    )
-
-    def __post_init__(self) -> None:
-        check_device(self.device)
 
 
 def run(options: Options, console: Console) -> dict[str, Any]:
     """Run the loops, and print how far they agree; all numbers."""
-    device = torch.device(options.device)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     agreements = [row for name, loop in LOOPS.items() if name in options.loops for row in loop(device)]
     mlps = train_mlps(MLPS[options.scale], device) if "mlp" in options.loops else {}
     agreements += [compare_mlps(mlps)] if mlps else []
     console.print(agreement_table(agreements))
     if mlps:
-        console.print(mlp_table(MLPS[options.scale], mlps, options.device))
+        console.print(mlp_table(MLPS[options.scale], mlps, device))
     return {
         "options": asdict(options),
         "agreements": [{**asdict(row), "agrees": row.agrees} for row in agreements],

@@ -59,9 +59,9 @@ class Script:
     """What to train, and on what."""
 
     precision: str | None = field(
-        default=None, metadata={"help": "fp16 or bf16: train with the callback; none: without it. Default: compare."}
+        default=None,
+        metadata={"help": "fp16 or bf16: with the callback; none: without. Default: none, then fp16."},
     )
-    after: str = field(default="fp16", metadata={"help": "The precision to compare with the script as it was."})
     model_name_or_path: str | None = field(default=None, metadata={"help": "Default: a small GPT-2, from scratch."})
     train_file: str | None = field(default=None, metadata={"help": "Default: the documentation of this Python."})
     context: int = field(default=256, metadata={"help": "Tokens in one example."})
@@ -70,11 +70,8 @@ class Script:
     vocab_size: int = field(default=1024, metadata={"help": "Small GPT-2: tokens of its byte-level BPE."})
 
     def __post_init__(self) -> None:
-        for name, precision in (("precision", self.precision), ("after", self.after)):
-            if precision not in (None, "none"):
-                MixedPrecisionCallback(precision)  # refuse what it would refuse after minutes
-            elif name == "after":
-                raise ValueError("--after none is the script as it was: compare it with fp16 or bf16")
+        if self.precision not in (None, "none"):
+            MixedPrecisionCallback(self.precision)  # refuse what it would refuse after minutes
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     if script.precision is None:
-        compare(arguments, script, Path(args.output_dir))
+        compare(arguments, Path(args.output_dir))
     else:
         train(script, args)
 
@@ -162,12 +159,12 @@ def load(script: Script, texts: list[str]) -> tuple[PreTrainedModel, PreTrainedT
 # Before and after
 
 
-def compare(arguments: Sequence[str], script: Script, output_dir: Path) -> None:
+def compare(arguments: Sequence[str], output_dir: Path) -> None:
     """Run the script twice, each time in a process of its own: the peak of memory is one of the whole process."""
     console = Console(highlight=False)
     runs = []
-    for name, precision in (("before", "none"), ("after", script.after)):
-        console.print(f"{name}: {'the script as it was' if precision == 'none' else f'with the callback, {precision}'}")
+    for name, precision in (("before", "none"), ("after", "fp16")):
+        console.print(f"{name}: --precision {precision}")
         place = output_dir / name
         command = [sys.executable, __file__, *arguments, "--precision", precision, "--output_dir", str(place)]
         subprocess.run(command, check=True)

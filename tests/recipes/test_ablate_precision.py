@@ -1,4 +1,4 @@
-"""The ablation at small size, and its parts: the emulated product, the measured shares, the verdicts."""
+"""The ablation at small size, and its parts: the measured shares, the verdicts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from ablate_precision import (
     VARIANTS,
     Options,
     Task,
-    accumulate_in_fp16,
     batches,
     load_texts,
     main,
@@ -29,7 +28,7 @@ from ablate_precision import (
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-NOTHING_LOST = Shares(0.0, 0.0, 0.0)
+NOTHING_LOST = Shares(0.0, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,7 @@ def ended(tmp_path_factory) -> tuple[Path, str]:
     patch = pytest.MonkeyPatch()
     patch.setattr(recipe, "Console", lambda **settings: console)
     try:
-        main(["--scale=small", "--seeds=2", "--device=cpu", f"--output_dir={directory}"])
+        main(["--scale=small", "--seeds=2", f"--output_dir={directory}"])
     finally:
         patch.undo()
     return directory, console.export_text()
@@ -83,52 +82,6 @@ def test_all_seeds_differ_and_all_variants_get_the_same_batches(task):
     assert not torch.equal(order(1), order(2))
 
 
-def accumulate_one_by_one(left, right):
-    """By NumPy's rule for FP16 scalars: blocks of 16 products are summed up in FP32, then rounded."""
-    result = torch.zeros(left.shape[0], right.shape[1], dtype=torch.float16)
-    for i in range(left.shape[0]):
-        for j in range(right.shape[1]):
-            total = torch.tensor(0.0)
-            for start in range(0, left.shape[1], 16):
-                block = (left[i, start : start + 16].float() * right[start : start + 16, j].float()).sum()
-                total = (total + block).half().float()
-            result[i, j] = total
-    return result
-
-
-@pytest.mark.parametrize("inner", [1, 16, 40, 100])
-def test_the_product_rounds_its_running_sum(inner):
-    generator = torch.Generator().manual_seed(inner)
-    left, right = (torch.randint(-8, 8, shape, generator=generator).half() for shape in ((3, inner), (inner, 4)))
-    left += 0.125  # exact in FP32, not in an FP16 sum
-    assert torch.equal(accumulate_in_fp16(left, right), accumulate_one_by_one(left, right))
-
-
-def test_sums_stop_growing_where_fp16_has_no_number_between():
-    ones = torch.ones(1, 8192, dtype=torch.float16)
-    assert accumulate_in_fp16(ones, ones.t()).item() == 8192  # 16 at a time reach every multiple of 16
-    # 1 + 16 * 2**-14 is rounded to 1: half of the distance to the next number, 2**-10
-    left = torch.cat([torch.ones(1, 16) / 16, torch.full((1, 1600), 2.0**-15)], dim=1).half()
-    assert accumulate_in_fp16(left, torch.ones(1616, 1, dtype=torch.float16)).item() == 1.0
-
-
-def test_overflow_stays_infinite():
-    large = torch.full((1, 64), 60000.0, dtype=torch.float16)
-    assert accumulate_in_fp16(large, torch.ones(64, 1, dtype=torch.float16)).isinf().all()
-
-
-def test_the_emulated_variant_is_fp16_but_for_rounding(task):
-    batch = next(iter(batches(task.texts.reference, task.scale, 1, 0, CPU)))
-    found = {}
-    for name in ("fp32", "fp16", "fp16-accumulation"):
-        training = task.start(name)
-        training.backward(batch)
-        found[name] = torch.cat([weight.grad.flatten() for weight in training.model.parameters()])
-    assert not torch.equal(found["fp16"], found["fp16-accumulation"])
-    errors = {name: (found[name] - found["fp32"]).norm() / found["fp32"].norm() for name in found}
-    assert errors["fp16"] < errors["fp16-accumulation"] < 0.02
-
-
 def test_weights_without_masters_are_fp16_and_their_state_is_fp32(task):
     training = task.start("fp16-no-masters")
     batch = next(iter(batches(task.texts.reference, task.scale, 1, 0, CPU)))
@@ -148,7 +101,6 @@ def test_shares_are_of_what_was_planted(task):
     for group in training.optimizer.param_groups:
         group["lr"] = 0.0  # and no update of the others changes a weight
     lost = update_and_look(training, twin, batch)
-    assert lost.weight_gradients == pytest.approx(0.5, abs=0.01)
     assert lost.updates == 1.0
     assert lost.activation_gradients == 0.0
 
@@ -173,7 +125,6 @@ def test_verdicts_compare_with_the_seed_spread():
         "better, beyond the seed spread",
     ]
     assert rows[2].difference == pytest.approx(0.25)
-    assert rows[2].difference_range == pytest.approx((0.2, 0.3))
 
 
 def test_without_fp32_or_with_one_seed_there_is_nothing_to_compare_with():

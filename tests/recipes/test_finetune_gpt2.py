@@ -202,29 +202,21 @@ def test_a_footprint_that_cannot_be_had_is_left_out_for_its_reason(monkeypatch, 
 # Settings
 
 
-YAML = "learning_rate: 1e-4\nmax_steps: 7\nprompt: Once\nuse_cpu: true\nprecision: bf16\n"
-JSON = json.dumps({"max_steps": 3, "model_name_or_path": "gpt2", "loss_scale": "dynamic"})
 SMALL, STOCK = finetune_gpt2.SMALL_MODEL_DEFAULTS, {"learning_rate": 5e-5, "max_steps": -1, "save_steps": 500}
 
 
 @pytest.mark.parametrize(
-    ("file", "flags", "expected"),
+    ("flags", "expected"),
     [
-        ({"run.yaml": YAML}, ["--max_steps", "9"], {
-            "learning_rate": 1e-4, "max_steps": 9, "prompt": "Once", "precision": "bf16",
-            "warmup_steps": SMALL["warmup_steps"],
-        }),
-        ({"run.json": JSON}, [], {"model_name_or_path": "gpt2", "max_steps": 3, "loss_scale": "dynamic"}),
-        ({}, ["--model_name_or_path", "gpt2"], {**STOCK, "output_dir": finetune_gpt2.DEFAULTS["output_dir"]}),
-        ({}, ["--model-name-or-path=gpt2"], {**STOCK, "output_dir": finetune_gpt2.DEFAULTS["output_dir"]}),
-        ({}, ["--num_train_epochs", "2", "--use_cpu"], {"num_train_epochs": 2.0, "max_steps": -1}),
+        (["--max_steps", "9"], {"max_steps": 9, "warmup_steps": SMALL["warmup_steps"]}),
+        (["--model_name_or_path", "gpt2"], {**STOCK, "output_dir": finetune_gpt2.DEFAULTS["output_dir"]}),
+        (["--model-name-or-path=gpt2"], {**STOCK, "output_dir": finetune_gpt2.DEFAULTS["output_dir"]}),
+        (["--num_train_epochs", "2", "--use_cpu"], {"num_train_epochs": 2.0, "max_steps": -1}),
     ],
-    ids=["YAML", "JSON", "a model by name", "with dashes", "epochs"],
-)  # fmt: skip
-def test_flags_win_over_the_file_and_the_file_over_the_defaults(file, flags, expected, tmp_path):
-    for name, content in file.items():
-        (tmp_path / name).write_text(content)
-    recipe, args = parse_arguments([*(str(tmp_path / name) for name in file), *flags])
+    ids=["steps", "a model by name", "with dashes", "epochs"],
+)
+def test_flags_win_over_the_defaults(flags, expected):
+    recipe, args = parse_arguments(flags)
     assert {name: getattr(recipe, name, getattr(args, name, None)) for name in expected} == expected
 
 
@@ -236,15 +228,6 @@ def text_file(content: bytes) -> Callable[[Path], list[str]]:
         path = output_dir.with_name("my.txt")
         path.write_bytes(content)
         return ["--train_file", str(path)]
-
-    return flags
-
-
-def settings_file(content: str) -> Callable[[Path], list[str]]:
-    def flags(output_dir: Path) -> list[str]:
-        path = output_dir.with_name("my.yaml")
-        path.write_text(content)
-        return [str(path)]
 
     return flags
 
@@ -283,13 +266,8 @@ def empty_directory(output_dir: Path) -> list[str]:
         pytest.param(["--dtype", "float16", "--precision", "fp32"], "without FP32 master weights", id="fp16 in fp32"),
         pytest.param(["--train_file", "a", "--dataset_name", "b"], "both given", id="two texts"),
         pytest.param(["--validation_file", "a"], "needs --train_file", id="half a split"),
-        pytest.param(["--resume_from_checkpoint", "true"], "no checkpoint in", id="nothing to resume"),
         pytest.param(["--no_such_flag"], "no_such_flag", id="flag"),
         pytest.param(["--max_steps", "many"], "invalid int value", id="value"),
-        pytest.param(settings_file("no_such_name: 1"), "sets what does not exist: no_such_name", id="name in file"),
-        pytest.param(settings_file("just text"), "lines of `name: value`", id="file without settings"),
-        pytest.param(settings_file("a: [1"), "cannot be read as YAML or JSON", id="broken file"),
-        pytest.param(["no-such.yaml"], "no-such.yaml cannot be read", id="no settings file"),
     ],
 )  # fmt: skip
 def test_bad_input_ends_in_one_line_before_anything_is_written(flags, message, tmp_path, monkeypatch, capsys):
@@ -301,7 +279,7 @@ def test_bad_input_ends_in_one_line_before_anything_is_written(flags, message, t
     assert ended.value.code == 2
     *before, last = capsys.readouterr().err.strip().splitlines()
     assert re.match(f"finetune_gpt2.py: error: .*{message}", last)
-    assert before in ([], ["usage: finetune_gpt2.py [SETTINGS.yaml] [--name value ...]   (--help lists every name)"])
+    assert before in ([], ["usage: finetune_gpt2.py [--name value ...]   (--help lists every name)"])
     assert not output_dir.exists()
 
 

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 def test_all_loops_agree():
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        main(["--scale", "small", "--device", "cpu"])
+        main(["--scale", "small"])
     text = printed.getvalue()
     assert "31 of 31 results agree" in text
     assert "DISAGREE" not in text
@@ -79,13 +79,13 @@ def prepared_with_half_the_rate(model, optimizer, precision):
 def test_a_broken_part_is_told_by_the_loop_that_uses_it(monkeypatch, capsys, loop, name, broken):
     monkeypatch.setattr(hf_mp, name, broken)
     with pytest.raises(SystemExit) as ended:
-        main(["--loops", loop, "--device", "cpu"])
+        main(["--loops", loop])
     assert ended.value.code == 1
     assert "DISAGREE" in capsys.readouterr().out
 
 
 def test_steps_overflow_in_the_loop_about_loss_scaling():
-    rows = run(Options(loops=["scaling"], device="cpu"), Console())["agreements"]
+    rows = run(Options(loops=["scaling"]), Console())["agreements"]
     (scales,) = [row for row in rows if row["what"].startswith("loss sc")]
     assert scales["ours"].startswith("2^24 (1), 2^23 (1)")
 

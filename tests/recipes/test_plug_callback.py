@@ -76,10 +76,9 @@ def test_both_runs_and_their_table(
     ("flags", "message"),
     [
         (["--precision", "fp8"], "precision='fp8' is not known"),
-        (["--after", "fp16-lean"], "the Trainer owns it"),
-        (["--after", "none"], "--after none is the script as it was"),
+        (["--precision", "fp16-lean"], "the Trainer owns it"),
     ],
-    ids=["unknown", "lean", "none"],
+    ids=["unknown", "lean"],
 )
 def test_a_precision_that_cannot_be_is_refused_at_once(
     tmp_path: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str], in_this_process: Any

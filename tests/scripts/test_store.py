@@ -23,9 +23,9 @@ def is_png(path: Path) -> bool:
 
 
 def test_what_the_loops_came_to(tmp_path):
-    flags = ("--loops", "masters", "mlp", "--scale", "small", "--device", "cpu")
+    flags = ("--loops", "masters", "mlp", "--scale", "small")
     result = stored("plain_loops", *flags, directory=tmp_path, name="compare_loops")
-    assert result["options"] == {"loops": ["masters", "mlp"], "scale": "small", "device": "cpu"}
+    assert result["options"] == {"loops": ["masters", "mlp"], "scale": "small"}
     loops = {row["loop"] for row in result["agreements"]}
     assert loops == {"masters, whole", "masters, split", "masters, prepared", "MLP"}
     assert all(row["agrees"] for row in result["agreements"])
