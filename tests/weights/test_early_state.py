@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import bitsandbytes as bnb
 import pytest
 import torch
 import transformers.optimization
-from tiny import take_step
+from tiny import copies, same_by_name, take_step
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import hf_mp
 from hf_mp import MasterWeightOptimizer
-from hf_mp.weights.lean.split_parameter import SplitParameter, master_value
+from hf_mp.weights.lean.split_parameter import SplitParameter
 
 LOADED = [torch.float16, torch.bfloat16, torch.float32]
 LAYOUTS = ["fp16", "bf16", "fp16-lean", "bf16-lean", "whole", "split"]
@@ -30,27 +30,23 @@ def model_in(dtype: torch.dtype) -> nn.Linear:
     return nn.Linear(6, 5).to(dtype)
 
 
-def gradients(step: int, model: nn.Module) -> list[Tensor]:
-    """FP32, as the backward of an attached model leaves them; some whose squares FP16 rounds to zero."""
-    generator = torch.Generator().manual_seed(step)
-    return [torch.randn(p.shape, generator=generator) * 10.0 ** (-2 * i - 2) for i, p in enumerate(model.parameters())]
+def step(optimizer: Optimizer, parameters: Iterable[nn.Parameter], seed: int) -> None:
+    """With FP32 gradients, as the backward of an attached model leaves them; FP16 rounds squares of some to zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for place, parameter in enumerate(parameters):
+        if parameter.dtype is not torch.float32 and not isinstance(parameter, SplitParameter):
+            parameter.grad_dtype = None
+        parameter.grad = torch.randn(parameter.shape, generator=generator) * 10.0 ** (-2 * place - 2)
+    optimizer.step()
 
 
-def by_hand(model: nn.Module, make: Make, steps: int) -> list[list[Tensor]]:
-    weights = [nn.Parameter(p.detach().float().clone()) for p in model.parameters()]
-    optimizer, after = make(weights), []
-    for step in range(steps):
-        for weight, gradient in zip(weights, gradients(step, model), strict=True):
-            weight.grad = gradient
-        optimizer.step()
-        after.append([weight.detach().clone() for weight in weights])
-    return after
+def in_fp32(model: nn.Module) -> list[nn.Parameter]:
+    return [nn.Parameter(weight.float()) for weight in copies(model.parameters())]
 
 
 def masters(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-    if isinstance(optimizer, MasterWeightOptimizer):
-        return [optimizer.master(p).clone() for p in model.parameters()]
-    return [p.detach().clone() for p in model.parameters()]
+    """Of a model whose weights are its masters, or of one whose optimizer has them."""
+    return copies(map(getattr(optimizer, "master", Tensor.detach), model.parameters()))
 
 
 def wrapped(model: nn.Module, optimizer: Optimizer, layout: str) -> Optimizer:
@@ -135,15 +131,13 @@ CASES = [
 @pytest.mark.parametrize(("name", "dtype", "layout"), CASES)
 def test_state_of_a_constructor_is_cast_wherever_it_is(name: str, dtype: torch.dtype, layout: str) -> None:
     model = model_in(dtype)
-    expected = by_hand(model, MAKES[name], steps=4)
+    weights = in_fp32(model)
+    expected = MAKES[name](weights)
     optimizer = wrapped(model, MAKES[name](list(model.parameters())), layout)
-    for step in range(4):
-        for parameter, gradient in zip(model.parameters(), gradients(step, model), strict=True):
-            if parameter.dtype is not torch.float32 and not isinstance(parameter, SplitParameter):
-                parameter.grad_dtype = None
-            parameter.grad = gradient
-        optimizer.step()
-        assert_same(masters(model, optimizer), expected[step], layout)
+    for seed in range(4):
+        step(expected, weights, seed)
+        step(optimizer, model.parameters(), seed)
+        assert_same(masters(model, optimizer), weights, layout)
 
 
 STEPPED: dict[str, Make] = {
@@ -161,107 +155,66 @@ STEPPED: dict[str, Make] = {
 def test_state_that_was_loaded_in_half_is_cast(name: str, layout: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(16, 8).half()
-    before = STEPPED[name]([nn.Parameter(p.detach().float().clone()) for p in model.parameters()])
-    for step in range(2):
-        for parameter, gradient in zip(before.param_groups[0]["params"], gradients(step, model), strict=True):
-            parameter.grad = gradient
-        before.step()
+    weights = in_fp32(model)
+    before = STEPPED[name](weights)
+    for seed in range(2):
+        step(before, weights, seed)
     optimizer = STEPPED[name](list(model.parameters()))
     optimizer.load_state_dict(copy.deepcopy(before.state_dict()))
     rounded = copy.deepcopy(optimizer.state_dict())
-    weights = [nn.Parameter(p.detach().float().clone()) for p in model.parameters()]
-    optimizer = wrapped(model, optimizer, layout)
-    reference = STEPPED[name](weights)
+    weights = in_fp32(model)
+    optimizer, reference = wrapped(model, optimizer, layout), STEPPED[name](weights)
     reference.load_state_dict(rounded)
-    for weight, parameter, gradient in zip(weights, model.parameters(), gradients(2, model), strict=True):
-        weight.grad = gradient.clone()
-        parameter.grad_dtype = None
-        parameter.grad = gradient
-    reference.step()
-    optimizer.step()
+    step(reference, weights, 2)
+    step(optimizer, model.parameters(), 2)
     # Not a bit is lost but what loading into FP16 parameters rounded.
-    assert_same(masters(model, optimizer), [w.detach() for w in weights], "split")
+    assert_same(masters(model, optimizer), weights, "split")
 
 
 @pytest.mark.parametrize("precision", ["bf16-lean", "params=fp16,compute=fp16,loss_scale=1024", "bf16"])
 def test_loading_the_optimizer_before_prepare_resumes_bit_for_bit(precision: str) -> None:
-    def new() -> tuple[nn.Module, Optimizer]:
+    def trained(seeds: range, *saved: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 2))
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def train(model: nn.Module, optimizer: Optimizer, seeds: range) -> None:
+        model: nn.Module = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 2))
+        optimizer: Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for part, state in zip((model, optimizer), saved, strict=False):
+            part.load_state_dict(state)
+        model, optimizer = hf_mp.prepare(model, optimizer, precision)
         for seed in seeds:
             x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
             take_step(model(x).square().mean(), optimizer)
+        return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
-    model, optimizer = hf_mp.prepare(*new(), precision)
-    train(model, optimizer, range(3))
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    train(model, optimizer, range(3, 6))
-
-    resumed, resumed_optimizer = new()
-    resumed.load_state_dict(saved[0])
-    resumed_optimizer.load_state_dict(saved[1])
-    resumed, resumed_optimizer = hf_mp.prepare(resumed, resumed_optimizer, precision)
-    train(resumed, resumed_optimizer, range(3, 6))
-    expected = model.state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in resumed.state_dict().items())
-
-
-def test_eight_bit_state_and_parameters_keep_their_dtype() -> None:
-    model = nn.Linear(64, 8).half()
-    optimizer = bnb.optim.AdamW8bit(model.parameters(), lr=1e-3, min_8bit_size=16)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    master = MasterWeightOptimizer(optimizer)
-    assert {p.dtype for p in model.parameters()} == {torch.float16}
-    assert {s["state1"].dtype for s in master.state.values()} == {torch.uint8, torch.float32}
-    assert all(isinstance(master_value(p), Tensor) for p in model.parameters() if isinstance(p, SplitParameter))
+    resumed, _ = trained(range(3, 6), *trained(range(3)))
+    assert same_by_name(resumed, trained(range(6))[0])
 
 
 # What is not seen
 
 
-class Hidden(AnchoredSGD):
-    """Keeps its sums in an object."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters)
-        self.kept = type("Kept", (), {})()
-        self.kept.sums = [torch.zeros_like(p) for group in self.param_groups for p in group["params"]]
-
-
 def test_state_inside_objects_is_not_seen() -> None:
     model = model_in(torch.float16)
-    optimizer = Hidden(model.parameters())
+    optimizer: Any = torch.optim.SGD(model.parameters())
+    optimizer.kept = type("Kept", (), {"sum": torch.zeros_like(model.weight)})()
     hf_mp.prepare(model, optimizer, "fp16")
-    assert {tensor.dtype for tensor in optimizer.kept.sums} == {torch.float16}
+    assert optimizer.kept.sum.dtype is torch.float16
 
 
 def test_masters_of_a_state_that_the_bare_optimizer_loads_are_not_seen() -> None:
     """A model in 16 bits, whose masters are in the state of its MasterWeightOptimizer: load that into the wrapper."""
 
-    def new() -> tuple[nn.Linear, Optimizer]:
-        model = model_in(torch.bfloat16)
-        return model, torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-
-    model, bare = new()
-    wrapper = MasterWeightOptimizer(bare)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    wrapper.step()
-    saved = copy.deepcopy((model.state_dict(), wrapper.state_dict()))
-    before, after = new(), new()
-    before[0].load_state_dict(saved[0])
-    before[1].load_state_dict(saved[1])
-    after[0].load_state_dict(saved[0])
-    right = MasterWeightOptimizer(after[1])
-    right.load_state_dict(saved[1])
-    wrong = MasterWeightOptimizer(before[1])
-    assert torch.equal(right.master(after[0].weight), wrapper.master(model.weight))
-    assert not torch.equal(wrong.master(before[0].weight), wrapper.master(model.weight))
+    models = [model_in(torch.bfloat16) for _ in range(3)]
+    trained, right, wrong = (torch.optim.SGD(m.parameters(), lr=1e-4, momentum=0.9) for m in models)
+    wrapper = MasterWeightOptimizer(trained)
+    step(wrapper, models[0].parameters(), 0)
+    state = copy.deepcopy(wrapper.state_dict())
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    wrong.load_state_dict(state)
+    loaded, too_late = MasterWeightOptimizer(right), MasterWeightOptimizer(wrong)
+    loaded.load_state_dict(state)
+    assert torch.equal(loaded.master(models[1].weight), wrapper.master(models[0].weight))
+    assert not torch.equal(too_late.master(models[2].weight), wrapper.master(models[0].weight))
 
 
 def test_a_schedule_of_relative_steps_in_a_lean_loop_shows_its_initial_rate() -> None:

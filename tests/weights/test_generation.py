@@ -16,10 +16,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import (
     CompileConfig,
     DynamicCache,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     StaticCache,
 )
 
@@ -38,15 +34,6 @@ def attached(model: nn.Module, precision: str = "bf16", **settings: object) -> M
     runtime = MixedPrecision(precision, **settings)  # type: ignore[arg-type]
     runtime.attach(model.eval())
     return runtime
-
-
-def gpt2() -> nn.Module:
-    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=256, n_head=4, vocab_size=512, n_positions=64))
-
-
-def llama() -> nn.Module:
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=512, max_position_embeddings=64, **sizes))
 
 
 def test_grad_that_is_switched_on_inside_is_not_lost() -> None:
@@ -92,42 +79,6 @@ def test_without_grad_is_as_with_grad(precision: str) -> None:
         assert torch.equal(model(x), expected)
 
 
-@pytest.mark.parametrize("make", [gpt2, llama])
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-lean"])
-def test_a_static_cache_gives_the_tokens_of_one_that_grows(make: Callable[[], nn.Module], precision: str) -> None:
-    """Llama's keys are rotated in FP32, and Transformers makes a static cache of their dtype for values as well."""
-    model = make()
-    attached(model, precision)
-    settings: dict[str, Any] = {
-        "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0,
-    }  # fmt: skip
-    prompt = torch.arange(4).repeat(2, 1)
-    grows = model.generate(prompt, **settings)  # type: ignore[operator]
-    static = model.generate(prompt, **settings, cache_implementation="static")  # type: ignore[operator]
-    assert torch.equal(grows, static)
-
-
-@pytest.mark.exhaustive
-def test_compiled_decoding_is_compiled_once() -> None:
-    model = gpt2()
-    attached(model)
-    compile_config = CompileConfig(backend="eager", mode=None, fullgraph=False)
-    compile_config._compile_all_devices = True  # Transformers leaves CPUs out
-    settings: dict[str, Any] = {
-        "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0,
-    }  # fmt: skip
-    prompt = torch.arange(4)[None]
-    expected = model.generate(prompt, **settings)  # type: ignore[operator]
-    settings.update(cache_implementation="static", compile_config=compile_config)
-    torch._dynamo.reset()
-    counters.clear()
-    graphs = []
-    for _ in range(3):
-        assert torch.equal(model.generate(prompt, **settings), expected)  # type: ignore[operator]
-        graphs.append(counters["stats"]["unique_graphs"])
-    assert 0 < graphs[0] == graphs[2]
-
-
 def small(name: str, task: str = "ForCausalLM", **settings: Any) -> Callable[[], nn.Module]:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
              "vocab_size": 128, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 2}  # fmt: skip
@@ -148,6 +99,7 @@ _MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_
 _BART = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
          "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}  # fmt: skip
 CACHED: dict[str, Callable[[], nn.Module]] = {
+    "GPT-2": small("GPT2", "LMHeadModel"),
     "Llama": small("Llama", num_key_value_heads=2),
     "Llama, eager": small("Llama", num_key_value_heads=2, attn_implementation="eager"),
     "Gemma 2": small("Gemma2", num_key_value_heads=2, head_dim=16, sliding_window=4),
@@ -159,8 +111,27 @@ CACHED: dict[str, Callable[[], nn.Module]] = {
 def generated(model: nn.Module, **settings: Any) -> Any:
     return model.generate(  # type: ignore[operator]
         torch.arange(3, 9).repeat(2, 1), max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0,
-        return_dict_in_generate=True, output_logits=True, disable_compile=True, **settings,
+        return_dict_in_generate=True, output_logits=True, **{"disable_compile": True, **settings},
     )  # fmt: skip
+
+
+@pytest.mark.exhaustive
+def test_compiled_decoding_is_compiled_once() -> None:
+    model = CACHED["GPT-2"]()
+    attached(model)
+    compile_config = CompileConfig(backend="eager", mode=None, fullgraph=False)
+    compile_config._compile_all_devices = True  # Transformers leaves CPUs out
+    expected = generated(model).sequences
+    torch._dynamo.reset()
+    counters.clear()
+    graphs = []
+    for _ in range(3):
+        found = generated(
+            model, cache_implementation="static", compile_config=compile_config, disable_compile=False
+        ).sequences
+        assert torch.equal(found, expected)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert 0 < graphs[0] == graphs[2]
 
 
 def layers_of(cache: Any) -> list[Any]:
@@ -170,11 +141,12 @@ def layers_of(cache: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}])
-@pytest.mark.parametrize("precision", ["bf16", "fp16-lean"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp16-lean"])
 @pytest.mark.parametrize("name", CACHED)
 def test_a_cache_in_16_bits_gives_the_bits_of_one_in_fp32(
     name: str, precision: str, cache: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Llama's keys are rotated in FP32, and Transformers makes a static cache of their dtype for values as well."""
     model = CACHED[name]()
     runtime = attached(model, precision)
     found = generated(model, **cache)
@@ -204,9 +176,9 @@ def test_a_cache_stays_in_fp32_for_attention_in_fp32(rule: Any) -> None:
 def test_a_rule_that_comes_later_counts() -> None:
     model = CACHED["Llama"]()
     runtime = attached(model)
-    assert generated(model).past_key_values.layers[0].keys.dtype is torch.bfloat16
-    runtime.add_rules({"*.self_attn:scaled_dot_product_attention": "fp32"})
-    assert generated(model).past_key_values.layers[0].keys.dtype is torch.float32
+    for dtype in (torch.bfloat16, torch.float32):
+        assert generated(model).past_key_values.layers[0].keys.dtype is dtype
+        runtime.add_rules({"*.self_attn:scaled_dot_product_attention": "fp32"})
 
 
 def test_flex_attention_has_one_dtype() -> None:
@@ -217,18 +189,11 @@ def test_flex_attention_has_one_dtype() -> None:
     assert cache.layers[0].keys.dtype is torch.float32
 
 
-def test_a_cache_takes_its_arguments_by_name() -> None:
-    runtime = attached(llama())
-    cache, one = DynamicCache(), torch.ones(1, 1, 1, 1)
-    assert cache.update(key_states=one, value_states=one, layer_idx=0)[0].dtype is torch.float32
-    runtime.detach()
-
-
 def test_a_static_cache_that_was_made_in_fp32_takes_keys_in_16_bits() -> None:
-    model, ids = llama(), torch.arange(4)[None]
+    model, ids = CACHED["Llama"](), torch.arange(4)[None]
     attached(model)
     cache = StaticCache(config=model.config, max_cache_len=8)
-    cache.early_initialization(1, 2, 64, torch.float32, torch.device("cpu"))
+    cache.early_initialization(1, 2, 16, torch.float32, torch.device("cpu"))
     with torch.no_grad():
         expected = model(ids, use_cache=True).logits
         assert torch.equal(model(ids, past_key_values=cache).logits, expected)
@@ -243,9 +208,10 @@ def test_rules_for_what_asks_in_python_hold_without_grad() -> None:
 
 
 def test_detached_models_and_other_forwards_leave_caches_alone() -> None:
-    model, ids = llama(), torch.arange(4)[None]
-    runtime = attached(model)
+    model, ids = CACHED["Llama"](), torch.arange(4)[None]
+    runtime, one = attached(model), torch.ones(1, 1, 1, 1)
     assert model(ids, use_cache=True).past_key_values.layers[0].keys.dtype is torch.float32  # with grad
+    assert DynamicCache().update(key_states=one, value_states=one, layer_idx=0)[0].dtype is torch.float32
     runtime.detach()
     with torch.no_grad():
         assert model(ids, use_cache=True).past_key_values.layers[0].keys.dtype is torch.float32
