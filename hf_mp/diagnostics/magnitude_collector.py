@@ -6,18 +6,17 @@ import fnmatch
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import nearest_modules
 from hf_mp.casting.uncompiled import is_compiled
 from hf_mp.casting.watching import watching
+from hf_mp.diagnostics.fp32_reference import first_floating
 from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride, swamped
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
-from hf_mp.policy import PRESETS
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -27,26 +26,6 @@ from hf_mp.weights.ranks.placement import is_sharded, local_part
 COMPILED = "activations and their gradients: the model is compiled, and its modules are not seen from outside"
 SHARDED = "weights, weight gradients and updates: FSDP gathers and shards the parameters meanwhile"
 NO_GRADIENTS = "weight gradients: none were left after the backward (an optimizer-in-backward uses them up)"
-
-
-class _Sampled(NamedTuple):
-    dtype: str
-    stride: int
-    values: Tensor
-
-    @classmethod
-    def of(cls, tensor: Tensor, factor: Tensor | None = None) -> _Sampled:
-        local = local_part(tensor.detach())
-        values = sample(local)
-        if factor is not None:
-            values = values.to(torch.float32) * factor.squeeze()
-        return cls(str(tensor.dtype).removeprefix("torch."), sampling_stride(tuple(local.shape)), values)
-
-    @classmethod
-    def of_master(cls, parameter: nn.Parameter) -> _Sampled:
-        # Of both halves of a split parameter the same places, so that no whole FP32 master is made.
-        values = master_sample(parameter, lambda half: sample(local_part(half)))
-        return cls("float32", sampling_stride(tuple(local_part(parameter.detach()).shape)), values)
 
 
 class MagnitudeCollector:
@@ -71,7 +50,7 @@ class MagnitudeCollector:
         else:
             self._weights = _trainable(layers)
         # By kind, layer and name of the parameter. Before the backward: an optimizer-in-backward updates during it.
-        self._samples = {(Kind.WEIGHTS, *key): _Sampled.of_master(one) for key, one in self._weights.items()}
+        self._samples = {(Kind.WEIGHTS, *key): _master_sample(one) for key, one in self._weights.items()}
         if is_compiled(runtime.model):
             self._notes.append(COMPILED)
             return
@@ -80,13 +59,11 @@ class MagnitudeCollector:
         self._watching.enter_context(watching(inside, left=self._see_output))
 
     def _see_output(self, name: str, number: int, output: Any) -> None:
-        tensor = next((t for t in tensors_in(output) if t.is_floating_point()), None)
-        if tensor is None:
+        if (tensor := first_floating(output)) is None:
             return
         # Several calls, or a recomputation: the first one counts.
         if (key := (Kind.ACTIVATIONS, name, "")) not in self._samples:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
-                self._samples[key] = _Sampled.of(tensor)
+            self._take(key, tensor)
         # Reentrant checkpointing builds a graph only when it computes a module for the second time.
         if tensor.requires_grad and name not in self._asked_for_gradient:
             self._asked_for_gradient.add(name)
@@ -95,11 +72,16 @@ class MagnitudeCollector:
     def _see_gradient(self, name: str, gradient: Tensor | None) -> None:
         key = (Kind.ACTIVATION_GRADIENTS, name, "")
         if gradient is not None and key not in self._samples:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
-                # Inside of the model gradients are scaled; histograms are of true ones, and shift by log2 of the
-                # scale.
-                inverse = self._runtime.inverse(gradient.device, None, ())
-                self._samples[key] = _Sampled.of(gradient, inverse)
+            # Inside of the model gradients are scaled; histograms are of true ones, and shift by log2 of the scale.
+            self._take(key, gradient, self._runtime.inverse(gradient.device, None, ()))
+
+    def _take(self, key: tuple[Kind, str, str], tensor: Tensor, factor: Tensor | None = None) -> None:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            local = local_part(tensor.detach())
+            values = sample(local)
+            if factor is not None:
+                values = values.to(torch.float32) * factor.squeeze()
+            self._samples[key] = sampling_stride(tuple(local.shape)), values
 
     def stop_watching(self) -> None:
         self._watching.close()
@@ -110,17 +92,14 @@ class MagnitudeCollector:
         for key, parameter in self._weights.items():
             gradient, factor = gradient_and_factor(parameter)
             if gradient is not None:
-                self._samples[Kind.WEIGHT_GRADIENTS, *key] = _Sampled.of(gradient, factor)
+                self._take((Kind.WEIGHT_GRADIENTS, *key), gradient, factor)
 
     def finish(self, report: StepReport) -> StepMagnitudes:
         """Count the samples of the step, which was just taken or skipped."""
         self.stop_watching()
         has_gradients = any(kind is Kind.WEIGHT_GRADIENTS for kind, _, _ in self._samples)
         missing = [] if has_gradients or not self._weights else [NO_GRADIENTS]
-        found = [
-            TensorMagnitudes(*key, taken.dtype, taken.stride, histogram(taken.values))
-            for key, taken in self._samples.items()
-        ]
+        found = [TensorMagnitudes(*key, stride, histogram(values)) for key, (stride, values) in self._samples.items()]
         if not report.overflow:
             found += self._updates()
         layers, kinds = [*self._layers], [*Kind]
@@ -135,15 +114,22 @@ class MagnitudeCollector:
 
     def _updates(self) -> Iterator[TensorMagnitudes]:
         for key, parameter in self._weights.items():
-            before, after = self._samples[Kind.WEIGHTS, *key], _Sampled.of_master(parameter)
-            if after.values.shape != before.values.shape:  # the weight was replaced
+            (stride, before), (_, after) = self._samples[Kind.WEIGHTS, *key], _master_sample(parameter)
+            if after.shape != before.shape:  # the weight was replaced
                 continue
             # Of the masters as they are: what clipping, decay and the optimizer have made of the gradient.
-            update = after.values - before.values
+            update = after - before
             if (Kind.WEIGHT_GRADIENTS, *key) not in self._samples and not update.any():
                 continue  # it had no part in the step
-            lost = [swamped(before.values, update, PRESETS[name].compute) for name in ("fp16", "bf16")]
-            yield TensorMagnitudes(Kind.UPDATES, *key, after.dtype, before.stride, histogram(update), *lost)
+            lost = swamped(before, update, torch.bfloat16)
+            yield TensorMagnitudes(Kind.UPDATES, *key, stride, histogram(update), lost)
+
+
+def _master_sample(parameter: nn.Parameter) -> tuple[int, Tensor]:
+    """The stride and the values of a sample of the FP32 master."""
+    # Of both halves of a split parameter the same places, so that no whole FP32 master is made.
+    values = master_sample(parameter, lambda half: sample(local_part(half)))
+    return sampling_stride(tuple(local_part(parameter.detach()).shape)), values
 
 
 def _trainable(layers: Mapping[str, nn.Module]) -> dict[tuple[str, str], nn.Parameter]:

@@ -19,7 +19,7 @@ from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.replay import Replay
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.scaling.events import StepObserver
-from hf_mp.scaling.rules import ScaleRule, StepReport
+from hf_mp.scaling.rules import StepReport
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.attachable import runtimes_of
@@ -44,7 +44,7 @@ class OverflowExplainer(StepObserver):
         self._runtime = runtime
         self._keep_batches = keep_batches
         self.backwards: list[KeptBackward] = []
-        self._clean_scale: float | None = None
+        self._clean_scale: float | None = None  # the largest one of a step that was applied
         self._unclean_steps = 0  # in a row that called for an explanation
         self._keeps_all = False
         self.reports: list[OverflowReport] = []
@@ -91,8 +91,9 @@ class OverflowExplainer(StepObserver):
             self._unclean_steps, self._keeps_all = 0, False
             return
         suspects = suspects_of(backwards)
-        expected = is_finding_its_level(scaler.state, scaler.smallest_scale, self._clean_scale)
-        if expected and not any(backward.has_bad_loss() for backward in suspects):
+        # An ordinary search for the level asks for no explanation.
+        is_search = scaler.get_scale() > scaler.smallest_scale and scaler.state.is_finding_its_level(self._clean_scale)
+        if is_search and not any(backward.has_bad_loss() for backward in suspects):
             return
         self._unclean_steps += 1
         # A run that fails at every step is not to spend its time on replays.
@@ -245,11 +246,3 @@ def suspects_of(backwards: list[KeptBackward]) -> list[KeptBackward]:
         return bad[:1] or backwards
     # Where nothing has measured them, as at a loss scale of 1: a bad loss is the likeliest.
     return sorted(backwards, key=lambda backward: not backward.has_bad_loss())
-
-
-def is_finding_its_level(state: ScaleRule, smallest_scale: float, clean_scale: float | None) -> bool:
-    """Whether an overflow in this state, before the step counts, is a scaler's ordinary search for its level.
-
-    ``clean_scale`` is the largest scale of an applied step of this process.
-    """
-    return state.scale > smallest_scale and state.is_finding_its_level(clean_scale)

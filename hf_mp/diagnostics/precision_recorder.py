@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from hf_mp.diagnostics.contract.table import PrecisionContract
 from hf_mp.diagnostics.healing import Healer
 from hf_mp.diagnostics.magnitude_collector import MagnitudeCollector, select_layers
-from hf_mp.diagnostics.overflow import OverflowExplainer, is_finding_its_level, observing, runtime_of
+from hf_mp.diagnostics.overflow import OverflowExplainer, observing, runtime_of
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.run_log import VERSION, RunLog
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, as_record
@@ -25,16 +25,10 @@ from hf_mp.scaling.rules import StepReport, headroom_left
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
 
-SEARCH = "the loss scale is finding its level"
-UNEXPLAINED = "a gradient was inf or NaN; this process did not replay the step, or found nothing"
-
-
-class Settings(NamedTuple):
-    """What a recorder was asked for."""
-
-    run_directory: Path
-    histogram_steps: int
-    histogram_layers: list[str] | None
+UNEXPLAINED = (
+    "a gradient was inf or NaN; this process did not replay the step, as where the loss scale finds its level, or "
+    "found nothing"
+)
 
 
 class PrecisionRecorder(StepObserver):
@@ -48,25 +42,28 @@ class PrecisionRecorder(StepObserver):
     def __init__(
         self,
         runtime: MixedPrecision,
-        asked: Settings,
+        run_directory: Path,
+        histogram_steps: int,
+        histogram_layers: list[str] | None,
         settings: Mapping[str, Any],
     ) -> None:
-        self.asked, self.run_directory = asked, asked.run_directory
+        self.run_directory = run_directory
+        self.histogram_steps = histogram_steps
+        self.histogram_layers = histogram_layers
         self.latest: StepMagnitudes | None = None
         self._settings = dict(settings)
         self._runtime = runtime
-        self._log = RunLog(asked.run_directory)
+        self._log = RunLog(run_directory)
         self._collector: MagnitudeCollector | None = None  # of the step that runs, if that is recorded
-        self._due = runtime.stats.steps if asked.histogram_steps else math.inf
+        self._due = runtime.stats.steps if histogram_steps else math.inf
         self._has_begun = False
         self._written_reports = self._written_remedies = 0
-        self._clean_scale: float | None = None
 
     def forward(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         runtime = self._runtime
         if self._collector is None and runtime.stats.steps >= self._due and runtime.model is not None:
-            self._due = runtime.stats.steps + self.asked.histogram_steps
-            layers = select_layers(runtime.model, self.asked.histogram_layers)
+            self._due = runtime.stats.steps + self.histogram_steps
+            layers = select_layers(runtime.model, self.histogram_layers)
             self._collector = MagnitudeCollector(runtime, layers, forward)
 
     def backward_ended(self, largest: Tensor | None) -> None:
@@ -76,23 +73,16 @@ class PrecisionRecorder(StepObserver):
     def stepped(self, report: StepReport) -> None:
         # Now and not when made: a run that never steps adds no start to the log.
         self._begin()
-        scaler, step = self._runtime.scaler, self._runtime.stats.steps + 1
-        scale = scaler.get_scale()
-        largest = report.largest_gradient
-        # The explainer does not replay such a step, so that nobody else says what it was.
-        cause = SEARCH if is_finding_its_level(scaler.state, scaler.smallest_scale, self._clean_scale) else UNEXPLAINED
-        if reports := self._write_new():
-            cause = reports[-1].headline
+        scale, largest = self._runtime.scaler.get_scale(), report.largest_gradient
+        reports = self._write_new()
         self._log.write(
             "step",
-            step=step,
+            step=self._runtime.stats.steps + 1,
             loss_scale=scale,
             headroom=round(headroom_left(scale, largest), 3) if largest and not report.overflow else None,
             skipped=report.overflow,
-            cause=cause if report.overflow else "",
+            cause="" if not report.overflow else reports[-1].headline if reports else UNEXPLAINED,
         )
-        if not report.overflow:
-            self._clean_scale = max(self._clean_scale or 0.0, scale)
         if self._collector is not None:
             self.latest, self._collector = self._collector.finish(report), None
             self._log.write("magnitudes", **as_record(self.latest))
@@ -144,8 +134,8 @@ class PrecisionRecorder(StepObserver):
             model=type(model).__name__,
             parameters=sum(p.numel() for p in parameters),
             device=str(next((p.device for p in parameters), "cpu")),
-            histogram_steps=self.asked.histogram_steps,
-            histogram_layers=self.asked.histogram_layers,
+            histogram_steps=self.histogram_steps,
+            histogram_layers=self.histogram_layers,
             settings=self._settings,
             versions=dict(package_versions()),
             hardware=dict(describe_hardware()),
@@ -217,16 +207,15 @@ def record_precision(
     # Here, where the caller sees it, and not at the first record.
     json.dumps(settings, allow_nan=False)
     layers = histogram_layers if histogram_layers is None or isinstance(histogram_layers, str) else [*histogram_layers]
-    asked = Settings(Path(run_directory), histogram_steps, layers)  # type: ignore[arg-type]  # a string is refused below
-    known = observing(runtime, PrecisionRecorder)
-    if known is not None and known.asked != asked:
-        raise ValueError(
-            "the precision of this model is recorded already, with run_directory="
-            f"{str(known.run_directory)!r}, histogram_steps={known.asked.histogram_steps}, "
-            f"histogram_layers={known.asked.histogram_layers}"
-        )
-    if known is None:
+    if (known := observing(runtime, PrecisionRecorder)) is None:
         if histogram_steps and runtime.model is not None:
             select_layers(runtime.model, layers)  # refuse wrong patterns now
-        runtime.observers.append(known := PrecisionRecorder(runtime, asked, settings or {}))
+        known = PrecisionRecorder(runtime, Path(run_directory), histogram_steps, layers, settings or {})  # type: ignore[arg-type]  # a string is refused above
+        runtime.observers.append(known)
+    asked = Path(run_directory), histogram_steps, layers
+    if (known.run_directory, known.histogram_steps, known.histogram_layers) != asked:
+        raise ValueError(
+            f"the precision of this model is recorded already, with run_directory={str(known.run_directory)!r}, "
+            f"histogram_steps={known.histogram_steps}, histogram_layers={known.histogram_layers}"
+        )
     return known

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 from hf_mp.diagnostics import report_charts as charts
 from hf_mp.diagnostics.contract.table import HEADER
-from hf_mp.diagnostics.healing import Healed
 from hf_mp.diagnostics.magnitudes import Histogram, Swamped
 from hf_mp.diagnostics.report_charts import percent
 from hf_mp.diagnostics.run_log import RunRecords, StepRecord, read_run
-from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, StepShares
+from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes
 from hf_mp.memory.html_page import check_writable, page_template
 from hf_mp.scaling.rules import FP16_MAX, scale_text
 
 PAGE_NAME = "precision_report.html"
 OPEN_ROWS = 20  # of a table or a list of layers; the rest is folded
-SHOWN_SKIPS = 200
 
 # The loss scale is a factor of these; the others are unscaled.
 _SCALED = (Kind.ACTIVATION_GRADIENTS, Kind.WEIGHT_GRADIENTS)
@@ -36,11 +34,10 @@ def write_report(run_directory: str | Path, path: str | Path | None = None) -> P
     Raises:
         ValueError: if there is no run, or the page cannot be written there.
     """
-    run = read_run(Path(run_directory))
-    target = Path(path or run.directory / PAGE_NAME)
-    # Before the page is drawn, which takes a while for a long run.
+    target = Path(path or Path(run_directory) / PAGE_NAME)
+    # Before the run is read and drawn, which takes a while for a long one.
     check_writable(target)
-    target.write_text(render_report(run), encoding="utf-8")
+    target.write_text(render_report(read_run(Path(run_directory))), encoding="utf-8")
     return target
 
 
@@ -53,65 +50,46 @@ def report_command(run_directory: Path, html: Path | None) -> str:
 
 def render_report(run: RunRecords) -> str:
     """The page as text, with all input escaped."""
-    updated = run.latest_updated
-    latest = updated or run.latest  # a step that overflowed has hardly a value to draw
-    skipped = [step for step in run.steps.values() if step.skipped]
     scale, headroom = charts.scale_charts(run.steps)
     # The template escapes what it is given: names of modules and paths come from outside.
     return page_template("diagnostics/report.html.j2").render(
+        run=run,
         name=run.directory.resolve().name,
-        start=run.start,
-        restarts=run.restarts,
-        missing=run.missing,
-        findings=findings(run.steps, latest, updated, run.healed),
+        findings=findings(run),
         scale=scale,
         headroom=headroom,
-        skip_causes=Counter(step.cause for step in skipped).most_common(),
-        skipped_count=len(skipped),
-        skipped=skipped[:SHOWN_SKIPS],
-        overflows=list(run.overflows.values())[:OPEN_ROWS],
-        more_overflows=len(run.overflows) - OPEN_ROWS,
-        healed=run.healed,
-        contract=run.contract,
+        skip_causes=Counter(step.cause for step in run.steps.values() if step.skipped).most_common(),
         contract_header=HEADER,
         fp16_max=FP16_MAX,
         scale_text=scale_text,
-        latest=latest,
-        galleries=[] if latest is None else list(_galleries(latest)),
-        shares=charts.chart(_shares_over_time(list(run.shares.values())), list(run.shares), "{}%"),
-        updated=updated,
-        swamped=[] if updated is None else swamped_rows(updated),
+        galleries=[] if run.magnitudes is None else list(_galleries(run.magnitudes)),
+        swamped=[] if run.magnitudes is None else swamped_rows(run.magnitudes),
         charts=charts,
         open_rows=OPEN_ROWS,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
 
 
-def findings(
-    steps: Mapping[int, StepRecord],
-    latest: StepMagnitudes | None,
-    updated: StepMagnitudes | None,
-    healed: Sequence[Healed] = (),
-) -> list[str]:
+def findings(run: RunRecords) -> list[str]:
     """The findings of the run in a few sentences."""
-    found = _findings_of_steps(steps) if steps else []
-    if healed:
-        share = healed[-1].fp32_share
+    found = _findings_of_steps(run.steps) if run.steps else []
+    if run.healed:
         found.append(
-            f"{len(healed)} places left FP16's range and were healed; {percent(share)} of the forward's "
-            "FLOPs are out of 16 bits."
+            f"{len(run.healed)} places left FP16's range and were healed; {percent(run.healed[-1].fp32_share)} of the "
+            "forward's FLOPs are out of 16 bits."
         )
-    if latest is not None and (gradients := latest.of(Kind.WEIGHT_GRADIENTS)).finite_nonzero:
+    if (step := run.magnitudes) is None:
+        return found
+    if (gradients := step.of(Kind.WEIGHT_GRADIENTS)).finite_nonzero:
         found.append(
-            f"Of the weight gradients of step {latest.step}, FP16 would lose {percent(gradients.share_underflowed())} "
-            f"without loss scaling and {percent(gradients.share_underflowed(latest.log2_scale))} at the scale of "
-            f"{scale_text(latest.loss_scale)}."
+            f"Of the weight gradients of step {step.step}, FP16 would lose {percent(gradients.share_underflowed())} "
+            f"without loss scaling and {percent(gradients.share_underflowed(step.log2_scale))} at the scale of "
+            f"{scale_text(step.loss_scale)}."
         )
-    if updated is not None and updated.swamped()[0].updates:
-        fp16, bf16 = updated.swamped()
+    if (swamped := step.swamped()).updates:
         found.append(
-            f"Of the updates of step {updated.step}, weights stored in FP16 without masters would lose "
-            f"{percent(fp16.share)}, weights in BF16 {percent(bf16.share)}."
+            f"Of the updates of step {step.step}, weights stored in BF16 without masters would lose "
+            f"{percent(swamped.share)}."
         )
     return found
 
@@ -141,20 +119,7 @@ def _galleries(step: StepMagnitudes) -> Iterator[tuple[str, int, Histogram, list
             yield kind.value, step.log2_scale if kind in _SCALED else 0, step.of(kind), layers
 
 
-def _shares_over_time(shares: list[StepShares]) -> list[charts.Line]:
-    lines = [
-        ("true", "weight gradients that FP16 loses without loss scaling", "underflowed"),
-        ("scaled", "weight gradients that FP16 loses at the loss scale", "underflowed_scaled"),
-        ("fp16", "updates that FP16 weights lose", "swamped_fp16"),
-        ("bf16", "updates that BF16 weights lose", "swamped_bf16"),
-    ]
-    return [
-        (colour, name, [(step.step, 100 * share) for step in shares if (share := getattr(step, field)) is not None])
-        for colour, name, field in lines
-    ]
-
-
-def swamped_rows(step: StepMagnitudes) -> list[tuple[str, Swamped, Swamped]]:
-    """The layers and experts with updates, and those that FP16 and BF16 weights would lose; the largest loss first."""
-    rows = [(layer, *step.swamped(layer)) for layer in step.layers]
-    return sorted([row for row in rows if row[1].updates], key=lambda row: -row[2].share)
+def swamped_rows(step: StepMagnitudes) -> list[tuple[str, Swamped]]:
+    """The layers and experts with updates, and those that BF16 weights would lose; the largest loss first."""
+    rows = [(layer, found) for layer in step.layers if (found := step.swamped(layer)).updates]
+    return sorted(rows, key=lambda row: -row[1].share)

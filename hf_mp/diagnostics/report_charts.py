@@ -10,8 +10,6 @@ from typing import Any
 from hf_mp.diagnostics.magnitudes import FP16_OVERFLOW, FP16_SMALLEST, FP16_SMALLEST_NORMAL, Histogram
 from hf_mp.diagnostics.run_log import StepRecord
 
-Line = tuple[str, str, Sequence[tuple[int, float]]]  # colour, name, and a value at each step
-
 # An axis of log2 |value|: octaves beyond its ends are drawn in the last ones.
 LOWEST, HIGHEST = -48, 20
 OCTAVE_WIDTH, HEIGHT = 10, 100
@@ -65,21 +63,22 @@ def scale_charts(steps: Mapping[int, StepRecord]) -> tuple[Chart | None, Chart |
     # A run that skips every other step would make a page of megabytes.
     skips = skips[:: 1 + len(skips) // MOST_POINTS]
     return (
-        chart([("scale", "loss scale", scales)], list(steps), "2^{}", skips),
-        chart([("headroom", "headroom", left)], list(steps), "{}", skips),
+        _chart("scale", scales, list(steps), "2^{}", skips),
+        _chart("headroom", left, list(steps), "{}", skips),
     )
 
 
-def chart(lines: Sequence[Line], steps: Sequence[int], label: str, skips: Sequence[int] = ()) -> Chart | None:
-    """Lines over ``steps``, whose heights are told by ``label``; None where none has two points."""
-    drawn = [(colour, name, _thinned(points)) for colour, name, points in lines if len(points) > 1]
-    if not drawn:
+def _chart(
+    name: str, points: Sequence[tuple[int, float]], steps: Sequence[int], label: str, skips: Sequence[int]
+) -> Chart | None:
+    """A line over ``steps``, whose heights are told by ``label``; None for less than two points."""
+    if len(points) < 2:
         return None
-    heights = [y for _, _, points in drawn for _, y in points]
-    # In units of the data, which the view box of the picture stretches: nothing is placed here.
-    curves = [(colour, name, " ".join(f"{x},{-y:.3f}" for x, y in points)) for colour, name, points in drawn]
+    heights = [y for _, y in points]
     return {
-        "curves": curves,
+        "name": name,
+        # In units of the data, which the view box of the picture stretches: nothing is placed here.
+        "curve": " ".join(f"{x},{-y:.3f}" for x, y in _thinned(points)),
         "first_step": min(steps),
         "last_step": max(steps),
         "bottom": math.floor(min(heights)),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from hf_mp.diagnostics.healing import Healed
 from hf_mp.diagnostics.overflow_report import OverflowReport
-from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, StepShares, from_record
+from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, from_record
 
 logger = logging.get_logger(__name__)
 
@@ -78,151 +78,100 @@ class StepRecord(NamedTuple):
 
 @dataclass
 class RunRecords:
+    """The log of a run, as the page shows it."""
+
     directory: Path  # named as the run
-    lines: int | None = None  # of the log; None without one
     start: dict[str, Any] = field(default_factory=dict)  # the settings of the last start; empty if not recorded
+    is_new: bool = False  # whether no step of the last start was read yet
     restarts: int = 0  # number of resumes since the last fresh start
-    steps: dict[int, StepRecord] = field(default_factory=dict)  # in order; of steps repeated after a resume, the last
-    overflows: dict[tuple[int, int, int], OverflowReport] = field(default_factory=dict)  # step, micro-batch, rank
+    steps: dict[int, StepRecord] = field(default_factory=dict)  # in order
+    overflows: list[OverflowReport] = field(default_factory=list)
     healed: list[Healed] = field(default_factory=list)
     contract: list[list[str]] = field(default_factory=list)  # of the last start, in the order of its header
-    shares: dict[int, StepShares] = field(default_factory=dict)  # by step
-    latest: StepMagnitudes | None = None
-    latest_updated: StepMagnitudes | None = None  # of a step that was not skipped
+    magnitudes: StepMagnitudes | None = None  # of the last recorded step; of a skipped one only where all were
     has_ended: bool = False  # whether the last start reached its end
     missing: list[str] = field(default_factory=list)  # one sentence for each thing that is missing or unreadable
 
-    def add(self, event: Any) -> None:
-        """Take what was recorded of a step; of two for the same one, the later."""
+    def take(self, event: Any) -> None:
+        """Take what was recorded of a step."""
+        if self.is_new:
+            # An overflow is written before its step, so the first of a start need not be a step.
+            self._forget_from(event.step)
+        self.is_new = False
         match event:
             case StepRecord():
                 self.steps[event.step] = event
-            case StepShares():
-                self.shares[event.step] = event
             case Healed():
                 self.healed.append(event)
             case OverflowReport():
-                self.overflows[event.step, event.micro_batch, event.rank] = event
+                self.overflows.append(event)
+            # A step that overflowed has no updates, and hardly a value to draw.
+            case StepMagnitudes() if self.magnitudes is None or not event.skipped:
+                self.magnitudes = event
+
+    def _forget_from(self, first: int) -> None:
+        """A resumed run takes steps again from its checkpoint on: the later ones count."""
+        self.restarts = self.restarts + 1 if self.steps and first > 1 else 0
+        self.steps = {number: step for number, step in self.steps.items() if number < first}
+        self.overflows = [one for one in self.overflows if one.step < first]
+        self.healed = [one for one in self.healed if one.step < first]
+        if self.magnitudes is not None and self.magnitudes.step >= first:
+            self.magnitudes = None
 
 
 def read_run(directory: Path) -> RunRecords:
-    """Read a run directory: our log, and kept overflow reports.
-
-    Nothing outside ``directory`` is read: links that lead out of it count as missing.
+    """Read the log of a run directory; of one that is a link to elsewhere, nothing.
 
     Raises:
-        ValueError: if there is no run.
+        ValueError: if there is no log.
     """
-    if not directory.is_dir():
-        raise ValueError(f"{directory} is not a directory: name the output directory of a training run")
-    run = RunRecords(directory)
-    for pattern, take in _FILES.items():
-        for path in sorted(directory.glob(pattern)):
-            name = path.relative_to(directory)
-            # A run directory may be somebody else's: the page is not to show what lies elsewhere.
-            if not path.resolve().is_relative_to(directory.resolve()):
-                run.missing.append(f"{name} is a link out of the run directory and was not read")
-                continue
-            try:
-                take(run, path)
-            except _DAMAGED as error:
-                run.missing.append(f"{name} cannot be read: {error}")
-    run.missing += _missing_of_log(run)
+    path = directory / LOG_NAME
+    # A run directory may be somebody else's: the page is not to show what lies elsewhere.
+    if not path.is_file() or not path.resolve().is_relative_to(directory.resolve()):
+        raise ValueError(
+            f"{directory} holds no run: no file {LOG_NAME} is in it. "
+            "MixedPrecisionArguments(precision_report=True) or hf_mp.record_precision(model, RUN_DIR) writes one"
+        )
+    run, damaged = RunRecords(directory), []
+    lines = [line for line in path.read_bytes().splitlines() if line.strip()]
+    for number, line in enumerate(lines, 1):
+        try:
+            _take(run, json.loads(line))
+        # A log is read after crashes: what is whole in it is worth showing.
+        except _DAMAGED:
+            damaged.append(number)
+    more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+    wanted = {
+        f"line {min(damaged, default=0)} of {len(lines)}{more} is half-written or damaged, and left out": not damaged,
+        "no record of the run's start: settings and versions are missing": run.start,
+        "the run has not ended: it was killed, an error stopped it, or it is still running (in your own loop, call "
+        "recorder.end())": run.has_ended,
+        "there are no histograms: histogram_steps=50 takes one every 50 steps": run.magnitudes,
+    }
+    run.missing = [sentence for sentence, is_there in wanted.items() if not is_there]
     return run
 
 
-def _missing_of_log(run: RunRecords) -> list[str]:
-    writes = "MixedPrecisionArguments(precision_report=True) or hf_mp.record_precision(model, RUN_DIR) writes it"
-    if run.lines is None and not run.overflows:
-        found = "".join(f"; {sentence}" for sentence in run.missing)
-        raise ValueError(
-            f"{run.directory} holds no run: neither {LOG_NAME} ({writes}) nor overflows/*/report.json{found}"
-        )
-    if run.lines is None:
-        return [f"{LOG_NAME} is not there, so there are no steps, histograms and settings: {writes}"]
-    if run.lines == 0:
-        return [f"{LOG_NAME} is empty"]
-    wanted = {
-        f"{LOG_NAME} has no record of the run's start: settings and versions are missing": run.start,
-        "the run has not ended: it was killed, an error stopped it, or it is still running (in your own loop, call "
-        "recorder.end())": run.has_ended,
-        "there are no histograms: histogram_steps=50 takes one every 50 steps": run.shares,
-    }
-    return [sentence for sentence, is_there in wanted.items() if not is_there]
-
-
-def _read_log(run: RunRecords, path: Path) -> None:
-    damaged: list[int] = []
-    starts: list[list[Any]] = [[]]
-    run.lines = 0
-    with path.open("rb") as file:
-        for line in filter(bytes.strip, file):
-            run.lines += 1
-            try:
-                _take(run, starts, json.loads(line))
-            # A log is read after crashes: what is whole in it is worth showing.
-            except _DAMAGED:
-                damaged.append(run.lines)
-    if damaged:
-        some = f"{damaged[0]} of {run.lines}" + (f" and {len(damaged) - 1} more" if len(damaged) > 1 else "")
-        run.missing.append(f"{LOG_NAME}: line {some} is half-written or damaged, and left out")
-    for event in _joined(run, starts):
-        run.add(event)
-    run.latest, run.latest_updated = (
-        one if one is not None and one.step in run.shares else None for one in (run.latest, run.latest_updated)
-    )
-
-
-def _take(run: RunRecords, starts: list[list[Any]], record: Mapping[str, Any]) -> None:
+def _take(run: RunRecords, record: Mapping[str, Any]) -> None:
     match record["record"]:
         case "run":
             if record["version"] != VERSION:
                 raise ValueError(f"version {record['version']!r}")
             run.start = {key: value for key, value in record.items() if key not in ("record", "version")}
-            run.has_ended = False
-            starts.append([])
+            run.has_ended, run.is_new = False, True
         case "step":
-            starts[-1].append(
-                StepRecord(
-                    step=int(record["step"]),
-                    loss_scale=float(record["loss_scale"]),
-                    headroom=record["headroom"],
-                    skipped=record["skipped"],
-                    cause=record["cause"],
-                )
-            )
+            # Whoever draws the page relies on numbers.
+            step, scale = int(record["step"]), float(record["loss_scale"])
+            run.take(StepRecord(step, scale, record["headroom"], record["skipped"], record["cause"]))
         case "overflow":
-            starts[-1].append(OverflowReport.from_dict(record["report"]))
+            run.take(OverflowReport.from_dict(record["report"]))
         case "healed":
-            starts[-1].append(Healed(**record["healed"]))
+            run.take(Healed(**record["healed"]))
         case "magnitudes":
-            run.latest = step = from_record(record)
-            run.latest_updated = run.latest_updated if step.skipped else step
-            starts[-1].append(step.shares())  # a long run's histograms would not fit in memory together
+            run.take(from_record(record))
         case "contract":
             run.contract = record["rows"]
         case "end":
             run.has_ended = True
         case unknown:
             raise ValueError(f"record {unknown!r}")
-
-
-def _joined(run: RunRecords, starts: list[list[Any]]) -> list[Any]:
-    """What was recorded of all starts. A resumed one takes steps again from its checkpoint on: the later ones count."""
-    found: list[Any] = []
-    for events in filter(None, starts):
-        # An overflow is written before its step, so the first of a start need not be a step.
-        first = min(one.step for one in events)
-        run.restarts = run.restarts + 1 if found and first > 1 else 0
-        found = [*(one for one in found if one.step < first), *events]
-    return found
-
-
-def _read_overflow(run: RunRecords, path: Path) -> None:
-    run.add(OverflowReport.from_dict(json.loads(path.read_bytes())))
-
-
-_FILES: dict[str, Callable[[RunRecords, Path], None]] = {
-    LOG_NAME: _read_log,
-    "overflows/*/report.json": _read_overflow,
-}

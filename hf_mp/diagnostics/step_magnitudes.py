@@ -32,11 +32,9 @@ class TensorMagnitudes:
     kind: Kind
     layer: str  # name of the module in the model
     tensor: str  # the parameter's name in its module; "" for an activation
-    dtype: str  # of the tensor, such as "float16"
     stride: int  # every `stride`-th element was counted
     histogram: Histogram  # of the counted elements; gradients are unscaled
-    swamped_fp16: Swamped = NO_UPDATES  # counted updates that would leave an FP16 weight unchanged
-    swamped_bf16: Swamped = NO_UPDATES  # the same for a BF16 weight
+    swamped: Swamped = NO_UPDATES  # counted updates that would leave a BF16 weight unchanged
 
 
 @dataclass(frozen=True)
@@ -58,44 +56,28 @@ class StepMagnitudes:
         found = (t for t in self.tensors if t.kind is kind and layer in (None, t.layer))
         return Histogram(sum((t.histogram.counts * t.stride for t in found), start=Histogram.empty().counts))
 
-    def swamped(self, layer: str | None = None) -> tuple[Swamped, Swamped]:
-        """The updates (of one layer) that FP16 and BF16 weights would lose, weighted as in :meth:`of`."""
-        found = [t for t in self.tensors if t.kind is Kind.UPDATES and layer in (None, t.layer)]
-        counts = (t.stride * np.array([t.swamped_fp16, t.swamped_bf16]) for t in found)
-        fp16, bf16 = sum(counts, start=np.zeros((2, 2), np.int64)).tolist()
-        return Swamped(*fp16), Swamped(*bf16)
+    def swamped(self, layer: str | None = None) -> Swamped:
+        """The updates (of one layer) that BF16 weights would lose, weighted as in :meth:`of`."""
+        counts = (t.stride * np.array(t.swamped) for t in self.tensors if layer in (None, t.layer))
+        return Swamped(*sum(counts, start=np.zeros(2, np.int64)).tolist())
 
     @property
     def layers(self) -> tuple[str, ...]:
         """Names of the recorded layers, in the order of the model."""
         return tuple(dict.fromkeys(tensor.layer for tensor in self.tensors))
 
-    def shares(self) -> StepShares:
-        gradients, (fp16, bf16) = self.of(Kind.WEIGHT_GRADIENTS), self.swamped()
-        has_gradients = gradients.finite_nonzero > 0
-        return StepShares(
-            step=self.step,
-            underflowed=gradients.share_underflowed() if has_gradients else None,
-            underflowed_scaled=gradients.share_underflowed(self.log2_scale) if has_gradients else None,
-            swamped_fp16=fp16.share if fp16.updates else None,
-            swamped_bf16=bf16.share if bf16.updates else None,
-        )
-
-
-@dataclass(frozen=True)
-class StepShares:
-    """What 16 bits would lose of a step: 0 to 1, or None if not recorded."""
-
-    step: int
-    underflowed: float | None  # of the weight gradients, without loss scaling
-    underflowed_scaled: float | None  # the same at the step's scale
-    swamped_fp16: float | None  # of the updates
-    swamped_bf16: float | None
-
     def log_entries(self) -> dict[str, float]:
-        """For a training log: ``underflowed_share`` at the step's scale, and ``swamped_share`` for FP16 weights."""
-        entries = {"underflowed_share": self.underflowed_scaled, "swamped_share": self.swamped_fp16}
-        return {name: share for name, share in entries.items() if share is not None}
+        """For a training log, what 16 bits lose, 0 to 1, without what the step does not have.
+
+        ``underflowed_share`` is of the weight gradients, in FP16 at the loss scale; ``swamped_share`` of the updates,
+        in BF16.
+        """
+        entries = {}
+        if (gradients := self.of(Kind.WEIGHT_GRADIENTS)).finite_nonzero:
+            entries["underflowed_share"] = gradients.share_underflowed(self.log2_scale)
+        if (swamped := self.swamped()).updates:
+            entries["swamped_share"] = swamped.share
+        return entries
 
 
 # In a log
@@ -107,9 +89,7 @@ def as_record(step: StepMagnitudes) -> dict[str, Any]:
     counts = np.array([t.histogram.counts for t in step.tensors], dtype=_COUNT)
     return {
         **vars(step),
-        "tensors": [
-            [t.kind.value, t.layer, t.tensor, t.dtype, t.stride, *t.swamped_fp16, *t.swamped_bf16] for t in step.tensors
-        ],
+        "tensors": [[t.kind.value, t.layer, t.tensor, t.stride, *t.swamped] for t in step.tensors],
         "counts": base64.b64encode(zlib.compress(counts.tobytes())).decode("ascii"),
     }
 
@@ -117,11 +97,12 @@ def as_record(step: StepMagnitudes) -> dict[str, Any]:
 def from_record(record: Mapping[str, Any]) -> StepMagnitudes:
     """What :func:`as_record` gave."""
     counts = np.frombuffer(zlib.decompress(base64.b64decode(record["counts"])), _COUNT).astype(np.int64)
-    tensors = []
-    for row, found in zip(record["tensors"], counts.reshape(-1, _BINS), strict=True):
-        kind, layer, tensor, dtype, stride, *lost = row
-        swamped = Swamped(*lost[:2]), Swamped(*lost[2:])
-        tensors.append(TensorMagnitudes(Kind(kind), layer, tensor, dtype, stride, Histogram(found), *swamped))
-    return StepMagnitudes(
-        record["step"], record["loss_scale"], record["skipped"], tuple(tensors), notes=tuple(record["notes"])
-    )
+    tensors = [
+        TensorMagnitudes(Kind(kind), layer, tensor, stride, Histogram(found), Swamped(*lost))
+        for (kind, layer, tensor, stride, *lost), found in zip(
+            record["tensors"], counts.reshape(-1, _BINS), strict=True
+        )
+    ]
+    step, scale, skipped, notes = (record[name] for name in ("step", "loss_scale", "skipped", "notes"))
+    # A log may be damaged anywhere, and the page draws a logarithm of the scale.
+    return StepMagnitudes(int(step), float(scale), bool(skipped), tuple(tensors), tuple(notes))

@@ -80,7 +80,7 @@ class TrainerReporting:
     def log_entries(self) -> dict[str, float]:
         """Entries for a training log, in addition to the stats."""
         latest = None if self.recorder is None else self.recorder.latest
-        return {} if latest is None else latest.shares().log_entries()
+        return {} if latest is None else latest.log_entries()
 
     def end(self, args: TrainingArguments) -> None:
         """Training has come to its end: write the page, if that was asked for."""

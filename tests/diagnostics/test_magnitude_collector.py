@@ -136,7 +136,6 @@ def test_activations_and_their_gradients_are_those_of_the_first_micro_batch(tmp_
     assert of(loop.found, Kind.ACTIVATIONS, name).histogram == histogram(kept[0])
     found = of(loop.found, Kind.ACTIVATION_GRADIENTS, name)
     assert found.histogram == histogram(kept[0].grad.float() / 2.0**10)
-    assert found.dtype == "float16"
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -174,10 +173,9 @@ def test_swamped_updates_are_those_of_all_masters(precision: str, tmp_path: Path
     loop.backward(0)
     loop.step()
     after = loop.masters()
-    for number, dtype in enumerate((torch.float16, torch.bfloat16)):
-        lost = [swamped(weight, after[name] - weight, dtype) for name, weight in before.items()]
-        found = loop.found.swamped()[number]
-        assert found == tuple(map(sum, zip(*lost, strict=True))) and 0.05 < found.share < 1.0
+    lost = [swamped(weight, after[name] - weight, torch.bfloat16) for name, weight in before.items()]
+    found = loop.found.swamped()
+    assert found == tuple(map(sum, zip(*lost, strict=True))) and 0.05 < found.share < 1.0
 
 
 def test_a_skipped_step_has_no_updates_and_counts_what_was_not_finite(tmp_path: Path) -> None:
@@ -185,7 +183,7 @@ def test_a_skipped_step_has_no_updates_and_counts_what_was_not_finite(tmp_path: 
     loop.backward(0, factor=1e30)
     loop.step()
     assert loop.runtime.step_was_skipped and loop.found.skipped
-    assert loop.found.of(Kind.UPDATES).total == 0 and loop.found.swamped()[0].updates == 0
+    assert loop.found.of(Kind.UPDATES).total == 0 and loop.found.swamped().updates == 0
     gradients = loop.found.of(Kind.WEIGHT_GRADIENTS)
     assert gradients.inf_count + gradients.nan_count > 0
     loop.backward(1)
@@ -201,7 +199,7 @@ def test_large_tensors_are_sampled_and_count_for_all_of_their_elements(tmp_path:
     assert row.stride > 1 and row.histogram.total <= 2**15
     total = loop.found.of(Kind.WEIGHTS, "0").total
     assert total == pytest.approx(512 * 512 + 512, rel=1e-3)
-    assert loop.found.swamped("0")[0].updates > 0.5 * 512 * 512
+    assert loop.found.swamped("0").updates > 0.5 * 512 * 512
 
 
 # Which layers

@@ -48,7 +48,7 @@ def test_a_run_that_is_asked_to_leaves_a_log_and_a_page(contender: str, tmp_path
     assert run.missing == [] and run.has_ended
     assert [step.skipped for step in run.steps.values()] == [False, True, False, False, False]
     assert "output 'loss' has inf, NaN or a magnitude of 2**64 or more" in run.steps[2].cause
-    assert list(run.shares) == [1, 3, 5]
+    assert run.magnitudes is not None and run.magnitudes.step == 5
     assert run.start["settings"]["learning_rate"] == 0.5 and run.start["histogram_steps"] == 2
     assert "1 of 5 steps skipped." in (tmp_path / PAGE_NAME).read_text(encoding="utf-8")
     assert str(tmp_path) not in (tmp_path / LOG_NAME).read_text(encoding="utf-8")
@@ -69,7 +69,7 @@ def test_each_can_be_had_alone(contender: str, settings: dict[str, Any], tmp_pat
     train(contender, tmp_path, **settings)
     assert (tmp_path / LOG_NAME).is_file()
     assert (tmp_path / PAGE_NAME).is_file() == ("precision_report" in settings)
-    assert (read_run(tmp_path).latest is not None) == ("histogram_steps" in settings)
+    assert (read_run(tmp_path).magnitudes is not None) == ("histogram_steps" in settings)
 
 
 @pytest.mark.parametrize("contender", CONTENDERS)
@@ -84,7 +84,7 @@ def test_both_contenders_record_the_same(contender: str, tmp_path: Path) -> None
     train(contender, tmp_path / contender, histogram_steps=2)
     train("subclass", tmp_path / "other", histogram_steps=2)
     found, other = read_run(tmp_path / contender), read_run(tmp_path / "other")
-    assert found.latest == other.latest and found.steps == other.steps
+    assert found.magnitudes == other.magnitudes and found.steps == other.steps
 
 
 @pytest.mark.parametrize("contender", CONTENDERS)
@@ -169,7 +169,7 @@ def test_the_live_line_says_what_is_known() -> None:
 def test_the_callback_takes_them_from_the_arguments(tmp_path: Path) -> None:
     args = arguments(tmp_path, MixedPrecisionArguments, histogram_steps=2, histogram_layers=["lm_head"])
     Trainer(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[MixedPrecisionCallback()]).train()
-    latest = read_run(tmp_path).latest
+    latest = read_run(tmp_path).magnitudes
     assert latest is not None and latest.layers == ("lm_head",)
 
 
@@ -216,7 +216,7 @@ def test_layers_of_the_callback_have_an_effect_where_the_arguments_take_histogra
     with CaptureLogger(logging.get_logger("hf_mp.trainer.settings")) as captured:
         callback = MixedPrecisionCallback(histogram_layers=["lm_head"])
         Trainer(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[callback]).train()
-    latest = read_run(tmp_path).latest
+    latest = read_run(tmp_path).magnitudes
     assert latest is not None and latest.layers == ("lm_head",)
     assert "no effect" not in captured.out
 
