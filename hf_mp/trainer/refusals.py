@@ -39,14 +39,14 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
     _refuse_lonely_process(args)
     if policy.is_mixed:
         _refuse_sharding(args)
-        _refuse_optimizer(str(getattr(args.optim, "value", args.optim)), args, policy)
+        _refuse_optimizer(str(getattr(args.optim, "value", args.optim)), args)
         _refuse_other_engines(args, policy)
 
 
 def _refuse_sharding(args: TrainingArguments) -> None:
-    if (fsdp_version := _fsdp_version(args)) not in (None, 2):
+    if (version := fsdp_version(args)) not in (None, 2):
         raise ValueError(
-            f"FSDP version {fsdp_version} flattens parameters, and there is nothing left to give a working copy: use "
+            f"FSDP version {version} flattens parameters, and there is nothing left to give a working copy: use "
             "FSDP2 (fsdp_config={'version': 2}, or `accelerate launch --fsdp_version 2`)"
         )
 
@@ -67,26 +67,18 @@ def _refuse_other_engines(args: TrainingArguments, policy: PrecisionPolicy) -> N
         )
 
 
-# Parts of names of optimizers: those with state of other shapes than their parameters, and those of bitsandbytes.
-_OTHER_SHAPES = re.compile("4bit|torch_8bit|adafactor|galore|apollo")
 _OF_BITSANDBYTES = re.compile("bnb|paged|lion_|ademamix|^(?!.*torch).*8bit")  # torchao's are adamw_torch_8bit
 
 
-def _refuse_optimizer(optim: str, args: TrainingArguments, policy: PrecisionPolicy) -> None:
+def _refuse_optimizer(optim: str, args: TrainingArguments) -> None:
     if optim.endswith("layerwise") or "lomo" in optim:
         raise ValueError(f"optim={optim!r} updates inside backward, where an overflow cannot be skipped: use another")
-    if _fsdp_version(args) != 2:
+    if fsdp_version(args) != 2:
         return
     if _OF_BITSANDBYTES.search(optim):
         raise ValueError(
             f"optim={optim!r} of bitsandbytes updates plain tensors, and under FSDP2 parameters are DTensors: use "
             "optim='adamw_torch', or DDP"
-        )
-    is_kept = args.save_strategy != "no" and not args.save_only_model
-    if policy.is_lean and is_kept and _OTHER_SHAPES.search(optim):
-        raise ValueError(
-            f"optim={optim!r} has state of other shapes than its parameters, which precision={str(policy)!r} cannot "
-            "save under FSDP2: use save_strategy='no', save_only_model=True, or optim='adamw_torch'"
         )
 
 
@@ -101,7 +93,7 @@ def _refuse_lonely_process(args: TrainingArguments) -> None:
         )
 
 
-def _fsdp_version(args: TrainingArguments) -> int | None:
+def fsdp_version(args: TrainingArguments) -> int | None:
     """The version of FSDP that ``args`` or the launcher ask for; 0 for XLA's, None without FSDP."""
     if args.fsdp:
         settings: Any = args.fsdp_config or {}

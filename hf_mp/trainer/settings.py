@@ -17,6 +17,7 @@ from hf_mp.scaling.events import MAX_FP32_SHARE, ON_OVERFLOW, FreeGradients, che
 from hf_mp.scaling.rules import RULES, StaticRule
 from hf_mp.scaling.scalers import LossScaler, scaler_for
 from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.trainer.refusals import fsdp_version
 
 logger = logging.get_logger(__name__)
 
@@ -192,6 +193,11 @@ class SessionSettings(PrecisionOptions):
         in_backward: dict[str, Any] = {}
         if self.free_gradients == "backward":
             in_backward = {"free_gradients": "backward", "max_grad_norm": args.max_grad_norm or None}
+        policy = self.policy
+        # FSDP2's shards of a lean model are FP32, as those of the default layout: from the start in that layout, the
+        # optimizer holds the model's own parameters, which accelerate saves and loads.
+        if policy.is_lean and fsdp_version(args) == 2:
+            policy = replace(policy, params=torch.float32, reduce=policy.wire)
         return MixedPrecision(
-            self.policy, loss_scaler=self.make_scaler(), tables=self.tables, rules=self.rules, **in_backward
+            policy, loss_scaler=self.make_scaler(), tables=self.tables, rules=self.rules, **in_backward
         )

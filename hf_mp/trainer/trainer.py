@@ -20,8 +20,6 @@ from hf_mp.scaling.scalers import LossScaleError
 from hf_mp.trainer.arguments import MixedPrecisionArguments
 from hf_mp.trainer.calling_trainer import forget_prepared, refuse_compiled_whole
 from hf_mp.trainer.checkpoints.crash_safe_trainer import CrashSafe
-from hf_mp.trainer.checkpoints.optimizer_shards import see_shards
-from hf_mp.trainer.checkpoints.sharded_trainer import LeanShards
 from hf_mp.trainer.refusals import refuse_other_precision
 from hf_mp.trainer.save_dtype import extend_save
 from hf_mp.trainer.session import OfSession, TrainerSession
@@ -39,7 +37,7 @@ class _AfterSteps(TrainerCallback):
         )
 
 
-class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
+class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
     """A ``Trainer`` that trains in our mixed precision; with ``precision="fp32"`` it is the stock Trainer, bit for bit.
 
     The model is attached while ``train()`` runs, and an ordinary FP32 model afterwards, also when it raises.
@@ -123,9 +121,6 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
         if self.is_in_train:
             self._attach()
         self._restore_split()
-        # FSDP2 has sharded the stored 16 bits after the model was attached: loading into those would round.
-        if self.is_fsdp_enabled:
-            see_shards(self.mixed_precision)
         super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_best_model(self) -> None:

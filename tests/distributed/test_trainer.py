@@ -195,8 +195,7 @@ def test_a_lean_layout_trains_under_fsdp_and_saves_fp32(two: Results) -> None:
 def test_optimizers_of_lean_and_default_layouts_under_fsdp(two: Results) -> None:
     for rank in two:
         found = rank["fsdp_lean_resume"]
-        assert "optimizer_and_model_shards" in found["files"]
-        assert not {"optimizer_0", "pytorch_model_fsdp_0"} & set(found["files"])
+        assert {"optimizer_0", "pytorch_model_fsdp_0"} <= set(found["files"])  # accelerate's own
         assert rank["lean_in_fp16"]["loss"] == pytest.approx(found["at_once"]["loss"][4:], rel=1e-4)
 
 
@@ -211,7 +210,6 @@ def test_optimizers_of_lean_and_default_layouts_under_fsdp(two: Results) -> None
             "launched",
             "ValueError: ACCELERATE_MIXED_PRECISION='fp16' .*start with .accelerate launch --mixed_p",
         ),
-        ("lean from fp16", "CheckpointError: .*has model and optimizer of another layout"),
         (
             "mixed layouts",
             "ValueError: ranks that train one model .*: rank 0 has precision=fp16; rank 1 has precision=fp16-lean",

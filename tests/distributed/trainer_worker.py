@@ -236,7 +236,6 @@ def callback_evaluated_before(folder: Path) -> dict[str, Any]:
 def refused(folder: Path) -> dict[str, str]:
     """Another mixed precision, and a mesh that does not fit: said by each rank, before the first step."""
     large = ParallelismConfig(dp_shard_size=4)
-    of_fp16 = str(folder.parent / "fsdp_resume_sharded" / "checkpoint-4")
 
     def launched() -> None:
         """As ``accelerate launch`` has it, of its configuration's ``mixed_precision: fp16``."""
@@ -252,7 +251,6 @@ def refused(folder: Path) -> dict[str, str]:
             AcceleratorState._reset_state()
 
     cases: dict[str, Callable[[], Any]] = {
-        "lean from fp16": lambda: run(folder, of_fp16, **LEAN, **SHARDED),
         "fp16": lambda: trainer(folder, fp16=True),
         "launched": launched,
         "too large": lambda: trainer(folder, parallelism_config=large, **fsdp())[0].train(),

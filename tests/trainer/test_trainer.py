@@ -217,18 +217,6 @@ def test_fsdp2_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     arguments(tmp_path)
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_torch_4bit", "adafactor", "galore_adamw", "apollo_adamw"])
-def test_state_of_other_shapes_is_refused_where_fsdp_saves_a_lean_layout(tmp_path: Path, optim: str) -> None:
-    settings: dict[str, Any] = {"optim": optim, "fsdp": True, "fsdp_config": {"version": 2}}
-    with pytest.raises(
-        ValueError, match=rf"optim='{optim}' has state of other shapes.*'fp16-lean'.*or optim='adamw_torch'$"
-    ):
-        arguments(tmp_path, precision="fp16-lean", save_strategy="steps", **settings)
-    arguments(tmp_path, precision="fp16-lean", save_strategy="no", **settings)
-    arguments(tmp_path, precision="fp16-lean", save_strategy="steps", save_only_model=True, **settings)
-    arguments(tmp_path, precision="fp16", save_strategy="steps", **{**settings, "optim": "adafactor"})
-
-
 def test_bitsandbytes_is_refused_where_fsdp_shards(tmp_path: Path) -> None:
     refused = set()
     for optim in OptimizerNames:
