@@ -17,10 +17,9 @@ import contextlib
 import gc
 import os
 import statistics
-import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,6 +37,7 @@ from transformers.utils import logging
 import hf_mp
 from _contenders import BareMode, Step
 from _results import alternate
+from benches.host import count as count_host
 from hf_mp.memory.parallel import blocks_of
 from hf_mp.policy import PRESETS, mixed_presets
 
@@ -137,19 +137,10 @@ def host_costs(rounds: int) -> dict[str, dict[str, float]]:
     steps = {name: make_step(name, config(12, 32, 512), 16) for name in names}
     together = dict.fromkeys(names, distributed.barrier)
     seconds = alternate(steps, rounds=rounds, warmup=3, before=together, clock=time.process_time)
-    return {name: {"cpu_seconds": statistics.median(seconds[name]), "calls": calls(steps[name])} for name in names}
-
-
-def calls(step: Step) -> float:
-    """Python functions that a step calls in this thread, which runs the backward too."""
-    distributed.barrier()
-    found: Counter[str] = Counter()
-    sys.setprofile(lambda frame, event, value: found.update((event,)))
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return float(found["call"])
+    return {
+        name: {"cpu_seconds": statistics.median(seconds[name]), "calls": count_host(steps[name])["python_calls"]}
+        for name in names
+    }
 
 
 def worker(rank: int, folder: str, ranks: int, model: GPT2Config, rounds: int) -> None:

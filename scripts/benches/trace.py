@@ -10,8 +10,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -42,29 +40,15 @@ class Trace:
             self.calls[code.co_filename, code.co_firstlineno] += 1
         return self
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """To run a step in; autograd's threads are traced too."""
-        before = sys.gettrace()
-        threading.settrace(self)
-        sys.settrace(self)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
-            threading.settrace(before)
-
-    def counts(self, of: Callable[[str], bool] = lambda file: True) -> dict[str, int]:
-        """Files, functions, calls and lines; ``of``: of which files."""
-        calls = {place: count for place, count in self.calls.items() if of(place[0])}
-        lines = {place for place in self.lines if of(place[0])}
-        files = len({file for file, _ in lines})
-        return {"files": files, "functions": len(calls), "calls": sum(calls.values()), "lines": len(lines)}
+    def counts(self, part: str | None = None) -> dict[str, int]:
+        """Files, functions, calls and lines, of one folder of the package or of all."""
+        calls = [count for (file, _), count in self.calls.items() if part in (None, _part(file))]
+        files = [file for file, _ in self.lines if part in (None, _part(file))]
+        return {"files": len(set(files)), "functions": len(calls), "calls": sum(calls), "lines": len(files)}
 
     def by_part(self) -> dict[str, dict[str, int]]:
         """The counts of each folder of the package."""
-        parts = sorted({_part(file) for file, _ in self.lines})
-        return {part: self.counts(lambda file, part=part: _part(file) == part) for part in parts}  # type: ignore[misc]
+        return {part: self.counts(part) for part in sorted({_part(file) for file, _ in self.lines})}
 
 
 def _part(file: str) -> str:
@@ -87,9 +71,14 @@ def trace(precision: str) -> Trace:
 
     for _ in range(3):
         step()
-    found = Trace()
-    with found.running():
+    found, before = Trace(), sys.gettrace()
+    threading.settrace(found)  # for autograd's own threads
+    sys.settrace(found)
+    try:
         step()
+    finally:
+        sys.settrace(before)
+        threading.settrace(before)
     return found
 
 

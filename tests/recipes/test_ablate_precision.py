@@ -12,11 +12,9 @@ from rich.console import Console
 
 import ablate_precision as recipe
 from _ablation import FineTuning, Shares, ablation_table, seed_spread, summarize
-from _options import parse_options
 from ablate_precision import (
     SCALES,
     VARIANTS,
-    Options,
     Task,
     batches,
     load_texts,
@@ -133,8 +131,3 @@ def test_without_fp32_or_with_one_seed_there_is_nothing_to_compare_with():
     single = {"fp32": [run(4.0)], "fp16": [run(4.1)]}
     assert seed_spread(single) is None and summarize(single, VARIANTS)[1].verdict == ""
     assert ablation_table([alone]).row_count == 1
-
-
-def test_defaults_train_everything():
-    assert parse_options(Options, []).variants == list(VARIANTS)
-    assert Options().seeds == 3
