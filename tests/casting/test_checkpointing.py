@@ -140,17 +140,6 @@ def test_gradients_are_bit_for_bit_those_without_checkpointing(
 
 
 @every_way
-def test_the_innermost_autocast_of_the_forward_applies(model: Model, x: Tensor, use_reentrant: bool) -> None:
-    def bfloat16_inside(model: Model, x: Tensor) -> Tensor:
-        with autocast(BF16):
-            return checkpointed(use_reentrant)(model, x)
-
-    expected = gradients(model, x, plain, autocast(BF16))
-    check_equal(gradients(model, x, bfloat16_inside, autocast(FP16)), expected)
-    check_computed(model, times=2, dtype=BF16)
-
-
-@every_way
 @pytest.mark.parametrize("around_backward", [nullcontext, autocast], ids=["outside", "inside of another"])
 def test_what_ran_disabled_recomputes_disabled(
     model: Model, x: Tensor, around_backward: Callable[[], AbstractContextManager[object]], use_reentrant: bool
@@ -201,18 +190,24 @@ def test_backward_inside_of_the_same_autocast(
     check_equal([t.grad for t in (x, *model.parameters()) if t.grad is not None], expected)
 
 
+# Another autocast within that of the forward, and what it has its blocks computed in.
+WITHIN: dict[str, Callable[[bool], Forward]] = {
+    "around the blocks": lambda way: lambda model, x: autocast(BF16)(checkpointed(way))(model, x),
+    "in the block": lambda way: lambda model, x: checkpoint(autocast(BF16)(plain), model, x, use_reentrant=way),
+}
+
+
 @every_way
-def test_an_autocast_within_the_block_is_the_blocks_own(model: Model, x: Tensor, use_reentrant: bool) -> None:
-    decorated = autocast(BF16)(lambda x: plain(model, x))
-    expected = gradients(model, x, lambda _, x: decorated(x), autocast(FP16))
-    found = gradients(model, x, lambda _, x: checkpoint(decorated, x, use_reentrant=use_reentrant), autocast(FP16))
-    check_equal(found, expected)
+@pytest.mark.parametrize("within", WITHIN)
+def test_the_innermost_autocast_applies(model: Model, x: Tensor, within: str, use_reentrant: bool) -> None:
+    expected = gradients(model, x, plain, autocast(BF16))
+    check_equal(gradients(model, x, WITHIN[within](use_reentrant), autocast(FP16)), expected)
     check_computed(model, times=2, dtype=BF16)
 
 
 def test_a_checkpoint_within_a_checkpoint(model: Model, x: Tensor) -> None:
     def nested(model: Model, x: Tensor) -> Tensor:
-        return checkpoint(lambda x: checkpointed(False)(model, x), x, use_reentrant=False)
+        return checkpoint(checkpointed(False), model, x, use_reentrant=False)
 
     expected = gradients(model, x, plain, autocast())
     check_equal(gradients(model, x, nested, autocast()), expected)

@@ -150,14 +150,15 @@ def test_in_fp16_loss_and_gradients_are_those_of_fp32(name: str) -> None:
     assert {n: d for n, d in far.items() if d > CASES[name].fp16_tolerance} == {}
 
 
+def gradients(name: str, scale: float) -> dict[str, Tensor]:
+    model = CASES[name].model()
+    MixedPrecision("fp16", loss_scaler=StaticLossScaler(scale)).attach(model)
+    return run(model, CASES[name].inputs()).gradients
+
+
 @every_model
 def test_no_gradient_keeps_a_loss_scale(name: str) -> None:
-    def gradients(scale: float) -> dict[str, Tensor]:
-        model = CASES[name].model()
-        MixedPrecision("fp16", loss_scaler=StaticLossScaler(scale)).attach(model)
-        return run(model, CASES[name].inputs()).gradients
-
-    unscaled, scaled = gradients(1.0), gradients(2.0**12)
+    unscaled, scaled = gradients(name, 1.0), gradients(name, 2.0**12)
     # Without a scale gradients lose bits to underflow: half of them at worst, never a factor.
     ratios = {n: float(scaled[n].norm() / unscaled[n].norm()) for n in scaled if unscaled[n].norm() > 1e-6}
     assert len(ratios) > 10
@@ -167,10 +168,5 @@ def test_no_gradient_keeps_a_loss_scale(name: str) -> None:
 @every_model
 def test_every_gradient_is_unscaled_by_its_own_scale(name: str) -> None:
     # Away from underflow and overflow a power of two changes no bit of an FP16 number, and of an FP32 one never.
-    def gradients(scale: float) -> dict[str, Tensor]:
-        model = CASES[name].model()
-        MixedPrecision("fp16", loss_scaler=StaticLossScaler(scale)).attach(model)
-        return run(model, CASES[name].inputs()).gradients
-
-    at_10, at_12 = gradients(2.0**10), gradients(2.0**12)
+    at_10, at_12 = gradients(name, 2.0**10), gradients(name, 2.0**12)
     assert {n: d for n, d in distances(at_10, at_12).items() if d > 2.0**-8} == {}

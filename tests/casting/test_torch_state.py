@@ -1,6 +1,7 @@
 """What torch says about autocast inside ours, the FP32 islands of other people's code, and torch's own left alone."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -59,32 +60,25 @@ class TestQuestions:
         assert found == [False, BF16, FP32, True]
 
 
+ISLANDS: dict[str, Callable[[], Any]] = {
+    "cpu": lambda: torch.autocast("cpu", enabled=False),
+    "cuda": lambda: torch.autocast("cuda", enabled=False),
+    "torch.cuda.amp": lambda: torch.cuda.amp.autocast(enabled=False),
+    "maybe_autocast": lambda: generic.maybe_autocast("cpu", enabled=False),
+}
+
+
 class TestIslands:
-    @pytest.mark.parametrize("device", ["cpu", "cuda"])
-    def test_torchs_disabled_autocast_switches_ours_off(self, pair: tuple[Tensor, Tensor], device: str) -> None:
-        a, b = pair
-        with autocast(FP16):
-            with torch.autocast(device, enabled=False):
-                assert (a @ b).dtype is FP32 and torch.equal(a @ b, torch.mm(a, b))
-                assert not torch.is_autocast_enabled(device)
-                assert torch.sum(a.half()).dtype is FP16
-            assert (a @ b).dtype is FP16
-        assert (a @ b).dtype is FP32
-
+    @pytest.mark.parametrize("island", ISLANDS)
     @pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.autocast:FutureWarning")
-    def test_in_the_deprecated_spelling(self, pair: tuple[Tensor, Tensor]) -> None:
+    def test_they_switch_ours_off(self, pair: tuple[Tensor, Tensor], island: str) -> None:
         a, b = pair
-        with autocast(FP16), torch.cuda.amp.autocast(enabled=False):
-            assert torch.equal(a @ b, torch.mm(a, b)) and (a @ b).dtype is FP32
-
-    def test_as_a_decorator(self, pair: tuple[Tensor, Tensor]) -> None:
-        @torch.autocast("cpu", enabled=False)
-        def island(a: Tensor, b: Tensor) -> Tensor:
-            return a @ b
-
         with autocast(FP16):
-            assert island(*pair).dtype is FP32
-            assert (pair[0] @ pair[1]).dtype is FP16
+            with ISLANDS[island]():
+                assert (a @ b).dtype is FP32 and torch.equal(a @ b, torch.mm(a, b))
+                assert not torch.is_autocast_enabled("cuda") and torch.sum(a.half()).dtype is FP16
+            assert ISLANDS[island]()(torch.mm)(a, b).dtype is FP32  # as a decorator
+            assert (a @ b).dtype is FP16
 
     def test_one_object_entered_twice_and_again_outside(self, pair: tuple[Tensor, Tensor]) -> None:
         a, b = pair
@@ -139,13 +133,6 @@ class TestBothAtOnce:
 
 
 class TestTransformers:
-    def test_an_island_of_maybe_autocast(self, pair: tuple[Tensor, Tensor]) -> None:
-        a, b = pair
-        with autocast(FP16):
-            with generic.maybe_autocast("cpu", enabled=False):
-                assert (a @ b).dtype is FP32
-            assert (a @ b).dtype is FP16
-
     @LOWER
     def test_rotary_embeddings_stay_in_fp32(self, dtype: torch.dtype) -> None:
         sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}

@@ -48,17 +48,13 @@ class Loop:
         self.plain: Any = nn.Linear(5, 5)
         self.model: Any = self.plain
         self.optimizer: Any = optim(self.model.parameters(), 0.1)
-        if order == "ours first":
+        ours_first = order == "ours first"
+        if ours_first:
             self.model, self.optimizer = hf_mp.prepare(self.model, self.optimizer, precision)
-            self.scheduler: Any = LambdaLR(self.optimizer, lambda step: 0.5**step)
-            self.model, self.optimizer, self.scheduler = self.accelerator.prepare(
-                self.model, self.optimizer, self.scheduler
-            )
-        else:
-            self.scheduler = LambdaLR(self.optimizer, lambda step: 0.5**step)
-            self.model, self.optimizer, self.scheduler = self.accelerator.prepare(
-                self.model, self.optimizer, self.scheduler
-            )
+        self.scheduler: Any = LambdaLR(self.optimizer, lambda step: 0.5**step)
+        prepared = self.accelerator.prepare(self.model, self.optimizer, self.scheduler)
+        self.model, self.optimizer, self.scheduler = prepared
+        if not ours_first:
             self.model, self.optimizer = hf_mp.prepare(self.model, self.optimizer, precision)
 
     def step(self, gradient: float = 0.01) -> None:

@@ -87,32 +87,22 @@ def test_what_the_kernel_does_not_compute_is_left_to_the_optimizer(make: Any) ->
     assert all(weight.grad is not None for weight in weights)
 
 
-def test_moments_that_are_not_contiguous_are_read_by_their_shape() -> None:
-    results = []
-    for moment in (torch.arange(12.0).view(4, 3).t(), torch.arange(12.0).view(4, 3).t().contiguous()):
+@pytest.mark.parametrize("what", ["moments", "gradient"])
+def test_what_is_not_contiguous_is_read_by_its_shape(what: str) -> None:
+    results, values = [], torch.arange(12.0).view(4, 3).t()
+    for given in (values, values.contiguous()):
         weight = nn.Parameter(torch.ones(3, 4).half())
         optimizer = MasterWeightOptimizer(AdamW([weight], lr=1e-2, fused=True), layout="split")
-        weight.grad = torch.ones(3, 4)
+        weight.take_scaled_gradient(given.half() if what == "gradient" else torch.ones(3, 4).half())  # type: ignore[attr-defined]
         optimizer.step()
-        state = optimizer.state_dict()  # as of a parameter that lies channels last
-        state["state"][0]["exp_avg"] = moment.clone()
-        state["state"][0]["exp_avg_sq"] = moment.square() + 1.0
-        optimizer.load_state_dict(state)
-        weight.grad = torch.ones(3, 4)
-        optimizer.step()
-        results.append(optimizer.master(weight))
+        if what == "moments":
+            state = optimizer.state_dict()  # as of a parameter that lies channels last
+            state["state"][0] |= {"exp_avg": given.clone(), "exp_avg_sq": given.square() + 1.0}
+            optimizer.load_state_dict(state)
+            weight.grad = torch.ones(3, 4)
+            optimizer.step()
+        results.append(optimizer.state[weight]["exp_avg"] if what == "gradient" else optimizer.master(weight))
     assert torch.equal(*results) and results[0].unique().numel() == 12
-
-
-def test_a_gradient_that_is_not_contiguous_is_read_by_its_shape() -> None:
-    results = []
-    for gradient in (torch.arange(12.0).view(4, 3).t().half(), torch.arange(12.0).view(4, 3).t().half().contiguous()):
-        weight = nn.Parameter(torch.zeros(3, 4).half())
-        optimizer = MasterWeightOptimizer(AdamW([weight], lr=1.0, fused=True), layout="split")
-        weight.take_scaled_gradient(gradient)  # type: ignore[attr-defined]
-        optimizer.step()
-        results.append(optimizer.state[weight]["exp_avg"])
-    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("setting", ["auto", "reference"])
