@@ -27,6 +27,7 @@ ALONE = covering(["eager", "aot_eager"], [FP16, BF16], together=1)
 EACH_BACKEND_AND_DTYPE = pytest.mark.parametrize(("backend", "dtype"), ALONE, ids=str)
 # Of compiled code autograd saves other values and aot_eager adds gradients up in another order: a few roundings.
 GRADIENT_TOLERANCE = {FP16: 2.0**-9, BF16: 2.0**-6}
+W = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
 
 Function = Callable[[Tensor], Tensor]
 
@@ -101,17 +102,15 @@ def test_compiled_is_as_eager(name: str, entered: str, backend: str, dtype: torc
 
 
 def test_leaving_and_entering_again_inside_of_one_graph() -> None:
-    w = torch.randn(8, 8)
-
     def function(x: Tensor) -> list[Tensor]:
         with autocast(BF16):
-            first = x @ w
+            first = x @ W
             with autocast(BF16, enabled=False):
-                second = first.float() @ w
+                second = first.float() @ W
             with autocast(FP16):
-                third = second @ w
-            fourth = third.float() @ w
-        return [first, second, third, fourth, fourth.float() @ w]
+                third = second @ W
+            fourth = third.float() @ W
+        return [first, second, third, fourth, fourth.float() @ W]
 
     x = torch.randn(4, 8)
     found = torch.compile(function, fullgraph=True, backend="eager")(x)
@@ -120,8 +119,7 @@ def test_leaving_and_entering_again_inside_of_one_graph() -> None:
 
 
 def test_compiled_code_is_not_used_again_under_another_autocast() -> None:
-    w = torch.randn(8, 8)
-    compiled = torch.compile(lambda x: x @ w, fullgraph=True, backend="eager")
+    compiled = torch.compile(lambda x: x @ W, fullgraph=True, backend="eager")
     x = torch.randn(4, 8)
     assert compiled(x).dtype is FP32
     with autocast(BF16):
@@ -139,54 +137,50 @@ class TestIslandsOfTorchsInsideOfAGraph:
     def test_are_in_fp32(self, spelling: str) -> None:
         if spelling == "torch.cuda.amp" and torch.__version__.startswith("2.15"):
             pytest.skip("torch 2.15 traces no torch.cuda.amp.autocast, also without ours: KeyError: dtype")
-        w, made_before = torch.randn(8, 8), torch.autocast("cpu", enabled=False)
+        made_before = torch.autocast("cpu", enabled=False)
 
         def island(x: Tensor) -> Tensor:
             if spelling == "decorator":
-                return made_before(lambda: x @ w)()
+                return made_before(lambda: x @ W)()
             if spelling == "object":
                 with made_before:
-                    return x @ w
+                    return x @ W
             of_cuda = spelling == "torch.cuda.amp"
             with torch.cuda.amp.autocast(enabled=False) if of_cuda else torch.autocast("cpu", enabled=False):
-                return x @ w
+                return x @ W
 
-        compiled = torch.compile(lambda x: [island(x), x @ w], fullgraph=True, backend="eager")
+        compiled = torch.compile(lambda x: [island(x), x @ W], fullgraph=True, backend="eager")
         x = torch.randn(4, 8)
         for _ in range(2):
             with autocast(BF16):
                 inside, after = compiled(x)
-            assert torch.equal(inside, x @ w) and after.dtype is BF16
+            assert torch.equal(inside, x @ W) and after.dtype is BF16
             assert compiled(x)[1].dtype is FP32
 
     def test_with_ours_inside_and_around_them_in_the_same_graph(self) -> None:
-        w = torch.randn(8, 8)
-
         @torch.compile(fullgraph=True, backend="eager")
         def function(x: Tensor) -> list[Tensor]:
             with autocast(BF16):
                 with torch.autocast("cpu", enabled=False):
-                    first = x @ w
+                    first = x @ W
                     with autocast(FP16):
-                        second = x @ w
-                    third = x @ w
-                fourth = x @ w
+                        second = x @ W
+                    third = x @ W
+                fourth = x @ W
             with torch.autocast("cpu", BF16):
-                fifth = x @ w
-            return [first, second, third, fourth, fifth, x @ w]
+                fifth = x @ W
+            return [first, second, third, fourth, fifth, x @ W]
 
         assert [t.dtype for t in function(torch.randn(4, 8))] == [FP32, FP16, FP32, BF16, BF16, FP32]
 
     def test_a_graph_that_breaks_inside_of_one(self) -> None:
-        w = torch.randn(8, 8)
-
         @torch.compile(backend="eager")
         def function(x: Tensor) -> list[Tensor]:
             with torch.autocast("cpu", enabled=False):
-                first = x @ w
+                first = x @ W
                 torch._dynamo.graph_break()
-                second = x @ w
-            return [first, second, x @ w]
+                second = x @ W
+            return [first, second, x @ W]
 
         with autocast(BF16):
             assert [t.dtype for t in function(torch.randn(4, 8))] == [FP32, FP32, BF16]
@@ -195,12 +189,10 @@ class TestIslandsOfTorchsInsideOfAGraph:
     @pytest.mark.parametrize("device", ["cpu", "cuda"])
     @pytest.mark.filterwarnings("ignore:CUDA is not available")
     def test_torchs_switched_on_is_an_error(self, device: str) -> None:
-        w = torch.randn(8, 8)
-
         @torch.compile(backend="eager")
         def function(x: Tensor) -> Tensor:
             with torch.autocast(device, BF16):
-                return x @ w
+                return x @ W
 
         with autocast(BF16), pytest.raises(RuntimeError, match=r"torch.autocast was entered inside hf_mp.autocast"):
             function(torch.randn(4, 8))
@@ -208,15 +200,13 @@ class TestIslandsOfTorchsInsideOfAGraph:
 
 
 def test_torchs_autocast_compiles_outside_of_ours() -> None:
-    w = torch.randn(8, 8)
-
     @torch.compile(fullgraph=True, backend="eager")
     def function(x: Tensor) -> list[Tensor]:
         with torch.autocast("cpu", BF16):
-            first = x @ w
+            first = x @ W
             with torch.autocast("cpu", enabled=False):
-                second = x @ w
-        return [first, second, x @ w]
+                second = x @ W
+        return [first, second, x @ W]
 
     assert [t.dtype for t in function(torch.randn(4, 8))] == [BF16, FP32, FP32]
 

@@ -54,11 +54,6 @@ X = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
 REUSED: dict[str, Any] = {}  # an autocast and an island of torch's
 
 
-def in_a_new_one(layer: nn.Linear) -> None:
-    with autocast(FP16):
-        layer(X)
-
-
 def in_one_again(layer: nn.Linear) -> None:
     with REUSED["autocast"], REUSED["autocast"]:
         layer(X)
@@ -118,7 +113,6 @@ def an_attached_model_that_raises(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("once", "times"),
     [
-        (in_a_new_one, TIMES),
         (in_one_again, TIMES),
         (backward, TIMES),
         (a_graph_that_is_never_run, TIMES),

@@ -131,20 +131,14 @@ def test_a_loss_of_ones_own_and_other_kinds_of_loss_stay() -> None:
     assert "_loss_function" not in bert.__dict__
 
 
-def test_detach_takes_it_back() -> None:
+def test_copies_have_it_and_neither_pickles_nor_a_detached_model() -> None:
     model = gpt2()
     runtime = MixedPrecision("fp16")
     runtime.attach(model)
-    runtime.detach()
-    assert "_loss_function" not in model.__dict__
-    assert model.loss_function is ForCausalLMLoss
-
-
-def test_copies_have_it_and_pickles_do_not() -> None:
-    model = gpt2()
-    MixedPrecision("fp16").attach(model)
     assert isinstance(copy.deepcopy(model).loss_function, CausalLMLoss)
     assert pickle.loads(pickle.dumps(model)).loss_function is ForCausalLMLoss
+    runtime.detach()
+    assert "_loss_function" not in model.__dict__ and model.loss_function is ForCausalLMLoss
 
 
 def test_compiled_code_does_not_ask_how_many_logits_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

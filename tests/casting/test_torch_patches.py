@@ -92,9 +92,15 @@ def test_nothing_of_torch_is_different_after_import_and_after_detach(tmp_path: A
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_the_table_stays_until_the_last_user_and_what_is_traced_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def holder(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """A module ``a_torch`` with a name to patch."""
     holder = types.SimpleNamespace(present="original")
     monkeypatch.setitem(sys.modules, "a_torch", holder)  # type: ignore[arg-type]
+    return holder
+
+
+def test_the_table_stays_until_the_last_user_and_what_is_traced_have_left(holder: types.SimpleNamespace) -> None:
     patches, seen = Patches((Patch(("a_torch:present",), lambda original: "ours", ""),)), []
     for users, traced in ((1, 0), (0, 1), (0, 1), (-1, 0), (0, -1), (0, -1), (0, 1), (0, -1)):
         patches.count(users=users, traced=traced)
@@ -102,23 +108,18 @@ def test_the_table_stays_until_the_last_user_and_what_is_traced_have_left(monkey
     assert seen == ["ours"] * 5 + ["original", "ours", "original"]
 
 
-def test_a_patch_of_somebody_elses_over_ours_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    holder = types.SimpleNamespace(function=lambda: "original")
-    monkeypatch.setitem(sys.modules, "a_torch", holder)  # type: ignore[arg-type]
-    table = (Patch(("a_torch:function",), lambda original: lambda: "ours", ""),)
-    patches = Patches(table)
+def test_a_patch_of_somebody_elses_over_ours_is_left(holder: types.SimpleNamespace) -> None:
+    patches = Patches((Patch(("a_torch:present",), lambda original: "ours", ""),))
     patches.acquire()
-    assert holder.function() == "ours"
-    theirs = holder.function = lambda: "theirs"
+    assert holder.present == "ours"
+    holder.present = "theirs"
     patches.release()
-    assert holder.function is theirs
+    assert holder.present == "theirs"
 
 
 def test_a_model_that_goes_while_another_is_compiled_leaves_the_table_to_the_next(
-    monkeypatch: pytest.MonkeyPatch,
+    holder: types.SimpleNamespace,
 ) -> None:
-    holder = types.SimpleNamespace(present="original")
-    monkeypatch.setitem(sys.modules, "a_torch", holder)  # type: ignore[arg-type]
     patches = Patches((Patch(("a_torch:present",), lambda original: "ours", ""),))
     release = torch_patches.acquire(patches)
     with torch._guards.compile_context(torch._guards.CompileContext(None)):
@@ -130,13 +131,11 @@ def test_a_model_that_goes_while_another_is_compiled_leaves_the_table_to_the_nex
     assert holder.present == "original"
 
 
-def test_what_a_torch_lacks_costs_one_warning_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    holder = types.SimpleNamespace(present=lambda: "original")
-    monkeypatch.setitem(sys.modules, "a_torch", holder)  # type: ignore[arg-type]
+def test_what_a_torch_lacks_costs_one_warning_and_nothing_else(holder: types.SimpleNamespace) -> None:
     table = (
         Patch(("a_torch:Gone.method", "a_torch:gone_too"), lambda original: original, "islands are lost"),
         Patch(("moved_away:function", "a_torch:Gone.__init__"), lambda original: original, "tracing is lost"),
-        Patch(("a_torch:present",), lambda original: lambda: "ours", ""),
+        Patch(("a_torch:present",), lambda original: "ours", ""),
     )
     patches = Patches(table)
     with pytest.warns(
@@ -144,9 +143,9 @@ def test_what_a_torch_lacks_costs_one_warning_and_nothing_else(monkeypatch: pyte
     ) as caught:
         for _ in range(2):
             patches.acquire()
-            assert holder.present() == "ours"
+            assert holder.present == "ours"
             patches.release()
-    assert len(caught) == 2 and holder.present() == "original"
+    assert len(caught) == 2 and holder.present == "original"
 
 
 def test_this_torch_lacks_nothing(recwarn: pytest.WarningsRecorder) -> None:

@@ -278,15 +278,6 @@ def test_a_checkpoint_of_the_stock_trainer_resumes_with_a_warning(
     assert same(weights(resumed.model), weights(again.model))
 
 
-def test_a_state_of_another_scaler_warns_and_starts_anew(tmp_path: Path) -> None:
-    begun = make("callback", tmp_path / "a", "fp16", max_steps=2)
-    begun.train()
-    resumed = make("callback", tmp_path / "b", "bf16")
-    with pytest.warns(UserWarning, match="loss_scale was headroom in the saved run, and is none here"):
-        resumed.train(resume_from_checkpoint=str(checkpoint(begun, 2)))
-    assert scaler_state(resumed)["loss_scaler"]["steps"] == 4
-
-
 @pytest.mark.parametrize("contender", OURS)
 def test_a_broken_state_is_named(tmp_path: Path, contender: str) -> None:
     begun = make(contender, tmp_path / "a", max_steps=2)
@@ -361,18 +352,6 @@ def test_the_subclass_resumes_into_an_fp16_model_of_model_init(tmp_path: Path) -
     assert same(weights(straight.model), weights(resumed.model))
 
 
-def test_a_second_train_goes_on_with_the_same_scale(tmp_path: Path) -> None:
-    ends = []
-    for contender in OURS:
-        trainer = make(contender, tmp_path, save_strategy="no")
-        trainer.train()
-        trainer.args.learning_rate = 1e-3
-        trainer.train()
-        ends.append((weights(trainer.model), history(trainer)))
-        assert scaler_state(trainer)["loss_scaler"]["steps"] == 12
-    assert same(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1]
-
-
 class Pushing(Trainer):
     """Pushes checkpoints to a folder in the place of the hub."""
 
@@ -404,13 +383,20 @@ class OutOfMemoryOnce(Trainer):
         return super().training_step(*args, **kwargs)
 
 
-def test_auto_find_batch_size_begins_again_with_a_smaller_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["a second train()", "auto_find_batch_size"])
+def test_training_that_begins_again_goes_on_with_the_same_scale(tmp_path: Path, kind: str) -> None:
     ends = []
     for contender in OURS:
-        settings = {"auto_find_batch_size": True, "save_strategy": "no", "per_device_train_batch_size": 8}
-        trainer = make(contender, tmp_path, base=OutOfMemoryOnce, **settings)
+        if kind == "auto_find_batch_size":
+            settings = {"auto_find_batch_size": True, "per_device_train_batch_size": 8}
+            trainer = make(contender, tmp_path, base=OutOfMemoryOnce, save_strategy="no", **settings)
+            steps = 8  # two with the batch that is too large
+        else:
+            trainer, steps = make(contender, tmp_path, save_strategy="no"), 12
+            trainer.train()
+            trainer.args.learning_rate = 1e-3
         trainer.train()
         assert trainer._train_batch_size < 8 and trainer.state.global_step == 6
         ends.append((weights(trainer.model), history(trainer)))
-        assert scaler_state(trainer)["loss_scaler"]["steps"] == 8
+        assert scaler_state(trainer)["loss_scaler"]["steps"] == steps
     assert same(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1]
