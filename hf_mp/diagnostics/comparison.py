@@ -115,9 +115,10 @@ def _variants(precisions: Any, tables: TableName) -> list[_Variant]:
         raise TypeError(f"precisions are several: write [{str(precisions)!r}]")
     found: list[_Variant] = []
     for one in precisions:
-        if isinstance(one, tuple) and (len(one) != 2 or not isinstance(one[1], Mapping)):
+        pair: Any = one if isinstance(one, tuple) else (one, {})
+        if len(pair) != 2 or not isinstance(pair[1], Mapping):
             raise TypeError(f"{one!r} is no precision with rules: write ('fp16', {{'lm_head': 'fp32'}})")
-        precision, rules = one if isinstance(one, tuple) else (one, {})
+        precision, rules = pair
         policy = PrecisionPolicy.parse(precision)
         parse_rules(rules, TABLES[tables])  # before the reference runs, which takes minutes
         several = [(), *((rule,) for rule in rules.items()), tuple(rules.items())]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hf_mp.diagnostics.kept_state import KeptBackward
-from hf_mp.diagnostics.looks import look
+from hf_mp.diagnostics.looks import Rerun, look
 from hf_mp.diagnostics.ranges import OpRange
 from hf_mp.diagnostics.remedies import (
     CannotHealError,
@@ -67,7 +67,17 @@ def find_cure(runtime: MixedPrecision, backward: KeptBackward) -> Cure:
         return replace(cure, reason="it is inf or NaN in FP32, too: the cause is the model or its data")
     if not needs_loss_scale(runtime.policy.compute):
         return cure
-    scale, scaler = runtime.scaler.get_scale(), runtime.scaler
+    try:
+        return _with_remedies(runtime, backward, cure, seen, with_gradients)
+    except CannotHealError as error:
+        return replace(cure, error=str(error))
+
+
+def _with_remedies(
+    runtime: MixedPrecision, backward: KeptBackward, cure: Cure, seen: Rerun, with_gradients: bool
+) -> Cure:
+    """The cure of a micro-batch that is finite in FP32, ``seen`` in BF16."""
+    scale = runtime.scaler.get_scale()
 
     def with_rules(places: Callable[[Sequence[OpRange]], list[OpRange]], gradient_scale: float = 0.0) -> Cure:
         def again(rules: Mapping[str, str]) -> Sequence[OpRange]:
@@ -82,26 +92,23 @@ def find_cure(runtime: MixedPrecision, backward: KeptBackward) -> Cure:
             scale=gradient_scale or scale,
         )
 
-    try:
-        # A place that left the range may be why another was cut, so that it comes first.
-        for places in (leaving_range, cutting):
-            if (found := with_rules(places)).remedies:
-                return found
-            if seen.is_finite:  # a mask that nothing comes of is none of our business
-                break
-        else:
-            reason = "it is finite in FP32 and not in BF16, and nothing was rounded to -inf: train in FP32"
-            return replace(cure, reason=reason)
-        if not with_gradients:
-            return cure
-        # The scale first: it costs nothing, and only where none fits does a product get one of its own.
-        suits = scale_range(seen.ranges, scale)
-        best = suits.best(scale, scaler.smallest_scale)
-        if runtime.policy.is_lean:  # the weights' gradients themselves are in 16 bits
-            best = min(best, scale_with_headroom(seen.largest_gradient or 1.0, 1.0))
-        return replace(with_rules(functools.partial(leaving_range_in_backward, scale=best), best), suits=suits)
-    except CannotHealError as error:
-        return replace(cure, error=str(error))
+    # A place that left the range may be why another was cut, so that it comes first.
+    for places in (leaving_range, cutting):
+        if (found := with_rules(places)).remedies:
+            return found
+        if seen.is_finite:  # a mask that nothing comes of is none of our business
+            break
+    else:
+        reason = "it is finite in FP32 and not in BF16, and nothing was rounded to -inf: train in FP32"
+        return replace(cure, reason=reason)
+    if not with_gradients:
+        return cure
+    # The scale first: it costs nothing, and only where none fits does a product get one of its own.
+    suits = scale_range(seen.ranges, scale)
+    best = suits.best(scale, runtime.scaler.smallest_scale)
+    if runtime.policy.is_lean:  # the weights' gradients themselves are in 16 bits
+        best = min(best, scale_with_headroom(seen.largest_gradient or 1.0, 1.0))
+    return replace(with_rules(functools.partial(leaving_range_in_backward, scale=best), best), suits=suits)
 
 
 def find_rules(

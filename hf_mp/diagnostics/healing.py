@@ -134,16 +134,17 @@ class Healer(StepObserver):
                 torch.compiler.reset()  # what was compiled has no hook for the new rules
         if not self._can_run_again(is_healed=bool(rules)):
             return False
-        # One rank that does not know what helps would overflow again.
-        return (len(found) == len(cures) and self._backs_off(found, is_healed=bool(rules))) or bool(rules)
+        return self._backs_off(cures, is_healed=bool(rules)) or bool(rules)
 
-    def _backs_off(self, cures: list[Cure], *, is_healed: bool) -> bool:
+    def _backs_off(self, cures: list[Cure | None], *, is_healed: bool) -> bool:
         """Whether the loss scale goes down to what all ranks have found, or by half as a guess."""
         scaler = self._runtime.scaler
         before = scaler.get_scale()
-        scale = min(cure.scale or before for cure in cures)
-        # Without a reason seen, by half: BF16, in which it is looked at, has 3 bits less than FP16.
-        return (scale < before or not is_healed) and scaler.back_off(min(scale, before / 2.0))
+        scale = min([before, *(cure.scale or before for cure in cures if cure is not None)])
+        # One rank that does not know what helps would overflow again. Without a reason seen, by half: BF16, in which it
+        # is looked at, has 3 bits less than FP16.
+        is_lower = None not in cures and (scale < before or not is_healed)
+        return is_lower and scaler.back_off(min(scale, before / 2.0))
 
     def _can_run_again(self, *, is_healed: bool) -> bool:
         check = self._runtime.check

@@ -80,16 +80,8 @@ class Histogram:
 
     def share_underflowed(self, log2_scale: int = 0) -> float:
         """The share of the finite nonzero values that FP16 rounds to zero, after multiplication by 2**log2_scale."""
-        return _ratio(self._below(2 * (FP16_LARGEST_LOST - log2_scale) + 1), self.finite_nonzero)
-
-    def share_subnormal(self, log2_scale: int = 0) -> float:
-        """The share that FP16 keeps with fewer than 11 bits: above 2**-25 and below 2**-14."""
-        lost = self._below(2 * (FP16_LARGEST_LOST - log2_scale) + 1)
-        return _ratio(self._below(2 * (FP16_SMALLEST_NORMAL - log2_scale)) - lost, self.finite_nonzero)
-
-    def _below(self, bin: int) -> int:
-        """The finite nonzero values in the bins before that of 2**0 plus ``bin``."""
-        return int(self.counts[_SUBNORMAL : min(max(bin + 2 * _BIAS, _SUBNORMAL), _INF)].sum())
+        end = 2 * (FP16_LARGEST_LOST - log2_scale + _BIAS) + 1  # the first bin that FP16 keeps
+        return _ratio(int(self.counts[_SUBNORMAL : min(max(end, _SUBNORMAL), _INF)].sum()), self.finite_nonzero)
 
 
 @torch.no_grad()

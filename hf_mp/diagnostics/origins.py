@@ -207,10 +207,13 @@ class OriginTracker(TorchDispatchMode):
     def _origin(
         self, func: Any, inputs: list[Tensor], outputs: list[Tensor], state: Finiteness, before: dict[int, Finiteness]
     ) -> Origin | None:
-        came = [before[id(tensor)] if id(tensor) in before else finiteness(tensor) for tensor in inputs]
-        origins = [self._origins.get(_memory(tensor), _UNKNOWN) for tensor in inputs]
         # Uninitialized memory (None) is not read: `baddbmm(empty, q, k, beta=0)`.
-        tainted = [(found, origin) for found, origin in zip(came, origins, strict=True) if found and origin is not None]
+        tainted = [
+            (found, origin)
+            for tensor in inputs
+            if (found := before.get(id(tensor), finiteness(tensor)))
+            and (origin := self._origins.get(_memory(tensor), _UNKNOWN)) is not None
+        ]
         if guilty := [pair for pair in tainted if not pair[1].is_mask]:
             return min(guilty, key=lambda pair: (-pair[0], pair[1].order))[1]  # of the worst, the first
         if state is Finiteness.MINUS_INF and tainted:

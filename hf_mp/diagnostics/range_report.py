@@ -15,7 +15,6 @@ RULES_NAME = "precision_rules.json"
 CLOSE_DOUBLINGS = 2.0
 _KIND = "hf_mp range report"
 _VERSION = 1
-_MAYBE_NAN = ("largest", "least", "largest_weight")  # of an op: null in JSON
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,9 @@ class RangeReport:
             # The folder is often a model's, where other programs have JSON of their own.
             if values.pop("kind") != _KIND or values.pop("version") != _VERSION:
                 raise ValueError("another kind of file, or another version")
-            # JSON has no NaN; of the other fields, null means that there is none.
+            # JSON has no NaN; null of a gradient means that there is none.
             fields: list[dict[str, Any]] = [
-                {key: math.nan if key in _MAYBE_NAN and value is None else value for key, value in op.items()}
+                {key: math.nan if value is None and key != "fp16_gradient" else value for key, value in op.items()}
                 for op in values["ops"]
             ]
             ops = tuple(OpRange(**one) for one in fields)

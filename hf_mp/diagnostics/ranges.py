@@ -134,7 +134,7 @@ class RangeRecorder:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             # Below torch functions: what this looks with is not to be cast, counted or recorded itself.
             given = _Given.of(name, call.args, call.kwargs, experts, is_product)
-            operands = [given.largest_operands(part) for part in given.parts]  # before they are written to
+            operands = given.largest_operands()  # before they are written to
         flops = self._flops.get_total_flops()
         result = call.make()
         self._experts.made(call.module, call.func, call.args, result)
@@ -235,13 +235,14 @@ class _Given(NamedTuple):
         computed = [tensor for tensor in floating if tensor is not weight]
         return cls(floating, computed, [] if weight is None else [weight], _parts_of(experts, weight), is_product)
 
-    def largest_operands(self, part: _Part) -> tuple[float, float]:
-        """The largest magnitudes of what a product reads: of its input, and of all else; 0 for another call."""
+    def largest_operands(self) -> list[tuple[float, float]]:
+        """Of each part, the largest magnitudes of what a product reads: of its input, and of all else; 0 for another
+        call."""
         if not self.is_product:
-            return 0.0, 0.0
+            return [(0.0, 0.0)] * len(self.parts)
         factors = {id(tensor) for tensor in self.factors}
-        read = [part.of(tensor) for tensor in self.computed if id(tensor) not in factors]
-        return _largest(read), _largest(map(part.of, self.factors))
+        read = [tensor for tensor in self.computed if id(tensor) not in factors]
+        return [(_largest(map(part.of, read)), _largest(map(part.of, self.factors))) for part in self.parts]
 
     def parts_of(self, outputs: list[Tensor]) -> list[_Part]:
         """The parts in which results are to be looked at: of other rows than the experts', all of them together."""

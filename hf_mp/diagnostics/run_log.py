@@ -154,9 +154,7 @@ def read_run(directory: Path) -> RunRecords:
 
 def _take(run: RunRecords, record: Mapping[str, Any]) -> None:
     match record["record"]:
-        case "run":
-            if record["version"] != VERSION:
-                raise ValueError(f"version {record['version']!r}")
+        case "run" if record["version"] == VERSION:
             run.start = {key: value for key, value in record.items() if key not in ("record", "version")}
             run.has_ended, run.is_new = False, True
         case "step":

@@ -101,10 +101,8 @@ def test_shares_are_those_of_a_direct_count(log2_scale: int) -> None:
     counted = int((values != 0).sum())
     half = scaled.float().half()
     lost = int(((half == 0) & (values != 0)).sum())
-    subnormal = int(((half != 0) & (scaled.abs() < 2.0**-14)).sum())
-    assert 0 < lost + subnormal < counted
+    assert lost < counted
     assert found.share_underflowed(log2_scale) == lost / counted
-    assert found.share_subnormal(log2_scale) == subnormal / counted
     assert found.zeros == int((values == 0).sum())
 
 
