@@ -317,6 +317,9 @@ def found(module: str, op: str, largest: float = 4 * 65504.0, weight: float = 1.
     return OpRange(module, op, largest, is_fp16=True, largest_weight=weight, is_origin=True)
 
 
+GRADIENT = OpRange("up", "linear", 10.0, is_fp16=True, fp16_gradient=65504.0)
+
+
 def remedy(place: OpRange, rules: dict[str, str] | None = None, **situation: Any) -> dict[str, str]:
     return next_remedy(Situation(place, rules or {}, **situation)).rules
 
@@ -335,42 +338,33 @@ def test_the_remedies_of_one_place_the_smallest_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "rules"),
+    ("place", "situation", "rules"),
     [
-        (found("layers.1.mlp", "mul"), {"layers.1.mlp:mul": "fp32"}),
-        (found("layers.1.mlp", "mul_"), {"layers.1.mlp": "fp32"}),
-        (found("layers.1.mlp", "iadd"), {"layers.1.mlp": "fp32"}),
-        (found("embed", "linear", weight=1e5), {"embed:linear": "scaled/1/1/64"}),
-        (found("embed", "linear", largest=1e10), {"embed:linear": "fp32"}),
-        (found("", "add"), {":add": "fp32"}),
+        (found("layers.1.mlp", "mul"), {}, {"layers.1.mlp:mul": "fp32"}),
+        (found("layers.1.mlp", "mul_"), {}, {"layers.1.mlp": "fp32"}),
+        (found("layers.1.mlp", "iadd"), {}, {"layers.1.mlp": "fp32"}),
+        (found("embed", "linear", weight=1e5), {}, {"embed:linear": "scaled/1/1/64"}),
+        # A lean layout has the weight in 16 bits already.
+        (found("embed", "linear", weight=1e5), {"is_lean": True}, {"embed:linear": "fp32"}),
+        (found("embed", "linear", largest=1e10), {}, {"embed:linear": "fp32"}),
+        (found("", "add"), {}, {":add": "fp32"}),
+        # 2**16 is the largest divisor, and small results of the same op are not to go below FP16.
+        (replace(found("", "einsum", 2.0**30), least=2.0**30), {}, {":einsum": "fp32"}),
+        (replace(found("", "einsum", 2.0**25), least=2.0**30), {}, {":einsum": "scaled/16384"}),
+        (replace(found("", "einsum", 2.0**25), least=1.0), {}, {":einsum": "fp32"}),
+        (GRADIENT, {"rules": {"up:linear": "scaled/8"}, "scale": 4.0}, {"up:linear": "scaled/8/128"}),
+        (GRADIENT, {"rules": {"up:linear": "fp32"}, "scale": 4.0}, {"up": "fp32"}),
     ],
 )
-def test_the_first_remedy(place: OpRange, rules: dict[str, str]) -> None:
-    assert remedy(place) == rules
+def test_the_next_remedy(place: OpRange, situation: dict[str, Any], rules: dict[str, str]) -> None:
+    assert remedy(place, **situation) == rules
 
 
-def test_what_was_out_of_range_before_and_nan_get_no_remedy() -> None:
+def test_what_was_out_of_range_before_and_nan_and_gradients_in_range_get_no_remedy() -> None:
     carried = OpRange("layers.1", "gelu", 1e6, is_fp16=True)
     assert leaving_range([carried, found("embed", "linear", largest=float("nan"))]) == []
-
-
-def test_a_divisor_is_not_offered_that_takes_small_results_of_the_same_op_below_fp16() -> None:
-    place = replace(found("", "einsum", 2.0**30), least=2.0**30)
-    assert remedy(place) == {":einsum": "fp32"}  # 2**16 is the largest divisor
-    place = replace(place, largest=2.0**25)
-    assert remedy(place) == {":einsum": "scaled/16384"}
-    assert remedy(replace(place, least=1.0)) == {":einsum": "fp32"}
-
-
-def test_a_weight_that_a_lean_layout_has_in_16_bits_is_not_divided() -> None:
-    assert remedy(found("up", "linear", weight=1e5), is_lean=True) == {"up:linear": "fp32"}
-
-
-def test_the_remedies_of_a_gradient() -> None:
-    place, rules = OpRange("up", "linear", 10.0, is_fp16=True, fp16_gradient=65504.0), {"up:linear": "scaled/8"}
-    assert leaving_range_in_backward([place], 2.0**-2) == [] and leaving_range_in_backward([place], 1.0) == [place]
-    assert remedy(place, rules, scale=4.0) == {"up:linear": "scaled/8/128"}
-    assert remedy(place, {"up:linear": "fp32"}, scale=4.0) == {"up": "fp32"}
+    assert leaving_range_in_backward([GRADIENT], 2.0**-2) == []
+    assert leaving_range_in_backward([GRADIENT], 1.0) == [GRADIENT]
 
 
 @pytest.mark.parametrize(

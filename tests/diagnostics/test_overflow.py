@@ -113,13 +113,6 @@ def test_inputs_go_with_the_step_or_their_graph(end_of: Any) -> None:
     assert alive() is None
 
 
-def test_forwards_without_grad_are_not_kept() -> None:
-    loop = Loop()
-    with torch.no_grad():
-        loop.model(**vectors(0))
-    assert loop.explainer.explain_now() is None
-
-
 # When it explains
 
 
@@ -154,6 +147,8 @@ def test_of_skips_in_a_row_the_first_second_fourth_are_replayed_and_one_is_logge
 
 def test_asked_before_the_step() -> None:
     loop = Loop()
+    with torch.no_grad():
+        loop.model(**bad())  # is not kept
     loop.backward(vectors(0))
     assert loop.explainer.explain_now() is None
     loop.backward(bad())
@@ -266,8 +261,6 @@ def test_lean_layouts_are_tried_in_fp32_with_their_masters() -> None:
     for spoil, finite in ((put(ACT, lambda x: (x + 300) * (x + 300)), True), (put(ACT, lambda x: x / (x - x)), False)):
         loop = Loop("fp16-lean", model=gpt2().train())
         spoil(loop.model)
-        held = {name: (id(p), p.dtype) for name, p in loop.model.named_parameters()}
-        masters = {name: value.clone() for name, value in loop.model.state_dict().items()}
         loop.model(**tokens(0)).loss.backward()
         loop.optimizer.step()
         (report,) = loop.reports
@@ -276,8 +269,6 @@ def test_lean_layouts_are_tried_in_fp32_with_their_masters() -> None:
             "In FP32 the same micro-batch is finite. Give it rules=" if finite else "the cause is the model or its data"
         )
         assert advice in report.to_text()
-        assert {name: (id(p), p.dtype) for name, p in loop.model.named_parameters()} == held
-        assert all(torch.equal(value, masters[name]) for name, value in loop.model.state_dict().items())
 
 
 # Gradients that are finite, and too large to be squared
