@@ -22,8 +22,6 @@ from hf_mp.kernels.split import merge, split_into
 # Small enough that what one operation leaves is in a core's cache for the next, large enough for some 20 calls a block.
 _BLOCK_ELEMENTS_PER_THREAD = 2**17
 _SMALL_ELEMENTS = 2**16  # parameters up to this size are joined: each call costs more than its work
-_MINUS_UNIT = -(2.0**-25)  # a remainder counts units of 2**-25 of its working copy's binade, and is negated here
-_FP32_EXPONENT, _FP16_SMALLEST_BINADE, _FP16_LARGEST_BINADE = 0x7F800000, 2.0**-14, 2.0**15
 
 
 @dataclass(frozen=True)
@@ -159,9 +157,10 @@ def adamw_(
             adamw_by_torch(batch[0], settings, factor)
             continue
         torch._foreach_add_([tensors.step for tensors in batch], 1)
-        is_fp16 = batch[0].working.dtype is torch.float16  # type: ignore[union-attr]
-        update = _update_split_fp16 if is_fp16 else _update_split_bf16
-        update(batch, settings, None if factor is None else factor.squeeze())
+        for parts, working, remainder, gradient in _blocks(batch, factor):
+            master = merge(working, remainder)
+            _fused(parts, master, gradient, settings)
+            split_into(master, working, remainder)
 
 
 def _whole_master(tensors: AdamWTensors) -> Tensor:
@@ -221,85 +220,30 @@ def _block_elements() -> int:
 
 
 def _blocks(batch: Sequence[AdamWTensors], factor: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Flat blocks, each joined, updated and split while in the cache: parts, halves, gradient, master and scratch."""
+    """Flat blocks, each merged, updated and split while in the cache: parts, working half, remainder and gradient."""
     if len(batch) == 1:
         yield from _blocks_of_one(batch[0], factor)
         return
     # In C++, which makes the views of all of them at once: a call for each would cost more than their update.
     halves: Any = [tensors.working for tensors in batch], [tensors.remainder for tensors in batch]
     working, remainder = map(_flatten_dense_tensors, halves)
-    master, gradient, floats, units, shorts = _scratch(working.numel(), working.device)
-    gradient.copy_(_flatten_dense_tensors([tensors.gradient for tensors in batch]))
-    if factor is not None:
-        gradient.mul_(factor)
-    yield batch, working, remainder, gradient, master, floats, units, shorts
+    yield batch, working, remainder, _unscaled(_flatten_dense_tensors([one.gradient for one in batch]), factor)
     # The block is updated: its halves go back to their parameters.
     for half, flat in zip(halves, (working, remainder), strict=True):
         torch._foreach_copy_(half, _unflatten_dense_tensors(flat, half))
 
 
-def _scratch(elements: int, device: torch.device) -> list[Tensor]:
-    """Room for a block's master and gradient, for two FP32 operands, and for one of int16."""
-    floats = [torch.empty(elements, dtype=torch.float32, device=device) for _ in range(4)]
-    return [*floats, torch.empty(elements, dtype=torch.int16, device=device)]
-
-
 def _blocks_of_one(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    assert tensors.working is not None and tensors.remainder is not None
     # whole vectors, so that torch's scalar loop for the rest begins where it would in the whole tensor
     elements = _block_elements()
-    given = [tensors.gradient, tensors.exp_avg, tensors.exp_avg_sq, tensors.working, tensors.remainder]
+    given: Any = (tensors.gradient, tensors.exp_avg, tensors.exp_avg_sq, tensors.working, tensors.remainder)
+    flat = [tensor.reshape(-1) for tensor in given]
     if is_fake(tensors.gradient):  # it has no values, and one block stands for the memory of all
-        given = [tensor.reshape(-1)[:elements] for tensor in given]
-    size, device = min(elements, tensors.gradient.numel()), tensors.gradient.device
-    scratch = _scratch(size, device)
-    for scaled, exp_avg, exp_avg_sq, working, remainder in zip(
-        *(tensor.reshape(-1).split(elements) for tensor in given), strict=True
-    ):
-        if working.numel() != size:  # the last block
-            scratch = [tensor[: working.numel()] for tensor in scratch]
-        master, gradient, floats, units, shorts = scratch
-        true = scaled
-        if factor is not None or scaled.dtype is not torch.float32:
-            true = gradient.copy_(scaled)
-            if factor is not None:
-                true.mul_(factor)
+        flat = [tensor[:elements] for tensor in flat]
+    for gradient, exp_avg, exp_avg_sq, working, remainder in zip(*(t.split(elements) for t in flat), strict=True):
         part = tensors._replace(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-        yield [part], working, remainder, true, master, floats, units, shorts
+        yield [part], working, remainder, _unscaled(gradient, factor)
 
 
-def _update_split_fp16(batch: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None) -> None:
-    device = batch[0].gradient.device
-    exponent = torch.tensor(_FP32_EXPONENT, dtype=torch.int32, device=device)
-    zero = torch.zeros((), dtype=torch.float32, device=device)
-    for parts, working, remainder, gradient, master, floats, units, shorts in _blocks(batch, factor):
-        binades = units.view(torch.int32)
-        master.copy_(working)
-        torch.bitwise_and(master.view(torch.int32), exponent, out=binades)
-        units.clamp_(_FP16_SMALLEST_BINADE, _FP16_LARGEST_BINADE)
-        # Negated twice, -0.0 stays what it is: -0.0 + -0.0 * unit.
-        floats.copy_(torch.neg(remainder, out=shorts))
-        master.addcmul_(floats, units, value=_MINUS_UNIT)
-        _fused(parts, master, gradient, settings)
-        working.copy_(master)
-        floats.copy_(working)
-        if not is_fake(working) and not math.isfinite(floats.sum().item()):
-            split_into(master, working, remainder)
-            continue
-        torch.bitwise_and(floats.view(torch.int32), exponent, out=binades)
-        units.clamp_(min=_FP16_SMALLEST_BINADE)
-        remainder.copy_(torch.addcdiv(zero, master.sub_(floats), units, value=2.0**25, out=master))
-
-
-def _update_split_bf16(batch: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None) -> None:
-    half, sixteen = torch.tensor((0x8000, 16), dtype=torch.int32, device=batch[0].gradient.device)
-    for parts, working, remainder, gradient, master, floats, _, _ in _blocks(batch, factor):
-        bits, lower = master.view(torch.int32), floats.view(torch.int32)
-        master.copy_(working)
-        bits.add_(lower.copy_(remainder))
-        _fused(parts, master, gradient, settings)
-        if not is_fake(working) and not math.isfinite(master.sum().item()):  # NaN rounds otherwise
-            split_into(master, working, remainder)
-            continue
-        remainder.copy_(bits)  # the lower half: integer casts wrap around
-        working.view(torch.int16).copy_(bits.add_(half).bitwise_right_shift_(sixteen))
+def _unscaled(gradient: Tensor, factor: Tensor | None) -> Tensor:
+    return gradient.float() if factor is None else gradient.to(torch.float32, copy=True).mul_(factor.squeeze())

@@ -86,7 +86,7 @@ def cache_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def _is_ordinary(value: Tensor) -> bool:
     """Whether FP16 can hold all of the non-empty ``value``; NaN and inf cannot be."""
-    if value.numel() == 0:
+    if value.numel() == 0 or is_fake(value):
         return True
     smallest, largest = torch.aminmax(value)
     return max(-smallest.item(), largest.item()) <= FP16_LARGEST_MASTER and smallest.item() == smallest.item()
@@ -118,8 +118,8 @@ def _merge_into_fp16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     value.copy_(working)
     exponent = value.view(torch.int32).bitwise_and(_EXPONENT_BITS)
     exponent.clamp_(_SMALLEST_BINADE, _LARGEST_BINADE).sub_(_UNITS_BELOW_BINADE)
-    merged = torch.addcmul(value, remainder.float(), exponent.view(torch.float32))
-    torch.copysign(merged, value, out=value)
+    # Negated as an integer and again as a number, -0.0 stays what it is: -0.0 + -(0.0 * unit).
+    value.addcmul_(remainder.neg().float(), exponent.view(torch.float32), value=-1)
 
 
 class _Format(NamedTuple):

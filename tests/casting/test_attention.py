@@ -369,10 +369,10 @@ def test_a_small_attention_has_the_bits_of_a_large_one(mask: Tensor | None, monk
     monkeypatch.setattr(module, "HAS_AMX", False)
     given = [random(2, 4, 24, 8, dtype=BF16, seed=seed).requires_grad_() for seed in range(3)]
     bias = None if mask is None else mask.to(BF16)[None]
-    results = []
+    results, mode = [], hf_mp.autocast(BF16)
     for small in (0, 2**15):
         monkeypatch.setattr(handlers, "SMALL_QUERY", small)
-        found = handlers._attend(BF16, F.scaled_dot_product_attention, given, {"attn_mask": bias}, native=True)
+        found = handlers.native_attention(mode, "", F.scaled_dot_product_attention, given, {"attn_mask": bias})
         results.append([found, *torch.autograd.grad(found.sum(), given)])
     assert all(map(torch.equal, *results))
 

@@ -62,11 +62,15 @@ def is_worth_blocks(attention: Attention, native: bool) -> bool:
 
     ``native``: whether the CPU multiplies in 16 bits. Then torch's is better where it keeps few probabilities.
     """
-    query, keys = attention.query, attention.key.shape[2]
     if native:
-        return attention.dropout > 0 and math.prod(query.shape[:3]) * keys >= OWN_SCORES
+        return attention.dropout > 0 and not has_few_scores(attention.query, attention.key)
     # A token that is generated is too small for blocks.
-    return attention.dropout > 0 or query.shape[2] != 1 or torch.is_grad_enabled()
+    return attention.dropout > 0 or attention.query.shape[2] != 1 or torch.is_grad_enabled()
+
+
+def has_few_scores(query: Tensor, key: Tensor) -> bool:
+    """Whether torch's attention, where the CPU multiplies in 16 bits, keeps too few scores to be done without."""
+    return math.prod(query.shape[:-1]) * math.prod(key.shape[-2:-1]) < OWN_SCORES
 
 
 def has_flash(attention: Attention) -> bool:

@@ -9,9 +9,17 @@ import torch
 from torch import Tensor
 
 from hf_mp.casting.cpu import attention
-from hf_mp.casting.cpu.attention import ATTENTION, attend, has_flash, is_worth_blocks, read_attention
+from hf_mp.casting.cpu.attention import (
+    ATTENTION,
+    Attention,
+    attend,
+    has_few_scores,
+    has_flash,
+    is_worth_blocks,
+    read_attention,
+)
 from hf_mp.casting.cpu.products import OWN_ELEMENTS, PRODUCTS, Operand, Product, multiply, read_product
-from hf_mp.casting.cpu.upcast import must_be_plain, run_through_fp32
+from hf_mp.casting.cpu.upcast import map_tensors, must_be_plain, run_through_fp32
 from hf_mp.casting.handlers import Plan, PlannedCall, cast_all, lower_precision
 from hf_mp.scaling.borders import behind_border
 
@@ -31,25 +39,39 @@ def through_fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any,
         return _multiply(mode, product, native=False)
     args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
     if func in ATTENTION:
-        return _attend(mode.dtype, func, args, kwargs, native=False)
+        found, is_flash = _read(args, kwargs)
+        if found is not None and not is_flash and is_worth_blocks(found, native=False):
+            return attend(found)
     return run_through_fp32(func, args, kwargs, mode.dtype)
 
 
 def large_product(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a product that the CPU has; of a large weight, with a function that writes the weight's gradient itself."""
-    for value in (*args, *kwargs.values()) if torch.is_grad_enabled() else ():
-        if isinstance(value, Tensor) and value.numel() >= OWN_ELEMENTS:
-            product = read_product(name, func, args, kwargs)
-            if product is not None and product.weight.numel() >= OWN_ELEMENTS:
-                return _multiply(mode, product, native=True)
-            break
+    # Nearly all weights are small, and one look at the weight's place says so: to read the call costs the host more.
+    place = PRODUCTS[name]
+    is_small = len(args) > place and isinstance(args[place], Tensor) and args[place].numel() < OWN_ELEMENTS
+    if not is_small and torch.is_grad_enabled():
+        product = read_product(name, func, args, kwargs)
+        if product is not None and product.weight.numel() >= OWN_ELEMENTS:
+            return _multiply(mode, product, native=True)
     return lower_precision(mode, name, func, args, kwargs)
 
 
 def native_attention(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make an attention on a CPU that multiplies in 16 bits: in the way that takes less time or memory."""
     args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
-    return _attend(mode.dtype, func, args, kwargs, native=True)
+    # With dropout there is no flash kernel, and few scores are torch's: asked first, because reading a call costs more.
+    if len(args) > 4 and args[4] and type(args[0]) is type(args[1]) is Tensor and has_few_scores(*args[:2]):
+        return func(*args, **kwargs)
+    found, is_flash = _read(args, kwargs)
+    if found is not None and not is_flash and is_worth_blocks(found, native=True):
+        return attend(found)
+    if not is_flash or (attention.HAS_AMX and mode.dtype is torch.bfloat16):
+        return func(*args, **kwargs)
+    if args and args[0].numel() <= SMALL_QUERY:
+        wide = map_tensors(lambda one: one.float() if one.dtype is mode.dtype else one, [*args, *kwargs.values()])
+        return func(*wide[: len(args)], **dict(zip(kwargs, wide[len(args) :], strict=True))).to(mode.dtype)
+    return run_through_fp32(func, args, kwargs, mode.dtype)
 
 
 def _multiply(mode: autocast, product: Product, *, native: bool) -> Tensor:
@@ -62,22 +84,11 @@ def _multiply(mode: autocast, product: Product, *, native: bool) -> Tensor:
     return multiply(x, weight, bias, transposed=product.transposed, native=native)
 
 
-def _attend(dtype: torch.dtype, func: Callable[..., Any], args: Any, kwargs: Any, *, native: bool) -> Any:
+def _read(args: Any, kwargs: Any) -> tuple[Attention | None, bool]:
+    """The attention that a call computes, and whether torch has a flash kernel for it."""
     # Also without grad, as what a checkpoint computes again and a generated token.
     found = None if must_be_plain() else read_attention(args, kwargs)
-    is_flash = found is not None and has_flash(found)
-    if found is not None and not is_flash and is_worth_blocks(found, native):
-        return attend(found)
-    if native and (not is_flash or (attention.HAS_AMX and dtype is torch.bfloat16)):
-        return func(*args, **kwargs)
-    if native and args and args[0].numel() <= SMALL_QUERY:
-        given = {key: _widened(value, dtype) for key, value in kwargs.items()}
-        return func(*[_widened(value, dtype) for value in args], **given).to(dtype)
-    return run_through_fp32(func, args, kwargs, dtype)
-
-
-def _widened(value: Any, dtype: torch.dtype) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype is dtype else value
+    return found, found is not None and has_flash(found)
 
 
 def _device_type(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
