@@ -94,14 +94,10 @@ def memory(
     ranks: Annotated[int, typer.Option(help="Plan a step for one of so many ranks, up to 4096.")] = 1,
     parallel: Annotated[str, typer.Option(help="How they train together: fsdp2, hsdp, ddp or tp.")] = "fsdp2",
     node_size: Annotated[int, typer.Option(help="Ranks on one machine.")] = 8,
-    bandwidth: Annotated[
-        str | None, typer.Option(help="GB/s of a rank within a machine and between, as 450,50: shows the time to send.")
-    ] = None,
+    bandwidth: Annotated[str | None, typer.Option(hidden=True)] = None,
     config_only: Annotated[bool, typer.Option("--config-only", help="Count without loading any weights.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    html: Annotated[
-        Path | None, typer.Option(help="Also write one HTML page with pictures, which needs no network.")
-    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write the tables as an HTML page.")] = None,
     traceback: WithTraceback = False,
 ) -> None:
     """Show the memory that MODEL takes: loaded in six precisions and, with --train, during fine-tuning."""

@@ -35,11 +35,9 @@ def describe_hardware() -> Mapping[str, str]:
     fields = {  # of the first processor
         name.strip(): value.strip() for name, _, value in (line.partition(":") for line in cpuinfo.splitlines()[::-1])
     }
-    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    flags = fields.get("flags", fields.get("Features", "")).split()
     # A container or `taskset` may grant fewer CPUs than the machine has.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # NVML counts GPUs that a broken driver does not give to torch.
-    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
     libc = " ".join(platform.libc_ver()).strip()
     return {
         "platform": f"{platform.system()} {platform.machine()}" + (f", {libc}" if libc else ""),
@@ -52,12 +50,16 @@ def describe_hardware() -> Mapping[str, str]:
             for entry in LOWER_PRECISION_DTYPES.values()
         },
         "CPU threads": f"{torch.get_num_threads()} of {cpus}",
-        **(
-            {
-                f"GPU {index}": f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, "
-                f"compute capability {gpu.major}.{gpu.minor}"
-                for index, gpu in enumerate(gpus)
-            }
-            or {"GPU": "none that torch can use"}
-        ),
+        **_gpus(),
+    }
+
+
+def _gpus() -> dict[str, str]:
+    # NVML counts GPUs that a broken driver does not give to torch.
+    if not torch.cuda.is_available():
+        return {"GPU": "none that torch can use"}
+    found = enumerate(map(torch.cuda.get_device_properties, range(torch.cuda.device_count())))
+    return {
+        f"GPU {index}": f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, compute capability {gpu.major}.{gpu.minor}"
+        for index, gpu in found
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from collections.abc import Sequence
@@ -14,8 +15,6 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from hf_mp.memory.html_page import check_writable
-from hf_mp.memory.page import render_page
-from hf_mp.memory.parallel import Bandwidth
 from hf_mp.memory.precisions import SHOWN_PRESETS
 from hf_mp.memory.report import as_json as report_as_json
 from hf_mp.memory.report import gather_report
@@ -37,40 +36,40 @@ def run(
     html: Path | None,
     **settings: Any,
 ) -> str:
-    """Gather the report and return the text to print; with ``html``, also write the page."""
-    if as_json and html is not None:
-        raise ValueError("--json and --html are both given: choose one, or run twice")
-    if html is not None:
-        # Minutes of measuring must not end at a folder that does not exist.
-        check_writable(html)
-    if settings["ranks"] == 1 and (bandwidth, settings["parallel"]) != (None, "fsdp2"):
-        raise ValueError("--bandwidth and --parallel are for several ranks: say how many, as --ranks 64")
+    """Gather the report and return the text to print; with ``html``, also write the tables as a page."""
+    _check(html, bandwidth, settings["ranks"], settings["parallel"])
     # Their remarks would stand between the tables.
     quiet_libraries()
+    takes_steps = any((train, measure, gpu, settings["ranks"] > 1))
     report = gather_report(
         model,
         config_only=config_only,
-        train=any((train, gpu, precision, settings["ranks"] > 1)),
         measure=measure,
         gpu_bytes=None if gpu is None else parse_size(gpu),
-        bandwidth=None if bandwidth is None else Bandwidth.parse(bandwidth),
-        presets=precision or SHOWN_PRESETS,
+        presets=precision or (SHOWN_PRESETS if takes_steps else ()),
         # Lines, not one that is redrawn: a file or a pipe would get each state of it.
         progress=lambda step: typer.echo(f"hf-mp memory: {step} ...", err=True),
         # For a GPU, except where steps are also taken and there is none.
         device=device or ("cpu" if measure and not torch.cuda.is_available() else "cuda"),
         **settings,
     )
+    console = Console(record=True, file=io.StringIO())
+    console.print(render(report, console.width))
+    if html is not None:
+        console.save_html(str(html), clear=False)
     if as_json:
         return json.dumps(report_as_json(report), indent=2, allow_nan=False) + "\n"
-    console = Console()
-    with console.capture() as capture:
-        console.print(render(report, console.width))
-    lines = [line.rstrip() for line in capture.get().splitlines()]
+    return "".join(f"{line.rstrip()}\n" for line in console.export_text().splitlines())
+
+
+def _check(html: Path | None, bandwidth: str | None, ranks: int, parallel: str) -> None:
+    """Refuse first of all what would be refused after minutes, or would be left out in silence."""
     if html is not None:
-        html.write_text(render_page(report), encoding="utf-8")
-        lines.append(f"{html} is written: {html.stat().st_size / 1024:,.0f} KiB, open it in a browser")
-    return "\n".join([*lines, ""])
+        check_writable(html)
+    if bandwidth is not None:
+        raise ValueError("--bandwidth is gone: divide what each rank sends, which the table has, by it")
+    if ranks == 1 and parallel != "fsdp2":
+        raise ValueError("--parallel is for several ranks: say how many, as --ranks 64")
 
 
 def quiet_libraries() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -35,7 +36,6 @@ class Kind(StrEnum):
 @dataclass(frozen=True)
 class TensorRow:
     name: str  # as in named_parameters(); quantization state has the weight's name as its prefix
-    module: str  # name of the module that holds it; empty for the model itself
     kind: Kind
     dtype: str  # as torch prints it, without "torch."
     device: str
@@ -43,21 +43,6 @@ class TensorRow:
     tensor_bytes: int  # elements times element size
     counted_bytes: int  # what it adds to the total: its storage, or 0 if that was counted already or is not here
     shared_with: str | None = None  # the name under which its storage was counted, if any
-    is_alias: bool = False  # whether it is the same object as that one (tied weights)
-
-
-@dataclass(frozen=True, repr=False)
-class ModuleBytes:
-    """A module in the tree."""
-
-    name: str  # its name within its parent
-    class_name: str
-    total_bytes: int  # with its children
-    children: tuple[ModuleBytes, ...] = ()
-
-    def __repr__(self) -> str:
-        size = f"{readable(self.total_bytes)}, {len(self.children)} inside"
-        return f"<ModuleBytes {self.name or 'the model'} ({self.class_name}): {size}>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,11 +51,12 @@ class MemoryFootprint:
 
     Attributes:
         rows: all tensors, in the order of the modules.
-        tree: the bytes by module.
+        transformers_bytes: what Transformers' ``get_memory_footprint()`` gives: parameters and buffers by their
+            elements, offloaded ones too, without the state of quantized weights.
     """
 
     rows: tuple[TensorRow, ...]
-    tree: ModuleBytes
+    transformers_bytes: int
 
     def __repr__(self) -> str:
         parts = largest_first(self.by_kind)
@@ -84,48 +70,23 @@ class MemoryFootprint:
     @property
     def by_dtype(self) -> dict[str, int]:
         """Bytes of each dtype."""
-        return self._total_by(lambda row: row.dtype)
+        return self._total_by("dtype")
 
     @property
     def by_kind(self) -> dict[str, int]:
         """Bytes of each :class:`Kind` that occurs."""
-        return self._total_by(lambda row: row.kind.value)
+        return self._total_by("kind")
 
     @property
     def by_device(self) -> dict[str, int]:
         """Bytes on each device."""
-        return self._total_by(lambda row: row.device)
+        return self._total_by("device")
 
-    @property
-    def transformers_bytes(self) -> int:
-        """The result of Transformers' ``get_memory_footprint()``: parameters and buffers by their elements."""
-        return sum(row.tensor_bytes for row in self._known_to_transformers())
-
-    @property
-    def differences(self) -> dict[str, int]:
-        """Every byte between :attr:`transformers_bytes` and :attr:`total_bytes`, by reason."""
-        found: Counter[str] = Counter()
-        for row in self.rows:
-            if row.kind not in (Kind.PARAMETER, Kind.BUFFER):
-                found[f"{row.kind.value}, which get_memory_footprint() leaves out"] += row.counted_bytes
-        for row in self._known_to_transformers():
-            if row.shared_with is not None:
-                found["memory shared with another tensor, counted twice there"] -= row.tensor_bytes
-            elif row.device == "meta" and not row.counted_bytes:
-                found["offloaded or on meta, which get_memory_footprint() counts"] -= row.tensor_bytes
-            else:
-                found["views of a larger storage, of which all stays in memory"] += row.counted_bytes - row.tensor_bytes
-        return {reason: size for reason, size in found.items() if size}
-
-    def _known_to_transformers(self) -> Iterator[TensorRow]:
-        return (row for row in self.rows if row.kind in (Kind.PARAMETER, Kind.BUFFER) and not row.is_alias)
-
-    def _total_by(self, key: Callable[[TensorRow], str]) -> dict[str, int]:
+    def _total_by(self, field: str) -> dict[str, int]:
         totals: Counter[str] = Counter()
         for row in self.rows:
-            if row.counted_bytes:
-                totals[key(row)] += row.counted_bytes
-        return dict(totals.most_common())
+            totals[str(getattr(row, field))] += row.counted_bytes
+        return {name: size for name, size in totals.most_common() if size}
 
 
 def memory_footprint(model: nn.Module, *, as_if_loaded: bool = False) -> MemoryFootprint:
@@ -140,8 +101,7 @@ def memory_footprint(model: nn.Module, *, as_if_loaded: bool = False) -> MemoryF
         as_if_loaded: count ``meta`` tensors as if they had memory; default False.
 
     Returns:
-        The bytes in total and by dtype, kind, device and module, and the differences to Transformers'
-        ``get_memory_footprint()``.
+        The bytes in total and by dtype, kind and device, and what ``get_memory_footprint()`` would say.
 
     Raises:
         TypeError: if ``model`` is not an ``nn.Module``.
@@ -152,37 +112,30 @@ def memory_footprint(model: nn.Module, *, as_if_loaded: bool = False) -> MemoryF
             "hf_mp.load(name_or_path, precision=...)"
         )
     rows: list[TensorRow] = []
-    # What adds nothing is told apart: two names of one object (tied weights), and two tensors of one storage (views).
     storages: dict[int, str] = {}
-    objects: dict[int, str] = {}
-    for name, module, kind, tensor in tensors_of(model):
-        storage, first_name = tensor.untyped_storage(), objects.setdefault(id(tensor), name)
+    for name, kind, tensor in tensors_of(model):
         is_here = as_if_loaded or not tensor.is_meta
         # Not by data_ptr(), which is 0 for every tensor on meta.
-        owner = storages.setdefault(storage._cdata, name) if is_here else first_name
-        counted = storage.nbytes() if is_here and owner == name else 0
-        dtype, size_bytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
-        facts = dtype, str(tensor.device), tuple(tensor.shape), size_bytes, counted
-        rows.append(TensorRow(name, module, kind, *facts, None if owner == name else owner, first_name != name))
-    totals: Counter[str] = Counter()
-    for row in rows:
-        totals[row.module] += row.counted_bytes
-    return MemoryFootprint(tuple(rows), _tree(model, "", totals))
+        owner = storages.setdefault(tensor.untyped_storage()._cdata, name)
+        counted = tensor.untyped_storage().nbytes() if is_here and owner == name else 0
+        dtype, device = str(tensor.dtype).removeprefix("torch."), str(tensor.device)
+        facts = tuple(tensor.shape), tensor.nbytes, counted, None if owner == name else owner
+        rows.append(TensorRow(name, kind, dtype, device, *facts))
+    # As get_memory_footprint() does, which models of other libraries do not have.
+    known = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    return MemoryFootprint(tuple(rows), known)
 
 
-def tensors_of(model: nn.Module) -> Iterator[tuple[str, str, Kind, Tensor]]:
-    """Name, module and kind of each tensor, and itself; parameters and buffers first: aliases are named after them."""
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Kind, Tensor]]:
+    """Name and kind of each tensor, and itself; parameters and buffers first: aliases are named after them."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name, Kind.PARAMETER, parameter
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield name, Kind.BUFFER, buffer
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield from ((f"{name}.{suffix}", kind, tensor) for suffix, kind, tensor in _beside(parameter))
     for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(path, recurse=False, remove_duplicate=False):
-            yield name, path, Kind.PARAMETER, parameter
-        for name, buffer in module.named_buffers(path, recurse=False, remove_duplicate=False):
-            yield name, path, Kind.BUFFER, buffer
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(path, recurse=False, remove_duplicate=False):
-            for suffix, kind, tensor in _beside(parameter):
-                yield f"{name}.{suffix}", path, kind, tensor
-        for name, kind, tensor in _attributes(module):
-            yield f"{path}.{name}".removeprefix("."), path, kind, tensor
+        yield from ((f"{path}.{name}".removeprefix("."), kind, tensor) for name, kind, tensor in _attributes(module))
 
 
 def _beside(parameter: nn.Parameter) -> Iterator[tuple[str, Kind, Tensor]]:
@@ -230,8 +183,17 @@ def _is_bitsandbytes(value: Any) -> bool:
     return is_state and not isinstance(value, (nn.Module, Tensor, type))
 
 
-def _tree(module: nn.Module, path: str, totals: Counter[str]) -> ModuleBytes:
-    inside = ((f"{path}.{name}".removeprefix("."), child) for name, child in module.named_children())
-    children = tuple(_tree(child, child_path, totals) for child_path, child in inside)
-    total_bytes = totals[path] + sum(child.total_bytes for child in children)
-    return ModuleBytes(path.rpartition(".")[2], type(module).__name__, total_bytes, children)
+def kept_sentence(label: str, footprint: MemoryFootprint) -> str:
+    """What to say of a quantized model that keeps stacked weights, of three dimensions, as they were; else nothing."""
+    kept: Counter[str] = Counter()
+    for row in footprint.rows:
+        # Quantized weights have two dimensions, and so have all that no linear layer holds, but for experts.
+        if row.kind is Kind.PARAMETER and len(row.shape) > 2:
+            kept[re.sub(r"\.\d+\.", ".*.", row.name)] += row.tensor_bytes
+    if not kept:
+        return ""
+    share, names = kept.total() / footprint.total_bytes, ", ".join(list(kept)[:4])
+    return (
+        f"{label}: {share:.0%} of these bytes stay in 16 bits. bitsandbytes quantizes the weights of linear layers, "
+        f"and these are stacked experts or the like: {names}"
+    )

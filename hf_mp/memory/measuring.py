@@ -50,8 +50,10 @@ def measure_training_memory(
         As :func:`hf_mp.estimate_training_memory`, for real tensors.
 
     Raises:
-        ValueError: as for :func:`hf_mp.estimate_training_memory`.
+        ValueError: as for :func:`hf_mp.estimate_training_memory`, and for several ranks.
     """
+    if settings.get("ranks", 1) > 1:
+        raise ValueError(f"ranks={settings['ranks']} cannot be measured: a step is taken in this process alone")
     config = find_config(model)
     asked = make_settings(config, precision, **settings)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -18,10 +18,8 @@ from transformers.models.auto import modeling_auto
 from transformers.quantizers import AutoHfQuantizer
 
 from hf_mp.environment.libraries import first_line
-from hf_mp.memory.folding import kept_sentences
-from hf_mp.memory.footprint import memory_footprint
+from hf_mp.memory.footprint import kept_sentence, memory_footprint
 from hf_mp.memory.precisions import bitsandbytes_config, parse_precision
-from hf_mp.policy import spell
 
 ModelLike = str | Path | PreTrainedConfig | PreTrainedModel
 
@@ -163,9 +161,8 @@ def load(
     # Given always, so that Python refuses a second one in the settings.
     given = {"dtype": chosen.dtype, "quantization_config": bitsandbytes_config(precision, double_quant)}
     model: PreTrainedModel = _fetch(model_name_or_path, kind.from_pretrained, **given, **settings)
-    if chosen.quantization:
-        for sentence in kept_sentences({spell(precision): memory_footprint(model)}):
-            warnings.warn(sentence, stacklevel=2)
+    if chosen.quantization and (sentence := kept_sentence(chosen.label, memory_footprint(model))):
+        warnings.warn(sentence, stacklevel=2)
     return model
 
 

@@ -6,11 +6,10 @@ torch's fake process group answers every collective at once, so that the code of
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 from unittest import mock
 
 import torch
@@ -242,28 +241,3 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The blocks that Transformers would not split over devices, in order; without any, none."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
-
-
-class Bandwidth(NamedTuple):
-    """What one rank can send in bytes a second: to ranks of its machine, and to others."""
-
-    within_node: float
-    between_nodes: float
-
-    @classmethod
-    def parse(cls, text: str) -> Bandwidth:
-        """From GB/s (10**9 bytes) as ``"450,50"``; a ValueError for anything else."""
-        try:
-            within, between = (float(number) * 1e9 for number in text.split(","))
-        except ValueError:
-            within = between = 0.0
-        # float() reads "nan" and "inf" as well.
-        if not 0.0 < min(within, between) <= max(within, between) < math.inf:
-            raise ValueError(f"bandwidth {text!r} is not known: give GB/s within a machine and between, as 450,50")
-        return cls(within, between)
-
-    def seconds(self, collectives: Iterable[Collective]) -> float:
-        """The time of all collectives, one after the other and with no latency; a ring runs at its slowest link."""
-        return sum(
-            one.sent_bytes / (self.within_node if one.within_node else self.between_nodes) for one in collectives
-        )

@@ -95,7 +95,7 @@ class MemoryRecorder(TorchDispatchMode):
     @contextlib.contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
         """Categorize the gradients, weights and logits of ``model``."""
-        for _, _, kind, tensor in tensors_of(model):
+        for _, kind, tensor in tensors_of(model):
             category = _CATEGORIES.get(kind, Category.INPUTS_AND_BUFFERS)
             if isinstance(tensor, nn.Parameter):
                 self._parameters.add(_here([tensor])[0].untyped_storage()._cdata)

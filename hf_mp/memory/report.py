@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from hf_mp.environment.machine import describe_hardware, package_versions
 from hf_mp.memory.fitting import LargestBatch, largest_batch_size
 from hf_mp.memory.footprint import MemoryFootprint, memory_footprint
 from hf_mp.memory.measuring import measure_training_memory
-from hf_mp.memory.models import ModelLike, find_config, load, model_class, skeleton
-from hf_mp.memory.parallel import Bandwidth
+from hf_mp.memory.models import ModelLike, find_config, load, skeleton
 from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS, parse_preset
 from hf_mp.memory.training import TrainingMemory, estimate_training_memory
 from hf_mp.policy import spell
 
 Progress = Callable[[str], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,68 +39,68 @@ class MemoryReport:
     training: dict[str, TrainingRow] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)  # the reason for each missing precision
     gpu_bytes: int | None = None  # memory of the GPU, if given
-    bandwidth: Bandwidth | None = None  # between ranks, if given
 
 
 def gather_report(
     model: ModelLike,
     *,
     config_only: bool = False,
-    train: bool = False,
     measure: bool = False,
     gpu_bytes: int | None = None,
-    bandwidth: Bandwidth | None = None,
     precisions: Sequence[str] = tuple(PRECISIONS),
-    presets: Sequence[str] = tuple(TRAINING_PRESETS),
+    presets: Sequence[str] = (),
     progress: Progress = lambda step: None,
     **settings: Any,
 ) -> MemoryReport:
-    """Count, estimate and measure.
+    """Count, estimate and measure; ``presets`` are the ways to train, ``"all"`` for every one.
 
-    A precision whose package is missing (bitsandbytes, peft), or that several ranks cannot train, is left out, with the
-    reason in ``unavailable``.
+    A precision whose package is missing (bitsandbytes, peft), or that cannot be trained with these settings, is left
+    out, with the reason in ``unavailable``.
 
     Raises:
-        ValueError: where several ranks cannot train in any of ``presets``, and as :func:`estimate_training_memory`.
+        ValueError: where none of them can, and as :func:`estimate_training_memory`.
     """
     # First of all: loading takes minutes, a misspelt preset should not.
     labels = {spell(name): parse_preset(name).label for name in (TRAINING_PRESETS if "all" in presets else presets)}
     config = find_config(model)
-    ranks = settings.get("ranks", 1)
-    if measure and ranks > 1:
-        raise ValueError(f"measure=True takes a step in this process alone, not on {ranks} ranks: leave out one")
-    unavailable: dict[str, str] = {}
-    footprints: dict[str, MemoryFootprint] = {}
-    for precision in precisions:
+
+    def count(precision: str) -> MemoryFootprint:
         progress(f"counting the bytes of {PRECISIONS[precision].label}")
-        try:
-            footprints[precision] = _footprint(model, config, precision, config_only)
-        except ImportError as error:
-            unavailable[precision] = str(error)
-    training: dict[str, TrainingRow] = {}
-    for number, preset in enumerate(labels if train or measure else (), start=1):
-        progress(f"taking a training step in {labels[preset]} ({number} of {len(labels)})")
-        try:
-            training[preset] = _training_row(model, preset, measure, gpu_bytes, settings)
-        except ImportError as error:
-            unavailable[preset] = str(error)
-        except (ValueError, RuntimeError) as error:
-            # Several ranks train in some presets only. What none of them can do is wrong in the settings.
-            if ranks == 1 or (number == len(labels) and not training):
-                raise
-            unavailable[preset] = f"not on several ranks: {error}"
+        return _footprint(model, config, precision, config_only)
+
+    def train(preset: str) -> TrainingRow:
+        number = f"{list(labels).index(preset) + 1} of {len(labels)}"
+        progress(f"taking a training step in {labels[preset]} ({number})")
+        return _training_row(model, preset, measure, gpu_bytes, settings)
+
+    footprints, not_loaded = _of_each(precisions, count)
+    training, not_trained = _of_each(labels, train)
     planned = skeleton(config, "fp32")
     return MemoryReport(
         model=model if isinstance(model, str) else getattr(model, "name", type(planned).__name__),
-        architecture=model_class(config).__name__,
+        architecture=type(planned).__name__,
         parameters=planned.num_parameters(),
         counted_from="configuration" if config_only else "loaded weights",
         footprints=footprints,
         training=training,
-        unavailable=unavailable,
+        unavailable={**not_loaded, **not_trained},
         gpu_bytes=gpu_bytes,
-        bandwidth=bandwidth,
     )
+
+
+def _of_each(names: Iterable[str], take: Callable[[str], T]) -> tuple[dict[str, T], dict[str, str]]:
+    """What ``take`` gives for each name, and why it gives nothing; raises where it gives nothing for all."""
+    found: dict[str, T] = {}
+    missing: dict[str, Exception] = {}
+    for name in names:
+        try:
+            found[name] = take(name)
+        except (ImportError, ValueError) as error:
+            missing[name] = error
+    # What none of them can do is wrong in the settings, or with the model.
+    if missing and not found:
+        raise next(iter(missing.values()))
+    return found, {name: str(error) for name, error in missing.items()}
 
 
 def _footprint(model: ModelLike, config: Any, precision: str, config_only: bool) -> MemoryFootprint:
@@ -138,7 +138,6 @@ def as_json(report: MemoryReport) -> dict[str, Any]:
         "counted_from": report.counted_from,
         "units": "bytes",
         "gpu_bytes": report.gpu_bytes,
-        "bandwidth": report.bandwidth and report.bandwidth._asdict(),
         "loaded": {precision: _footprint_json(footprint) for precision, footprint in report.footprints.items()},
         "training": {preset: _training_json(row) for preset, row in report.training.items()},
         "unavailable": report.unavailable,
@@ -155,17 +154,15 @@ def _footprint_json(footprint: MemoryFootprint) -> dict[str, Any]:
         "bytes_by_dtype": footprint.by_dtype,
         "bytes_by_device": footprint.by_device,
         "get_memory_footprint_bytes": footprint.transformers_bytes,
-        "differences": footprint.differences,
         "tensors": [vars(row) for row in footprint.rows],
-        "modules": asdict(footprint.tree),
     }
 
 
 def _training_json(row: TrainingRow) -> dict[str, Any]:
     return {
         "label": TRAINING_PRESETS[row.estimate.settings.precision].label,
-        "estimate": row.estimate.as_dict(),
-        "measurement": row.measurement and row.measurement.as_dict(),
+        "estimate": asdict(row.estimate),
+        "measurement": row.measurement and asdict(row.measurement),
         "largest_batch_size": row.largest_batch and row.largest_batch.batch_size,
         "largest_batch_peak_bytes": row.largest_batch and row.largest_batch.peak_bytes,
     }

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, cast
 from unittest import mock
 
@@ -105,10 +105,6 @@ class TrainingMemory(StepProfile):
         peak = f"peak {readable(self.peak_bytes)} in {self.peak_phase} ({largest_first(self.bytes_by_category)})"
         return f"<TrainingMemory of {self.model} in {self.settings.precision}, {how}: {peak}>"
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
 
 @dataclass
 class Trainee:
@@ -200,12 +196,7 @@ def estimate_training_memory(
             make_tensor_parallel(planned, ranks)
         trainee = make_trainee(shard(prepared, mesh), kind, settings, target)
         trainee.communication = communication
-        if communication is not None and parallel == "ddp":
-            wire = torch.float32 if trainee.runtime is None else trainee.runtime.policy.wire
-            trainee.forward = reduce_gradients(trainee.forward, has_hook=wire is not torch.float32)
-        if trainee.runtime is not None:  # a scaler keeps no fake tensors, and an update joins gradients of one scale
-            scaler = trainee.runtime.scaler
-            scaler.scale_tensors = functools.cache(scaler.scale_tensors)  # type: ignore[method-assign]
+        _finish(trainee, settings)
         profile = record_steps(trainee, MemoryRecorder(target))
     return TrainingMemory(
         **vars(profile),
@@ -216,6 +207,17 @@ def estimate_training_memory(
         measured=False,
         communication=() if communication is None else communication.collectives(),
     )
+
+
+def _finish(trainee: Trainee, settings: TrainingSettings) -> None:
+    """What a trainee of fake tensors needs besides: DDP around it, and a scaler that keeps none of them."""
+    runtime = trainee.runtime
+    if settings.ranks > 1 and settings.parallel == "ddp":
+        wire = torch.float32 if runtime is None else runtime.policy.wire
+        trainee.forward = reduce_gradients(trainee.forward, has_hook=wire is not torch.float32)
+    if runtime is not None:
+        # An update joins gradients of one scale, which it tells by the tensor that holds it.
+        runtime.scaler.scale_tensors = functools.cache(runtime.scaler.scale_tensors)  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

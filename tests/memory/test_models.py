@@ -129,8 +129,8 @@ def test_every_byte_of_a_loaded_model_is_planned_and_counted(saved, precision):
     model = hf_mp.load(path, precision)
     footprint = memory_footprint(model)
     assert footprint.by_kind.get("parameters") == weights
-    assert footprint.by_kind.get("quantization state", 0) == state == sum(footprint.differences.values())
-    assert footprint.total_bytes == footprint.tree.total_bytes == storages_of(model) == weights + state
+    assert footprint.by_kind.get("quantization state", 0) == state
+    assert footprint.total_bytes == storages_of(model) == weights + state
     assert footprint.transformers_bytes == model.get_memory_footprint() == weights
     planned = memory_footprint(skeleton(config, precision), as_if_loaded=True)
     facts = [

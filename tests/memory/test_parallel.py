@@ -15,7 +15,6 @@ from hf_mp import estimate_training_memory
 from hf_mp.cli import app
 from hf_mp.memory import parallel
 from hf_mp.memory.ledger import Category
-from hf_mp.memory.parallel import Bandwidth, Collective
 
 LAYERS, WIDTH = 2, 64
 
@@ -131,18 +130,6 @@ def test_not_where_ranks_exist(monkeypatch: pytest.MonkeyPatch) -> None:
         estimate_training_memory(config(), "fp32", ranks=2)
 
 
-def test_bandwidth() -> None:
-    rates = Bandwidth.parse("400,50")
-    collectives = [
-        Collective("all-gather", 8, "float16", True, 3, 800_000_000_000),
-        Collective("all-reduce", 2, "", False, 1, 10**11),
-    ]
-    assert rates.seconds(collectives) == pytest.approx(2.0 + 2.0)
-    for wrong in ("400", "fast,slow", "400,0", "-1,1", "inf,50"):
-        with pytest.raises(ValueError, match=f"bandwidth '{wrong}' is not known: give GB/s"):
-            Bandwidth.parse(wrong)
-
-
 class TestCommand:
     ARGUMENTS = ("memory", "--config-only", "--seq-len", "32", "--precision", "fp32", "--ranks", "4")
 
@@ -153,25 +140,18 @@ class TestCommand:
         return " ".join(result.output.split())
 
     def test_table(self, tmp_path: object) -> None:
-        shown = self.run(tmp_path, "--bandwidth", "450,50")
+        shown = self.run(tmp_path)
         assert "one of 4 ranks, fsdp2" in shown
-        assert "all-gather of 4 ranks, fp32" in shown
-        assert re.search(r"time to send [\d.]+ ms", shown)
+        assert re.search(r"sent by all-gather of 4 ranks, fp32 [\d.]+ KiB", shown)
 
     @pytest.mark.parametrize(
         ("arguments", "sentence"),
         [
-            (
-                "--ranks 1 --bandwidth 450,50",
-                "--bandwidth and --parallel are for several ranks: say how many, as --ranks 64",
-            ),
-            (
-                "--ranks 1 --parallel ddp",
-                "--bandwidth and --parallel are for several ranks: say how many, as --ranks 64",
-            ),
-            ("--precision int8-lora", "int8-lora is missing: not on several ranks: parallel='fsdp2' cannot shard"),
+            ("--bandwidth 450,50", "--bandwidth is gone: divide what each rank sends, which the table has, by it"),
+            ("--ranks 1 --parallel ddp", "--parallel is for several ranks: say how many, as --ranks 64"),
+            ("--precision int8-lora", "int8-lora is missing: parallel='fsdp2' cannot shard"),
             ("--parallel tp", "error: parallel='tp' needs a model with a tp_plan in Transformers, and GPT2LMHeadModel"),
-            ("--measure", "error: measure=True takes a step in this process alone"),
+            ("--measure", "error: ranks=4 cannot be measured: a step is taken in this process alone"),
         ],
     )
     def test_what_ranks_cannot_do_is_told(self, tmp_path: object, arguments: str, sentence: str) -> None:
