@@ -17,7 +17,6 @@ from hf_mp.casting.watching import watching
 from hf_mp.diagnostics.fp32_reference import first_floating
 from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride, swamped
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
-from hf_mp.scaling.rules import StepReport
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.lean.split_parameter import gradient_and_factor, master_sample
@@ -94,20 +93,18 @@ class MagnitudeCollector:
             if gradient is not None:
                 self._take((Kind.WEIGHT_GRADIENTS, *key), gradient, factor)
 
-    def finish(self, report: StepReport) -> StepMagnitudes:
-        """Count the samples of the step, which was just taken or skipped."""
+    def finish(self) -> StepMagnitudes:
+        """Count the samples of the step, which was just taken."""
         self.stop_watching()
         has_gradients = any(kind is Kind.WEIGHT_GRADIENTS for kind, _, _ in self._samples)
         missing = [] if has_gradients or not self._weights else [NO_GRADIENTS]
         found = [TensorMagnitudes(*key, stride, histogram(values)) for key, (stride, values) in self._samples.items()]
-        if not report.overflow:
-            found += self._updates()
+        found += self._updates()
         layers, kinds = [*self._layers], [*Kind]
         tensors = sorted(found, key=lambda t: (layers.index(t.layer), kinds.index(t.kind)))
         return StepMagnitudes(
             step=self._runtime.stats.steps + 1,
             loss_scale=self._runtime.scaler.get_scale(),
-            skipped=report.overflow,
             tensors=tuple(tensors),
             notes=(*self._notes, *missing),
         )

@@ -35,7 +35,7 @@ class PrecisionRecorder(StepObserver):
     """Writes the log of a run; returned by :func:`record_precision`.
 
     Attributes:
-        latest: the magnitudes of the last collected step, or None.
+        latest: the magnitudes of the last recorded step, or None; of a step that is skipped none are kept.
         run_directory: the directory of the log.
     """
 
@@ -83,14 +83,17 @@ class PrecisionRecorder(StepObserver):
             skipped=report.overflow,
             cause="" if not report.overflow else reports[-1].headline if reports else UNEXPLAINED,
         )
-        if self._collector is not None:
-            self.latest, self._collector = self._collector.finish(report), None
+        collector, self._collector = self._collector, None
+        if collector is not None and report.overflow:
+            collector.stop_watching()
+            self._due = 0  # the next step in its place: of this one, hardly a value is finite
+        elif collector is not None:
+            self.latest = collector.finish()
             self._log.write("magnitudes", **as_record(self.latest))
 
     def detached(self) -> None:
         if self._collector is not None:
             self._collector.stop_watching()
-        self._log.close()
 
     def note_contract(self, contract: PrecisionContract) -> None:
         """Record the run's precision contract."""
@@ -102,7 +105,6 @@ class PrecisionRecorder(StepObserver):
         self._begin()
         self._write_new()
         self._log.write("end", date=_now())
-        self._log.close()
         self._has_begun = False  # a second train() is another start
 
     def write_report(self, path: str | Path | None = None) -> Path:

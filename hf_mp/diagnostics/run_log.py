@@ -36,7 +36,6 @@ class RunLog:
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / LOG_NAME
-        self._file: Any = None
         self._has_failed = False
 
     def write(self, record: str, **values: Any) -> None:
@@ -46,21 +45,14 @@ class RunLog:
         # allow_nan: JSON has no NaN, and a page of such a log would fail long after the run.
         line = json.dumps({"record": record, **values}, allow_nan=False, separators=(",", ":"))
         try:
-            if self._file is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self.path.open("ab", buffering=0)  # nothing is left to write when it is closed
-            # In front, so that what a killed process began stays a line of its own.
-            self._file.write(f"\n{line}".encode())
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Opened for each record: a killed process has written it, and an end of the run has nothing to close.
+            with self.path.open("ab") as file:
+                # In front, so that what a killed process began stays a line of its own.
+                file.write(f"\n{line}".encode())
         except OSError as error:
             logger.warning(f"recording the precision of this run stops: {self.path} cannot be written: {error}")
             self._has_failed = True
-            self.close()
-
-    def close(self) -> None:
-        """Close the file; another record opens it again."""
-        if self._file is not None:
-            self._file.close()
-        self._file = None
 
 
 # Reading
@@ -88,7 +80,7 @@ class RunRecords:
     overflows: list[OverflowReport] = field(default_factory=list)
     healed: list[Healed] = field(default_factory=list)
     contract: list[list[str]] = field(default_factory=list)  # of the last start, in the order of its header
-    magnitudes: StepMagnitudes | None = None  # of the last recorded step; of a skipped one only where all were
+    magnitudes: StepMagnitudes | None = None  # of the last recorded step
     has_ended: bool = False  # whether the last start reached its end
     missing: list[str] = field(default_factory=list)  # one sentence for each thing that is missing or unreadable
 
@@ -105,8 +97,7 @@ class RunRecords:
                 self.healed.append(event)
             case OverflowReport():
                 self.overflows.append(event)
-            # A step that overflowed has no updates, and hardly a value to draw.
-            case StepMagnitudes() if self.magnitudes is None or not event.skipped:
+            case StepMagnitudes():
                 self.magnitudes = event
 
     def _forget_from(self, first: int) -> None:

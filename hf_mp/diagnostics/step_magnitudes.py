@@ -41,7 +41,6 @@ class TensorMagnitudes:
 class StepMagnitudes:
     step: int  # number of the optimizer step, from 1
     loss_scale: float  # of the step; the histograms are unscaled
-    skipped: bool  # whether the step was skipped; then there are no updates
     tensors: tuple[TensorMagnitudes, ...]  # in the order of the model
     notes: tuple[str, ...] = ()  # what is missing, and why
 
@@ -103,6 +102,6 @@ def from_record(record: Mapping[str, Any]) -> StepMagnitudes:
             record["tensors"], counts.reshape(-1, _BINS), strict=True
         )
     ]
-    step, scale, skipped, notes = (record[name] for name in ("step", "loss_scale", "skipped", "notes"))
+    step, scale, notes = (record[name] for name in ("step", "loss_scale", "notes"))
     # A log may be damaged anywhere, and the page draws a logarithm of the scale.
-    return StepMagnitudes(int(step), float(scale), bool(skipped), tuple(tensors), tuple(notes))
+    return StepMagnitudes(int(step), float(scale), tuple(tensors), tuple(notes))

@@ -113,7 +113,7 @@ def many_layers(count: int) -> StepMagnitudes:
         for layer in range(count)
         for kind in Kind
     ]
-    return StepMagnitudes(5, 2.0**10, False, tuple(tensors))
+    return StepMagnitudes(5, 2.0**10, tuple(tensors))
 
 
 def test_too_many_layers_are_folded_and_counted(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_findings_say_what_16_bits_would_lose(tmp_path: Path) -> None:
     values = torch.tensor([2.0**-26] * 3 + [1.0])
     gradient = TensorMagnitudes(Kind.WEIGHT_GRADIENTS, "a", "w", 1, histogram(values))
     update = TensorMagnitudes(Kind.UPDATES, "a", "w", 1, histogram(values), Swamped(2, 4))
-    step = StepMagnitudes(7, 1024.0, False, (gradient, update))
+    step = StepMagnitudes(7, 1024.0, (gradient, update))
     steps = [StepRecord(1, 2.0, 3.0, False, ""), StepRecord(2, 4.0, None, True, "x")]
     assert findings(RunRecords(tmp_path, steps={record.step: record for record in steps}, magnitudes=step)) == [
         "1 of 2 steps skipped.",
