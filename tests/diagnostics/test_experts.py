@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 import hf_mp
 from hf_mp import OverflowReport, StaticLossScaler
-from hf_mp.diagnostics.ranges import OpRange
-from hf_mp.diagnostics.remedies import Situation, next_remedy
 
 EXPERTS = "model.layers.1.mlp.experts"
 ALL = pytest.mark.parametrize(("kind", "implementation"), [(k, i) for k in KINDS for i in IMPLEMENTATIONS])
@@ -172,16 +170,6 @@ def test_calibrate_tells_the_experts_apart(kind: str, implementation: str) -> No
     runtime = hf_mp.MixedPrecision("fp16", rules=report.rules)
     runtime.attach(model)
     assert model(input_ids=batch(), labels=batch()).loss.isfinite()
-
-
-def test_a_backward_has_a_divisor_by_expert_too() -> None:
-    found = OpRange("experts", "_grouped_mm", fp16_gradient=1e3, expert="experts.gate_up_proj[5]")
-    at = Situation(found, {}, scale=2.0**10)
-    planned = next_remedy(at)
-    assert planned.rules == {"experts.gate_up_proj[5]": "scaled/1/512"}
-    planned = next_remedy(at._replace(rules=planned.rules, scale=2.0**30))  # no power of two that a rule may have
-    assert planned.rules == {"experts:_grouped_mm": "fp32"}
-    assert hf_mp.autocast(rules=planned.rules, model=nn.ModuleDict({"experts": nn.Linear(2, 2)})).enabled
 
 
 def test_experts_of_a_compiled_model_are_looked_at_together_and_have_no_rules() -> None:

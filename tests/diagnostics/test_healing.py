@@ -318,6 +318,8 @@ def found(module: str, op: str, largest: float = 4 * 65504.0, weight: float = 1.
 
 
 GRADIENT = OpRange("up", "linear", 10.0, is_fp16=True, fp16_gradient=65504.0)
+EXPERT = "experts.gate_up_proj[5]"
+OF_EXPERT = OpRange("experts", "_grouped_mm", fp16_gradient=1e3, expert=EXPERT)
 
 
 def remedy(place: OpRange, rules: dict[str, str] | None = None, **situation: Any) -> dict[str, str]:
@@ -354,6 +356,9 @@ def test_the_remedies_of_one_place_the_smallest_first() -> None:
         (replace(found("", "einsum", 2.0**25), least=1.0), {}, {":einsum": "fp32"}),
         (GRADIENT, {"rules": {"up:linear": "scaled/8"}, "scale": 4.0}, {"up:linear": "scaled/8/128"}),
         (GRADIENT, {"rules": {"up:linear": "fp32"}, "scale": 4.0}, {"up": "fp32"}),
+        (OF_EXPERT, {"scale": 2.0**10}, {EXPERT: "scaled/1/512"}),
+        # At 2**30 it would take a power of two that no rule may have.
+        (OF_EXPERT, {"rules": {EXPERT: "scaled/1/512"}, "scale": 2.0**30}, {"experts:_grouped_mm": "fp32"}),
     ],
 )
 def test_the_next_remedy(place: OpRange, situation: dict[str, Any], rules: dict[str, str]) -> None:
