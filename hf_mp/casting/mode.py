@@ -171,10 +171,6 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         """``forward`` of a module that was called before this autocast was entered, to run under the module's rules."""
         return forward if module is None or not self._rules_in_force else ruled(module, forward, self._rules_in_force)
 
-    def bring_in(self, tensor: Tensor) -> Tensor:
-        """A tensor that goes into compiled code, in this autocast."""
-        return tensor
-
     def shortcut(self, func: Callable[..., Any], tensors: Sequence[Any]) -> PlannedCall | None:
         """How to make, with all modes off, the call of a function that asks in Python who takes ``tensors``.
 
@@ -185,12 +181,12 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             entry = _LEAVES.get(func)
         if entry is None or entry.handler not in WHOLE_CALLS or self.observer is not None or not self.is_alone:
             return None
-        if not self.plain_types.issuperset(map(type, tensors)) or self.must_see(tensors):
+        if not self.plain_types.issuperset(map(type, tensors)) or self.must_see():
             return None
         return entry
 
-    def must_see(self, tensors: Sequence[Any]) -> bool:
-        """Whether no call on ``tensors`` may pass by this autocast."""
+    def must_see(self) -> bool:
+        """Whether no call may pass by this autocast."""
         return False
 
     @property

@@ -170,18 +170,13 @@ def _call_user_compiler(original: Any, self: Any, /, graph: Any, inputs: list[An
     if (mode := active_autocast()) is None:  # a graph compiled outside any is not run inside one
         return original(self, graph, inputs)
     # A graph is called with the modes active that were traced into it: a backend that runs op by op would cast twice.
-    # And it is called with all that it reads, parameters and closures: what comes from outside crosses a border here.
     if mode.sums_in_fp64:
         raise ValueError("exact_generation=True is for models that are not compiled: leave torch.compile out")
     compiled = original(self, graph, list(inputs))
 
     def run(*inputs: Any) -> Any:
-        mode = active_autocast()
-        with torch._C.DisableTorchFunction():  # now: each look at a weight would ask the mode
-            if mode is not None and torch.is_grad_enabled():
-                inputs = tuple([mode.bring_in(i) if isinstance(i, torch.Tensor) else i for i in inputs])
-            with undispatched():
-                return compiled(*inputs)
+        with torch._C.DisableTorchFunction(), undispatched():
+            return compiled(*inputs)
 
     return run
 

@@ -90,10 +90,9 @@ def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
         more = f" and {len(leaks) - 5} more" if len(leaks) > 5 else ""
         raise ScaleLeakError(
             f"gradients change with the loss scale, so they are wrong: at {', '.join(f'{s:g}' for s in scales[:3])} "
-            f"their root mean squares are, of {', '.join(leaks[:5])}{more}. Either the loss is computed from a tensor "
-            "that forward() does not return (a hook, an attribute): return it. Or an autograd function uses a tensor "
-            "from outside the model that is neither an argument nor a parameter: pass it as an argument. A precision "
-            "without loss scaling (bf16) needs neither"
+            f"their root mean squares are, of {', '.join(leaks[:5])}{more}. The loss is computed from a tensor that "
+            "forward() does not return (a hook, an attribute): return it. A precision without loss scaling (bf16) does "
+            "not need that"
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -114,6 +114,9 @@ class _InwardBorders(Function):
             return None, None, None, *_leave(ctx, uses)
 
 
+_INWARD: Any = _InwardBorders._backward_cls  # the class of its nodes
+
+
 def _leave(ctx: Any, uses: dict[int, list[Tensor]]) -> list[Tensor | None]:
     """The gradients of tensors outside from those of their uses inside: each times 1/S in FP32, then summed."""
     crossings, outside = ctx.crossings, ctx.outside
@@ -189,6 +192,70 @@ def inward_borders(
     return aliases, [None if copy is None else next(of_copies) for copy in copies]
 
 
+# What autograd keeps of its nodes for others: those with a hook, and those of earlier forwards that were looked at.
+_HOOKED, _LOOKED_AT = "hf_mp hooked", "hf_mp looked at"
+
+
+class _Edges:
+    """Hook of an autograd node: a border on each of those of its edges that lead outside."""
+
+    def __init__(self, node: Any, places: Iterable[int], crossings: Crossings) -> None:
+        # What a Crossings asks of a node: a hook that held its node would keep the graph for good.
+        self.crossings, self.next_functions = crossings, node.next_functions
+        self.outside = {place: getattr(self.next_functions[place][0], "variable", None) for place in places}
+
+    def __call__(self, gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+        found = list(gradients)
+        for place in self.outside:
+            if (gradient := gradients[place]) is not None:
+                inverse, uses = self.crossings.inverse(gradient.device, self, [place]), {place: [gradient]}
+                self.crossings.take(self, uses, inverse)
+                # autograd lets no hook change a dtype; of nearly all ops it is that of the tensor outside.
+                found[place] = multiply(gradient, inverse, self.crossings).to(gradient.dtype) if uses else None
+        return tuple(found)
+
+
+def seal(
+    nodes: Iterable[Any],
+    crossings: Crossings,
+    first: int,
+    made_earlier: Callable[[Any], bool],
+    inside: Iterable[Any] = (),
+) -> None:
+    """Put a border on each edge by which a graph that is complete leaves to a tensor made outside.
+
+    That is an edge to a leaf, or to a node with a number below ``first``, unless it was ``made_earlier`` inside or is
+    one of ``inside``. An inward border is one already, and so are the inputs that a node names in ``border_at``: their
+    gradients leave through :class:`Behind`. Costs a look at each edge, some 0.2 µs.
+
+    Args:
+        nodes: where the graph begins.
+    """
+    todo = list(nodes)
+    seen = {*todo, *inside}
+    while todo:
+        node, leaving = todo.pop(), []
+        for place, (to, _) in enumerate(node.next_functions):
+            if to is None or to in seen or type(to) is _INWARD:
+                continue
+            if first <= to._sequence_nr() < _AT_ONCE:  # AccumulateGrad has the largest
+                seen.add(to)
+                todo.append(to)
+            elif not made_earlier(to):
+                leaving.append(place)
+            elif _LOOKED_AT not in to.metadata:  # kept by the model, and maybe no part of what it returned
+                to.metadata[_LOOKED_AT] = True
+                todo.append(to)
+        if leaving := [place for place in leaving if place not in getattr(node, "border_at", ())]:
+            _hook(node, leaving, crossings)
+
+
+def _hook(node: Any, places: Sequence[int], crossings: Crossings) -> None:
+    if _HOOKED not in node.metadata:
+        node.metadata[_HOOKED] = True
+        node.register_hook(_Edges(node, places, crossings))
+
+
 class Behind(NamedTuple):
     """What lies outside of an inward border."""
 
@@ -202,8 +269,7 @@ def behind_border(copy: Tensor) -> Behind | None:
     An op that writes the gradient of ``outside`` itself, times the inverse of S, needs no 16-bit gradient.
     """
     node: Any = copy.grad_fn
-    # autograd names the class of a node's forward nowhere else.
-    if getattr(type(node), "_forward_cls", None) is not _InwardBorders:
+    if type(node) is not _INWARD:
         return None
     place = node.leads_to[copy.output_nr]
     return Behind(node.outside[place], node.crossings) if copy.output_nr >= node.first_copy else None

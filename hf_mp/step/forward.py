@@ -92,12 +92,15 @@ class _Passage:
             return apply_to_tensors(lambda output: output_border(output, None), outputs, objects=True)
         may_defer = may_stay_unread(outputs)
 
+        crossed: list[Tensor] = []
+
         def bring_out(output: Tensor) -> Tensor:
-            output = weights.bring_in(output)  # a weight that forward() returns as it is
             wrap = DeferredOutput if may_defer and can_be_deferred(output) else None
-            return output_border(output, self._runtime, wrap)
+            crossed.append(output_border(output, self._runtime, wrap))
+            return crossed[-1]
 
         outputs = apply_to_tensors(bring_out, outputs, objects=True)
+        weights.seal(crossed)
         for take in self._output_hooks:
             take(outputs)
         return outputs

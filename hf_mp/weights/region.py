@@ -7,29 +7,27 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.compiler import is_dynamo_compiling
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.cpu.handlers import training_plan
 from hf_mp.casting.dispatched import can_dispatch, compiled_frames, dispatched, register
 from hf_mp.casting.handlers import PlannedCall, widened
 from hf_mp.casting.mode import ALWAYS_HELD, autocast
-from hf_mp.casting.nested import apply_to_tensors
+from hf_mp.casting.nested import apply_to_tensors, tensors_in
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.uncompiled import uncompiled
 from hf_mp.weights.generation import CACHE_WRITES, lowers_attention
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.product_uses import ProductUses
 from hf_mp.weights.region_losses import planned_losses
-from hf_mp.weights.slots import Slots
+from hf_mp.weights.slots import UNASKED, Slots
 from hf_mp.weights.weight_calls import calls_of_weights
 from hf_mp.weights.working_copies import WatchedParameter
 
@@ -113,10 +111,9 @@ class Region(autocast):
     def _may_be_dispatched(self, weights: Slots) -> bool:
         """Whether no call of this forward but those in tables needs a look, in the first or in any other."""
         # FSDP and tensor parallelism fill slots while the forward runs.
-        is_plain = self.layout.keeps_copies and not weights.looks_outside
         has_rules = self.has_op_rules or self._ruled_modules or self.sums_in_fp64
-        may_run = is_plain and not has_rules and not self._has_scripts and self.observer is None
-        return may_run and self._dispatches()
+        is_plain = self.layout.keeps_copies and not has_rules and not self._has_scripts
+        return is_plain and self.observer is None and self._dispatches()
 
     @functools.cached_property
     def _has_scripts(self) -> bool:
@@ -175,8 +172,10 @@ class Region(autocast):
             with self._no_backward(), self.running(weights):
                 if weights is None:
                     return function(*args, **kwargs)
-                with weights.recomputing(args):
-                    return function(*args, **kwargs)
+                results = function(*args, **kwargs)
+                if torch.is_grad_enabled():
+                    weights.seal_again(tensors_in(results), tensors_in((args, kwargs)))
+                return results
 
         return recompute
 
@@ -206,11 +205,9 @@ class Region(autocast):
         if entry is not None and entry.rule not in ALWAYS_HELD and state.active[-1] is not self:
             entry = self.in_island(entry)
         if thread.is_reading and entry is not None and weights is not None and torch.is_grad_enabled():
-            args, kwargs = apply_to_tensors(weights.bring_in, (args, dict(kwargs or {})))  # switched on inside
-        if weights is not None and weights.is_asked and func not in weights.unasked:
-            is_outside = weights.has_outside(args) or (kwargs and weights.has_outside(kwargs.values()))
-            if is_outside or weights.is_learning:
-                args, kwargs = _brought_in(weights, entry, func, args, kwargs or {})
+            args, kwargs = apply_to_tensors(weights.with_grad, (args, dict(kwargs or {})))  # switched on inside
+        if weights is not None and weights.is_learning and func not in UNASKED:
+            args, kwargs = _as_used(weights, entry, func, args, kwargs or {})
         if entry is None or (thread.is_dispatched and entry.rule not in ALWAYS_HELD):  # else a kernel makes the call
             return func(*args, **kwargs) if kwargs else func(*args)
         return entry.handler(self, entry.name, func, args, kwargs or {})
@@ -218,27 +215,19 @@ class Region(autocast):
     def apply(
         self, entry: PlannedCall | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        # In compiled code, what comes in from outside is the graph's input: see bring_in().
         weights = None if is_dynamo_compiling() else self.thread.weights
-        if weights is not None and weights.is_asked and func not in weights.unasked:
-            args, kwargs = _brought_in(weights, entry, func, args, kwargs)
+        if weights is not None and weights.is_learning and func not in UNASKED:
+            args, kwargs = _as_used(weights, entry, func, args, kwargs)
         return super().apply(entry, func, args, kwargs)
 
     def in_island(self, entry: PlannedCall) -> PlannedCall | None:
         # Compiled code teaches nothing: a 16-bit weight may be met there by an FP32 activation.
         return _IN_ISLAND if entry.rule is CastRule.LOWER_PRECISION else None
 
-    def must_see(self, tensors: Sequence[Any]) -> bool:
-        """Whether one of ``tensors`` comes from outside, or it is not known yet what the model does with them."""
+    def must_see(self) -> bool:
+        """Whether it is not known yet what the model does with its weights."""
         weights = self.thread.weights
-        if weights is None or not weights.is_asked:
-            return False
-        with torch._C.DisableTorchFunction():  # this mode is active, and has nothing to decide about these questions
-            return weights.is_learning or weights.has_outside(tensors)
-
-    def bring_in(self, tensor: Tensor) -> Tensor:
-        weights = self.thread.weights
-        return tensor if weights is None or not torch.is_grad_enabled() else weights.bring_in(tensor)
+        return weights is not None and weights.is_learning
 
 
 _SHARED_BY_THREADS = (
@@ -259,27 +248,20 @@ _IN_ISLAND = PlannedCall(CastRule.WIDEST, "", widened)
 _SELECTIONS = frozenset({Tensor.__getitem__, Tensor.transpose})
 
 
-def _brought_in(
+def _as_used(
     weights: Slots, entry: PlannedCall | None, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """The arguments of a call, those that come from outside through a border; and what the first forward teaches."""
-    if weights.is_learning and (entry is None or entry.rule is not CastRule.COMPOSITE):
-        by_product = entry is not None and entry.rule is CastRule.LOWER_PRECISION
-        args, kwargs = weights.as_used(args, kwargs, by_product=by_product, by_selection=func in _SELECTIONS)
-    comes_in = weights.looks_outside and weights.has_outside((*args, *kwargs.values()))
-    if comes_in and torch.is_grad_enabled() and not _is_below_autograd(func):
-        return apply_to_tensors(weights.bring_in, (args, dict(kwargs)))
-    return args, kwargs
+    """The arguments of a call in the first forward, which teaches what the model does with its weights."""
+    if entry is not None and entry.rule is CastRule.COMPOSITE:
+        return args, kwargs
+    by_product = entry is not None and entry.rule is CastRule.LOWER_PRECISION
+    return weights.as_used(args, kwargs, by_product=by_product, by_selection=func in _SELECTIONS)
 
 
 def _with_gradients(
     handler: Callable[..., Any], region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """A call of a forward that began without gradients, in a part that has switched them on."""
-    args, kwargs = apply_to_tensors(region.bring_in, (args, dict(kwargs)))
+    if (weights := region.thread.weights) is not None:
+        args, kwargs = apply_to_tensors(weights.with_grad, (args, dict(kwargs)))
     return handler(region, name, func, args, kwargs)
-
-
-def _is_below_autograd(func: Callable[..., Any]) -> bool:
-    """Whether a dispatch mode, which records memory or counts FLOPs, makes the call that autograd has recorded."""
-    return isinstance(func, OpOverload) and is_in_torch_dispatch_mode()

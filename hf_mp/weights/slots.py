@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.policy import LOWER_PRECISION_DTYPES
-from hf_mp.scaling.borders import Crossings, inward_borders
+from hf_mp.scaling.borders import Crossings, inward_borders, seal
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.lean.outside_reads import OF_THE_TENSOR_ITSELF
 from hf_mp.weights.product_uses import Notes, ProductUses, Slot, Uses
@@ -22,8 +22,8 @@ from hf_mp.weights.ranks.placement import fsdp_modules, is_dtensor
 # Weights share a border, one autograd node instead of many, up to so many elements: their gradients leave together.
 GROUP_ELEMENTS = 2**18
 
-# What a first forward does with the detached value of a weight is a use of it.
-_UNASKED_IN_THE_FIRST = OF_THE_TENSOR_ITSELF - {Tensor.detach}
+# Calls that are no use of a weight. What is done with its detached value is one.
+UNASKED = OF_THE_TENSOR_ITSELF - {Tensor.detach}
 
 _Pairs = Iterable[tuple[Tensor, Tensor | None]]  # weights and their working copies, where products use them
 
@@ -43,8 +43,7 @@ class Slots:
     and the slot of any other trained weight an alias of it, behind the same border where gradients are scaled. A slot
     is an entry of a module's ``_parameters``: so calls that no torch function mode sees, such as custom autograd
     functions, cross the border as well. FSDP has its own there, and the slot is one of ``__dict__``. What comes in by
-    another way (a closure, an attribute, an object) was made outside if its autograd node is older than the forward,
-    and gets its border at its first use.
+    another way (a closure, an attribute, an object) gets its border when the forward has ended: see :meth:`seal`.
 
     Args:
         layout, model: whose weights they are.
@@ -77,13 +76,11 @@ class Slots:
         self._kind, self._notes = kind, Notes()
         # Whether to ask as_used() about each call, also where gradient checkpointing makes it again later.
         self.is_learning = kind is not None and not self._uses.knows(kind)
-        self.looks_outside = has_grad and is_scaled  # whether what comes from outside needs a border of its own
-        self.is_asked = self.looks_outside or self.is_learning  # whether calls may be given other arguments
-        self.is_watched = self.is_asked or self._uses.asks_of_weights(kind)  # whether a mode has to see the calls
+        self.is_scaled = has_grad and is_scaled
+        # Whether a mode has to see the calls.
+        self.is_watched = self.is_learning or self._uses.asks_of_weights(kind)
         self._is_asked_of = False  # whether this forward reads `.dtype` or `.data` of a weight
-        self.unasked = _UNASKED_IN_THE_FIRST if self.is_learning else OF_THE_TENSOR_ITSELF  # but for these
         self._inside: dict[int, _Inside] = {}  # by the identity of what is outside, and of what is inside
-        self._carriers: set[int] = set()  # leaves that carry gradients from one piece of the model to another
         self._slots: list[Slot] = []
         self._filled: list[tuple[Slot, Tensor]] = []  # what lies where
         self._handles: list[RemovableHandle] = []  # of FSDP's modules
@@ -165,7 +162,7 @@ class Slots:
             has_dtensors = isinstance(self._layout, TensorParallelLayout)
             slots = self._uses.slots(gathered)
             slots = [slot for slot in slots if has_dtensors or not is_dtensor(slot.weight)]
-            slots = [slot for slot in slots if not slot.weight.requires_grad or self.is_outside(slot.weight)]
+            slots = [slot for slot in slots if not slot.weight.requires_grad or self._is_outside(slot.weight)]
             for slot in slots:
                 if slot.weight.dtype in LOWER_PRECISION_DTYPES and slot.weight.requires_grad:
                     slot.weight.grad_dtype = torch.float32  # what leaves through the border
@@ -295,64 +292,44 @@ class Slots:
         if self.is_learning:
             self._uses.learn(self._kind, self._slots, self._notes, asks_of_weights=self._is_asked_of)
 
-    def bring_in(self, tensor: Tensor) -> Tensor:
-        """``tensor``, through a border if it comes from outside and wants a gradient."""
-        if not self.has_grad:  # and yet somebody has switched it on
-            return self._with_grad(tensor)
-        if not self.has_borders or not tensor.requires_grad or not self.is_outside(tensor):
+    def with_grad(self, tensor: Tensor) -> Tensor:
+        """``tensor`` for a part that switches gradients on in a forward without: a working copy through its border."""
+        inside = self._inside.get(id(tensor))
+        if inside is None or inside.rounded is not tensor or not inside.outside.requires_grad:
             return tensor
-        return self._alias(tensor)
-
-    def _with_grad(self, copy: Tensor) -> Tensor:
-        inside = self._inside.get(id(copy))
-        if inside is None or inside.rounded is not copy or not inside.outside.requires_grad:
-            return copy
-        found = inward_borders([inside.outside], [copy], self._crossings, with_aliases=False)[1][0]
+        found = inward_borders([inside.outside], [tensor], self._crossings, with_aliases=False)[1][0]
         assert found is not None
         return found
 
     def bring_in_argument(self, tensor: Tensor) -> Tensor:
-        """As :meth:`bring_in`, for what was made before the forward began, in whatever thread: each numbers its own."""
-        if not self.has_borders or not tensor.requires_grad:
+        """``tensor`` through a border, if it wants a gradient, and none of this model's forwards made it."""
+        if not tensor.requires_grad or (tensor.grad_fn is not None and self._made_earlier(tensor.grad_fn)):
             return tensor
-        if tensor.grad_fn is not None and self._made_earlier(tensor.grad_fn):
-            return tensor
-        return self._alias(tensor)
-
-    def _alias(self, tensor: Tensor) -> Tensor:
         inside = self._inside.get(id(tensor))
         return (self._bring_in([(tensor, None)]) if inside is None else inside).wide
 
-    def is_outside(self, tensor: Tensor) -> bool:
-        """Whether ``tensor``, which has grad, was made before this forward began, and by none of this model."""
-        if (node := tensor.grad_fn) is None:
-            return id(tensor) not in self._carriers
-        return node._sequence_nr() < self.first_node and not self._made_earlier(node)
+    def _is_outside(self, tensor: Tensor) -> bool:
+        node = tensor.grad_fn
+        return node is None or (node._sequence_nr() < self.first_node and not self._made_earlier(node))
 
-    def has_outside(self, values: Iterable[Any]) -> bool:
-        """Whether among the arguments of a call is a tensor from outside that wants a gradient."""
-        for value in values:  # every call of a model comes here: is_outside() is written out
-            if isinstance(value, Tensor):
-                if not value.requires_grad:
-                    continue
-                if (node := value.grad_fn) is None:
-                    if id(value) not in self._carriers:
-                        return True
-                elif node._sequence_nr() < self.first_node and not self._made_earlier(node):
-                    return True
-            elif isinstance(value, (list, tuple)) and self.has_outside(value):
-                return True
-        return False
+    def seal(self, results: Iterable[Tensor]) -> None:
+        """Of a forward with these results, put a border on each edge of its graph that leads outside."""
+        if self.is_scaled:
+            seal(_nodes_of(results), self._crossings, self.first_node, self._made_earlier)
 
-    @contextmanager
-    def recomputing(self, args: tuple[Any, ...]) -> Iterator[None]:
-        """To run a piece of the forward again in, in a thread that may number nodes anew: all but leaves is inside."""
-        first, self.first_node = self.first_node, -1
-        self._carriers = {id(arg) for arg in args if isinstance(arg, Tensor)}
-        try:
-            yield
-        finally:
-            self.first_node, self._carriers = first, set()
+    def seal_again(self, results: Iterable[Tensor], args: Iterable[Tensor]) -> None:
+        """As :meth:`seal`, of a piece that was computed again, with ``args`` from inside.
+
+        Maybe in a thread that numbers nodes anew: all but leaves is taken for inside.
+        """
+        if self.is_scaled:
+            carriers = [get_gradient_edge(arg).node for arg in args if arg.requires_grad]
+            seal(_nodes_of(results), self._crossings, 0, self._made_earlier, carriers)
+
+
+def _nodes_of(results: Iterable[Tensor]) -> list[Any]:
+    with torch._C.DisableTorchFunctionSubclass():  # a loss that may stay unread
+        return [node for result in results if (node := result.grad_fn) is not None]
 
 
 def _groups(pairs: _Pairs, elements: int) -> Iterator[_Pairs]:

@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from autograd_functions import Times
 from tiny import Using, assert_true, attached, check_gradients, copies, gradients_of, same, take_step
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import hf_mp
 from hf_mp import MixedPrecision
@@ -504,3 +506,61 @@ def test_weights_share_a_border_up_to_so_many_elements(
     weights = [torch.zeros(abs(size), device="meta" if size < 0 else "cpu") for size in sizes]
     groups = list(_groups([(weight, None) for weight in weights], elements))
     assert [[weight.numel() for weight, _ in group] for group in groups] == expected
+
+
+# Tensors from outside that no torch call of the forward is given
+
+
+@every_kind
+@pytest.mark.parametrize("kept", ["parameter", "leaf", "computed"])
+def test_an_autograd_function_is_given_a_tensor_from_a_closure(kept: str, precision: str) -> None:
+    factor, leaf = nn.Parameter(torch.ones(6)), torch.full((6,), 0.5, requires_grad=True)
+    made: list[Tensor] = []
+    model = body(lambda m, x: m.second(Times.apply(hidden(m, x).float(), made[-1])), factor=factor)
+
+    def loss() -> Tensor:
+        made.append({"parameter": factor, "leaf": leaf, "computed": leaf.sigmoid()}[kept])
+        return squared(model(X))
+
+    check_gradients(model, loss, () if kept == "parameter" else (leaf,), precision=precision)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_comes_into_a_checkpoint_from_outside(use_reentrant: bool) -> None:
+    gate = torch.full((6,), 0.5, requires_grad=True)
+
+    def use(m: Any, x: Tensor) -> Tensor:
+        start = x * gate
+        return m.second(checkpoint(lambda x: torch.tanh(hidden(m, x) * gate), start, use_reentrant=use_reentrant))
+
+    model = body(use)
+    check_gradients(model, lambda: squared(model(X)), [gate])
+
+
+def test_a_state_that_was_carried_on_and_not_returned_leads_outside() -> None:
+    gate = torch.full((6,), 0.5, requires_grad=True)
+
+    def use(m: Any, x: Tensor) -> Tensor:
+        y = hidden(m, x if m.state is None else x + m.state)
+        m.state = y * gate
+        return m.second(y)
+
+    model = body(use, state=None)
+
+    def loss() -> Tensor:
+        model.state = None
+        return squared(model(X)) + squared(model(X)) + squared(model(X))
+
+    check_gradients(model, loss, [gate])
+
+
+def test_a_tensor_from_outside_that_is_used_there_too() -> None:
+    gate = torch.full((6,), 0.5, requires_grad=True)
+    made: list[Tensor] = []
+    model = body(lambda m, x: m.second(hidden(m, x) * made[-1]))
+
+    def loss() -> Tensor:
+        made.append(gate.sigmoid())
+        return squared(model(X)) + made[-1].square().sum()
+
+    check_gradients(model, loss, [gate])

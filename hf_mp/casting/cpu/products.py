@@ -117,6 +117,7 @@ class _Product(Function):
         inside = weight.inside if needs_x else None
         ctx.save_for_backward(x if needs_weight else None, inside)
         ctx.weight, ctx.bias = _target(weight), None if bias is None else _target(bias)
+        ctx.border_at = [place for place, one in ((1, weight), (2, bias)) if one is not None and one.behind is not None]
         ctx.x_shape, ctx.x_dtype, ctx.transposed, ctx.native = x.shape, x.dtype, transposed, native
         rounded_bias = None if bias is None else bias.inside
         if native:
