@@ -196,28 +196,21 @@ class Region(autocast):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # Every torch call of a model comes here, most of them in no table: one look-up decides.
-        # Dynamo traces this function: it reads a plan, but no lists of weights.
-        if self.observer is not None or is_dynamo_compiling():
+        # Dynamo traces this function: it reads a plan, but nothing of a thread.
+        if is_dynamo_compiling():
             return super().__torch_function__(func, types, args, kwargs)
-        thread = self.thread
-        entry, weights = self._plan.get(func), thread.weights
-        if entry is not None and entry.rule not in ALWAYS_HELD and state.active[-1] is not self:
-            entry = self.in_island(entry)
-        if thread.is_reading and entry is not None and weights is not None and torch.is_grad_enabled():
-            args, kwargs = apply_to_tensors(weights.with_grad, (args, dict(kwargs or {})))  # switched on inside
-        if weights is not None and weights.is_learning and func not in UNASKED:
-            args, kwargs = _as_used(weights, entry, func, args, kwargs or {})
-        if entry is None or (thread.is_dispatched and entry.rule not in ALWAYS_HELD):  # else a kernel makes the call
-            return func(*args, **kwargs) if kwargs else func(*args)
-        return entry.handler(self, entry.name, func, args, kwargs or {})
+        entry = self.planned(func)
+        make = self.apply if self.observer is None or _is_composite(entry) else self.observer
+        return make(entry, func, args, kwargs or {})
 
     def apply(
         self, entry: PlannedCall | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        weights = None if is_dynamo_compiling() else self.thread.weights
-        if weights is not None and weights.is_learning and func not in UNASKED:
-            args, kwargs = _as_used(weights, entry, func, args, kwargs)
+        thread = None if is_dynamo_compiling() else self.thread
+        if thread is not None and thread.weights is not None and thread.weights.is_learning and func not in UNASKED:
+            args, kwargs = _as_used(thread.weights, entry, func, args, kwargs)
+        if thread is not None and thread.is_dispatched and entry is not None and entry.rule not in ALWAYS_HELD:
+            return func(*args, **kwargs)  # a kernel makes the call
         return super().apply(entry, func, args, kwargs)
 
     def in_island(self, entry: PlannedCall) -> PlannedCall | None:
@@ -244,6 +237,11 @@ def _refuse_writes(name: str | None) -> None:
         )
 
 
+def _is_composite(entry: PlannedCall | None) -> bool:
+    """Whether the calls inside of a call come here, too."""
+    return entry is not None and entry.rule is CastRule.COMPOSITE
+
+
 _IN_ISLAND = PlannedCall(CastRule.WIDEST, "", widened)
 _SELECTIONS = frozenset({Tensor.__getitem__, Tensor.transpose})
 
@@ -252,7 +250,7 @@ def _as_used(
     weights: Slots, entry: PlannedCall | None, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any]:
     """The arguments of a call in the first forward, which teaches what the model does with its weights."""
-    if entry is not None and entry.rule is CastRule.COMPOSITE:
+    if _is_composite(entry):
         return args, kwargs
     by_product = entry is not None and entry.rule is CastRule.LOWER_PRECISION
     return weights.as_used(args, kwargs, by_product=by_product, by_selection=func in _SELECTIONS)
