@@ -68,11 +68,11 @@ def calibrate(
         try:
             runtime.attach(model)
             # Once with gradients, which tell where a loss scale would overflow; looks for rules need none.
-            last = ops = _look(runtime, model, given, backward=True)
+            last = ops = _look(runtime, model, given)
             notes = ["some of it is inf or NaN in FP32's range, too: the cause is the model, and no rule helps"]
             if not any(math.isnan(op.largest) for op in ops):
                 notes = []
-                last, _ = find_rules(runtime, ops, lambda rules: _look_with(runtime, model, rules, given))
+                last, _ = find_rules(runtime, ops, lambda rules: _look(runtime, model, given, rules))
         finally:
             runtime.detach()
     if all(op.fp16_gradient is None for op in ops):
@@ -81,14 +81,12 @@ def calibrate(
     return RangeReport(type(model).__name__, str(policy), len(given), tuple(ops), *found)
 
 
-def _look_with(
-    runtime: MixedPrecision, model: nn.Module, rules: dict[str, str], batches: Sequence[Any]
+def _look(
+    runtime: MixedPrecision, model: nn.Module, batches: Sequence[Any], rules: dict[str, str] | None = None
 ) -> Sequence[OpRange]:
-    runtime.add_rules(rules)
-    return _look(runtime, model, batches, backward=False)
-
-
-def _look(runtime: MixedPrecision, model: nn.Module, batches: Sequence[Any], *, backward: bool) -> Sequence[OpRange]:
+    """What the batches show, with a backward; or, given further ``rules``, in the forward alone."""
+    backward = rules is None
+    runtime.add_rules(rules or {})
     recorder = RangeRecorder(SAFE, backward=backward)
     for batch in batches:
         with recorder.recording(runtime.region, model), torch.set_grad_enabled(backward):

@@ -27,6 +27,7 @@ from hf_mp.weights.ranks.placement import is_sharded, placement_of
 
 logger = logging.get_logger(__name__)
 
+NOT_HEALED = "on_overflow='heal': not healed: "
 MOST_TRIES = 20  # of one step: for another place that leaves the range, or a smaller loss scale
 
 
@@ -91,7 +92,6 @@ class Healer(StepObserver):
         self.healed: list[Healed] = []
         self.clip: Callable[[Optimizer], None] | None = None
         self.loss_again: tuple[int, float] | None = None
-        self._said: set[str] = set()
         self._ddp: Any = None
 
     def forward(self, forward: Any, args: Any, kwargs: Any) -> None:
@@ -106,7 +106,7 @@ class Healer(StepObserver):
         runtime = self._runtime
         model = runtime.model
         if model is None or is_sharded(model):
-            self._give_up("the model is sharded, and one forward needs all processes")
+            logger.warning_once(f"{NOT_HEALED}the model is sharded, and one forward needs all processes")
             return None
         # Its level comes from steps that were taken: what is tried in between is not to count.
         report, state = None, runtime.scaler.state
@@ -160,21 +160,16 @@ class Healer(StepObserver):
             )
         return False
 
-    def _give_up(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
-            logger.warning(f"on_overflow='heal': not healed: {reason}")
-
     def _find(self, backwards: list[KeptBackward]) -> Cure | None:
         """What helps against the overflow of these micro-batches; None where nothing does, or it is not known."""
         for backward in suspects_of(backwards):
             for name, tensor in backward.inputs():
                 if finiteness(tensor) is Finiteness.NOT_FINITE:
-                    self._give_up(f"the batch contains inf or NaN: {name!r}. Clean the data")
+                    logger.warning_once(f"{NOT_HEALED}the batch contains inf or NaN: {name!r}. Clean the data")
                     return None
             cure = find_cure(self._runtime, backward)
             if cure.reason:
-                self._give_up(cure.reason)
+                logger.warning_once(NOT_HEALED + cure.reason)
                 return None
             if cure.error or cure.scale is not None:
                 return self._noted(cure) if cure.remedies else cure

@@ -25,7 +25,7 @@ SAMPLE_ELEMENTS = 2**15
 
 _BIAS = 127
 _BINS = 512
-_ZERO, _SUBNORMAL, _INF, _NAN = 0, 1, 510, 511
+_ZERO, _SUBNORMAL, _INF = 0, 1, 510  # and NaN, the last one
 _MAGNITUDE_BITS, _MANTISSA_BITS = 0x7FFFFFFF, 23
 
 
@@ -59,12 +59,9 @@ class Histogram:
         return int(self.counts[_ZERO])
 
     @property
-    def inf_count(self) -> int:
-        return int(self.counts[_INF])
-
-    @property
-    def nan_count(self) -> int:
-        return int(self.counts[_NAN])
+    def not_finite(self) -> int:
+        """Values that are inf or NaN."""
+        return int(self.counts[_INF:].sum())
 
     @property
     def finite_nonzero(self) -> int:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from range_models import Gated, batches
 from torch import Tensor, nn
+from transformers.utils import logging
 
 import hf_mp
 from hf_mp import CannotHealError, MixedPrecision, heal_overflows
@@ -32,6 +33,7 @@ RULES = {"up:linear": "scaled/256", "down:linear": "scaled/256"}
 def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the healer logs."""
     messages: list[str] = []
+    logging.get_logger().warning_once.cache_clear()  # which lasts as long as the process
     monkeypatch.setattr("hf_mp.diagnostics.healing.logger.warning", messages.append)
     return messages
 
