@@ -14,7 +14,6 @@ from hf_mp.scaling.rules import (
     DynamicRule,
     HeadroomRule,
     StaticRule,
-    StepReport,
 )
 from hf_mp.scaling.scalers import (
     DynamicLossScaler,
@@ -77,25 +76,24 @@ class TestGivingUp:
 
     @pytest.mark.filterwarnings("ignore:min_scale=0.1 is no power of two")
     @pytest.mark.parametrize(
-        ("make", "min_scale", "floor"), [(DynamicLossScaler, 0.1, r"0\.1"), (HeadroomLossScaler, 3.0, "4")]
+        ("make", "floor", "skips"),
+        [
+            (partial(DynamicLossScaler, min_scale=0.1, max_consecutive_skips=5), "0.1", 21),
+            (partial(HeadroomLossScaler, min_scale=3.0, max_consecutive_skips=5), "4", 5),
+            (DynamicLossScaler, "2^-48", 65),
+            (HeadroomLossScaler, "2^-48", 50),
+        ],
     )
-    def test_a_floor_that_is_rounded_is_reached(
-        self, make: Callable[..., LossScaler[Any]], min_scale: float, floor: str
+    def test_where_no_scale_helps_it_ends_at_the_floor_rounded(
+        self, make: Callable[[], LossScaler[Any]], floor: str, skips: int
     ) -> None:
-        scaler = make(min_scale=min_scale, max_consecutive_skips=5)
-        with pytest.raises(LossScaleError, match=rf"are inf or NaN even at loss scale {floor}, the smallest allowed"):
+        scaler = make()
+        with pytest.raises(LossScaleError, match=re.escape(f"even at loss scale {floor}, the smallest allowed")):
             record(scaler, [OVERFLOW] * 99)
+        assert scaler.state.skipped_steps == skips and scaler.get_scale() == scaler.smallest_scale
 
 
-# Each scaler, twice: made with what a program would pass, and what it was at after steps that moved every field.
-USED: list[tuple[Callable[[], LossScaler[Any]], list[StepReport]]] = [
-    (lambda: StaticLossScaler(16.0), [CLEAN, OVERFLOW, OVERFLOW]),
-    (
-        lambda: DynamicLossScaler("cpu", 16.0, growth_interval=9, hysteresis=4),
-        [OVERFLOW, OVERFLOW, CLEAN, CLEAN],
-    ),
-    (lambda: HeadroomLossScaler(patience=9), [saw(1.0), OVERFLOW, saw(3.0)]),
-]
+# What each scaler is made with, and a state in which every field is another one.
 LOADED: list[tuple[Callable[[], LossScaler[Any]], dict[str, Any]]] = [
     (lambda: StaticLossScaler(16.0), {}),
     (
@@ -112,6 +110,7 @@ LOADED: list[tuple[Callable[[], LossScaler[Any]], dict[str, Any]]] = [
 ]
 COUNTED = {"scale": 4.0, "steps": 11, "skipped_steps": 7, "consecutive_skips": 3}
 KINDS = ["static", "dynamic", "headroom"]
+LEFT_OUT = object()
 
 
 class TestSavedState:
@@ -127,59 +126,44 @@ class TestSavedState:
         assert loaded.state_dict() == state
         assert loaded.get_scale() == 4.0 and loaded.scale_tensors(CPU)[0].item() == 4.0
 
-    @pytest.mark.parametrize(("make", "reports"), USED, ids=KINDS)
-    def test_a_loaded_scaler_goes_on_as_the_saved_one(
-        self, make: Callable[[], LossScaler[Any]], reports: list[StepReport]
-    ) -> None:
-        saved, loaded = make(), make()
-        record(saved, reports)
-        assert saved.state != loaded.state
-        loaded.load_state_dict(json.loads(json.dumps(saved.state_dict())))
-        after = [OVERFLOW, saw(2.0), *[saw(0.01)] * 12]
-        assert record(loaded, after) == record(saved, after)
-
     @pytest.mark.parametrize(
-        ("left_out", "added", "message"),
+        ("make", "changed", "message"),
         [
-            *((key, {}, rf"missing keys \['{key}'\], unknown keys \[\]") for key in ("scale", "_growth_tracker")),
-            *((key, {}, rf"missing keys \['{key}'\], unknown keys \[\]") for key in ("growth_factor", "steps")),
-            (None, {"surprise": 1}, r"missing keys \[\], unknown keys \['surprise'\]"),
-            (None, {"surprise": 1, 0.5: 1}, r"unknown keys \[0\.5, 'surprise'\]"),
-            (None, {"kind": None}, r"kind=None, missing keys \[\], unknown keys \[\]"),
-            (None, {"kind": "static"}, "kind='static', missing"),
+            *(
+                (DynamicLossScaler, {key: LEFT_OUT}, rf"missing keys \['{key}'\], unknown keys \[\]")
+                for key in ("scale", "_growth_tracker", "growth_factor", "steps")
+            ),
+            (DynamicLossScaler, {"surprise": 1}, r"missing keys \[\], unknown keys \['surprise'\]"),
+            (DynamicLossScaler, {"surprise": 1, 0.5: 1}, r"unknown keys \[0\.5, 'surprise'\]"),
+            (DynamicLossScaler, {"kind": None}, r"kind=None, missing keys \[\], unknown keys \[\]"),
+            (
+                DynamicLossScaler,
+                {"kind": "static"},
+                r"neither one of a 'dynamic' loss scaler nor of a torch\.amp\.GradScaler: .*kind='static', missing",
+            ),
+            (DynamicLossScaler, {"steps": None}, "steps=None must be "),
+            (DynamicLossScaler, {"skipped_steps": -1}, "skipped_steps=-1 must be "),
+            (DynamicLossScaler, {"consecutive_skips": 0.5}, r"consecutive_skips=0\.5 must be "),
+            (DynamicLossScaler, {"_growth_tracker": "3"}, "growth_tracker='3' must be "),
+            (DynamicLossScaler, {"hysteresis_left": 0}, "hysteresis_left=0 must be "),
+            (DynamicLossScaler, {"growth_interval": math.nan}, "growth_interval=nan must be "),
+            (DynamicLossScaler, {"growth_factor": 0.5}, r"growth_factor=0\.5 must be "),
+            (DynamicLossScaler, {"backoff_factor": 2.0}, r"backoff_factor=2\.0 must be "),
+            (HeadroomLossScaler, {"level": math.nan}, "level=nan must be "),
+            (HeadroomLossScaler, {"headroom": -1.0}, r"headroom=-1\.0 must be "),
+            (HeadroomLossScaler, {"headroom": "64"}, "headroom='64' must be "),
+            (HeadroomLossScaler, {"is_futile": 1}, "is_futile=1 must be "),
+            (HeadroomLossScaler, {"quiet_steps": True}, "quiet_steps=True must be "),
         ],
     )
-    def test_missing_and_unknown_keys_and_other_kinds_are_named(
-        self, left_out: str | None, added: dict[Any, Any], message: str
+    def test_what_does_not_fit_is_named_and_nothing_taken_over(
+        self, make: Callable[[], LossScaler[Any]], changed: dict[Any, Any], message: str
     ) -> None:
-        state = {**DynamicLossScaler("cpu", 8.0).state_dict(), **added}
-        state.pop(left_out, None)
-        said = rf"neither one of a 'dynamic' loss scaler nor of a torch\.amp\.GradScaler: .*{message}"
-        self.check_refused(DynamicLossScaler("cpu", 2.0), state, said)
-
-    @pytest.mark.parametrize(
-        ("make", "key", "value"),
-        [
-            (DynamicLossScaler, "steps", None),
-            (DynamicLossScaler, "skipped_steps", -1),
-            (DynamicLossScaler, "consecutive_skips", 0.5),
-            (DynamicLossScaler, "_growth_tracker", "3"),
-            (DynamicLossScaler, "hysteresis_left", 0),
-            (DynamicLossScaler, "growth_interval", math.nan),
-            (DynamicLossScaler, "growth_factor", 0.5),
-            (DynamicLossScaler, "backoff_factor", 2.0),
-            (HeadroomLossScaler, "level", math.nan),
-            (HeadroomLossScaler, "headroom", -1.0),
-            (HeadroomLossScaler, "headroom", "64"),
-            (HeadroomLossScaler, "is_futile", 1),
-            (HeadroomLossScaler, "quiet_steps", True),
-        ],
-    )
-    def test_a_value_out_of_range_is_named_and_nothing_taken_over(
-        self, make: Callable[[], LossScaler[Any]], key: str, value: Any
-    ) -> None:
-        state = {**make().state_dict(), "scale": 8.0, key: value}
-        self.check_refused(make(), state, f"{key.removeprefix('_')}={value!r} must be ")
+        scaler, state = make(), {**make().state_dict(), "scale": 8.0, **changed}
+        before = scaler.state
+        with pytest.raises(ValueError, match=message):
+            scaler.load_state_dict({key: value for key, value in state.items() if value is not LEFT_OUT})
+        assert scaler.state == before
 
     def test_torchs_state_lets_headroom_measure_anew(self) -> None:
         scaler = HeadroomLossScaler()
@@ -201,13 +185,6 @@ class TestSavedState:
         make(enabled=False).load_state_dict({})
         with pytest.raises(RuntimeError, match="the state is empty, as that of a disabled scaler is"):
             make().load_state_dict({})
-
-    @staticmethod
-    def check_refused(scaler: LossScaler[Any], state: dict[str, Any], message: str) -> None:
-        before = scaler.state
-        with pytest.raises(ValueError, match=message):
-            scaler.load_state_dict(state)
-        assert scaler.state == before
 
 
 class TestWarnings:
@@ -256,10 +233,13 @@ def torch_state(**changed: Any) -> dict[str, Any]:
 
 
 class TestScaleTensors:
-    def test_they_follow_the_scale_without_being_asked_for_again(self) -> None:
-        scaler = DynamicLossScaler("cpu", 16.0, growth_interval=2)
-        held, found = scaler.scale_tensors(CPU), []
+    @pytest.mark.parametrize("asked_in", [torch.enable_grad, torch.inference_mode])
+    def test_they_are_made_once_for_each_device_and_follow_the_scale(self, asked_in: Callable[[], Any]) -> None:
+        scaler, found = DynamicLossScaler("cpu", 16.0, growth_interval=2), []
+        with asked_in():
+            held = scaler.scale_tensors(CPU)
         assert {(tensor.dtype, tensor.shape) for tensor in held} == {(torch.float32, (1,))}
+        assert scaler.scale_tensors(torch.device("meta")).scale.device.type == "meta"
         for report in [OVERFLOW, OVERFLOW, CLEAN, CLEAN]:
             scaler.record_step(report)
             found.append(tuple(tensor.item() for tensor in held))
@@ -268,6 +248,7 @@ class TestScaleTensors:
         assert [tensor.item() for tensor in held] == [64.0, 1 / 64]
         scaler.update(2.0)
         assert [tensor.item() for tensor in held] == [2.0, 0.5]
+        assert all(one is other for one, other in zip(scaler.scale_tensors(CPU), held, strict=True))
 
     @pytest.mark.parametrize("seed", range(20))
     def test_the_inverse_is_torchs(self, seed: int) -> None:
@@ -277,21 +258,6 @@ class TestScaleTensors:
         scale, inverse = scaler.scale_tensors(CPU)
         assert scaler.get_scale() == scale.item() == torch.tensor(number).item()
         assert inverse.item() == scale.double().reciprocal().float().item()
-
-    def test_they_are_made_once_for_each_device(self) -> None:
-        scaler = DynamicLossScaler("cpu", 16.0)
-        first = scaler.scale_tensors(CPU)
-        assert scaler.scale_tensors(torch.device("meta")).scale.device.type == "meta"
-        scaler.record_step(OVERFLOW)
-        assert scaler.scale_tensors(CPU).scale is first.scale
-        assert scaler.scale_tensors(CPU).inverse is first.inverse
-
-    def test_asked_for_first_in_inference_mode_they_follow_too(self) -> None:
-        scaler = DynamicLossScaler("cpu", 16.0)
-        with torch.inference_mode():
-            scaler.scale_tensors(CPU)
-        scaler.record_step(OVERFLOW)
-        assert [tensor.item() for tensor in scaler.scale_tensors(CPU)] == [8.0, 0.125]
 
     @pytest.mark.parametrize("scale", [2.0**-126, 2.0**127])
     def test_at_the_ends_of_fp32s_range_they_are_finite(self, scale: float) -> None:
@@ -323,27 +289,6 @@ class TestMaking:
         static = make_loss_scaler(4.0, max_consecutive_skips=1)
         with pytest.raises(LossScaleError):
             static.record_step(OVERFLOW)
-
-    @pytest.mark.parametrize(
-        ("loss_scale", "setting", "has"),
-        [
-            (
-                "headroom",
-                "growth_interval",
-                "backoff_factor, enabled, half_life, headroom, init_scale, largest, max_consecutive_skips, max_scale, "
-                "min_scale, patience",
-            ),
-            ("dynamic", "headroom", "backoff_factor, consecutive_hysteresis, enabled, growth_delay, growth_factor"),
-            ("dynamic", "one", "backoff_factor, consecutive_hysteresis, enabled, growth_delay, growth_factor"),
-            (8.0, "init_scale", "enabled, max_consecutive_skips"),
-            (None, "hysteresis", "enabled, max_consecutive_skips"),
-        ],
-    )
-    def test_a_setting_that_a_scaler_does_not_have_gets_those_it_has(
-        self, loss_scale: Any, setting: str, has: str
-    ) -> None:
-        with pytest.raises(ValueError, match=f"loss scaler has no setting {setting}: it has {has}"):
-            make_loss_scaler(loss_scale, **{setting: 1})
 
     @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, 1e39, 2.0**-127, 1e-46, True, "16", None])
     @pytest.mark.parametrize("make", [StaticLossScaler, partial(DynamicLossScaler, "cpu"), HeadroomLossScaler])
@@ -391,9 +336,19 @@ class TestMaking:
             ("headroom", {"min_scale": -1.0}, "min_scale=-1.0 must be 0 or a scale from"),
             ("headroom", {"min_scale": 1e300, "max_scale": None}, r"min_scale=1e\+300 must be 0 or a scale from"),
             ("headroom", {"min_scale": 1.0, "max_scale": 0.5}, "max_scale=0.5 must be at least min_scale=1.0"),
+            (
+                "headroom",
+                {"growth_interval": 1},
+                "loss scaler has no setting growth_interval: it has backoff_factor, enabled, half_life, headroom, "
+                "init_scale, largest, max_consecutive_skips, max_scale, min_scale, patience",
+            ),
+            ("dynamic", {"headroom": 1}, "has no setting headroom: it has backoff_factor, consecutive_hysteresis"),
+            ("dynamic", {"one": 1}, "has no setting one: it has backoff_factor, consecutive_hysteresis, enabled"),
+            (8.0, {"init_scale": 1}, "has no setting init_scale: it has enabled, max_consecutive_skips"),
+            (None, {"hysteresis": 1}, "has no setting hysteresis: it has enabled, max_consecutive_skips"),
         ],
     )
-    def test_settings_out_of_range(self, loss_scale: str, setting: dict[str, float], message: str) -> None:
+    def test_settings_out_of_range_and_unknown(self, loss_scale: Any, setting: dict[str, float], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             make_loss_scaler(loss_scale, **setting)
 
