@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import groupby
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -268,8 +268,25 @@ def masters_by_hand(device: torch.device) -> Run:
     return run.finish(model)
 
 
+def wrapped_masters(layout: Literal["whole", "split"], device: torch.device) -> Run:
+    model = small_model(device).half()
+    optimizer = hf_mp.MasterWeightOptimizer(SGD(model.parameters(), lr=0.1, momentum=0.9), layout=layout)
+    scaler = hf_mp.StaticLossScaler(STATIC_SCALE)
+    run = Run()
+    for images, labels in batches(device):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images.half()).float(), labels)
+        run.losses.append(loss.item())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return run.finish(model)
+
+
 def compare_masters(device: torch.device) -> Iterator[Agreement]:
     theirs = masters_by_hand(device)
+    yield from compare_training("masters, whole", theirs, wrapped_masters("whole", device), allowed=0.0)
+    yield from compare_training("masters, split", theirs, wrapped_masters("split", device))
     yield from compare_training("masters, prepared", theirs, prepared(small_model(device).half(), "fp16-lean", device))
 
 

@@ -171,7 +171,8 @@ def _refill(container: Any, items: Any) -> None:
 def gradients_set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
     """Set gradients to None, and restore them at the end, scaled ones unchanged."""
     # A split parameter has gradients apart from .grad.
-    kept = [(_GRAD.__get__(p), {k: v for k, v in vars(p).items() if k == "_scaled"}) for p in parameters]
+    names = ("_scaled", "_read")
+    kept = [(_GRAD.__get__(p), {name: getattr(p, name) for name in names if hasattr(p, name)}) for p in parameters]
     for parameter in parameters:
         parameter.grad = None
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,17 +24,26 @@ def unscale_gradients(optimizer: Optimizer, inverse: float) -> StepReport | None
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not parameters:
         return None
-    if any(needs_loss_scale(parameter.grad.dtype) for parameter in parameters):
-        raise ValueError(
-            "Attempting to unscale FP16 gradients: they would underflow. Keep the parameters in FP32, or have "
-            "hf_mp.prepare(model, optimizer, 'fp16') make masters, which scales and unscales by itself"
-        )
+    _widen([parameter for parameter in parameters if needs_loss_scale(parameter.grad.dtype)], optimizer)
     gradients = [parameter.grad for parameter in parameters]
     if inverse != 1.0:
         _multiply(gradients, inverse)
     largest = largest_magnitude(gradients).item()
     overflow = not largest < float("inf")
     return StepReport(overflow, None if overflow else largest)
+
+
+def _widen(parameters: list[Tensor], optimizer: Optimizer) -> None:
+    """Give ``parameters`` their gradients in FP32, or raise a ValueError if ``optimizer`` cannot use them."""
+    if parameters and not getattr(optimizer, "keeps_masters", False):
+        raise ValueError(
+            "Attempting to unscale FP16 gradients: they would underflow. Wrap the optimizer in "
+            "hf_mp.MasterWeightOptimizer, or keep the parameters in FP32"
+        )
+    for parameter in parameters:
+        gradient: Any = parameter.grad
+        parameter.grad_dtype = None
+        parameter.grad = gradient.float()
 
 
 def _multiply(gradients: Iterable[Tensor], factor: float) -> None:

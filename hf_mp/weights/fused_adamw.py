@@ -72,7 +72,7 @@ def can_skip(optimizer: Optimizer, replaced_step: Callable[..., Any] | None) -> 
     ``replaced_step`` is what stood in the place of its class's ``step`` before it was guarded. Of a
     :class:`~hf_mp.weights.lean.optimizer.MasterWeightOptimizer` with split masters, the wrapped one skips.
     """
-    if replaced_step is None and getattr(optimizer, "keeps_masters", False) and not has_hooks(optimizer):
+    if replaced_step is None and getattr(optimizer, "layout", None) == "split" and not has_hooks(optimizer):
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
         replaced_step = vars(optimizer).get("step")
     is_fused = _is_fused_adam(optimizer, replaced_step) and all(group.get("fused") for group in optimizer.param_groups)

@@ -55,6 +55,13 @@ def test_each_layout_shows_what_it_does(gpt2: GPT2LMHeadModel, batch, precision,
     assert not any(module._forward_hooks for module in model.modules())
 
 
+def test_a_bare_master_optimizer_is_seen(gpt2: GPT2LMHeadModel, batch) -> None:
+    model = gpt2.to(torch.bfloat16)
+    contract = contract_of(model, hf_mp.MasterWeightOptimizer(AdamW(model.parameters())), batch)
+    assert rows_of(contract, "linear") == {("bf16+fp32", "bf16", "bf16", "-", "fp32", "bf16")}
+    assert not contract.lacks_masters
+
+
 def test_torch_autocast_is_seen(gpt2: GPT2LMHeadModel, batch) -> None:
     optimizer = SGD(gpt2.parameters(), lr=1e-3)
 

@@ -47,12 +47,14 @@ def test_the_updates_of_sgd_are_its_gradients(gpt2, batch) -> None:
         assert row.lost_share == pytest.approx(kept, abs=0.01)  # torch rounds the product as well
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-lean", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", "bf16-lean", "whole", "fp32"])
 def test_who_has_masters_has_nothing_to_be_told(gpt2, precision) -> None:
     model = gpt2 if precision == "fp32" else gpt2.to(torch.bfloat16)
     optimizer = AdamW(model.parameters(), lr=RATE)
     assert precision == "fp32" or len(hf_mp.check_training(model, optimizer).without_masters) == 28
-    if precision != "fp32":
+    if precision == "whole":
+        optimizer = hf_mp.MasterWeightOptimizer(optimizer)
+    elif precision != "fp32":
         model, optimizer = hf_mp.prepare(model, optimizer, precision)
     check = hf_mp.check_training(model, optimizer)
     assert check.without_masters == () and check.advice == ""

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from transformers import HfArgumentParser
 
-from hf_mp import CheckpointError, MixedPrecision, MixedPrecisionArguments, PrecisionPolicy
+from hf_mp import CheckpointError, MasterWeightOptimizer, MixedPrecision, MixedPrecisionArguments, PrecisionPolicy
 from hf_mp.casting.mode import TABLES
 from hf_mp.casting.rules import match_modules, parse_rules
 from hf_mp.policy import parse_loss_scale
@@ -192,6 +192,16 @@ def runtime_state(mutator: Mutator) -> None:
     assert 0.0 < runtime.stats.loss_scale < math.inf
 
 
+def optimizer_state(mutator: Mutator) -> None:
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer = MasterWeightOptimizer(torch.optim.SGD([parameter], lr=0.1), layout="whole")
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["masters"] = mutator.value({0: state["masters"][0], 1: torch.ones(2)})
+    optimizer.load_state_dict(state)
+
+
 RULES: dict[Any, Any] = {"lm_head": "fp32", "*.mlp.*": "fp32", torch.softmax: "fp32", torch.matmul: "widest"}
 MODEL = nn.ModuleDict({"lm_head": nn.Linear(1, 1), "mlp": nn.Sequential(nn.Linear(1, 1))})
 
@@ -278,6 +288,7 @@ TARGETS: dict[str, Target] = {
     "scale_kwargs": Target(0.12, scale_kwargs),
     "scaler states": Target(0.12, scaler_state, (ValueError, TypeError, RuntimeError)),
     "runtime states": Target(0.06, runtime_state, (ValueError, TypeError, RuntimeError)),
+    "optimizer states": Target(0.01, optimizer_state),
     "rules": Target(0.1, rules),
     "config files": Target(0.003, config),
     "checkpoint files": Target(0.0175, checkpoint_files),

@@ -25,7 +25,7 @@ def test_all_loops_agree():
     with contextlib.redirect_stdout(printed):
         main(["--scale", "small"])
     text = printed.getvalue()
-    assert "27 of 27 results agree" in text
+    assert "31 of 31 results agree" in text
     assert "DISAGREE" not in text
     for number in range(1, 8):
         assert f"loss of step {number}" in text
@@ -42,6 +42,12 @@ def forgetting_to_scale(kind):
 class NeverGrows(hf_mp.DynamicLossScaler):
     def __init__(self, **settings):
         super().__init__(**{**settings, "growth_interval": 10**6})
+
+
+class RemembersNoMaster(hf_mp.MasterWeightOptimizer):
+    def step(self, closure=None):
+        self._masters.clear()
+        return super().step(closure)
 
 
 prepare = hf_mp.prepare
@@ -64,6 +70,8 @@ def prepared_with_half_the_rate(model, optimizer, precision):
         ("clipping", "prepare", prepared_with_half_the_rate),
         ("accumulation", "DynamicLossScaler", forgetting_to_scale(hf_mp.DynamicLossScaler)),
         ("accumulation", "prepare", prepared_with_half_the_rate),
+        ("masters", "StaticLossScaler", forgetting_to_scale(hf_mp.StaticLossScaler)),
+        ("masters", "MasterWeightOptimizer", RemembersNoMaster),
         ("masters", "prepare", prepared_with_half_the_rate),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", "").strip("<>"),

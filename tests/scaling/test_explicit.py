@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from hf_mp import MixedPrecision
+from hf_mp import MasterWeightOptimizer, MixedPrecision
 from hf_mp.scaling.explicit import _multiply
 from hf_mp.scaling.scalers import (
     DynamicLossScaler,
@@ -360,7 +360,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         ("make", "way_out"),
-        [(torchs, ""), (ours, r".* Keep the parameters in FP32, or have hf_mp\.prepare\(.* make masters")],
+        [(torchs, ""), (ours, r".* Wrap the optimizer in hf_mp\.MasterWeightOptimizer, or keep .* FP32")],
         ids=["torch", "ours"],
     )
     @pytest.mark.parametrize("method", ["unscale_", "step"])
@@ -495,6 +495,28 @@ class TestOtherScalers:
         scaler, weight = HeadroomLossScaler(), nn.Parameter(torch.ones(0))
         train_step(scaler, SGD([weight]), weight)
         assert scaler.state.level is None and scaler.get_scale() == 2.0**10 and scaler.state.steps == 1
+
+    @pytest.mark.parametrize("layout", ["whole", "split"])
+    def test_masters_of_an_fp16_model_step_on_fp32_gradients(self, layout: Any) -> None:
+        """Gradients of which FP16 would lose bits, or all, once they are unscaled; beside a loop in FP32."""
+        half, master = one_weight(dtype=torch.float16), torch.ones(1)
+        scaler, optimizer = (
+            DynamicLossScaler("cpu", 2.0**15),
+            MasterWeightOptimizer(SGD([half], lr=2.0**8), layout=layout),
+        )
+        for step in range(6):
+            optimizer.zero_grad()
+            scaler.scale(half.float().sum()).backward()
+            assert layout == "split" or half.grad.dtype is torch.float16
+            half.grad.mul_(2.0**-10 * (1 + step / 1024) if step != 3 else INF)
+            scaled = half.grad.float().clone()
+            scaler.unscale_(optimizer)
+            assert half.grad.dtype is torch.float32 and torch.equal(half.grad, scaled / scaler.get_scale())
+            finish(scaler, optimizer)
+            if step != 3:
+                master -= 2.0**8 * (scaled / scaler.get_scale() if step < 3 else scaled / 2.0**14)
+            assert torch.equal(optimizer.master(half), master)
+        assert scaler.state.skipped_steps == 1 and master.item() != 1.0
 
 
 def with_gradient(value: float, *shape: int) -> nn.Parameter:

@@ -123,11 +123,12 @@ def one_file(path: Path) -> Path:
 
 
 def masters_in_state(path: Path, change: Callable[[Tensor], Tensor] = lambda one: one) -> Path:
-    """Weights of BF16, whose masters are in the optimizer's state, as torch.save and safetensors write them."""
-    model, optimizer = trained()
-    masters = {index: change(one.detach().clone()) for index, one in enumerate(model.parameters())}
-    torch.save({**optimizer.state_dict(), "masters": masters}, path / "optimizer.pt")
-    model.bfloat16().save_pretrained(path)
+    """Weights of BF16 and a MasterWeightOptimizer's state, as torch.save and safetensors write them."""
+    model, optimizer = trained("bf16", lambda one, lr: hf_mp.MasterWeightOptimizer(AdamW(one, lr=lr)))
+    model.save_pretrained(path)
+    state = optimizer.state_dict()
+    state["masters"] = {key: change(one) for key, one in state["masters"].items()}
+    torch.save(state, path / "optimizer.pt")
     return path
 
 

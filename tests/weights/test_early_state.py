@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import hf_mp
+from hf_mp import MasterWeightOptimizer
 from hf_mp.weights.lean.split_parameter import SplitParameter
 
 LOADED = [torch.float16, torch.bfloat16, torch.float32]
-LAYOUTS = ["fp16", "bf16", "fp16-lean", "bf16-lean"]
+LAYOUTS = ["fp16", "bf16", "fp16-lean", "bf16-lean", "whole", "split"]
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -49,11 +50,13 @@ def masters(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
 
 
 def wrapped(model: nn.Module, optimizer: Optimizer, layout: str) -> Optimizer:
+    if layout in ("whole", "split"):
+        return MasterWeightOptimizer(optimizer, layout=layout)  # type: ignore[arg-type]
     return hf_mp.prepare(model, optimizer, layout)[1]
 
 
 def assert_same(found: list[Tensor], expected: list[Tensor], layout: str) -> None:
-    exact = layout in ("fp16", "bf16")
+    exact = layout in ("fp16", "bf16", "whole")
     for a, b in zip(found, expected, strict=True):
         # Split FP16 masters are off by up to 2**-39 near zero.
         torch.testing.assert_close(a, b, rtol=0.0 if exact else 2e-6, atol=0.0 if exact else 1e-9)
@@ -120,10 +123,11 @@ MAKES: dict[str, Make] = {
 }
 CASES = [
     *itertools.product(MAKES, LOADED[:2], ["fp16"]),
-    *itertools.product(["Adagrad", "Adagrad, fused"], LOADED, ["bf16-lean"]),
+    *itertools.product(["Adagrad", "Adagrad, fused"], LOADED, ["bf16-lean", "whole", "split"]),
 ]
 
 
+@pytest.mark.filterwarnings("ignore:MasterWeightOptimizer has nothing to do")
 @pytest.mark.parametrize(("name", "dtype", "layout"), CASES)
 def test_state_of_a_constructor_is_cast_wherever_it_is(name: str, dtype: torch.dtype, layout: str) -> None:
     model = model_in(dtype)
@@ -164,7 +168,7 @@ def test_state_that_was_loaded_in_half_is_cast(name: str, layout: str) -> None:
     step(reference, weights, 2)
     step(optimizer, model.parameters(), 2)
     # Not a bit is lost but what loading into FP16 parameters rounded.
-    assert_same(masters(model, optimizer), weights, "bf16-lean")
+    assert_same(masters(model, optimizer), weights, "split")
 
 
 @pytest.mark.parametrize("precision", ["bf16-lean", "params=fp16,compute=fp16,loss_scale=1024", "bf16"])
@@ -194,6 +198,23 @@ def test_state_inside_objects_is_not_seen() -> None:
     optimizer.kept = type("Kept", (), {"sum": torch.zeros_like(model.weight)})()
     hf_mp.prepare(model, optimizer, "fp16")
     assert optimizer.kept.sum.dtype is torch.float16
+
+
+def test_masters_of_a_state_that_the_bare_optimizer_loads_are_not_seen() -> None:
+    """A model in 16 bits, whose masters are in the state of its MasterWeightOptimizer: load that into the wrapper."""
+
+    models = [model_in(torch.bfloat16) for _ in range(3)]
+    trained, right, wrong = (torch.optim.SGD(m.parameters(), lr=1e-4, momentum=0.9) for m in models)
+    wrapper = MasterWeightOptimizer(trained)
+    step(wrapper, models[0].parameters(), 0)
+    state = copy.deepcopy(wrapper.state_dict())
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    wrong.load_state_dict(state)
+    loaded, too_late = MasterWeightOptimizer(right), MasterWeightOptimizer(wrong)
+    loaded.load_state_dict(state)
+    assert torch.equal(loaded.master(models[1].weight), wrapper.master(models[0].weight))
+    assert not torch.equal(too_late.master(models[2].weight), wrapper.master(models[0].weight))
 
 
 def test_a_schedule_of_relative_steps_in_a_lean_loop_shows_its_initial_rate() -> None:

@@ -15,7 +15,6 @@ from hf_mp import MasterWeightOptimizer
 from hf_mp.weights import fused_adamw
 from hf_mp.weights.fused_adamw import step_split, step_whole
 from hf_mp.weights.lean import optimizer as module
-from hf_mp.weights.lean.split_parameter import make_split
 from hf_mp.weights.working_copies import WorkingCopies
 
 DTYPES = [torch.float16, torch.bfloat16]
@@ -24,19 +23,13 @@ SHAPES = [(3, 5), (40_000,), (), (0, 4)]
 
 def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    return [split_parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
-
-
-def split_parameter(value: Tensor) -> nn.Parameter:
-    parameter = nn.Parameter(value)
-    make_split(parameter, value.dtype)
-    return parameter
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
 
 
 def run(make: Callable[[list[nn.Parameter]], Optimizer], dtype: torch.dtype, steps: int = 3) -> list[Tensor]:
     """Masters and state after some steps."""
     weights = parameters(dtype)
-    optimizer = MasterWeightOptimizer(make(weights))
+    optimizer = MasterWeightOptimizer(make(weights), layout="split")
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         for weight in weights:
@@ -87,7 +80,7 @@ def test_bit_for_bit_the_optimizers_own_step(make: Any, dtype: torch.dtype, monk
 )
 def test_what_the_kernel_does_not_compute_is_left_to_the_optimizer(make: Any) -> None:
     weights = parameters(torch.float16)
-    optimizer = MasterWeightOptimizer(make(weights))
+    optimizer = MasterWeightOptimizer(make(weights), layout="split")
     for weight in weights:
         weight.grad = torch.ones(weight.shape)
     assert not step_split(optimizer.optimizer, weights)
@@ -98,8 +91,8 @@ def test_what_the_kernel_does_not_compute_is_left_to_the_optimizer(make: Any) ->
 def test_what_is_not_contiguous_is_read_by_its_shape(what: str) -> None:
     results, values = [], torch.arange(12.0).view(4, 3).t()
     for given in (values, values.contiguous()):
-        weight = split_parameter(torch.ones(3, 4).half())
-        optimizer = MasterWeightOptimizer(AdamW([weight], lr=1e-2, fused=True))
+        weight = nn.Parameter(torch.ones(3, 4).half())
+        optimizer = MasterWeightOptimizer(AdamW([weight], lr=1e-2, fused=True), layout="split")
         weight.take_scaled_gradient(given.half() if what == "gradient" else torch.ones(3, 4).half())  # type: ignore[attr-defined]
         optimizer.step()
         if what == "moments":
@@ -154,8 +147,8 @@ def test_a_scheduler_that_was_there_before_the_guard() -> None:
 
 @pytest.mark.parametrize("shape", [(3,), (4, 3, 2)])
 def test_moments_of_another_model_are_refused(shape: tuple[int, ...]) -> None:
-    parameter = split_parameter(torch.ones(4, 3).half())
-    optimizer = MasterWeightOptimizer(torch.optim.AdamW([parameter], fused=True))
+    parameter = torch.nn.Parameter(torch.ones(4, 3).half())
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW([parameter], fused=True), layout="split")
     parameter.grad = torch.ones(4, 3).half()
     moments = {"exp_avg": torch.zeros(4, 3), "exp_avg_sq": torch.zeros(shape)}
     optimizer.state[parameter].update(step=torch.tensor(1.0), **moments)

@@ -22,10 +22,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hf_mp import DynamicLossScaler, MasterWeightOptimizer
 from hf_mp.kernels.split import split
 from hf_mp.weights.lean.optimizer import steps_by_parameter
-from hf_mp.weights.lean.split_parameter import SplitParameter, make_split
-from hf_mp.weights.lean.unwrapped_steps import refuse_unwrapped_steps
+from hf_mp.weights.lean.split_parameter import SplitParameter
 
 DTYPES = [torch.float16, torch.bfloat16]
+LAYOUTS = ["whole", "split"]
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
@@ -73,11 +74,7 @@ def shapes() -> list[Tensor]:
 
 
 def parameters(values: list[Tensor], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    """Those of a lean model, unless they are FP32."""
-    made = [nn.Parameter(value.to(dtype, copy=True)) for value in values]
-    for parameter in made if dtype in DTYPES else ():
-        make_split(parameter, dtype)
-    return made
+    return [nn.Parameter(value.to(dtype, copy=True)) for value in values]
 
 
 def gradients(step: int, dtype: torch.dtype, likes: list[Tensor]) -> list[Tensor]:
@@ -90,19 +87,23 @@ def set_gradients(params: list[nn.Parameter], given: list[Any]) -> None:
         parameter.grad = None if gradient is None else gradient.to(parameter.dtype, copy=True)
 
 
+def rounding(master: Tensor, dtype: torch.dtype, layout: str) -> Tensor:
+    return split(master, dtype).working if layout == "split" else master.to(dtype)
+
+
 def assert_same(ours: list[nn.Parameter], wrapper: MasterWeightOptimizer, reference: list[nn.Parameter]) -> None:
     for parameter, expected in zip(ours, reference, strict=True):
         assert torch.equal(wrapper.master(parameter), expected.detach())
-        assert torch.equal(parameter.detach(), split(expected.detach(), parameter.dtype).working)
+        assert torch.equal(parameter.detach(), rounding(expected.detach(), parameter.dtype, wrapper.layout))
 
 
 class Pair:
     """Parameters in ``dtype`` with the wrapper, and FP32 parameters of the same values with the bare optimizer."""
 
-    def __init__(self, make: Make, dtype: torch.dtype, values: list[Tensor] | None = None) -> None:
+    def __init__(self, make: Make, layout: Any, dtype: torch.dtype, values: list[Tensor] | None = None) -> None:
         values = [value.to(dtype).float() for value in (shapes() if values is None else values)]
         self.ours, self.reference, self.dtype = parameters(values, dtype), parameters(values), dtype
-        self.wrapper, self.bare = MasterWeightOptimizer(make(self.ours)), make(self.reference)
+        self.wrapper, self.bare = MasterWeightOptimizer(make(self.ours), layout=layout), make(self.reference)
         self.sides: list[tuple[list[nn.Parameter], Any]] = [(self.ours, self.wrapper), (self.reference, self.bare)]
 
     def step(self, number: int = 0, given: list[Any] | None = None) -> None:
@@ -120,9 +121,10 @@ class Pair:
 
 
 @every_optimizer
+@every_layout
 @every_dtype
-def test_equals_the_optimizer_on_fp32(name: str, dtype: torch.dtype) -> None:
-    pair = Pair(TORCH[name], dtype)
+def test_equals_the_optimizer_on_fp32(name: str, layout: str, dtype: torch.dtype) -> None:
+    pair = Pair(TORCH[name], layout, dtype)
     for step in range(6):
         pair.step(step)
         pair.wrapper.zero_grad()
@@ -137,22 +139,25 @@ def test_equals_the_optimizer_on_fp32(name: str, dtype: torch.dtype) -> None:
                 assert left[key].dtype is right[key].dtype and torch.equal(left[key], right[key]), key
 
 
+@every_layout
 @pytest.mark.parametrize("name", ["Adagrad", "AdamW", "AdamW fused", "SGD momentum", "bnb AdamW8bit", "RAdam"])
-def test_parts_of_a_step_are_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_step_are_a_step(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_mp.weights.lean.optimizer._BUCKET_ELEMENTS", 20)
-    test_equals_the_optimizer_on_fp32(name, torch.float16)
+    test_equals_the_optimizer_on_fp32(name, layout, torch.float16)
 
 
+@every_layout
 @every_dtype
-def test_muon(dtype: torch.dtype) -> None:
-    pair = Pair(lambda p: torch.optim.Muon(p, lr=0.01), dtype, [torch.randn(16, 8)])
+def test_muon(layout: str, dtype: torch.dtype) -> None:
+    pair = Pair(lambda p: torch.optim.Muon(p, lr=0.01), layout, dtype, [torch.randn(16, 8)])
     for step in range(3):
         pair.step(step)
     pair.check()
 
 
-def test_a_closure_with_an_optimizer_that_needs_none() -> None:
-    pair = Pair(TORCH["SGD"], torch.float16)
+@every_layout
+def test_a_closure_with_an_optimizer_that_needs_none(layout: Any) -> None:
+    pair = Pair(TORCH["SGD"], layout, torch.float16)
     given = gradients(0, torch.float16, pair.ours)
 
     def closure_of(params: list[nn.Parameter]) -> float:
@@ -165,13 +170,13 @@ def test_a_closure_with_an_optimizer_that_needs_none() -> None:
     pair.check()
 
 
-def test_sparse_gradients() -> None:
+@every_layout
+def test_sparse_gradients(layout: Any) -> None:
     value = torch.randn(6, 4).half().float()
     for make in (lambda p: torch.optim.SparseAdam(p, lr=0.1), lambda p: SGD(p, lr=0.1)):
         ours, reference = nn.Embedding(6, 4, sparse=True), nn.Embedding(6, 4, sparse=True)
         ours.weight.data, reference.weight.data = value.half(), value.clone()
-        make_split(ours.weight, torch.float16)
-        wrapper, bare = MasterWeightOptimizer(make(ours.parameters())), make(reference.parameters())
+        wrapper, bare = MasterWeightOptimizer(make(ours.parameters()), layout=layout), make(reference.parameters())
         for _ in range(3):
             for module, optimizer in ((ours, wrapper), (reference, bare)):
                 module(torch.tensor([1, 1, 4])).sum().backward()
@@ -184,15 +189,17 @@ def test_sparse_gradients() -> None:
 # What master weights are for
 
 
+@every_layout
 @every_dtype
 @pytest.mark.parametrize("name", ["SGD", "AdamW fused"])
-def test_small_updates_move_weights_as_in_fp32_and_not_at_all_without(dtype: torch.dtype, name: str) -> None:
+def test_small_updates_move_weights_as_in_fp32_and_not_at_all_without(
+    layout: str, dtype: torch.dtype, name: str
+) -> None:
     make: Make = lambda p: SGD(p, lr=1e-4)  # noqa: E731
     if name != "SGD":
         make = lambda p: AdamW(p, lr=1e-4, weight_decay=0, fused=True)  # noqa: E731
-    ours, reference = (parameters([torch.ones(8)], d) for d in (dtype, torch.float32))
-    without = [nn.Parameter(torch.ones(8, dtype=dtype))]
-    optimizers = MasterWeightOptimizer(make(ours)), make(reference), make(without)  # type: ignore
+    ours, reference, without = (parameters([torch.ones(8)], d) for d in (dtype, torch.float32, dtype))
+    optimizers = MasterWeightOptimizer(make(ours), layout=layout), make(reference), make(without)  # type: ignore
     for _ in range(100):
         for params, optimizer in zip((ours, reference, without), optimizers, strict=True):
             set_gradients(params, [torch.ones(8)])
@@ -202,20 +209,22 @@ def test_small_updates_move_weights_as_in_fp32_and_not_at_all_without(dtype: tor
     assert torch.equal(without[0].detach(), torch.ones(8, dtype=dtype))
 
 
-def test_gradients_are_freed_by_the_step() -> None:
-    pair = Pair(TORCH["SGD"], torch.float16)
+@every_layout
+def test_gradients_are_freed_by_the_split_step_only(layout: Any) -> None:
+    pair = Pair(TORCH["SGD"], layout, torch.float16)
     pair.step()
-    assert all(p.grad is None for p in pair.ours)
+    assert all((p.grad is None) == (layout == "split") for p in pair.ours)
 
 
 # Groups, schedulers, frozen parameters
 
 
-def test_groups_and_added_groups() -> None:
+@every_layout
+def test_groups_and_added_groups(layout: Any) -> None:
     def make(params: list[nn.Parameter]) -> Optimizer:
         return AdamW([{"params": params[:1], "lr": 1e-2}, {"params": params[1:2], "weight_decay": 0.5}], lr=1e-3)
 
-    pair = Pair(make, torch.bfloat16)
+    pair = Pair(make, layout, torch.bfloat16)
     wrapper = pair.wrapper
     for number, adds in ((2, (wrapper, pair.bare)), (3, (wrapper.optimizer, pair.bare))):
         for optimizer, params in zip(adds, (pair.ours, pair.reference), strict=True):
@@ -228,8 +237,9 @@ def test_groups_and_added_groups() -> None:
     pair.check()
 
 
+@every_layout
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_lr_schedulers(when: str) -> None:
+def test_lr_schedulers(layout: Any, when: str) -> None:
     made: list[Any] = []
 
     def schedule(optimizer: Optimizer) -> None:
@@ -241,7 +251,7 @@ def test_lr_schedulers(when: str) -> None:
             schedule(optimizer)
         return optimizer
 
-    pair = Pair(make, torch.float16, [torch.ones(4)])
+    pair = Pair(make, layout, torch.float16, [torch.ones(4)])
     if when == "after":
         schedule(pair.wrapper)
     with warnings.catch_warnings():
@@ -254,9 +264,10 @@ def test_lr_schedulers(when: str) -> None:
     torch.testing.assert_close(pair.wrapper.master(pair.ours[0]), pair.reference[0].detach(), rtol=1e-4, atol=0)
 
 
+@every_layout
 @pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "bnb AdamW8bit", "transformers Adafactor"])
-def test_parameters_without_gradient_stay_as_they_are(name: str) -> None:
-    pair = Pair(TORCH[name], torch.float16)
+def test_parameters_without_gradient_stay_as_they_are(layout: Any, name: str) -> None:
+    pair = Pair(TORCH[name], layout, torch.float16)
     untouched = pair.ours[1].detach().clone()
     for step in range(3):
         given: list[Any] = gradients(step, torch.float16, pair.ours)
@@ -272,8 +283,9 @@ def test_parameters_without_gradient_stay_as_they_are(name: str) -> None:
     assert same(before, pair.ours)
 
 
-def test_freezing_and_unfreezing() -> None:
-    pair = Pair(lambda p: AdamW(p, lr=0.1), torch.float16, [torch.ones(3)] * 2)
+@every_layout
+def test_freezing_and_unfreezing(layout: Any) -> None:
+    pair = Pair(lambda p: AdamW(p, lr=0.1), layout, torch.float16, [torch.ones(3)] * 2)
     for frozen in ((1,), (), (0,)):
         for params, optimizer in pair.sides:
             for index, parameter in enumerate(params):
@@ -283,10 +295,11 @@ def test_freezing_and_unfreezing() -> None:
         torch.testing.assert_close(pair.wrapper.master(left), right.detach(), rtol=1e-3, atol=0)
 
 
-def test_fp32_parameters_among_the_others() -> None:
-    ours, reference = parameters([torch.ones(4)], torch.float16), parameters([torch.ones(4)] * 2)
-    ours.append(nn.Parameter(torch.ones(4)))
-    wrapper, bare = MasterWeightOptimizer(AdamW(ours, lr=1e-4)), AdamW(reference, lr=1e-4)
+@every_layout
+def test_fp32_parameters_among_the_others(layout: Any) -> None:
+    ours, reference = [torch.ones(4).half(), torch.ones(4)], parameters([torch.ones(4)] * 2)
+    ours = [nn.Parameter(value) for value in ours]
+    wrapper, bare = MasterWeightOptimizer(AdamW(ours, lr=1e-4), layout=layout), AdamW(reference, lr=1e-4)
     for params, optimizer in ((ours, wrapper), (reference, bare)):
         for _ in range(3):
             set_gradients(params, [torch.ones(4)] * 2)
@@ -296,8 +309,9 @@ def test_fp32_parameters_among_the_others() -> None:
     assert type(ours[1]) is nn.Parameter
 
 
-def test_writes_from_outside_win() -> None:
-    pair = Pair(TORCH["SGD"], torch.float16)
+@every_layout
+def test_writes_from_outside_win(layout: Any) -> None:
+    pair = Pair(TORCH["SGD"], layout, torch.float16)
     for step in range(3):
         pair.step(step)
         with torch.no_grad():
@@ -309,7 +323,7 @@ def test_writes_from_outside_win() -> None:
 
 def test_masters_saturate_where_fp16_ends() -> None:
     (parameter,) = ours = parameters([torch.tensor([60000.0, 1.0])], torch.float16)
-    wrapper = MasterWeightOptimizer(SGD(ours, lr=1.0))
+    wrapper = MasterWeightOptimizer(SGD(ours, lr=1.0), layout="split")
     parameter.grad = torch.tensor([-20000.0, 0.0]).half()
     wrapper.step()
     assert parameter.detach().tolist() == [65520 - 2**-8, 1.0]
@@ -318,9 +332,10 @@ def test_masters_saturate_where_fp16_ends() -> None:
 # Clipping
 
 
+@every_layout
 @every_dtype
-def test_clip_grad_norm_is_that_of_torch(dtype: torch.dtype) -> None:
-    pair = Pair(TORCH["SGD"], dtype)
+def test_clip_grad_norm_is_that_of_torch(layout: Any, dtype: torch.dtype) -> None:
+    pair = Pair(TORCH["SGD"], layout, dtype)
     wrapper = pair.wrapper
     for step in range(3):
         for params, _ in pair.sides:
@@ -342,7 +357,7 @@ def test_clip_grad_norm_is_that_of_torch(dtype: torch.dtype) -> None:
 
 def test_clipping_does_not_outlive_the_gradients_it_clipped() -> None:
     (parameter,) = ours = parameters([torch.ones(4)], torch.float16)
-    wrapper = MasterWeightOptimizer(SGD(ours, lr=1.0))
+    wrapper = MasterWeightOptimizer(SGD(ours, lr=1.0), layout="split")
     assert isinstance(parameter, SplitParameter)
     for drop in (wrapper.zero_grad, lambda: setattr(parameter, "grad", None)):
         parameter.take_scaled_gradient(torch.full((4,), 100.0).half())
@@ -356,8 +371,9 @@ def test_clipping_does_not_outlive_the_gradients_it_clipped() -> None:
 # Hooks
 
 
+@every_layout
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_hooks_fire_once_a_step_and_see_the_parameters(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_fire_once_a_step_and_see_the_parameters(layout: Any, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_mp.weights.lean.optimizer._BUCKET_ELEMENTS", 20)  # in several parts
     ours = parameters(shapes(), torch.float16)
     inner: Optimizer = AdamW(ours)
@@ -379,7 +395,7 @@ def test_hooks_fire_once_a_step_and_see_the_parameters(when: str, monkeypatch: p
         ]
 
     handles = register(inner) if when == "before" else []
-    wrapper = MasterWeightOptimizer(inner)
+    wrapper = MasterWeightOptimizer(inner, layout=layout)
     handles = handles or register(wrapper)
     with_global = register_optimizer_step_post_hook(note("global"))
     set_gradients(ours, gradients(0, torch.float16, ours))
@@ -411,7 +427,7 @@ def test_hooks_fire_once_a_step_and_see_the_parameters(when: str, monkeypatch: p
 
 def test_a_step_hook_may_change_the_gradients() -> None:
     ours = parameters([torch.ones(4)], torch.float16)
-    wrapper = MasterWeightOptimizer(SGD(ours, lr=1.0))
+    wrapper = MasterWeightOptimizer(SGD(ours, lr=1.0), layout="split")
 
     def zero(*args: Any) -> None:
         assert ours[0].grad is not None
@@ -424,28 +440,30 @@ def test_a_step_hook_may_change_the_gradients() -> None:
 
 
 def test_stepping_the_wrapped_optimizer_directly_is_refused() -> None:
-    refuse_unwrapped_steps()  # as attaching does
     ours = parameters(shapes(), torch.float16)
     inner = AdamW(ours)
     wrapper = MasterWeightOptimizer(inner)
     set_gradients(ours, gradients(0, torch.float16, ours))
-    with pytest.raises(RuntimeError, match=r"this AdamW would round its updates .* step what attach_optimizer"):
+    with pytest.raises(RuntimeError, match=r"step\(\) of a AdamW whose master weights are in a MasterWeightOptimizer"):
         inner.step()
     wrapper.step()
+    with pytest.raises(RuntimeError, match=r"call the wrapper's step\(\)"):
+        inner.step()
     with pytest.raises(ValueError, match="closure failed"):
         wrapper.step(lambda: (_ for _ in ()).throw(ValueError("closure failed")))
     assert all(a is b for a, b in zip(wrapper.param_groups[0]["params"], ours, strict=True))
-    with pytest.raises(RuntimeError, match=r"this AdamW would round its updates"):
+    with pytest.raises(RuntimeError, match=r"call the wrapper's step\(\)"):
         inner.step()
 
 
 # Under accelerate, and in the explicit style
 
 
-def test_the_explicit_style_of_torch_amp() -> None:
+@every_layout
+def test_the_explicit_style_of_torch_amp(layout: Any) -> None:
     value = torch.randn(4, 4).half()
     ours, reference = parameters([value], torch.float16), parameters([value.float()])
-    wrapper, bare = MasterWeightOptimizer(SGD(ours, lr=0.1)), SGD(reference, lr=0.1)
+    wrapper, bare = MasterWeightOptimizer(SGD(ours, lr=0.1), layout=layout), SGD(reference, lr=0.1)
     scaler = DynamicLossScaler(init_scale=2.0**10, growth_interval=2)
     x = torch.randn(3, 4).half()
     for _ in range(4):
@@ -465,11 +483,18 @@ def test_the_explicit_style_of_torch_amp() -> None:
     torch.testing.assert_close(wrapper.master(ours[0]), reference[0].detach(), rtol=1e-3, atol=1e-4)
 
 
-def test_torchs_scaler_unscales_for_a_fused_optimizer_inside() -> None:
-    (parameter,) = ours = parameters([torch.ones(4)], torch.float16)
-    optimizer = MasterWeightOptimizer(SGD(ours, lr=0.1, fused=True))
+@every_layout
+def test_torchs_scaler_unscales_for_a_fused_optimizer_inside(layout: Any) -> None:
+    optimizer = MasterWeightOptimizer(
+        SGD(parameters([torch.ones(4)], torch.float16), lr=0.1, fused=True), layout=layout
+    )
+    (parameter,) = optimizer.param_groups[0]["params"]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale((parameter * torch.full((4,), 0.25, dtype=torch.float16)).sum().float()).backward()
+    if layout == "whole":
+        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+            scaler.step(optimizer)
+        return
     scaler.step(optimizer)
     assert torch.equal(optimizer.master(parameter), torch.full((4,), 1 - 0.1 * 0.25))
 
@@ -477,8 +502,8 @@ def test_torchs_scaler_unscales_for_a_fused_optimizer_inside() -> None:
 # Saving and loading
 
 
-def trained(make: Make, dtype: torch.dtype) -> tuple[list[nn.Parameter], Any]:
-    pair = Pair(make, dtype)
+def trained(make: Make, layout: Any, dtype: torch.dtype) -> tuple[list[nn.Parameter], Any]:
+    pair = Pair(make, layout, dtype)
     for step in range(3):
         pair.step(step)
     return pair.ours, pair.wrapper
@@ -491,13 +516,14 @@ def through_file(state: Any) -> Any:
 
 
 @every_optimizer
+@every_layout
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
-def test_a_saved_run_goes_on_bit_for_bit(name: str, order: str) -> None:
+def test_a_saved_run_goes_on_bit_for_bit(name: str, layout: Any, order: str) -> None:
     dtype = torch.float16
-    ours, wrapper = trained(TORCH[name], dtype)
+    ours, wrapper = trained(TORCH[name], layout, dtype)
     saved = through_file({"optimizer": wrapper.state_dict(), "model": [p.detach().clone() for p in ours]})
     fresh = parameters([torch.zeros_like(value) for value in shapes()], dtype)
-    again = MasterWeightOptimizer(TORCH[name](fresh))
+    again = MasterWeightOptimizer(TORCH[name](fresh), layout=layout)
 
     def load_model() -> None:
         with torch.no_grad():
@@ -515,9 +541,26 @@ def test_a_saved_run_goes_on_bit_for_bit(name: str, order: str) -> None:
             assert torch.equal(left.detach(), right.detach())
 
 
-def test_clipping_with_an_fp64_parameter_among_the_others() -> None:
-    half, double = *parameters([torch.zeros(4)], torch.float16), nn.Parameter(torch.zeros(4).double())
-    optimizer = MasterWeightOptimizer(SGD([half, double], lr=1.0))
+@every_dtype
+@pytest.mark.parametrize(("saved_in", "loaded_in"), [("whole", "split"), ("split", "whole")])
+def test_masters_go_from_one_layout_to_the_other(dtype: torch.dtype, saved_in: Any, loaded_in: Any) -> None:
+    (parameter,) = ours = parameters([torch.zeros(10_000)], dtype)
+    wrapper = MasterWeightOptimizer(SGD(ours, lr=1.0), layout=saved_in)
+    ticks = torch.tensor([1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-8, 1 + 3 * 2.0**-8])  # half way to the next
+    parameter.grad_dtype = None
+    parameter.grad = -torch.cat([torch.randn(9996), ticks])
+    wrapper.step()
+    fresh = parameters([parameter.detach().clone()], dtype)
+    again = MasterWeightOptimizer(SGD(fresh, lr=1.0), layout=loaded_in)
+    again.load_state_dict(wrapper.state_dict())
+    assert torch.equal(again.master(fresh[0]), wrapper.master(parameter))
+    assert torch.equal(fresh[0].detach(), rounding(again.master(fresh[0]), dtype, loaded_in))
+
+
+@pytest.mark.parametrize("layout", ["whole", "split"])
+def test_clipping_with_an_fp64_parameter_among_the_others(layout: Any) -> None:
+    half, double = nn.Parameter(torch.zeros(4).half()), nn.Parameter(torch.zeros(4).double())
+    optimizer = MasterWeightOptimizer(SGD([half, double], lr=1.0), layout=layout)
     half.grad, double.grad = torch.full_like(half, 2.0), torch.full_like(double, 1.5)
     assert optimizer.clip_grad_norm_(2.5) == 5.0
     optimizer.step()
@@ -527,8 +570,8 @@ def test_clipping_with_an_fp64_parameter_among_the_others() -> None:
 
 def test_the_norm_of_one_gradient_makes_no_fp32_copy_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_mp.kernels.gradient_scan._BLOCK_ELEMENTS_PER_THREAD", 64)
-    (weight,) = parameters([torch.zeros(10_000)], torch.float16)
-    optimizer = MasterWeightOptimizer(AdamW([weight], fused=True))
+    weight = nn.Parameter(torch.zeros(10_000).half())
+    optimizer = MasterWeightOptimizer(AdamW([weight], fused=True), layout="split")
     assert isinstance(weight, SplitParameter)
     gradient = torch.randn(10_000).half()
     weight.take_scaled_gradient(gradient)
@@ -546,11 +589,12 @@ def test_the_norm_of_one_gradient_makes_no_fp32_copy_of_it(monkeypatch: pytest.M
     assert cast == []
 
 
+@pytest.mark.parametrize("layout", ["whole", "split"])
 @pytest.mark.usefixtures("other_default_dtype")
-def test_loaded_state_stays_fp32_whatever_the_default_dtype() -> None:
+def test_loaded_state_stays_fp32_whatever_the_default_dtype(layout: Any) -> None:
     def make() -> tuple[nn.Parameter, MasterWeightOptimizer]:
-        (weight,) = parameters([torch.linspace(-1.0, 1.0, 12, dtype=torch.float16)], torch.float16)
-        return weight, MasterWeightOptimizer(AdamW([weight], fused=True))
+        weight = nn.Parameter(torch.linspace(-1.0, 1.0, 12, dtype=torch.float16))
+        return weight, MasterWeightOptimizer(AdamW([weight], fused=True), layout=layout)
 
     weight, optimizer = make()
     weight.grad = torch.linspace(0.1, 0.7, 12, dtype=torch.float16)
@@ -562,8 +606,22 @@ def test_loaded_state_stays_fp32_whatever_the_default_dtype() -> None:
         assert found.dtype is torch.float32 and torch.equal(found, expected)
 
 
-def test_the_state_of_a_bare_optimizer_and_back() -> None:
-    pair = Pair(TORCH["AdamW"], torch.float16)
+@every_layout
+def test_a_parameter_that_was_written_after_loading_wins(layout: Any) -> None:
+    ours, wrapper = trained(TORCH["AdamW"], layout, torch.float16)
+    state, expected = wrapper.state_dict(), wrapper.master(ours[0]).clone()
+    again_params = [nn.Parameter(p.detach().clone()) for p in ours]
+    again = MasterWeightOptimizer(AdamW(again_params, lr=1e-3), layout=layout)
+    again.load_state_dict(state)
+    with torch.no_grad():
+        again_params[0][0] = 2.5
+    assert torch.equal(again.master(again_params[0])[0], torch.full((16,), 2.5))
+    assert torch.equal(again.master(again_params[0])[1:], expected[1:])
+
+
+@every_layout
+def test_the_state_of_a_bare_optimizer_and_back(layout: Any) -> None:
+    pair = Pair(TORCH["AdamW"], layout, torch.float16)
     set_gradients(pair.reference, gradients(0, torch.float32, pair.reference))
     pair.bare.step()
     pair.wrapper.load_state_dict(pair.bare.state_dict())
@@ -572,40 +630,57 @@ def test_the_state_of_a_bare_optimizer_and_back() -> None:
     AdamW(parameters(shapes())).load_state_dict(state)
 
 
-def test_a_state_with_masters_is_refused() -> None:
-    _, wrapper = trained(TORCH["AdamW"], torch.float16)
-    with pytest.raises(ValueError, match=r"holds 1 FP32 masters, which a lean model keeps itself: .* with copy_"):
-        wrapper.load_state_dict({**wrapper.state_dict(), "masters": {0: torch.zeros(32, 16)}})
+@every_layout
+def test_masters_that_do_not_fit_are_refused(layout: Any) -> None:
+    _, wrapper = trained(TORCH["AdamW"], layout, torch.float16)
+    state = wrapper.state_dict()
+    for index, tensor, message in (
+        (0, torch.zeros(2, 2), r"masters\[0\] has shape \(2, 2\), but there is \(32, 16\) here"),
+        (9, torch.zeros(2), r"masters\[9\] has shape \(2,\), but there is no parameter here"),
+        (1, torch.zeros(16, dtype=torch.int16), r"masters\[1\] is torch.int16, but a master weight is torch.float32"),
+    ):
+        before = [wrapper.master(p).clone() for p in wrapper.param_groups[0]["params"]]
+        with pytest.raises(ValueError, match=message):
+            wrapper.load_state_dict({**state, "masters": {**state["masters"], index: tensor}})
+        after = [wrapper.master(p) for p in wrapper.param_groups[0]["params"]]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        wrapper.load_state_dict({**state, "param_groups": []})
+    assert all(p.dtype is torch.float16 for p in wrapper.param_groups[0]["params"])
 
 
+@every_layout
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_and_pickles_of_the_wrapper(how: str) -> None:
-    ours, wrapper = trained(TORCH["AdamW"], torch.float16)
+def test_copies_and_pickles_of_the_wrapper(layout: Any, how: str) -> None:
+    ours, wrapper = trained(TORCH["AdamW"], layout, torch.float16)
     if how == "deepcopy":
         params, copied = copy.deepcopy((ours, wrapper))
     else:
         params, copied = pickle.loads(pickle.dumps((ours, wrapper)))
     assert all(a is b for a, b in zip(params, copied.param_groups[0]["params"], strict=True))
-    assert not set(params) & set(ours)
+    assert not set(params) & set(ours) and copied.layout == layout
     for step in range(3, 6):
         for each, optimizer in ((ours, wrapper), (params, copied)):
             set_gradients(each, gradients(step, torch.float16, ours))
             optimizer.step()
     for left, right in zip(ours, params, strict=True):
         assert torch.equal(wrapper.master(left), copied.master(right))
-    assert {parameter.dtype for parameter in params} == {torch.float32}  # as of a copy of a lean model
+    if layout == "split":  # a copy of a split parameter is its FP32 value, which any optimizer may step
+        assert {parameter.dtype for parameter in params} == {torch.float32}
+        return
+    with pytest.raises(RuntimeError, match="call the wrapper's step"):
+        copied.optimizer.step()
 
 
 # bitsandbytes' settings
 
 
-def test_module_overrides_of_bitsandbytes_are_found() -> None:
+@every_layout
+def test_module_overrides_of_bitsandbytes_are_found(layout: Any) -> None:
     model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64, bias=False)).half()
     manager = bnb.optim.GlobalOptimManager.get_instance()
     manager.register_module_override(model[0], "weight", {"optim_bits": 32})
-    for parameter in model.parameters():
-        make_split(parameter, torch.float16)
-    wrapper = MasterWeightOptimizer(bnb.optim.AdamW8bit(model.parameters(), min_8bit_size=64))
+    wrapper = MasterWeightOptimizer(bnb.optim.AdamW8bit(model.parameters(), min_8bit_size=64), layout=layout)
     set_gradients(list(model.parameters()), [torch.randn(64, 64)] * 2)
     wrapper.step()
     assert wrapper.state[model[0].weight]["state1"].dtype is torch.float32
@@ -629,7 +704,7 @@ def test_a_subclass_with_a_step_of_its_own_is_stepped_as_a_whole(monkeypatch: py
     ours = parameters([torch.ones(2)] * 3, torch.float16)
     assert steps_by_parameter(Renamed(ours)) and steps_by_parameter(AdamW(ours))
     assert not steps_by_parameter(torch.optim.LBFGS(ours))
-    wrapper = MasterWeightOptimizer(Global(ours))
+    wrapper = MasterWeightOptimizer(Global(ours), layout="split")
     assert not steps_by_parameter(wrapper.optimizer)
     set_gradients(ours, [torch.ones(2)] * 3)
     wrapper.step()
@@ -641,18 +716,29 @@ def test_a_subclass_with_a_step_of_its_own_is_stepped_as_a_whole(monkeypatch: py
 
 def test_bad_input_is_refused() -> None:
     ours = parameters([torch.ones(2)], torch.float16)
-    bare = SGD([*ours, nn.Parameter(torch.ones(2).half())])
-    with pytest.raises(ValueError, match=r"over 1 FP16 or BF16 parameters of no lean model: .* hf_mp.prepare\("):
-        MasterWeightOptimizer(bare)
-    with pytest.raises(ValueError, match=r"layout='whole'\) over 0 .*: masters are made for a whole model"):
-        MasterWeightOptimizer(SGD(ours), layout="whole")
+    with pytest.raises(ValueError, match=r"layout='half' is not known: use one of whole, split"):
+        MasterWeightOptimizer(SGD(ours), layout="half")  # type: ignore[arg-type]
+    integers = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
+    with pytest.raises(TypeError, match=r"for floating parameters, not for one of torch.int64 and shape \(2,\)"):
+        MasterWeightOptimizer(SGD([*ours, integers]))
+    wrapper = MasterWeightOptimizer(SGD(ours))
     with pytest.raises(ValueError, match="LBFGS calls its closure several times in a step"):
         MasterWeightOptimizer(torch.optim.LBFGS(ours))
-    for given in (MasterWeightOptimizer(SGD(ours)), ours):
-        with pytest.raises(TypeError, match="wraps a bare optimizer, once, not"):
-            MasterWeightOptimizer(given)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="is a MasterWeightOptimizer already: wrap one only once"):
+        MasterWeightOptimizer(wrapper)
+    with pytest.raises(TypeError, match="for floating parameters"):
+        wrapper.add_param_group({"params": [integers]})
+
+
+def test_fp32_parameters_alone_are_warned_about() -> None:
+    ours = parameters([torch.ones(2)])
+    with pytest.warns(UserWarning, match="MasterWeightOptimizer has nothing to do: no parameter is FP16 or BF16"):
+        wrapper = MasterWeightOptimizer(SGD(ours, lr=1.0))
+    ours[0].grad = torch.ones(2)
+    wrapper.step()
+    assert torch.equal(ours[0].detach(), torch.zeros(2))
 
 
 def test_repr_names_both() -> None:
-    wrapper = MasterWeightOptimizer(SGD(parameters([torch.ones(2)], torch.float16)))
-    assert repr(wrapper).startswith("MasterWeightOptimizer(SGD (")
+    wrapper = MasterWeightOptimizer(SGD(parameters([torch.ones(2)], torch.float16)), layout="split")
+    assert repr(wrapper).startswith("MasterWeightOptimizer(SGD (") and "layout='split'" in repr(wrapper)

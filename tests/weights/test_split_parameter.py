@@ -13,6 +13,7 @@ import torch
 from tiny import Using, assert_true, attached
 from torch import Tensor, nn
 
+import hf_mp
 from hf_mp.kernels.split import split
 from hf_mp.weights.lean.outside_reads import as_stored
 from hf_mp.weights.lean.split_parameter import (
@@ -229,6 +230,16 @@ def test_casts_and_moves_of_a_module() -> None:
         torch.testing.assert_close(master_value(parameter), before[name], rtol=2**-8, atol=0)  # type: ignore[arg-type]
 
 
+def test_an_element_written_in_a_forward_costs_the_others_no_bit() -> None:
+    parameter = made(values())
+    before = parameter.fp32_value()
+    with hf_mp.autocast(torch.float16), torch.no_grad():
+        parameter[0, 0] = 0.25
+        parameter.clamp_(-1e4, 1e4)
+    after = parameter.fp32_value()
+    assert after[0, 0] == 0.25 and torch.equal(after.view(-1)[1:], before.view(-1)[1:])
+
+
 def test_another_shape_is_a_new_value() -> None:
     parameter = made(values())
     parameter.data = torch.ones(2, dtype=torch.float16)
@@ -384,12 +395,14 @@ def test_setting_and_deleting_gradients(pair: Pair) -> None:
     assert torch.equal(gradient_and_factor(model.first.weight)[0], torch.ones(8, 8))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["scaled", "read", "none"])
+@pytest.mark.parametrize("kind", ["scaled", "read", "ordinary FP16", "none"])
 def test_multiply_gradients(kind: str) -> None:
     factor = torch.tensor(0.3)
-    parameter: Any = made(values(4, 3))
+    parameter: Any = nn.Parameter(values(4, 3).half()) if kind == "ordinary FP16" else made(values(4, 3))
     gradient = values(4, 3).half()
-    if kind != "none":
+    if kind == "ordinary FP16":
+        parameter.grad = gradient.clone()
+    elif kind != "none":
         parameter.take_scaled_gradient(gradient)
     if kind == "read":
         assert parameter.grad is not None
@@ -403,5 +416,6 @@ def test_multiply_gradients(kind: str) -> None:
     assert parameter.grad.dtype is torch.float32
     torch.testing.assert_close(parameter.grad, gradient.float() * 0.3 * 0.3, rtol=1e-6, atol=0)
     parameter.grad = None
-    parameter.take_scaled_gradient(gradient)
-    assert torch.equal(parameter.grad, gradient.float())  # the factor went with the gradient
+    if kind != "ordinary FP16":
+        parameter.take_scaled_gradient(gradient)
+        assert torch.equal(parameter.grad, gradient.float())  # the factor went with the gradient

@@ -51,9 +51,15 @@ def take_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[
         names: the model's parameters.
 
     Raises:
-        CheckpointError: for state that cannot be split over other ranks, and parameters of another model.
+        CheckpointError: for state that cannot be split over other ranks, FP32 masters that a bare
+            :class:`hf_mp.MasterWeightOptimizer` holds, and parameters of another model.
     """
     groups = _by_group(optimizer, names)
+    if optimizer.state_dict().get("masters"):
+        raise CheckpointError(
+            "the FP32 masters are in a MasterWeightOptimizer and not in the model: use it through hf_mp.prepare or "
+            "MixedPrecision(...).attach(model), or save optimizer.state_dict() with torch.save"
+        )
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
     for one in itertools.chain(*groups):

@@ -44,7 +44,6 @@ class SplitLayout(WeightLayout):
             # Once for each DDP: its first forward is the last moment before a bucket is reduced.
             check_split_reduction(model, self.policy, runtime)
 
-    @stores_16_bits
     def take_gradients(
         self, weights: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]], inverse: Tensor | None
     ) -> list[bool]:
@@ -75,7 +74,7 @@ class SplitLayout(WeightLayout):
 
     def wrap(self, optimizer: Optimizer) -> Optimizer:
         is_wrapped = isinstance(optimizer, MasterWeightOptimizer)
-        return optimizer if is_wrapped else MasterWeightOptimizer(optimizer)
+        return optimizer if is_wrapped else MasterWeightOptimizer(optimizer, layout="split")
 
     def step(self, *given: Any) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""``MasterWeightOptimizer``: any optimizer over the FP32 master weights of a lean model."""
+"""``MasterWeightOptimizer``: FP32 master weights around any optimizer over FP16/BF16 parameters."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import contextlib
 import functools
 import inspect
 import math
-import operator
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp.kernels.gradient_scan import real_values, total_norm
+from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.attachable import check_closure
 from hf_mp.weights.early_state import state_to_fp32
@@ -23,11 +24,15 @@ from hf_mp.weights.lean.outside_reads import as_stored, stores_16_bits
 from hf_mp.weights.lean.split_parameter import (
     SplitParameter,
     gradient_and_factor,
+    has_gradient,
+    make_split,
     master_value,
     multiply_gradients,
-    raw_gradient,
     unscaled,
 )
+from hf_mp.weights.working_copies import seen, watch
+
+MasterLayout = Literal["whole", "split"]
 
 # Split masters are put together for as many parameters at once as have this many elements: 16 MiB in FP32.
 _BUCKET_ELEMENTS = 2**22
@@ -42,78 +47,96 @@ STEPS_BY_PARAMETER = {
 
 def _of_wrapped(name: str, doc: str) -> Any:
     """An attribute that is the wrapped optimizer's."""
-    read = operator.attrgetter(f"optimizer.{name}")
-    return property(read, lambda self, value: setattr(self.optimizer, name, value), doc=doc)
+    return property(
+        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value), doc=doc
+    )
 
 
 class MasterWeightOptimizer(Optimizer):
-    """FP32 masters for the parameters of a lean model, in any optimizer (Micikevicius et al. 2017, section 3.1).
+    """FP32 masters for the FP16/BF16 parameters of any optimizer (Micikevicius et al. 2017, section 3.1).
 
-    :func:`hf_mp.prepare` and ``attach_optimizer`` return it in the lean presets, around the optimizer that they are
-    given. That runs on the masters, with FP32 gradients and FP32 state; the parameters are their roundings. An update
+    The optimizer runs on the masters, with FP32 gradients and FP32 state; the parameters are their roundings. An update
     that is smaller than half a unit in the last place of its weight adds up in the master instead of being lost::
 
-        model, optimizer = hf_mp.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4), "bf16-lean")
-        model(**batch).loss.backward()
+        optimizer = hf_mp.MasterWeightOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
+        loss.backward()
         optimizer.step()
 
     Hyperparameters stay in ``param_groups``, where LR schedulers find them; ``param_groups`` and ``state`` name the
-    model's parameters. What is written into a parameter from outside wins over its master. Parameters of other models,
-    and FP32 ones, are updated as they are. ``state_dict()`` is the optimizer's own, in FP32: the masters are in the
-    model's.
+    model's parameters. What is written into a parameter from outside wins over its master. FP32 parameters among the
+    others are updated as they are.
+
+    With loss scaling in the explicit style (``scaler.unscale_``, ``scaler.step``), gradients become FP32 when they are
+    unscaled.
 
     Args:
-        optimizer: over parameters of a lean model; state that it has already is cast to FP32. Step this wrapper from
-            now on, not it.
+        optimizer: over floating parameters; state that it has already is cast to FP32. Step this wrapper from now on,
+            not it.
+        layout: ``"whole"`` (default) keeps an FP32 tensor per parameter; ``"split"`` keeps the 16 bits that the
+            parameter lacks (:mod:`hf_mp.kernels.split`), and puts masters together for the step only.
 
     Raises:
-        TypeError: for anything but an optimizer.
-        ValueError: for FP16/BF16 parameters that are in no lean model, ``layout=``, and an optimizer that calls its
-            closure several times (LBFGS).
+        TypeError: for parameters that are not floating, and for anything but an optimizer.
+        ValueError: for an unknown layout, and an optimizer that calls its closure several times (LBFGS).
     """
 
-    keeps_masters = True
+    keeps_masters = True  # its FP16 gradients may be unscaled: they become FP32
     _step_supports_amp_scaling = False  # unlike a fused one inside: torch.amp.GradScaler is to unscale by itself
     optimizer: Optimizer
+    layout: MasterLayout
 
-    def __init__(self, optimizer: Optimizer, *, layout: Any = None) -> None:
-        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, MasterWeightOptimizer):
-            raise TypeError(
-                f"MasterWeightOptimizer wraps a bare optimizer, once, not {optimizer!r:.200}: give it "
-                "torch.optim.AdamW(model.parameters()) or the like"
-            )
-        check_closure(optimizer)
-        bare = [p for group in optimizer.param_groups for p in group["params"] if _lacks_master(p)]
-        if layout is not None or bare:
-            raise ValueError(
-                f"MasterWeightOptimizer(layout={layout!r}) over {len(bare)} FP16 or BF16 parameters of no lean model: "
-                "masters are made for a whole model. Take the model and optimizer that hf_mp.prepare(model, optimizer, "
-                "'bf16-lean') or 'fp16-lean' returns, or 'bf16' and 'fp16' for masters that are the parameters"
-            )
-        # Before it sees masters: torch would cast state to the 16 bits of what it belongs to.
+    def __init__(self, optimizer: Optimizer, *, layout: MasterLayout = "whole") -> None:
+        _check_wrappable(optimizer, layout)
+        # Before parameters become masters: torch would cast state to the 16 bits of what it belongs to.
         state_to_fp32(optimizer)
-        self._wrap(optimizer)
+        self._wrap(optimizer, layout)
         if hasattr(optimizer, "check_overrides"):
             optimizer.check_overrides()  # bitsandbytes knows parameters with settings of their own by identity
+        for group in optimizer.param_groups:
+            self._adopt(group["params"])
+        if not any(_needs_master(parameter) for parameter in self._parameters()):
+            warnings.warn("MasterWeightOptimizer has nothing to do: no parameter is FP16 or BF16", stacklevel=2)
 
-    def _wrap(self, optimizer: Any) -> None:
-        self.optimizer, self._is_stepping = optimizer, False
+    def _wrap(self, optimizer: Optimizer, layout: MasterLayout) -> None:
+        self.optimizer, self.layout = optimizer, layout
+        self._masters: dict[nn.Parameter, _WholeMaster] = {}
+        self._loaded: dict[nn.Parameter, Tensor] = {}  # FP32 masters of a checkpoint, not taken over yet
+        self._is_stepping = False
         # Not Optimizer.__init__, which would make param_groups of its own: those are the wrapped one's.
         super().__setstate__({})  # hooks, and the step that calls them
         for name, value in vars(optimizer).items():
             if name.startswith("_optimizer_") and name.endswith("_hooks"):
                 setattr(self, name, value)
-        optimizer.is_wrapped = True  # its own step would round
-        self._adopt(self._parameters())
+        optimizer.register_step_pre_hook(self._refuse_direct_step)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer}
+        masters = {p: self.master(p) for p in self._parameters() if p in self._masters or p in self._loaded}
+        return {"optimizer": self.optimizer, "layout": self.layout, "masters": masters}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._wrap(state["optimizer"])
+        self._wrap(state["optimizer"], state["layout"])
+        self._loaded = state["masters"]
+
+    def _refuse_direct_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # A model that was detached has no masters any more.
+        keeps_masters = any(isinstance(p, SplitParameter) or _needs_master(p) for p in self._parameters())
+        if optimizer is self.optimizer and not self._is_stepping and keeps_masters:
+            raise RuntimeError(
+                f"step() of a {type(optimizer).__name__} whose master weights are in a MasterWeightOptimizer: call the "
+                "wrapper's step(), the object that MasterWeightOptimizer(...) or prepare(...) returned"
+            )
+
+    _refuse_direct_step.only_refuses = True  # type: ignore[attr-defined]
 
     def _adopt(self, parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
+            if not parameter.is_floating_point():
+                raise TypeError(
+                    f"master weights are for floating parameters, not for one of {parameter.dtype} and shape "
+                    f"{tuple(parameter.shape)}: leave it out of the optimizer"
+                )
+            if self.layout == "split" and _needs_master(parameter) and not isinstance(parameter, SplitParameter):
+                make_split(parameter, parameter.dtype)
             if isinstance(parameter, SplitParameter):
                 parameter.has_optimizer = True
 
@@ -146,14 +169,19 @@ class MasterWeightOptimizer(Optimizer):
         return result
 
     def __repr__(self) -> str:
-        return f"MasterWeightOptimizer({self.optimizer!r})"
+        return f"MasterWeightOptimizer({self.optimizer!r}, layout={self.layout!r})"
 
     def master(self, parameter: nn.Parameter) -> Tensor:
         """The FP32 master weight of ``parameter``, detached, of its shape; write through the parameter."""
-        return master_value(parameter) if isinstance(parameter, SplitParameter) else parameter.detach()
+        self._take_over_loaded(parameter)
+        if isinstance(parameter, SplitParameter):
+            return master_value(parameter)
+        if not _needs_master(parameter):
+            return parameter.detach()
+        return self._whole(parameter).open().detach()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the wrapped optimizer's."""
+        """As the wrapped optimizer's; FP16/BF16 parameters get masters as well."""
         self.optimizer.add_param_group(param_group)
         self._adopt(self.param_groups[-1]["params"])
 
@@ -178,7 +206,7 @@ class MasterWeightOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the masters, and the parameters with them; returns what the wrapped optimizer's ``step`` returns.
 
-        Gradients of a lean model are freed as they are used, unless a ``found_inf`` tells the device to skip.
+        In the split layout, gradients are freed as they are used, unless a ``found_inf`` tells the device to skip.
         ``closure`` recomputes the loss and calls ``backward``: once, before the update; its result is returned.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
@@ -192,9 +220,11 @@ class MasterWeightOptimizer(Optimizer):
         Where ``found_inf`` is not 0 the device skips, also torch's fused step of what no kernel has; gradients stay,
         for reports of an overflow.
         """
+        for parameter in parameters if self._loaded else ():
+            self._take_over_loaded(parameter)
         with as_stored():
             stepped = step_split(self.optimizer, parameters, found_inf)
-            left = [p for p in parameters if id(p) not in stepped and raw_gradient(p) is not None]
+            left = [p for p in parameters if id(p) not in stepped and has_gradient(p)]
         result = None
         if left or not stepped:
             with contextlib.nullcontext() if found_inf is None else skipping(self.optimizer, found_inf):
@@ -215,7 +245,7 @@ class MasterWeightOptimizer(Optimizer):
             for parameter, master in masters.items():
                 if master is not parameter:
                     _hand_over_gradient(parameter, master)
-                    if not keeps_gradients:
+                    if isinstance(parameter, SplitParameter) and not keeps_gradients:
                         parameter.grad = None
             result = self._step_wrapped()
         self._close(masters)
@@ -232,15 +262,24 @@ class MasterWeightOptimizer(Optimizer):
 
     def _open(self, parameter: nn.Parameter) -> nn.Parameter:
         """What the wrapped optimizer updates in the place of ``parameter``."""
+        self._take_over_loaded(parameter)
         if isinstance(parameter, SplitParameter):
             return nn.Parameter(parameter.fp32_value(), requires_grad=parameter.requires_grad)
-        return parameter
+        return self._whole(parameter).open() if _needs_master(parameter) else parameter
 
     def _close(self, masters: dict[nn.Parameter, nn.Parameter]) -> None:
         for parameter, master in masters.items():
             if isinstance(parameter, SplitParameter):
                 parameter.write_fp32(master.detach())
+            elif master is not parameter:
+                self._masters[parameter].round_into_parameter()
+            if master is not parameter:
                 master.grad = None
+
+    def _whole(self, parameter: nn.Parameter) -> _WholeMaster:
+        if parameter not in self._masters:
+            self._masters[parameter] = _WholeMaster(parameter)
+        return self._masters[parameter]
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -248,7 +287,9 @@ class MasterWeightOptimizer(Optimizer):
     def _buckets(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         if not steps_by_parameter(self.optimizer):
             return [parameters]
-        parameters = [p for p in parameters if raw_gradient(p) is not None]
+        parameters = [p for p in parameters if has_gradient(p)]
+        if self.layout == "whole":
+            return [parameters]
         # A whole FP32 master for as few parameters at once as keeps the number of the optimizer's launches low.
         buckets: list[list[nn.Parameter]] = [[]]
         elements = 0
@@ -285,29 +326,60 @@ class MasterWeightOptimizer(Optimizer):
                 state[after] = state.pop(before)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, FP32; the masters are in the model's ``state_dict()``."""
-        return self.optimizer.state_dict()
+        """The wrapped optimizer's state, and under ``masters`` the FP32 masters that no model's ``state_dict()`` holds.
+
+        ``masters`` maps the index of a parameter (as in ``state``) to an FP32 tensor of its shape, in either layout.
+        Models in a lean layout save their masters themselves. Other optimizers can load the state, without masters.
+        """
+        saved = {}
+        for index, parameter in enumerate(self._parameters()):
+            if isinstance(parameter, SplitParameter):
+                if not parameter.is_saved_in_full:
+                    saved[index] = self.master(parameter)
+            elif parameter in self._masters or parameter in self._loaded:
+                saved[index] = self.master(parameter)
+        return {**self.optimizer.state_dict(), "masters": saved}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` or the wrapped optimizer alone gave, bit for bit.
+        """Take over a state that :meth:`state_dict` gave, in either layout, bit for bit.
+
+        The model's weights may be loaded before or after: until the first step, a master comes into force where the
+        parameter is its rounding. The state of the wrapped optimizer alone is taken as well: the parameters are then
+        their own masters.
 
         Raises:
-            ValueError: for a state with masters, and as ``torch.optim.Optimizer.load_state_dict``.
+            TypeError: for masters that are no tensors.
+            ValueError: for masters of another shape or dtype, and as ``torch.optim.Optimizer.load_state_dict``.
         """
-        if state_dict.get("masters"):
-            raise ValueError(
-                f"this state holds {len(state_dict['masters'])} FP32 masters, which a lean model keeps itself: write "
-                "each of state['masters'] into its parameter with copy_, and leave the key out"
-            )
+        parameters = self._parameters()
+        given: Mapping[int, Tensor] = state_dict.get("masters", {})
+        _check_masters(given, parameters)
         # torch casts loaded state to the dtype of its parameter: to FP32, if it sees a FP32 one.
         shown = {
-            one: nn.Parameter(torch.empty(0, dtype=torch.float32, device=one.device))
-            if isinstance(one, SplitParameter)
-            else one
-            for one in self._parameters()
+            p: nn.Parameter(torch.empty(0, dtype=torch.float32, device=p.device)) if _needs_master(p) else p
+            for p in parameters
         }
         with self._in_place_of_parameters(shown):
             self.optimizer.load_state_dict({key: state_dict[key] for key in state_dict if key != "masters"})
+        self._masters.clear()
+        self._loaded = {parameters[index]: tensor.detach().clone() for index, tensor in given.items()}
+
+    @torch.no_grad()
+    def _take_over_loaded(self, parameter: nn.Parameter) -> None:
+        if parameter not in self._loaded:
+            return
+        loaded = self._loaded.pop(parameter).to(parameter.device)
+        if not _needs_master(parameter):
+            return
+        working = parameter.detach()
+        # Layouts round ties differently, and either may have been saved.
+        is_rounding = (loaded.to(working.dtype) == working) | (split(loaded, working.dtype).working == working)
+        value = torch.where(is_rounding, loaded, self.master(parameter))
+        if isinstance(parameter, SplitParameter):
+            parameter.write_fp32(value)
+        else:
+            self._whole(parameter).open().copy_(value)
+            self._whole(parameter).round_into_parameter()
 
 
 def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
@@ -336,6 +408,33 @@ def clip_factor(total: Tensor, max_norm: float) -> Tensor | None:
     return (max_norm / (total + 1e-6)).clamp(max=1.0) if math.isfinite(max_norm) else None
 
 
+def _check_wrappable(optimizer: Any, layout: str) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"MasterWeightOptimizer wraps an optimizer, not {optimizer!r}: give it "
+            "torch.optim.AdamW(model.parameters()) or the like"
+        )
+    if layout not in get_args(MasterLayout):
+        raise ValueError(f"layout={layout!r} is not known: use one of {', '.join(get_args(MasterLayout))}")
+    if isinstance(optimizer, MasterWeightOptimizer):
+        raise TypeError("this optimizer is a MasterWeightOptimizer already: wrap one only once")
+    check_closure(optimizer)
+
+
+def _check_masters(given: Any, parameters: Sequence[nn.Parameter]) -> None:
+    """Raise a TypeError or ValueError for masters of a checkpoint that are none of these parameters'."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"masters must map indices of parameters to FP32 tensors, and is a {type(given).__name__}")
+    for index, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"masters[{index!r}] must be a FP32 tensor, not {tensor!r:.200}")
+        if index not in range(len(parameters)) or tensor.shape != parameters[index].shape:
+            shape = tuple(parameters[index].shape) if index in range(len(parameters)) else "no parameter"
+            raise ValueError(f"masters[{index}] has shape {tuple(tensor.shape)}, but there is {shape} here")
+        if tensor.dtype is not torch.float32:
+            raise ValueError(f"masters[{index}] is {tensor.dtype}, but a master weight is torch.float32")
+
+
 def _hand_over_gradient(parameter: nn.Parameter, master: nn.Parameter) -> None:
     gradient, factor = gradient_and_factor(parameter)
     if gradient is None or (factor is None and gradient.dtype is torch.float32):
@@ -344,9 +443,37 @@ def _hand_over_gradient(parameter: nn.Parameter, master: nn.Parameter) -> None:
         master.grad = unscaled(gradient, factor, like=master)
 
 
-def _lacks_master(parameter: nn.Parameter) -> bool:
-    is_narrow = parameter.requires_grad and parameter.dtype in LOWER_PRECISION_DTYPES
-    return is_narrow and not isinstance(parameter, SplitParameter)
+class _WholeMaster:
+    """The FP32 tensor of one parameter in the whole layout."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        watch(parameter)
+        self._parameter: Any = parameter
+        self._master = nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
+        self._seen = seen(parameter)
+
+    @torch.no_grad()
+    def open(self) -> nn.Parameter:
+        """The master, with what was written into the parameter from outside."""
+        parameter, master = self._parameter, self._master
+        if master.device != parameter.device:
+            master.data = master.data.to(parameter.device)
+        unseen = getattr(parameter, "may_have_changed_unseen", bool)()
+        if unseen or self._seen != seen(parameter):
+            # Element by element: a row that was written does not cost the others their bits.
+            is_rounding = master.to(parameter.dtype) == parameter
+            master.copy_(torch.where(is_rounding, master, parameter.float()))
+            self._seen = seen(parameter)
+        return master
+
+    @torch.no_grad()
+    def round_into_parameter(self) -> None:
+        self._parameter.copy_(self._master)
+        self._seen = seen(self._parameter)
+
+
+def _needs_master(parameter: Tensor) -> bool:
+    return parameter.dtype in LOWER_PRECISION_DTYPES
 
 
 def steps_by_parameter(optimizer: Optimizer) -> bool:

@@ -29,8 +29,8 @@ from hf_mp.weights.lean.optimizer import clip_factor, norm_of, steps_by_paramete
 from hf_mp.weights.lean.split_parameter import (
     SplitParameter,
     gradient_and_factor,
+    has_gradient,
     multiply_gradients,
-    raw_gradient,
 )
 
 # A second pass over one graph gives the same gradients, up to the order in which a GPU adds some of them up.
@@ -173,7 +173,7 @@ class OptimizerInBackward(StepObserver):
     def _complete(self, parameter: SplitParameter | None) -> None:
         """A parameter has its gradient, of all its uses."""
         backward = self._backward
-        if parameter is None or backward is None or raw_gradient(parameter) is None:
+        if parameter is None or backward is None or not has_gradient(parameter):
             return
         if backward.phase == "measure":
             if parameter in backward.norms:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from hf_mp.kernels.identity import is_shared, version_of
 from hf_mp.kernels.split import REMAINDER_DTYPE, Split, cache_blocks, merge, split, split_into
 from hf_mp.policy import LOWER_PRECISION_DTYPES
-from hf_mp.weights.lean.outside_reads import OutsideReads, as_stored, stores_16_bits, view_of
+from hf_mp.weights.lean.outside_reads import MasterView, OutsideReads, as_stored, stores_16_bits, view_of
 from hf_mp.weights.working_copies import WatchedParameter, let_optimizers_be_fast, unwatch
 
 _DATA: Any = Tensor.data  # the properties themselves, which the class below overrides
@@ -32,13 +33,13 @@ class SplitParameter(nn.Parameter):
     The model reads the parameter, an optimizer wrapper updates the master (:func:`master_value`,
     :func:`write_master`). Three things are looked after:
 
-    - **Writes from outside win.** Torch's functions write the FP32 value (``load_state_dict`` keeps all its bits), and
-      16 bits where only those are meant: an element that is written so is its own master from then on, the others keep
-      their remainders, as with ``.data``. Any other write (inside of a forward) is noticed through the version counter,
-      which makes the whole parameter its own master.
+    - **Writes from outside win.** An element that anybody writes is its own master from then on; what was not changed
+      keeps its remainder. In-place methods and ``.data`` are noticed element by element, any other write through the
+      version counter, which makes the whole parameter its own master. FP32 values that are copied into the parameter
+      (``load_state_dict``) keep all their bits.
     - **Gradients are true for their readers.** Backward of an attached model leaves a gradient of the parameter's
-      dtype, still multiplied by the loss scale, next to ``.grad``. ``.grad`` makes of it, when it is read, a gradient
-      in FP32 and unscaled, which its reader may write. The wrapper reads what nobody else read as it is
+      dtype, still multiplied by the loss scale, next to ``.grad``. ``.grad`` gives it in FP32 and unscaled; who
+      reads it may write it, so that from then on it is the gradient. The wrapper reads what nobody else read as it is
       (:func:`gradient_and_factor`), without the FP32 copy. A second gradient (of the next micro-batch) adds in FP32.
     - **Values are FP32 for their readers** outside of a forward (:mod:`hf_mp.weights.lean.outside_reads`).
     - Deep copies and pickles are ordinary FP32 parameters.
@@ -48,10 +49,13 @@ class SplitParameter(nn.Parameter):
     __torch_function__: ClassVar[Any] = OutsideReads()
 
     remainder_bits: Tensor
+    is_saved_in_full: bool = False
     has_optimizer: bool = False  # whether a MasterWeightOptimizer updates the master
     _scaled: ScaledGradient | None = None
+    _read: Tensor | None = None  # the true gradient that a reader of .grad was given
     _version_seen: int
     _snapshot: Tensor | None = None
+    _wants_true_gradients: bool
     _merged: tuple[weakref.ref[Tensor], int] | None = None  # the master value that a reader was given, and its version
 
     @property
@@ -84,18 +88,21 @@ class SplitParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
+        if self._read is not None:
+            return self._read
         with as_stored():
             gradient = _GRAD.__get__(self)
-            if self._scaled is not None:
-                true = unscaled(*self._scaled, like=self)
-                self.grad = gradient = true if gradient is None else gradient.detach() + true
-            elif gradient is not None and gradient.dtype in LOWER_PRECISION_DTYPES:
-                self.grad = gradient = gradient.to(torch.float32)
-            return gradient
+            if gradient is not None and gradient.dtype in LOWER_PRECISION_DTYPES:
+                gradient = gradient.to(torch.float32)
+                _GRAD.__set__(self, gradient)
+            if self._scaled is None:
+                return gradient
+            self._read = self._true_gradient()
+        return self._read
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        self._scaled = None
+        self._scaled = self._read = None
         with as_stored():
             _GRAD.__set__(self, gradient)
 
@@ -103,9 +110,20 @@ class SplitParameter(nn.Parameter):
     def grad(self) -> None:
         self.grad = None
 
-    def has_hooks(self) -> bool:
-        """Whether hooks of its own see its gradient, which is FP32 and true for them."""
-        return bool(self._backward_hooks or self._post_accumulate_grad_hooks)
+    def _true_gradient(self) -> Tensor:
+        assert self._scaled is not None
+        true, gradient = unscaled(*self._scaled, like=self), _GRAD.__get__(self)
+        return true if gradient is None else gradient.detach() + true
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """As ``Tensor.register_hook``; from now on backward leaves true FP32 gradients, which the hook sees."""
+        self._wants_true_gradients = True
+        return super().register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """As ``Tensor.register_post_accumulate_grad_hook``; backward leaves true FP32 gradients from now on."""
+        self._wants_true_gradients = True
+        return super().register_post_accumulate_grad_hook(hook)
 
     def take_scaled_gradient(
         self, gradient: Tensor, factor: Tensor | None = None, *, beside_grad: bool = False
@@ -115,7 +133,7 @@ class SplitParameter(nn.Parameter):
         With ``beside_grad`` the sum is kept next to autograd's ``.grad``, whose dtype DDP checks.
         """
         # Hooks run where autograd accumulates: what is kept beside it would pass them by.
-        if self.has_hooks() or gradient.dtype not in LOWER_PRECISION_DTYPES:
+        if self._wants_true_gradients or gradient.dtype not in LOWER_PRECISION_DTYPES:
             return False
         if self._scaled is None and _GRAD.__get__(self) is None:
             self._scaled = ScaledGradient(gradient, factor)
@@ -128,6 +146,21 @@ class SplitParameter(nn.Parameter):
             self.grad = None if beside_grad else total
             self._scaled = ScaledGradient(total, None) if beside_grad else None
         return True
+
+    @stores_16_bits
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
+        """As ``Tensor.copy_``; the bits of an FP32, FP64 or split ``source`` are kept in the remainder."""
+        if isinstance(source, (SplitParameter, MasterView)):
+            source = source.fp32_value()
+        if source.dtype not in (torch.float32, torch.float64):
+            return _noticed("copy_")(self, source, non_blocking)
+        value = source.detach().to(self.device, torch.float32).expand(self.shape).contiguous()
+        # Rounded here and not by torch: BF16's ties go away from zero, or the remainder could not hold the rest.
+        halves = split(value, self.dtype)
+        Tensor.copy_(self, halves.working)
+        self.remainder_bits.copy_(halves.remainder)
+        _mark_seen(self)
+        return self
 
     @stores_16_bits
     def put_gradient_into(self, bucket: Tensor, factor: Tensor | None, inverse: Tensor | None) -> None:
@@ -217,20 +250,39 @@ class SplitParameter(nn.Parameter):
 SPLIT_CLASSES: dict[type[Tensor], type[SplitParameter]] = {nn.Parameter: SplitParameter}
 
 
+def _noticed(name: str) -> Callable[..., Any]:
+    original = getattr(Tensor, name)
+
+    @functools.wraps(original)
+    def write(self: SplitParameter, *args: Any, **kwargs: Any) -> Any:
+        self.take_snapshot()
+        return original(self, *args, **kwargs)
+
+    return write
+
+
+def _notice_writes() -> None:
+    keeps_values = {"requires_grad_", "share_memory_", "retain_grad_", "rename_", "names_"}
+    in_place = {name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")} - keeps_values
+    operators = {name for name in dir(Tensor) if name.startswith("__i") and name not in ("__init__", "__int__")}
+    for name in (in_place | operators | {"__setitem__"}) - set(vars(SplitParameter)):
+        if callable(getattr(Tensor, name)) and name not in vars(object) and name not in _NOT_WRITERS:
+            setattr(SplitParameter, name, _noticed(name))
+
+
+_NOT_WRITERS = {"__index__", "__invert__", "__init_subclass__", "__iter__"}
+_notice_writes()
+
+
 def make_split(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     """Turn a leaf into a :class:`SplitParameter` of ``dtype``, FP16/BF16, in place; its FP32 value stays its master."""
     if isinstance(parameter, SplitParameter):
         return
     check_splittable([parameter])
     unwatch(parameter)
-    # torch.optim takes its multi-tensor path for exact types only, and ours is none of those that it lists.
-    let_optimizers_be_fast(SplitParameter)
-    parameter.data, remainder = split(parameter.detach().float(), dtype)
-    parameter.__class__ = SPLIT_CLASSES[type(parameter)]
-    assert isinstance(parameter, SplitParameter)
-    parameter.remainder_bits = remainder
-    parameter._version_seen = version_of(parameter)
-    parameter.grad_dtype = None  # FP16 as well as FP32
+    halves = split(parameter.detach().float(), dtype)
+    parameter.data = halves.working
+    become_split(parameter, halves.remainder)
 
 
 def check_splittable(parameters: Iterable[nn.Parameter]) -> None:
@@ -241,6 +293,19 @@ def check_splittable(parameters: Iterable[nn.Parameter]) -> None:
                 f"a {type(parameter).__name__} of shape {tuple(parameter.shape)} cannot be split into working copy and "
                 "remainder, only nn.Parameter itself: freeze it, or use the default layout"
             )
+
+
+def become_split(parameter: nn.Parameter, remainder: Tensor) -> SplitParameter:
+    """Turn a leaf in FP16/BF16 into a :class:`SplitParameter` with these 16 bits more, in place."""
+    # torch.optim takes its multi-tensor path for exact types only, and ours is none of those that it lists.
+    let_optimizers_be_fast(SplitParameter)
+    parameter.__class__ = SPLIT_CLASSES[type(parameter)]
+    assert isinstance(parameter, SplitParameter)
+    parameter.remainder_bits = remainder
+    parameter._wants_true_gradients = bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    parameter._version_seen = version_of(parameter)
+    parameter.grad_dtype = None  # FP16 as well as FP32
+    return parameter
 
 
 def unsplit(parameter: SplitParameter) -> None:
@@ -290,9 +355,21 @@ def note_written_halves(*parameters: SplitParameter) -> None:
 
 def gradient_and_factor(parameter: nn.Parameter) -> tuple[Tensor | None, Tensor | None]:
     """The gradient as backward left it, and the FP32 factor, of shape (1,), that makes it true; None for 1."""
-    if isinstance(parameter, SplitParameter) and parameter._scaled is not None and _GRAD.__get__(parameter) is None:
+    if not isinstance(parameter, SplitParameter):
+        return parameter.grad, None
+    if parameter._scaled is None:
+        return parameter.grad, None
+    if parameter._read is None and _GRAD.__get__(parameter) is None:
         return parameter._scaled
-    return parameter.grad, None
+    parameter.grad = gradient = parameter.grad  # it may have been written where it was read, by `.data` or NumPy too
+    return gradient, None
+
+
+def has_gradient(parameter: nn.Parameter) -> bool:
+    """Whether there is a gradient; without making the true one, as a look at ``.grad`` does."""
+    if isinstance(parameter, SplitParameter):
+        return parameter._scaled is not None or _GRAD.__get__(parameter) is not None
+    return parameter.grad is not None
 
 
 def raw_gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -337,6 +414,9 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> No
             if inverse is not None and inverse not in factors:
                 factors[inverse] = inverse * here
             parameter._scaled = ScaledGradient(gradient, here if inverse is None else factors[inverse])
+        elif gradient.dtype in LOWER_PRECISION_DTYPES:
+            parameter.grad_dtype = None
+            parameter.grad = unscaled(gradient, here, like=parameter)
         else:
             gradient.mul_(here.squeeze())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from torch import Tensor, nn
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
@@ -12,13 +13,14 @@ from torch.optim.optimizer import (
 )
 
 from hf_mp.weights.lean.split_parameter import SplitParameter
+from hf_mp.weights.working_copies import WatchedParameter
+
+_ORDINARY = (Tensor, nn.Parameter, WatchedParameter)
 
 
 @functools.cache
 def refuse_unwrapped_steps() -> None:
-    """Have a step on the 16 bits of weights of a lean model raise a RuntimeError; on their masters it is right.
-
-    That is a step of the optimizer inside a ``MasterWeightOptimizer``, and of any where none has the masters.
+    """Have a step on weights of a lean model raise a RuntimeError where no ``MasterWeightOptimizer`` has their masters.
 
     Once and for good: torch iterates over these hooks, and must not meet a garbage collection that removes one.
     """
@@ -35,16 +37,18 @@ def has_hooks(optimizer: Any) -> bool:
 def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
     if getattr(optimizer, "keeps_masters", False):
         return
-    is_wrapped = getattr(optimizer, "is_wrapped", False)  # stepped by its wrapper, it sees masters
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            # Every step of any optimizer comes here: no call for ordinary parameters.
-            if isinstance(parameter, SplitParameter) and (is_wrapped or not parameter.has_optimizer):
-                raise RuntimeError(
-                    f"this {type(optimizer).__name__} would round its updates to the 16 bits in which a lean layout "
-                    "stores weights: step what attach_optimizer(optimizer) or prepare(model, optimizer, ...) returns, "
-                    "or call hf_mp.detach(model)"
-                )
+        # Every step of any optimizer comes here: no call for ordinary parameters.
+        if any([type(p) not in _ORDINARY and _lacks_master(p) for p in group["params"]]):
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} would round its updates to the 16 bits in which a lean layout stores "
+                "weights: step what attach_optimizer(optimizer) or prepare(model, optimizer, ...) returns, or call "
+                "hf_mp.detach(model)"
+            )
 
 
 _refuse.only_refuses = True  # type: ignore[attr-defined]
+
+
+def _lacks_master(parameter: Any) -> bool:
+    return isinstance(parameter, SplitParameter) and parameter.is_saved_in_full and not parameter.has_optimizer

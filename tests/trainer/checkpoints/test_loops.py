@@ -153,6 +153,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
     optimizer.state[next(model.parameters())]["exp_avg"] = EightBits(1.0)
     with pytest.raises(hf_mp.CheckpointError, match=r"exp_avg of .* is a EightBits.*use bitsandbytes' .*torch.save"):
         hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 1)
+    half = nn.Linear(2, 2).half()
+    bare = hf_mp.MasterWeightOptimizer(torch.optim.SGD(half.parameters(), momentum=0.9))
+    half.weight.grad = torch.ones_like(half.weight)
+    bare.step()
+    with pytest.raises(hf_mp.CheckpointError, match="FP32 masters are in a MasterWeightOptimizer and not in the model"):
+        hf_mp.save_checkpoint(tmp_path / "c", half, bare, 1)
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer/trainer_state.json").write_text("{}")
     loops.finish(tmp_path / "trainer", step=1, world_size=1, precision="fp16")
