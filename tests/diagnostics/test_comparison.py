@@ -18,7 +18,6 @@ from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassificat
 import hf_mp
 from hf_mp import PrecisionComparison, compare_precisions
 from hf_mp.diagnostics.comparison_report import PrecisionError
-from hf_mp.diagnostics.fp32_reference import layers_of
 from hf_mp.policy import PRESETS
 
 HEAD = {"lm_head": "fp32"}
@@ -52,6 +51,9 @@ def test_its_numbers_are_those_of_a_loop(gpt2: Any, batch: dict[str, Tensor], ru
     with torch.no_grad():
         exact = gpt2.eval()(**batch).logits.double()
     logits = logits_in(gpt2, batch, "fp16", rules)
+    blocks = [f"transformer.h.{number}" for number in range(gpt2.config.n_layer)]
+    outside = ["transformer.wte", "transformer.wpe", "transformer.drop"]
+    assert list(found.layers) == [*outside, *blocks, "transformer.ln_f", "lm_head"]
     difference = logits - exact
     assert found.logits_rms == pytest.approx(difference.square().mean().sqrt().item())
     assert found.logits_maximum == pytest.approx(difference.abs().max().item())
@@ -114,12 +116,6 @@ def test_a_layer_that_fp32_does_not_call_has_no_difference() -> None:
 
     (found,) = compare_precisions(OfItsDtype(), batches(1), ["fp16"]).errors[:1]
     assert "up" in found.layers and "extra" not in found.layers and found.logits_rms < 1e-2
-
-
-def test_layers_are_blocks_and_what_lies_outside(gpt2: Any) -> None:
-    blocks = [f"transformer.h.{number}" for number in range(gpt2.config.n_layer)]
-    assert list(layers_of(gpt2)) == ["transformer.wte", "transformer.wpe", "transformer.drop", *blocks,
-                                     "transformer.ln_f", "lm_head"]  # fmt: skip
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
