@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,10 +54,12 @@ class MemoryFootprint:
         rows: all tensors, in the order of the modules.
         transformers_bytes: what Transformers' ``get_memory_footprint()`` gives: parameters and buffers by their
             elements, offloaded ones too, without the state of quantized weights.
+        by_module: bytes of each module with all that is inside of it, by its name; of the model itself that is "".
     """
 
     rows: tuple[TensorRow, ...]
     transformers_bytes: int
+    by_module: dict[str, int]
 
     def __repr__(self) -> str:
         parts = largest_first(self.by_kind)
@@ -101,7 +104,7 @@ def memory_footprint(model: nn.Module, *, as_if_loaded: bool = False) -> MemoryF
         as_if_loaded: count ``meta`` tensors as if they had memory; default False.
 
     Returns:
-        The bytes in total and by dtype, kind and device, and what ``get_memory_footprint()`` would say.
+        The bytes in total and by dtype, kind, device and module, and what ``get_memory_footprint()`` would say.
 
     Raises:
         TypeError: if ``model`` is not an ``nn.Module``.
@@ -123,7 +126,12 @@ def memory_footprint(model: nn.Module, *, as_if_loaded: bool = False) -> MemoryF
         rows.append(TensorRow(name, kind, dtype, device, *facts))
     # As get_memory_footprint() does, which models of other libraries do not have.
     known = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    return MemoryFootprint(tuple(rows), known)
+    by_module = dict.fromkeys((path for path, _ in model.named_modules()), 0)
+    for row in rows:
+        for path in accumulate(["", *row.name.split(".")], lambda path, part: f"{path}.{part}".removeprefix(".")):
+            if path in by_module:
+                by_module[path] += row.counted_bytes
+    return MemoryFootprint(tuple(rows), known, by_module)
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Kind, Tensor]]:

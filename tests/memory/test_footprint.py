@@ -24,6 +24,13 @@ def test_a_tied_weight_counts_once():
     assert footprint.transformers_bytes == 160
 
 
+def test_modules_add_up(gpt2):
+    found = memory_footprint(gpt2).by_module
+    assert found[""] == found["transformer"] == gpt2.get_memory_footprint()
+    assert found["lm_head"] == 0  # tied
+    assert found["transformer"] == sum(found[f"transformer.{name}"] for name, _ in gpt2.transformer.named_children())
+
+
 def test_parameters_that_share_memory_without_being_one_count_once():
     model = nn.Module()
     whole = torch.zeros(8, 4)
