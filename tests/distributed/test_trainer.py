@@ -192,11 +192,13 @@ def test_a_lean_layout_trains_under_fsdp_and_saves_fp32(two: Results) -> None:
     assert same_by_name(saved, log["weights"])
 
 
-def test_optimizers_of_lean_and_default_layouts_under_fsdp(two: Results) -> None:
-    for rank in two:
-        found = rank["fsdp_lean_resume"]
-        assert {"optimizer_0", "pytorch_model_fsdp_0"} <= set(found["files"])  # accelerate's own
-        assert rank["lean_in_fp16"]["loss"] == pytest.approx(found["at_once"]["loss"][4:], rel=1e-4)
+@pytest.mark.parametrize("saved", ["fsdp_lean_resume", "fsdp_resume_sharded"])
+def test_fp16_and_fp16_lean_resume_each_other_under_fsdp(two: Results, saved: str) -> None:
+    after, found = assert_ranks_agree(two, "other_layout", saved), two[0][saved]
+    assert {"optimizer_0", "pytorch_model_fsdp_0"} <= set(found["files"])  # accelerate's own
+    assert after["loss"] == pytest.approx(found["at_once"]["loss"][4:], rel=1e-4)
+    for key in ("scale", "skipped", "learning_rate"):
+        assert after[key] == found["at_once"][key][4:], key
 
 
 @pytest.mark.parametrize(

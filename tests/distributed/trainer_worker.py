@@ -283,10 +283,12 @@ def fsdp_lean(folder: Path) -> dict[str, Any]:
     return {**log, "saved": load_file(folder / "checkpoint-20" / "model.safetensors")}
 
 
-def lean_in_fp16(folder: Path) -> dict[str, Any]:
-    """A checkpoint of a lean layout goes on in the default one."""
-    lean = str(folder.parent / "fsdp_lean_resume" / "checkpoint-4")
-    return run(folder, lean, optim_args="momentum=0.5", lr_scheduler_type="linear", **SHARDED)
+def other_layout(folder: Path) -> dict[str, Any]:
+    """A checkpoint of a lean layout goes on in the default one, and one of the default layout in a lean one."""
+    settings = {"optim_args": "momentum=0.5", "lr_scheduler_type": "linear", **SHARDED}
+    others: dict[str, dict[str, Any]] = {"fsdp_lean_resume": {}, "fsdp_resume_sharded": LEAN}
+    checkpoints = {saved: str(folder.parent / saved / "checkpoint-4") for saved in others}
+    return {saved: run(folder / saved, checkpoints[saved], **settings, **other) for saved, other in others.items()}
 
 
 def fsdp_saved_model(folder: Path) -> dict[str, Any]:
@@ -303,7 +305,7 @@ TWO_PROCESSES = [
     *(name for name, settings in (RUNS | RESUMED).items() if "fsdp" not in settings),
     *("mixed_layouts", "evaluated_before", "callback_evaluated_before", "recipe"),
     *(name for name, settings in (RUNS | RESUMED).items() if "fsdp" in settings),
-    *("fsdp_saved_model", "fsdp_lean", "lean_in_fp16", "refused"),
+    *("fsdp_saved_model", "fsdp_lean", "other_layout", "refused"),
 ]
 
 
