@@ -146,7 +146,7 @@ HOSTILE: dict[str, tuple[str, Make]] = {
     "a config nested too deeply": ("config.json", written("config.json", '{"a":' * 1_000_000)),
 }
 
-RESUMES = ("training arguments that run code",)  # never read, so it may resume
+RESUMES = ("training arguments that run code",)  # never read, so it resumes
 
 
 def main(output_dir: str, settings: dict[str, Any]) -> None:
@@ -179,8 +179,8 @@ def resumed(trainer: Any, checkpoint: Path, name: str) -> str | None:
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint))
     except (CheckpointError, ValueError) as error:
-        named = file in str(error) and len(str(error)) < 4000
-        return None if named else f"the error does not name {file}: {str(error)[:200]}"
+        named = file in str(error) and len(str(error)) < 4000 and name not in RESUMES
+        return None if named else f"refused, or without naming {file}: {str(error)[:200]}"
     except BaseException as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
     return None if name in RESUMES else "it was loaded"
