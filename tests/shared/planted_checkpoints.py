@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from tiny import take_step
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from trainer_runs import quick_arguments, tiny_gpt2, token_rows
@@ -35,10 +36,9 @@ def stock(
     return train(Trainer, tiny_gpt2(NARROW[dtype]), path, steps, optimizer, **settings)
 
 
-def eight_bit(path: Path) -> Path:
+def eight_bit(parameters: Any, lr: float) -> Optimizer:
     """bitsandbytes keeps moments of small weights in FP32, whatever the weights are."""
-    optim = pytest.importorskip("bitsandbytes").optim
-    return stock(path, "bf16", optimizer=optim.AdamW8bit)
+    return pytest.importorskip("bitsandbytes").optim.AdamW8bit(parameters, lr=lr)
 
 
 def train(kind: Any, model: nn.Module, path: Path, steps: int = 2, optimizer: Any = AdamW, **settings: Any) -> Path:
@@ -69,9 +69,7 @@ def trl(path: Path, dtype: str = "bf16", lora: Any = None) -> Path:
 
 
 def lora() -> Any:
-    import peft
-
-    return peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return pytest.importorskip("peft").LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
 def ours(path: Path, precision: str = "bf16", **settings: Any) -> Path:
@@ -110,9 +108,7 @@ def trained(dtype: str = "fp32", optimizer: Any = AdamW, steps: int = 2) -> tupl
     made = optimizer(model.parameters(), lr=RATE)
     ids = torch.arange(32).reshape(2, 16)
     for _ in range(steps):
-        model(input_ids=ids, labels=ids).loss.backward()
-        made.step()
-        made.zero_grad()
+        take_step(model(input_ids=ids, labels=ids).loss, made)
     return model, made
 
 
@@ -155,23 +151,9 @@ def dcp_of(path: Path, dtype: str = "fp32", weights: str | None = None, change: 
 # DeepSpeed, by the layout that its zero_to_fp32.py reads
 
 
-class ZeroStageEnum:
-    """A class of DeepSpeed's that no other program has."""
-
-
-ZeroStageEnum.__module__ = "deepspeed_that_is_not_there"
-
-
-@contextmanager
-def importable() -> Iterator[None]:
-    """That class can be pickled; when the files are read, its module is gone."""
-    name = ZeroStageEnum.__module__
-    sys.modules[name] = types.ModuleType(name)
-    vars(sys.modules[name])["ZeroStageEnum"] = ZeroStageEnum
-    try:
-        yield
-    finally:
-        del sys.modules[name]
+# A class of DeepSpeed's that no other program has: when the files are read, its module is gone.
+DEEPSPEED: Any = types.ModuleType("deepspeed_that_is_not_there")
+DEEPSPEED.ZeroStageEnum = type("ZeroStageEnum", (), {"__module__": DEEPSPEED.__name__})
 
 
 def deepspeed(
@@ -210,8 +192,8 @@ def deepspeed(
             saved: dict[str, Any] = {"fp32_flat_groups": held, "optimizer_state_dict": inner}
         else:
             saved = {"single_partition_of_fp32_groups": held, "base_optimizer_state": inner}
-        saved |= {"zero_stage": ZeroStageEnum(), "partition_count": ranks}
-        with importable():
+        saved |= {"zero_stage": DEEPSPEED.ZeroStageEnum(), "partition_count": ranks}
+        with mock.patch.dict(sys.modules, {DEEPSPEED.__name__: DEEPSPEED}):
             torch.save({"optimizer_state_dict": saved}, folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     return path
 
@@ -230,16 +212,11 @@ def cut_each(tensors: list[Tensor], ranks: int) -> list[Tensor]:
 # Cases
 
 
-def to_bf16(one: Tensor) -> Tensor:
-    return one.bfloat16()
+to_bf16 = Tensor.bfloat16
 
 
 def through_bf16(one: Tensor) -> Tensor:
     return one.bfloat16().float()
-
-
-def doubled(one: Tensor) -> Tensor:
-    return one * 2
 
 
 def seconds_to_bf16(key: str, one: Any) -> Any:
@@ -261,9 +238,7 @@ def loop(path: Path, precision: str = "bf16") -> Path:
     attached, own = hf_mp.prepare(model, optimizer, precision)
     ids = torch.arange(32).reshape(2, 16)
     for _ in range(2):
-        attached(input_ids=ids, labels=ids).loss.backward()
-        own.step()
-        own.zero_grad()
+        take_step(attached(input_ids=ids, labels=ids).loss, own)
     hf_mp.save_checkpoint(path / "checkpoint-2", attached, own, 2)
     return path / "checkpoint-2"
 
@@ -288,9 +263,15 @@ PLANTED: Mapping[str, Case] = {
     "stock: a model in bf16": (lambda path: stock(path, "bf16"), {NONE, STUCK}),
     "stock: a model in fp16": (lambda path: stock(path, "fp16", optimizer=partial(AdamW, eps=1e-4)), {NONE, FP16}),
     "stock: sgd over bf16": (lambda path: stock(path, "bf16", optimizer=SGD), {NONE}),
-    "stock: 8-bit adamw over bf16": (lambda path: eight_bit(path), {NONE}),
+    "stock: 8-bit adamw over bf16": (
+        lambda path: stock(path, "bf16", optimizer=pytest.importorskip("bitsandbytes").optim.AdamW8bit),
+        {NONE},
+    ),
     "stock: bf16 weights of an fp32 training": (lambda path: cast_weights(stock(path), to_bf16), {ROUNDED}),
-    "stock: fp32 weights that were rounded": (lambda path: cast_weights(stock(path), through_bf16), {ROUNDED}),
+    "stock: fp32 weights that were rounded": (
+        lambda path: cast_weights(stock(path), through_bf16),
+        {ROUNDED},
+    ),
     "stock: moments cast to fp16": (lambda path: change_state(stock(path), moments_to_fp16), {FP16}),
     "trl: sft of a model in bf16": (lambda path: trl(path), {NONE, STUCK}),
     "trl: adapters in bf16": (lambda path: trl(path, lora=lora()), {NONE, STUCK}),
@@ -304,7 +285,7 @@ PLANTED: Mapping[str, Case] = {
     "deepspeed: masters left out": (lambda path: deepspeed(path, has_masters=False), {ROUNDED}),
     "ours: weights rounded afterwards": (lambda path: cast_weights(ours(path), to_bf16), {ROUNDED}),
     "ours: second moments cast to bf16": (lambda path: change_state(ours(path), seconds_to_bf16), {STUCK}),
-    "ours: masters of another step": (lambda path: masters_in_state(path, doubled), {APART}),
+    "ours: masters of another step": (lambda path: masters_in_state(path, lambda one: one * 2), {APART}),
 }
 
 CLEAN: Mapping[str, Callable[[Path], Path]] = {
@@ -316,7 +297,9 @@ CLEAN: Mapping[str, Callable[[Path], Path]] = {
     "trl: adapters in fp32": lambda path: trl(path, "fp32", lora()),
     "fsdp2: fp32 shards": lambda path: dcp_of(path),
     "deepspeed: zero-2": lambda path: deepspeed(path),
-    "deepspeed: masters of another step, which are not compared": lambda path: deepspeed(path, masters=doubled),
+    "deepspeed: masters of another step, which are not compared": lambda path: deepspeed(
+        path, masters=lambda one: one * 2
+    ),
     "deepspeed: zero-3 of three ranks": lambda path: deepspeed(path, 3, 3),
     "ours: bf16": lambda path: ours(path),
     "ours: fp16-lean": lambda path: ours(path, "fp16-lean"),

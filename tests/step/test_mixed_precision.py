@@ -233,32 +233,12 @@ def test_a_pickled_model_is_an_ordinary_model(run: Any, batch: Batch) -> None:
 # State and bad input
 
 
-def test_bad_states_are_refused() -> None:
-    runtime = MixedPrecision("fp16")
-    dynamic = MixedPrecision("fp16", loss_scaler=DynamicLossScaler()).state_dict()
-    for state, message in (
-        ({"version": 7}, "not a mixed precision state of version 1: version=7"),
-        ({"scale": 2.0, 0.5: 1}, r"version=None, keys \[0\.5, 'scale'\]"),
-        (dynamic, r"neither one of a 'headroom' loss scaler.*kind='dynamic'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            runtime.load_state_dict(state)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="a mixed precision state is a mapping, not a list"):
-        runtime.load_state_dict([1])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="the state of a loss scaler is a mapping, not a list"):
-        runtime.scaler.load_state_dict([1])  # type: ignore[arg-type]
-
-
 def test_a_state_of_another_loss_scaling_warns_and_starts_anew() -> None:
     fp16 = MixedPrecision("fp16")
     before = fp16.scaler.state
     with pytest.warns(UserWarning, match="loss_scale was none in the saved run, and is headroom here.*starts anew"):
         fp16.load_state_dict(MixedPrecision("bf16").state_dict())
     assert fp16.scaler.state == before
-
-
-def integers() -> nn.Module:
-    return Using(lambda m: None, ids=nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False))
 
 
 BAD: dict[str, tuple[Callable[[GPT2LMHeadModel], Any], type[Exception], str]] = {
@@ -271,7 +251,8 @@ BAD: dict[str, tuple[Callable[[GPT2LMHeadModel], Any], type[Exception], str]] = 
         r"^0 is a TorchScript module",
     ),
     "no floats": (
-        lambda m: MixedPrecision("fp16").attach(integers()), ValueError,
+        lambda m: MixedPrecision("fp16").attach(Using(print, ids=nn.Parameter(torch.ones(3).long(), False))),
+        ValueError,
         "has no floating parameters, so there is nothing to train",
     ),
     "optimizer first": (
@@ -301,11 +282,33 @@ BAD: dict[str, tuple[Callable[[GPT2LMHeadModel], Any], type[Exception], str]] = 
         lambda m: hf_mp.prepare(m, SGD(nn.Linear(2, 2).parameters())), ValueError,
         "no parameter of this SGD belongs to the attached GPT2LMHeadModel",
     ),
+    "a state of another version": (
+        lambda m: MixedPrecision("fp16").load_state_dict({"version": 7}), ValueError,
+        "not a mixed precision state of version 1: version=7",
+    ),
+    "a state of something else": (
+        lambda m: MixedPrecision("fp16").load_state_dict({"scale": 2.0, 0.5: 1}), ValueError,  # type: ignore[dict-item]
+        r"version=None, keys \[0\.5, 'scale'\]",
+    ),
+    "a state of another loss scaler": (
+        lambda m: MixedPrecision("fp16").load_state_dict(
+            MixedPrecision("fp16", loss_scaler=DynamicLossScaler()).state_dict()
+        ), ValueError,
+        r"neither one of a 'headroom' loss scaler.*kind='dynamic'",
+    ),
+    "no state": (
+        lambda m: MixedPrecision("fp16").load_state_dict([1]), TypeError,  # type: ignore[arg-type]
+        "a mixed precision state is a mapping, not a list",
+    ),
+    "no state of a loss scaler": (
+        lambda m: DynamicLossScaler().load_state_dict([1]), TypeError,  # type: ignore[arg-type]
+        "the state of a loss scaler is a mapping, not a list",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_models_and_orders_are_refused(gpt2: GPT2LMHeadModel, case: str) -> None:
+def test_bad_models_orders_and_states_are_refused(gpt2: GPT2LMHeadModel, case: str) -> None:
     call, kind, message = BAD[case]
     with pytest.raises(kind, match=message):
         call(gpt2)
@@ -314,16 +317,6 @@ def test_bad_models_and_orders_are_refused(gpt2: GPT2LMHeadModel, case: str) -> 
 
 class TestMeasuring:
     """Where the Trainer clips, the norm is measured when the backward ends."""
-
-    @pytest.fixture
-    def measured(self, run: Any) -> Any:
-        """After a backward; with all parameters and the norm of their gradients."""
-        run.runtime.check.measures_norm = True
-        run.loss().backward()
-        run.parameters = list(run.model.parameters())
-        run.norm = run.runtime.check.norm(run.parameters)
-        assert run.norm is not None
-        return run
 
     @pytest.mark.parametrize("factor", [1e30, torch.inf])
     def test_gradients_without_a_finite_norm_are_clipped_as_torch_does(
@@ -352,43 +345,39 @@ class TestMeasuring:
         take_step(run.loss(), run.optimizer)
         assert scans == [len(list(run.model.parameters()))]
 
-    def test_the_norm_is_known_until_a_gradient_changes(self, run: Any) -> None:
-        run.runtime.check.measures_norm = True
-        parameters = list(run.model.parameters())
-        assert run.runtime.check.norm(parameters) is None
+    def test_the_norm_is_that_of_all_gradients_until_one_changes(self, run: Any) -> None:
+        check, parameters = run.runtime.check, list(run.model.parameters())
+        check.measures_norm = True
+        assert check.norm(parameters) is None
         run.loss().backward()
         run.loss().backward()
-        norm = run.runtime.check.norm(parameters)
-        assert norm is not None
-        assert torch.equal(norm, nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        assert torch.equal(check.norm(parameters), norm)
+        assert check.norm(list(run.model.transformer.h.parameters())) is None
         nn.utils.clip_grad_norm_(parameters, 1e-3)
-        assert run.runtime.check.norm(parameters) is None
+        assert check.norm(parameters) is None
+        run.model.zero_grad()
+        run.loss().backward()
+        assert check.norm(parameters) is not None
+        run.model.transformer.wte.weight.grad = None
+        assert check.norm(parameters) is None
 
-    def test_the_norm_is_not_that_of_more_gradients_than_there_are(self, measured: Any) -> None:
-        assert measured.runtime.check.norm(list(measured.model.transformer.h.parameters())) is None
-        measured.model.transformer.wte.weight.grad = None
-        assert measured.runtime.check.norm(measured.parameters) is None
 
-
-class TestLogitsBesideALoss:
-    """They are cast when they are read."""
-
-    @pytest.fixture(autouse=True)
-    def few_are_enough(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(deferred_output, "DEFERRED_ELEMENTS", 1)
-
-    def test_they_are_deferred_and_right(self, run: Any, batch: Batch) -> None:
-        outputs = run.model(**batch)
-        assert isinstance(outputs.logits, deferred_output.DeferredOutput) and type(outputs.loss) is Tensor
-        alone = run.model(input_ids=batch["input_ids"]).logits
-        assert type(alone) is Tensor and torch.equal(outputs.logits, alone)
-        _, logits = run.model(**batch, return_dict=False)[:2]
-        assert isinstance(logits, deferred_output.DeferredOutput) and torch.equal(logits, alone)
-        with torch.no_grad():
-            assert type(run.model(**batch).logits) is Tensor
-        unread = run.model(**batch)
-        unread.loss.backward()
-        assert torch.equal(unread.logits, alone)
+def test_logits_beside_a_loss_are_cast_when_they_are_read(
+    run: Any, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deferred_output, "DEFERRED_ELEMENTS", 1)
+    outputs = run.model(**batch)
+    assert isinstance(outputs.logits, deferred_output.DeferredOutput) and type(outputs.loss) is Tensor
+    alone = run.model(input_ids=batch["input_ids"]).logits
+    assert type(alone) is Tensor and torch.equal(outputs.logits, alone)
+    _, logits = run.model(**batch, return_dict=False)[:2]
+    assert isinstance(logits, deferred_output.DeferredOutput) and torch.equal(logits, alone)
+    with torch.no_grad():
+        assert type(run.model(**batch).logits) is Tensor
+    unread = run.model(**batch)
+    unread.loss.backward()
+    assert torch.equal(unread.logits, alone)
 
 
 # Gradients that come to no good

@@ -13,7 +13,6 @@ from torch import nn
 
 import hf_mp
 from hf_mp import StaticLossScaler
-from hf_mp.step.mixed_precision import MixedPrecision
 
 X = torch.ones(4, 8)
 
@@ -72,12 +71,8 @@ def test_it_is_told_once() -> None:
 
 def test_a_repair_between_micro_batches_counts_too() -> None:
     """Where the backward's own measurement decides, as in the Trainer: the last one does."""
-    torch.manual_seed(0)
-    model = nn.Linear(8, 1)
-    runtime = MixedPrecision("fp16", loss_scaler=StaticLossScaler(2.0**8))
-    runtime.attach(model)
-    runtime.check.measures_norm = True
-    optimizer: Any = runtime.attach_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    model, optimizer = made("fp16")
+    model.forward.runtime.check.measures_norm = True  # type: ignore[attr-defined]
     overflow(model)
     repair(model)
     model(X).sum().backward()
