@@ -257,22 +257,22 @@ def _hook(node: Any, places: Sequence[int], crossings: Crossings) -> None:
 
 
 class Behind(NamedTuple):
-    """What lies outside of an inward border."""
+    """A tensor inside, and what it is a working copy of: where no inward border made it, itself."""
 
-    outside: Tensor
-    crossings: Crossings
+    inside: Tensor
+    outside: Tensor  # receives the gradient, in its own dtype
+    crossings: Crossings | None = None
 
 
-def behind_border(copy: Tensor) -> Behind | None:
-    """What ``copy`` is a working copy of, if an inward border made it.
+def behind_border(inside: Tensor) -> Behind:
+    """What lies behind the inward border that made ``inside``, if one did.
 
     An op that writes the gradient of ``outside`` itself, times the inverse of S, needs no 16-bit gradient.
     """
-    node: Any = copy.grad_fn
-    if type(node) is not _INWARD:
-        return None
-    place = node.leads_to[copy.output_nr]
-    return Behind(node.outside[place], node.crossings) if copy.output_nr >= node.first_copy else None
+    node: Any = inside.grad_fn
+    if type(node) is not _INWARD or inside.output_nr < node.first_copy:
+        return Behind(inside, inside)
+    return Behind(inside, node.outside[node.leads_to[inside.output_nr]], node.crossings)
 
 
 class _OutputBorder(Function):

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from hf_mp.casting import plans
 from hf_mp.casting.cpu import blockwise, handlers
-from hf_mp.casting.cpu.products import Operand, multiply
+from hf_mp.casting.cpu.products import multiply
 from hf_mp.casting.cpu.upcast import run_through_fp32
 from hf_mp.casting.mode import autocast
-from hf_mp.scaling.borders import behind_border, inward_borders, output_border
+from hf_mp.scaling.borders import inward_borders, output_border
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -28,11 +28,11 @@ FP32_ROUNDINGS_PER_TERM = 2
 every_dtype = pytest.mark.parametrize("dtype", ULPS, ids=str)
 
 
-def brought_in(weight: Tensor, rounded: Tensor, crossings: Crossings) -> Operand:
-    """A weight outside, as an attached model gives it to a product."""
+def brought_in(weight: Tensor, rounded: Tensor, crossings: Crossings) -> Tensor:
+    """The working copy of a weight outside, as an attached model gives it to a product."""
     _, (copy,) = inward_borders([weight], [rounded], crossings)
     assert copy is not None
-    return Operand(copy, behind_border(copy))
+    return copy
 
 
 class Operands(NamedTuple):
@@ -59,12 +59,6 @@ def plainly(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool)
     return run_through_fp32(F.linear, (x, weight.t() if transposed else weight, bias), {}, x.dtype)
 
 
-def quickly(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
-    """As tensors that are no parameters are multiplied: inside and outside are the same."""
-    factor = None if bias is None else Operand(bias)
-    return multiply(x, Operand(weight), factor, transposed=transposed)
-
-
 def unit_in_last_place(values: Tensor, dtype: torch.dtype) -> Tensor:
     """The distance from ``values`` to the next larger number of ``dtype``, in FP64."""
     info = torch.finfo(dtype)
@@ -87,7 +81,7 @@ def check_product(given: Operands, *, transposed: bool, gradient: Tensor | None 
     assert x is not None and weight is not None
     if transposed:
         weight = weight.t()
-    found, expected = quickly(*given, transposed=transposed), plainly(*given, transposed=transposed)
+    found, expected = multiply(*given, transposed=transposed), plainly(*given, transposed=transposed)
     check_close(found.detach(), expected.detach(), F.linear(x, weight, bias), x.shape[-1])
 
     gradient = random(*found.shape, dtype=found.dtype, seed=4) if gradient is None else gradient
@@ -178,10 +172,10 @@ class TestAgainstTheReference:
     def test_only_the_gradients_that_are_asked_for_are_made(self, frozen: tuple[int, ...]) -> None:
         given = operands((7,), 9, 13, bias=True, transposed=False, dtype=FP16)
         wanted = [i for i in range(3) if i not in frozen]
-        all_grads = torch.autograd.grad(quickly(*given, transposed=False).sum(), given)
+        all_grads = torch.autograd.grad(multiply(*given, transposed=False).sum(), given)
         for i in frozen:
             given[i].requires_grad_(False)
-        result = quickly(*given, transposed=False)
+        result = multiply(*given, transposed=False)
         assert result.requires_grad
         result.sum().backward()
         for i in range(3):
@@ -192,9 +186,9 @@ class TestAgainstTheReference:
     def test_without_grad(self, context: Callable[[], Any]) -> None:
         given = operands((7,), 9, 13, bias=True, transposed=False, dtype=FP16)
         with context():
-            result = quickly(*given, transposed=False)
+            result = multiply(*given, transposed=False)
         assert not result.requires_grad
-        assert torch.equal(result, quickly(*given, transposed=False).detach())
+        assert torch.equal(result, multiply(*given, transposed=False).detach())
 
 
 class TestPrecision:
@@ -202,13 +196,13 @@ class TestPrecision:
     def test_sums_are_made_in_fp32(self) -> None:
         """In FP16, 2048 + 1 is 2048: a sum of 4096 ones would end there."""
         ones = torch.ones(3, 4096, dtype=FP16)
-        assert (quickly(ones, ones, None, transposed=False) == 4096).all()
+        assert (multiply(ones, ones, None, transposed=False) == 4096).all()
 
     @pytest.mark.usefixtures("blocks")
     def test_sums_over_rows_are_made_in_fp32(self) -> None:
         x = torch.full((4096, 2), 0.25, dtype=FP16)
         weight, bias = torch.ones(3, 2, dtype=FP16, requires_grad=True), torch.zeros(3, dtype=FP16, requires_grad=True)
-        quickly(x, weight, bias, transposed=False).sum().backward()
+        multiply(x, weight, bias, transposed=False).sum().backward()
         assert weight.grad is not None and (weight.grad == 1024).all()
         assert bias.grad is not None and (bias.grad == 4096).all()
 
@@ -236,7 +230,7 @@ class TestPrecision:
     )
     @pytest.mark.usefixtures("blocks")
     def test_at_the_ends_of_fp16s_range(self, x: list[float], weight: list[float], result: float) -> None:
-        found = quickly(torch.tensor([x], dtype=FP16), torch.tensor([weight], dtype=FP16), None, transposed=False)
+        found = multiply(torch.tensor([x], dtype=FP16), torch.tensor([weight], dtype=FP16), None, transposed=False)
         torch.testing.assert_close(found, torch.tensor([[result]], dtype=FP16), rtol=0, atol=0, equal_nan=True)
 
     @every_dtype
@@ -253,7 +247,7 @@ class TestPrecision:
         with torch.no_grad():
             touched.view(-1)[5] = value
         results = []
-        for compute in (quickly, plainly):
+        for compute in (multiply, plainly):
             result = compute(*given, transposed=False)
             results.append([result.detach(), *torch.autograd.grad(result, given, gradient)])
         assert any(not tensor.isfinite().all() for tensor in results[0])
@@ -281,7 +275,7 @@ class TestParameters:
             brought_in(bias, bias16.detach(), crossings),
             transposed=transposed,
         )
-        inside = quickly(x16, weight16, bias16, transposed=transposed)
+        inside = multiply(x16, weight16, bias16, transposed=transposed)
         assert torch.equal(found, inside)
         scaled = random(7, 13, seed=4) * 0.01 * scale
         to_x, to_weight, to_bias = torch.autograd.grad(inside, (x16, weight16, bias16), scaled)
@@ -337,7 +331,7 @@ class TestSavedTensors:
     def test_they_are_the_16_bit_operands(self, transposed: bool, dtype: torch.dtype) -> None:
         given = operands((7,), 9, 13, bias=True, transposed=transposed, dtype=dtype)
         with saved_tensors() as tensors:
-            quickly(*given, transposed=transposed)
+            multiply(*given, transposed=transposed)
         assert {tensor.dtype for tensor in tensors} == {dtype}
         assert {tensor.data_ptr() for tensor in tensors} <= {t.data_ptr() for t in given if t is not None}
 
@@ -354,7 +348,7 @@ class TestSavedTensors:
         for i in frozen:
             given[i].requires_grad_(False)
         with saved_tensors() as tensors:
-            quickly(*given, transposed=False)
+            multiply(*given, transposed=False)
         unneeded = given.weight if frozen == (0,) else given.x
         assert unneeded.data_ptr() not in {tensor.data_ptr() for tensor in tensors}
 
@@ -377,7 +371,7 @@ class TestSecondDerivatives:
         def in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
             return F.linear(x, weight.t() if transposed else weight, bias)
 
-        for found, exact in zip(penalty(quickly, FP16), penalty(in_fp32, FP32), strict=True):
+        for found, exact in zip(penalty(multiply, FP16), penalty(in_fp32, FP32), strict=True):
             assert found.dtype is FP16
             # four passes, each rounded to FP16 by 2**-11
             assert (found.float() - exact).norm() <= 8 * 2.0**-11 * exact.norm()
@@ -441,10 +435,10 @@ class TestThroughAutocast:
         assert multiplied == [((*rows, 9), dtype)]
         inside = [x.detach().to(dtype), weight.detach().to(dtype), bias.detach().to(dtype) if has_bias else None]
         given = Operands(*(t if t is None else t.requires_grad_() for t in inside))
-        assert torch.equal(found, quickly(*given, transposed=transposed))
+        assert torch.equal(found, multiply(*given, transposed=transposed))
         gradient = random(*found.shape, dtype=dtype, seed=4)
         found.backward(gradient)
-        expected = quickly(*given, transposed=transposed)
+        expected = multiply(*given, transposed=transposed)
         expected.backward(gradient)
         for outside, of in zip((x, weight, bias), given, strict=True):
             if of is not None:
@@ -546,7 +540,7 @@ def test_a_result_may_be_changed_in_place(dtype: torch.dtype, native: bool) -> N
         pytest.skip("torch's own FP16 products are 200 times slower here")
     x, weight, bias = operands((2, 3), 8, 5, bias=True, transposed=False, dtype=dtype)
     assert bias is not None
-    result = multiply(x, Operand(weight), Operand(bias), transposed=False, native=native)
+    result = multiply(x, weight, bias, transposed=False, native=native)
     result += 1.0  # as in `h = linear(x); h += residual`
     result.sum().backward()
     assert result._base is None

@@ -18,10 +18,9 @@ from hf_mp.casting.cpu.attention import (
     is_worth_blocks,
     read_attention,
 )
-from hf_mp.casting.cpu.products import OWN_ELEMENTS, PRODUCTS, Operand, Product, multiply, read_product
+from hf_mp.casting.cpu.products import OWN_ELEMENTS, PRODUCTS, Product, multiply, read_product
 from hf_mp.casting.cpu.upcast import map_tensors, must_be_plain, run_through_fp32
 from hf_mp.casting.handlers import Plan, PlannedCall, cast_all, lower_precision
-from hf_mp.scaling.borders import behind_border
 
 if TYPE_CHECKING:
     from hf_mp.casting.mode import autocast
@@ -75,12 +74,8 @@ def native_attention(mode: autocast, name: str, func: Callable[..., Any], args: 
 
 
 def _multiply(mode: autocast, product: Product, *, native: bool) -> Tensor:
-    def operand(tensor: Tensor) -> Operand:
-        inside = mode.cast(tensor, mode.dtype)
-        return Operand(inside, None if must_be_plain() else behind_border(inside))
-
-    bias = None if product.bias is None else operand(product.bias)
-    x, weight = mode.cast(product.x, mode.dtype), operand(product.weight)
+    bias = mode.cast(product.bias, mode.dtype)
+    x, weight = mode.cast(product.x, mode.dtype), mode.cast(product.weight, mode.dtype)
     return multiply(x, weight, bias, transposed=product.transposed, native=native)
 
 

@@ -20,7 +20,7 @@ from torch.autograd import Function
 from hf_mp.casting.cpu.blockwise import blocks, blockwise_product
 from hf_mp.casting.cpu.fp32_products import fp32_product
 from hf_mp.casting.cpu.upcast import has_rows, must_be_plain, run_through_fp32
-from hf_mp.scaling.borders import Behind, Crossings
+from hf_mp.scaling.borders import Behind, behind_border
 from hf_mp.scaling.borders import multiply as scaled_by
 
 OWN_ELEMENTS = 2**21  # of a weight: smaller ones are left to torch where it has the product, which costs the host less
@@ -80,45 +80,39 @@ def _is_operand(value: Any) -> bool:
     return is_known and has_rows(value)
 
 
-class Operand(NamedTuple):
-    """A weight or bias on its way into a product."""
-
-    inside: Tensor  # in 16 bits
-    behind: Behind | None = None  # what it is a working copy of: the product writes that one's gradient itself
-
-    @property
-    def outside(self) -> Tensor:
-        """What receives the gradient, in its own dtype."""
-        return self.inside if self.behind is None else self.behind.outside
-
-
-def multiply(x: Tensor, weight: Operand, bias: Operand | None, *, transposed: bool, native: bool = False) -> Tensor:
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool, native: bool = False) -> Tensor:
     """``x @ weight.T + bias`` of 16-bit tensors on a CPU, accumulated in FP32 and rounded once to ``x``'s dtype.
 
     ``x`` is (..., K), ``weight`` (N, K), or (K, N) where ``transposed``, ``bias`` (N,). ``native``: whether the CPU
     multiplies ``x``'s dtype itself. Then only the way of a weight's gradient to its FP32 parameter goes block by block.
     """
     if must_be_plain():
-        inside = None if bias is None else bias.inside.to(x.dtype)
-        matrix = weight.inside.to(x.dtype)
+        bias = None if bias is None else bias.to(x.dtype)
+        matrix = weight.to(x.dtype)
         if native:
-            return _forward_native(x, matrix, inside, transposed)
-        return run_through_fp32(F.linear, (x, matrix.t() if transposed else matrix, inside), {}, x.dtype)
-    return _Product.apply(x, weight.outside, None if bias is None else bias.outside, weight, bias, transposed, native)
+            return _forward_native(x, matrix, bias, transposed)
+        return run_through_fp32(F.linear, (x, _turned(matrix, transposed), bias), {}, x.dtype)
+    factor, term = behind_border(weight), None if bias is None else behind_border(bias)
+    return _Product.apply(x, factor.outside, None if term is None else term.outside, factor, term, transposed, native)
 
 
 class _Product(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, outside: Tensor, bias_outside: Tensor | None,
-        weight: Operand, bias: Operand | None, transposed: bool, native: bool,
+        weight: Behind, bias: Behind | None, transposed: bool, native: bool,
     ) -> Tensor:  # fmt: skip
-        needs_x, needs_weight, *_ = ctx.needs_input_grad
-        inside = weight.inside if needs_x else None
-        ctx.save_for_backward(x if needs_weight else None, inside)
-        ctx.weight, ctx.bias = _target(weight), None if bias is None else _target(bias)
-        ctx.border_at = [place for place, one in ((1, weight), (2, bias)) if one is not None and one.behind is not None]
-        ctx.x_shape, ctx.x_dtype, ctx.transposed, ctx.native = x.shape, x.dtype, transposed, native
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight.inside if needs_x else None)
+        # The shape and dtype of each gradient: to hold the tensors themselves would keep their memory.
+        inputs: Any = (needs_x, x), (needs_weight, outside), (needs_bias, bias_outside)
+        ctx.grads = [(tensor.shape, tensor.dtype) if needed else None for needed, tensor in inputs]
+        ctx.border_at = {
+            place: operand.crossings
+            for place, operand in ((1, weight), (2, bias))
+            if operand is not None and operand.crossings is not None and ctx.needs_input_grad[place]
+        }
+        ctx.transposed, ctx.native = transposed, native
         rounded_bias = None if bias is None else bias.inside
         if native:
             result = _forward_native(x, weight.inside, rounded_bias, transposed)
@@ -130,26 +124,29 @@ class _Product(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, inside = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
+        matrices = gradient.reshape(-1, gradient.shape[-1]), _as_matrix(x), _turned(weight, ctx.transposed)
         if torch.is_grad_enabled():
-            return *_differentiable_backward(ctx, gradient, x, inside), None, None, None, None
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad_x = gradient.new_empty(ctx.x_shape) if needs_x else None
-        grad_weight = gradient.new_empty(ctx.weight.shape, dtype=ctx.weight.dtype) if needs_weight else None
-        grad_bias = gradient.new_empty(ctx.bias.shape, dtype=ctx.bias.dtype) if needs_bias else None
+            return *_differentiable_backward(ctx, *matrices), None, None, None, None
+        found = [None if one is None else gradient.new_empty(one[0], dtype=one[1]) for one in ctx.grads]
+        grad_x, grad_weight, grad_bias = found
         (_backward_native if ctx.native else _backward_blocks)(
             _Backward(
-                gradient=gradient.reshape(-1, gradient.shape[-1]),
-                x=_as_matrix(x),
-                weight=_turned(inside, ctx.transposed),
+                *matrices,
                 grad_x=_as_matrix(grad_x),
                 grad_weight=_turned(grad_weight, ctx.transposed),
                 grad_bias=grad_bias,
-                weight_inverse=ctx.weight.inverse(gradient, ctx, 1) if needs_weight else None,
-                bias_inverse=ctx.bias.inverse(gradient, ctx, 2) if needs_bias else None,
+                weight_inverse=_inverse(ctx, 1, gradient),
+                bias_inverse=_inverse(ctx, 2, gradient),
             )
         )
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return *found, None, None, None, None
+
+
+def _inverse(ctx: Any, place: int, gradient: Tensor) -> Tensor | None:
+    """What the gradient that leaves by the product's input ``place`` is multiplied with; None for 1."""
+    crossings = ctx.border_at.get(place)
+    return None if crossings is None else crossings.inverse(gradient.device, ctx, (place,))
 
 
 def _as_matrix(tensor: Tensor | None) -> Tensor | None:
@@ -158,29 +155,6 @@ def _as_matrix(tensor: Tensor | None) -> Tensor | None:
 
 def _turned(tensor: Tensor | None, transposed: bool) -> Tensor | None:
     return tensor.t() if tensor is not None and transposed else tensor
-
-
-class _Target(NamedTuple):
-    """Where the gradient of an operand goes."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    crossings: Crossings | None
-
-    def inverse(self, gradient: Tensor, ctx: Any, index: int) -> Tensor | None:
-        """What the gradient is multiplied with; ``index`` is the operand's among the product's inputs."""
-        return None if self.crossings is None else self.crossings.inverse(gradient.device, ctx, (index,))
-
-    def leave(self, gradient: Tensor, ctx: Any, index: int) -> Tensor:
-        """As :func:`_leave`, differentiably."""
-        if (inverse := self.inverse(gradient, ctx, index)) is not None and self.crossings is not None:
-            gradient = scaled_by(gradient, inverse, self.crossings)
-        return gradient.to(self.dtype)
-
-
-def _target(operand: Operand) -> _Target:
-    crossings = None if operand.behind is None else operand.behind.crossings
-    return _Target(operand.outside.shape, operand.outside.dtype, crossings)
 
 
 @dataclass(frozen=True)
@@ -282,23 +256,21 @@ def _leave(gradient: Tensor, dtype: torch.dtype, inverse: Tensor | None, target:
 
 
 def _differentiable_backward(
-    ctx: Any, gradient: Tensor, x: Tensor | None, inside: Tensor | None
+    ctx: Any, gradient: Tensor, x: Tensor | None, weight: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Backward made of differentiable ops, for ``create_graph=True``."""
-    gradients = gradient.reshape(-1, gradient.shape[-1])
 
-    def product(left: Tensor, right: Tensor) -> Tensor:
-        return run_through_fp32(torch.matmul, (left, right), {}, ctx.x_dtype)
+    def leaving(place: int, function: Callable[..., Tensor], *given: Any) -> Tensor:
+        found = run_through_fp32(function, given, {}, gradient.dtype)
+        shape, dtype = ctx.grads[place]
+        return scaled_by(found, _inverse(ctx, place, found), ctx.border_at.get(place)).to(dtype).view(shape)
 
     grad_x = grad_weight = grad_bias = None
-    if inside is not None:
-        weight = inside.to(ctx.x_dtype)
-        grad_x = product(gradients, weight.t() if ctx.transposed else weight).view(ctx.x_shape)
+    if weight is not None:
+        grad_x = leaving(0, torch.matmul, gradient, weight.to(gradient.dtype))
     if x is not None:
-        rows = x.reshape(-1, x.shape[-1])
-        found = product(*((rows.t(), gradients) if ctx.transposed else (gradients.t(), rows)))
-        grad_weight = ctx.weight.leave(found, ctx, 1)
-    if ctx.needs_input_grad[2]:
-        found = run_through_fp32(torch.sum, (gradients, 0), {}, ctx.x_dtype)
-        grad_bias = ctx.bias.leave(found, ctx, 2)
+        left, right = (x, gradient) if ctx.transposed else (gradient, x)
+        grad_weight = leaving(1, torch.matmul, left.t(), right)
+    if ctx.grads[2] is not None:
+        grad_bias = leaving(2, torch.sum, gradient, 0)
     return grad_x, grad_weight, grad_bias
