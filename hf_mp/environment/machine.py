@@ -38,9 +38,9 @@ def describe_hardware() -> Mapping[str, str]:
     flags = fields.get("flags", fields.get("Features", "")).split()
     # A container or `taskset` may grant fewer CPUs than the machine has.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    libc = " ".join(platform.libc_ver()).strip()
     return {
-        "platform": f"{platform.system()} {platform.machine()}" + (f", {libc}" if libc else ""),
+        # The library and its version are empty outside of Linux.
+        "platform": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}".rstrip(", "),
         "CPU": fields.get("model name") or platform.processor() or platform.machine(),
         "CPU instructions": ", ".join(
             [torch.backends.cpu.get_cpu_capability(), *(flag for flag in _CPU_FLAGS_16_BIT if flag in flags)]

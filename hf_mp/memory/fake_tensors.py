@@ -62,8 +62,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    is_flash = query.dtype in LOWER_PRECISION_DTYPES and attn_mask is None
-    if is_flash and value.shape[-1] == query.shape[-1] <= _FLASH_HEAD_DIM:  # DeepSeek's heads have narrower values
+    # DeepSeek's heads have narrower values.
+    is_narrow = value.shape[-1] == query.shape[-1] <= _FLASH_HEAD_DIM
+    if query.dtype in LOWER_PRECISION_DTYPES and attn_mask is None and is_narrow:
         return _flash_attention(query, key, value, dropout_p, is_causal, scale)
     if enable_gqa and query.shape[-3] != key.shape[-3]:  # only the flash kernel shares heads
         mathematics = torch.ops.aten._scaled_dot_product_attention_math.default

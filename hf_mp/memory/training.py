@@ -59,12 +59,22 @@ class TrainingSettings(Spread):
     """How a training step is taken. Each rank has ``batch_size`` sequences, all ranks of ``"tp"`` the same ones."""
 
     precision: str  # one of hf_mp.memory.precisions.TRAINING_PRESETS
-    batch_size: int  # sequences in one forward
     seq_len: int  # tokens in a sequence
+    batch_size: int = 1  # sequences in one forward
     accumulation_steps: int = 1  # micro-batches in one update
     gradient_checkpointing: bool = False  # whether blocks are recomputed in backward
     optimizer: str = DEFAULT_OPTIMIZER  # as in TrainingArguments(optim=...)
     free_gradients: FreeGradients = "step"  # as for MixedPrecision
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in {"batch_size": 1, "accumulation_steps": 1, "seq_len": 2}.items():
+            check_count(name, getattr(self, name), least)
+        if self.free_gradients == "backward" and self.accumulation_steps > 1:
+            raise ValueError(
+                f"accumulation_steps={self.accumulation_steps} adds gradients up, and free_gradients='backward' leaves "
+                "none: use 1 of them"
+            )
 
     def __str__(self) -> str:
         text = f"{self.batch_size} x {self.seq_len} tokens"
@@ -253,7 +263,6 @@ def make_settings(
     *,
     seq_len: int | None = None,
     optimizer: str | None = None,
-    batch_size: int = 1,
     **settings: Any,
 ) -> TrainingSettings:
     """Validate the arguments and fill in defaults."""
@@ -265,13 +274,10 @@ def make_settings(
     default = "adamw_torch" if settings.get("parallel") == "tp" else DEFAULT_OPTIMIZER
     asked = TrainingSettings(
         precision=spell(precision),
-        batch_size=batch_size,
         seq_len=seq_len,
         optimizer=optimizer or preset.optimizer or default,
         **settings,
     )
-    for name, least in {"batch_size": 1, "accumulation_steps": 1, "seq_len": 2}.items():
-        check_count(name, getattr(asked, name), least)
     # An embedding of fake tensors takes any position: only a real step would fail.
     if positions is not None and seq_len > positions:
         raise ValueError(
@@ -283,11 +289,6 @@ def make_settings(
             "precision"
         )
     check_free_gradients(PrecisionPolicy.parse(preset.policy or "fp32"), asked.free_gradients)
-    if asked.free_gradients == "backward" and asked.accumulation_steps > 1:
-        raise ValueError(
-            f"accumulation_steps={asked.accumulation_steps} adds gradients up, and free_gradients='backward' leaves "
-            "none: use 1 of them"
-        )
     return asked
 
 
