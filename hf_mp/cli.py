@@ -146,7 +146,7 @@ def check(
         bar = partial(track, description="reading", console=console, transient=True, disable=not console.is_terminal)
         found = check_folder(target, learning_rate, keeps_bits=keeps_bits, progress=bar)
         typer.echo(json.dumps(found, default=vars, indent=2) if as_json else str(found))
-    if found.has_risks:
+    if found.risks:
         # As linters do, so that a pipeline stops before it trains on.
         raise typer.Exit(1)
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import pickle
 import re
-import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,6 @@ import pytest
 import torch
 from planted_checkpoints import CLEAN, PLANTED, deepspeed
 from safetensors.torch import load_file, save_file
-from torch.serialization import skip_data
 from typer.testing import CliRunner
 
 from hf_mp.cli import app
@@ -53,11 +49,8 @@ def test_the_command_names_the_risk_its_share_and_the_way_out(tmp_path: Path) ->
     assert lines[1].startswith("  weights: ") and lines[1].endswith(" bf16")
     assert "of their updates at learning rate 1e-05 are less than half a unit in the last place" in text
     assert "way out: give them masters: MixedPrecisionCallback('bf16')" in text
-    (picture,) = (line for line in lines if "second moments by magnitude" in line)
-    limits = re.search(r"2\^(-?\d+) (.*█.*) 2\^(-?\d+), ", picture)
-    assert limits is not None
-    octaves = int(limits[3]) - int(limits[1])
-    assert len(limits[2]) == math.ceil(octaves / math.ceil(octaves / 32))  # as many to a bar as 32 bars need
+    picture = re.search(r"took them; by magnitude: 2\^(-?\d+) (.*█.*) 2\^(-?\d+)\n", text)
+    assert picture is not None and int(picture[1]) < int(picture[3]) < 0 and len(picture[2]) == 32
     code, text = run(str(checkpoint.parent), "--json", "--learning-rate", "1.0")  # the run, and updates that count
     found = json.loads(text)
     assert code == 1 and found["path"] == str(checkpoint)
@@ -85,7 +78,7 @@ def test_a_learning_rate_is_positive_and_finite(rate: str, tmp_path: Path) -> No
     assert run(str(tmp_path), "--learning-rate", rate) == (2, f"hf-mp check: error: {says}\n")
 
 
-def test_of_a_run_the_newest_checkpoint_and_the_model_beside_it_are_read(tmp_path: Path) -> None:
+def test_of_a_run_the_newest_checkpoint_is_read(tmp_path: Path) -> None:
     run_folder = CLEAN["a model in fp32"](tmp_path / "run")
     for step, dtype in ((2, torch.float32), (10, torch.bfloat16)):
         weights = {name: one.to(dtype) for name, one in load_file(run_folder / "model.safetensors").items()}
@@ -95,8 +88,6 @@ def test_of_a_run_the_newest_checkpoint_and_the_model_beside_it_are_read(tmp_pat
     check = check_folder(run_folder, 1e-5)
     assert check.path == str(run_folder / "checkpoint-10") and check.held == {"weights": {"bf16": 20_672}}
     assert [risk.kind for risk in check.risks] == ["no masters"]
-    assert check.model is not None and check.model.path == str(run_folder) and check.model.risks == ()
-    assert check.model.held == {"weights": {"fp32": 20_672}}
 
 
 def test_of_a_model_in_two_formats_the_safetensors_are_read(tmp_path: Path) -> None:
@@ -124,20 +115,6 @@ def test_progress_goes_through_the_names(tmp_path: Path) -> None:
     check_folder(CLEAN["a model in fp32"](tmp_path), progress=lambda names: seen.append(names) or iter(names))
     (names,) = seen
     assert set(names) == set(load_file(tmp_path / "model.safetensors"))
-
-
-def test_a_rounded_model_beside_a_whole_checkpoint_is_found(tmp_path: Path) -> None:
-    run_folder = PLANTED["stock: a model in bf16"][0](tmp_path / "bf16").parent
-    CLEAN["stock: fp32"](tmp_path / "fp32").rename(run_folder / "checkpoint-3")
-    (run_folder / "checkpoint-2" / "model.safetensors").rename(run_folder / "model.safetensors")
-    code, text = run(str(run_folder))
-    assert code == 0 and f"{run_folder / 'checkpoint-3'} holds\n  weights: 20,672 fp32" in text
-    assert text.index("no risk was found") < text.index(
-        f"{run_folder} holds\n  weights: 20,672 bf16\nno risk was found; to"
-    )
-    code, text = run(str(run_folder), "--learning-rate", "1e-5", "--json")
-    assert code == 1 and json.loads(text)["risks"] == []
-    assert [risk["kind"] for risk in json.loads(text)["model"]["risks"]] == ["no masters"]
 
 
 def test_it_runs_without_the_trainer(tmp_path: Path) -> None:
@@ -224,27 +201,3 @@ def test_nothing_of_a_file_is_run(place: str, tmp_path: Path) -> None:
         check_folder(model)
     assert str(refused.value).endswith("it is damaged, or a pickle that runs code, which hf_mp does not")
     assert not mark.exists()
-
-
-def test_ten_gibibytes_take_seconds(tmp_path: Path) -> None:
-    """Sparse files: BF16 weights in safetensors, and moments that torch has saved, with 32 MiB a tensor."""
-    elements, entries = 2**24, {f"layers.{n}.weight": n for n in range(64)}
-    for file in range(4):
-        header = {
-            f"part{file}.{name}": {
-                "dtype": "BF16", "shape": [elements], "data_offsets": [2 * n * elements, 2 * (n + 1) * elements],
-            }
-            for name, n in entries.items()
-        }  # fmt: skip
-        text = json.dumps(header).encode()
-        path = tmp_path / f"model-{file}.safetensors"
-        path.write_bytes(struct.pack("<Q", len(text)) + text)
-        os.truncate(path, 8 + len(text) + 2 * 64 * elements)
-    with skip_data():
-        moments = {n: {"exp_avg_sq": torch.empty(elements, dtype=torch.bfloat16)} for n in range(64)}
-        torch.save({"state": moments, "param_groups": []}, tmp_path / "optimizer.pt")
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) >= 10 * 2**30
-    began = time.perf_counter()
-    check = check_folder(tmp_path, 1e-5)
-    assert time.perf_counter() - began < 5.0
-    assert check.held == {"weights": {"bf16": 4 * 64 * elements}, "second moments": {"bf16": 64 * elements}}

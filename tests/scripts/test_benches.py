@@ -238,7 +238,7 @@ def test_a_layer_costs_no_more_calls_for_a_token(kind, limit, monkeypatch):
 
 
 def test_the_contract_of_a_stock_training_loses_updates_and_ours_does_not(run, tmp_path):
-    result = run("contracts", "show_contracts", layers=1, width=32, rounds=1, gibibytes=1)
+    result = run("contracts", "show_contracts", layers=1, width=32, rounds=1, gibibytes=10)
     stock, ours = result["contracts"].values()
     assert stock["risks"][0] == "no masters" and stock["lost_share"] > 0.5
     assert ours["risks"] == [] and ours["lost_share"] < 0.01

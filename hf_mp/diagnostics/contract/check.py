@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from hf_mp.diagnostics.contract.folders import Folder, Progress, evidence_of, read_folders
+from hf_mp.diagnostics.contract.folders import Progress, evidence_of, read_folder
 from hf_mp.diagnostics.contract.risks import Risk, find_risks
 from hf_mp.policy import LOWER_PRECISION_DTYPES, spell
 
@@ -27,19 +27,12 @@ class FolderCheck:
         held: elements by role and dtype, as ``{"weights": {"bf16": 124439808}}``.
         risks: states that lose bits.
         needs_learning_rate: whether 16-bit weights are a risk depends on a learning rate that is not known.
-        model: the same of the model that a run has saved beside its checkpoints, if it has.
     """
 
     path: str
     held: Mapping[str, Mapping[str, int]]
     risks: tuple[Risk, ...]
     needs_learning_rate: bool = False
-    model: FolderCheck | None = None
-
-    @property
-    def has_risks(self) -> bool:
-        """Whether anything loses bits, in the model of a run too."""
-        return bool(self.risks) or (self.model is not None and self.model.has_risks)
 
     def __str__(self) -> str:
         stored = (
@@ -47,8 +40,7 @@ class FolderCheck:
             for role, dtypes in self.held.items()
         )
         none = _UNDECIDED if self.needs_learning_rate else "no risk was found"
-        model = [] if self.model is None else [str(self.model)]
-        return "\n".join((f"{self.path} holds", *stored, *(map(str, self.risks) if self.risks else [none]), *model))
+        return "\n".join((f"{self.path} holds", *stored, *(map(str, self.risks) if self.risks else [none])))
 
 
 def check_folder(
@@ -75,13 +67,7 @@ def check_folder(
     # Negated, so that NaN is refused as well.
     if learning_rate is not None and not 0.0 < learning_rate < math.inf:
         raise ValueError(f"a learning rate must be positive and finite, as 1e-5, not {learning_rate}")
-    first, *model = (
-        _check(folder, learning_rate, keeps_bits=keeps_bits, progress=progress) for folder in read_folders(path)
-    )
-    return replace(first, model=model[0]) if model else first
-
-
-def _check(folder: Folder, learning_rate: float | None, *, keeps_bits: bool, progress: Progress) -> FolderCheck:
+    folder = read_folder(path)
     evidence = evidence_of(folder, learning_rate, keeps_bits=keeps_bits, progress=progress)
     held: dict[str, Counter[str]] = {}
     for role, words in _ROLES.items():

@@ -1,25 +1,22 @@
 """Reads what a folder of a model or a checkpoint holds, by headers and samples; nothing of it is run.
 
-Safetensors and the shards of ``torch.distributed.checkpoint`` tell by their headers where each tensor lies, of which a
-few blocks are read. Files of ``torch.save`` are mapped and unpickled by ``weights_only``; what it or :class:`_Metadata`
-does not know (DeepSpeed's classes) becomes :class:`Inert`.
+Headers tell where each tensor lies, of which a few blocks are read. Files of ``torch.save`` are unpickled by
+``weights_only``; what it or :class:`_Metadata` does not know (DeepSpeed's classes) becomes :class:`Inert`.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-import mmap
 import pickle
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from enum import EnumType
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
@@ -30,9 +27,9 @@ from hf_mp.diagnostics.contract.risks import (
     beta2_of,
     learning_rate_of,
     role_of,
-    share_apart,
     share_lost_at,
 )
+from hf_mp.environment.libraries import first_line
 
 BLOCKS, BLOCK = 4, 1024  # of a tensor in a file: how many are read, and their elements
 Progress = Callable[[list[str]], Iterable[str]]  # goes through names, and shows how far it is
@@ -53,30 +50,42 @@ class Inert:
     __setstate__ = __init__
 
 
+@dataclass(frozen=True)
+class Part:
+    """Where a tensor, or a part of one, lies: nothing of it is read yet."""
+
+    file: Path
+    dtype: torch.dtype
+    first: int  # byte in the file
+    elements: int
+
+
 @dataclass
 class Folder:
     """What a folder holds.
 
     Attributes:
         path: of the folder.
-        parts: the floating tensors by name, flat and mapped, of several ranks; an optimizer's begin with
-            ``optim``.
+        parts: the floating tensors by name, of several ranks; an optimizer's begin with ``optim``.
         groups: an optimizer's settings, and those that were logged.
     """
 
     path: Path
-    parts: dict[str, list[Tensor]] = field(default_factory=dict)
+    parts: dict[str, list[Part]] = field(default_factory=dict)
     groups: list[Mapping[str, Any]] = field(default_factory=list)
 
-    def add(self, name: str, part: Tensor) -> None:
+    def add(self, name: str, part: Part) -> None:
         """Note a part of a tensor."""
+        # Found when a block is read, it would not name the file; who has half a download needs to know which it is.
+        if part.first + part.elements * part.dtype.itemsize > part.file.stat().st_size:
+            raise EOFError("it ends before its tensors do: copy it anew")
         # Step counters and token masks have no precision to lose.
-        if part.numel() and part.is_floating_point():
-            self.parts.setdefault(name, []).append(part.reshape(-1))
+        if part.elements and part.dtype.is_floating_point:
+            self.parts.setdefault(name, []).append(part)
 
 
-def read_folders(path: Path) -> list[Folder]:
-    """What lies in ``path``; of a run, in its newest checkpoint, and the model beside it; reads headers alone.
+def read_folder(path: Path) -> Folder:
+    """What lies in ``path``; of a run, in its newest checkpoint; reads headers alone.
 
     Raises:
         ValueError: where there are no weights, and for a file that cannot be read.
@@ -87,85 +96,64 @@ def read_folders(path: Path) -> list[Folder]:
     # Else all runs' weights would be read as one model's.
     if not steps and any(path.glob("*/checkpoint-*")):
         raise ValueError(f"{path} holds several runs: name one of them")
-    # A run's own model lies beside its checkpoints: of the run's folder the files alone, not what is below.
-    places = [(steps[max(steps)], "**/*"), (path, "*")] if steps else [(path, "**/*")]
-    folders = [folder for folder in (_read_folder(*place) for place in places) if folder.parts]
-    if not folders:
+    folder = Folder(steps[max(steps)] if steps else path)
+    for file in sorted(folder.path.rglob("*")):
+        _read_file(file, folder)
+    if not folder.parts:
         raise ValueError(
             f"{path} holds no weights: name the folder of a model, of a checkpoint, or of a run that has checkpoints"
         )
-    return folders
-
-
-def _read_folder(path: Path, names: str) -> Folder:
-    folder = Folder(path)
-    for file in sorted(path.glob(names)):
-        reader = next((read for words, read in _READERS.items() if re.fullmatch(words, file.name)), None)
-        # Transformers writes both formats in a migration and loads the safetensors; counted twice they are two models.
-        is_copy = re.match(r"(pytorch|adapter)_model.*\.bin$", file.name) and any(file.parent.glob("*.safetensors"))
-        if reader is None or is_copy or not file.is_file():  # Transformers loads the safetensors beside it
-            continue
-        try:
-            reader(file, folder)
-        except Exception as error:  # whatever damaged bytes bring about: the file is named
-            says = (str(error).splitlines() or [""])[0][:200]
-            if not isinstance(error, (OSError, TypeError)):
-                says = f"it is damaged ({says})"
-            if isinstance(error, (pickle.UnpicklingError, AttributeError)):  # torch would advise to run it
-                says = "it is damaged, or a pickle that runs code, which hf_mp does not"
-            raise ValueError(f"{file} cannot be read: {says}") from error
     return folder
 
 
-def _map(file: Path) -> mmap.mmap:
-    """The bytes of a file, of which only those are read that are looked at."""
-    # mmap, not read: of 100 GB a few blocks a tensor are looked at. The map outlives the file that it was made of.
-    with file.open("rb") as opened:
-        mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    if hasattr(mapped, "madvise"):  # not on Windows
-        mapped.madvise(mmap.MADV_RANDOM)  # read-ahead takes 7 ms a block of 2 KiB
-    return mapped
-
-
-def _tensor_at(mapped: mmap.mmap, dtype: torch.dtype, first: int, elements: int) -> Tensor:
-    # frombuffer would raise, too, of a buffer; who has half a download needs to know that it is one.
-    if first + elements * dtype.itemsize > len(mapped):
-        raise EOFError("it ends before its tensors do: copy it anew")
-    with warnings.catch_warnings(action="ignore"):  # that the file cannot be written
-        return torch.frombuffer(mapped, dtype=dtype, count=elements, offset=first) if elements else torch.empty(0)
+def _read_file(file: Path, folder: Folder) -> None:
+    reader = next((read for words, read in _READERS.items() if re.fullmatch(words, file.name)), None)
+    # Transformers writes both formats in a migration, and beside DeepSpeed's folder, and loads the safetensors; counted
+    # twice they are two models.
+    beside = file.parent.parent if "model_states" in file.name else file.parent
+    is_copy = re.match(r"(pytorch|adapter)_model.*\.bin$|.*model_states", file.name)
+    if reader is None or not file.is_file() or (is_copy and any(beside.glob("*.safetensors"))):
+        return
+    try:
+        reader(file, folder)
+    except (OSError, TypeError) as error:
+        raise ValueError(f"{file} cannot be read: {first_line(error)}") from error
+    except Exception as error:  # whatever damaged bytes bring about: the file is named
+        says = f" ({first_line(error)[:200]})"
+        if isinstance(error, (pickle.UnpicklingError, AttributeError)):  # torch would advise to run it
+            says = ", or a pickle that runs code, which hf_mp does not"
+        raise ValueError(f"{file} cannot be read: it is damaged{says}") from error
 
 
 def _read_safetensors(file: Path, folder: Folder) -> None:
-    mapped = _map(file)
     # By hand, as files of torch.save are read: safe_open's get_tensor reads a tensor whole, 17 s for 2 GiB.
-    length = int.from_bytes(mapped[:8], "little")
-    for name, entry in json.loads(mapped[8 : 8 + min(length, 10**8)]).items():  # as safetensors itself limits it
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(min(length, 10**8)))  # as safetensors itself limits it
+    for name, entry in header.items():
         if (dtype := _DTYPES.get(entry.get("dtype"))) is not None:
             first, last = entry["data_offsets"]
-            part = _tensor_at(mapped, dtype, 8 + length + first, (last - first) // dtype.itemsize)
+            part = Part(file, dtype, 8 + length + first, (last - first) // dtype.itemsize)
             folder.add(name.replace("/", "."), part)
 
 
 def _read_torch_file(file: Path, folder: Folder) -> None:
-    mapped = _map(file)  # torch's own mapping reads ahead: a minute for 10 GiB
     # weights_only refuses classes that it does not know by name; DeepSpeed pickles enums and configs beside tensors.
     with safe_globals([(Inert, name) for name in get_unsafe_globals_in_checkpoint(str(file))]):
         loaded = torch.load(str(file), map_location="meta", weights_only=True)
     if not isinstance(loaded, Mapping):
         raise TypeError("it holds no dictionary of tensors: save model.state_dict()")
-    if "model_states" in file.name and any(file.parent.parent.glob("*.safetensors")):
-        return  # Transformers saves the same weights beside DeepSpeed's folder
     # torch.save of Trainer, accelerate and DeepSpeed names optimizer files so; what is inside does not tell.
     prefix = "optim." if "optim" in file.name else ""
     for name, value in _walk(loaded.get("module", loaded) if not prefix else loaded, prefix, folder):
-        folder.add(name, _tensor_of(mapped, value))
+        folder.add(name, _part_of(file, value))
 
 
-def _tensor_of(mapped: mmap.mmap, value: Any, start: int = 0) -> Tensor:
-    """The tensor that torch loaded to "meta" from ``start``: it notes where a storage lies, and reads none of it."""
+def _part_of(file: Path, value: Any, start: int = 0) -> Part:
+    """Where the tensor lies that torch loaded to "meta" from ``start``, without a look at its values."""
     # torch keeps the place of a storage in this private attribute when it loads to "meta".
     first = start + value.untyped_storage()._checkpoint_offset + value.storage_offset() * value.itemsize
-    return _tensor_at(mapped, value.dtype, first, value.numel())
+    return Part(file, value.dtype, first, value.numel())
 
 
 def _walk(value: Any, name: str, folder: Folder) -> Iterator[tuple[str, Any]]:
@@ -203,14 +191,13 @@ def _read_shards(file: Path, folder: Folder) -> None:
 
     with file.open("rb") as opened:
         found = _Metadata(opened).load()
-    map_once = functools.cache(_map)
     for index, place in found.storage_data.items():
         if index.offset is not None:  # a tensor, or a part of one
             with (file.parent / place.relative_path).open("rb") as shard:
                 # torch writes each tensor as a file of torch.save inside the shard, at this offset.
                 view = _create_file_view(shard, place.offset, place.length)
                 value = torch.load(view, map_location="meta", weights_only=True)  # type: ignore[arg-type]
-            folder.add(index.fqn, _tensor_of(map_once(Path(shard.name)), value, place.offset))
+            folder.add(index.fqn, _part_of(Path(shard.name), value, place.offset))
 
 
 def _read_json(file: Path, folder: Folder) -> None:
@@ -241,7 +228,7 @@ def evidence_of(
     """Sample the tensors of a folder.
 
     Args:
-        folder: of :func:`read_folders`.
+        folder: of :func:`read_folder`.
         learning_rate: of the updates; default: what the folder says, if it does.
         keeps_bits: as in :class:`Evidence`.
         progress: shows how far it is while it goes through the names; default: nothing.
@@ -255,28 +242,17 @@ def evidence_of(
             continue
         values = torch.cat([_sample(part) for part in parts])
         lost = None if rate is None else share_lost_at(values, rate)
-        elements = sum(part.numel() for part in parts)
+        elements = sum(part.elements for part in parts)
         getattr(evidence, role).append(Held(name, parts[0].dtype, elements, values, lost))
     evidence.is_training = learning_rate is not None or bool(folder.groups or evidence.seconds or evidence.firsts)
-    evidence.pairs = list(_pairs(evidence))
     return evidence
 
 
-def _pairs(evidence: Evidence) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Masters, each with the 16-bit weight of its size that is nearest to it: optimizers store them by number.
-
-    DeepSpeed's are flat and cut across ranks, so that none has the size of a weight: they are not compared.
-    """
-    for master in evidence.masters:
-        alike = [one for one in evidence.weights if one.elements == master.elements and one.dtype.itemsize == 2]
-        if alike:
-            nearest = min(alike, key=lambda one: share_apart(master.values, one.values))
-            yield nearest.name, master.values, nearest.values
-
-
-def _sample(part: Tensor) -> Tensor:
+def _sample(part: Part) -> Tensor:
     """Some of the elements, in blocks that lie far from each other."""
     # Spread evenly: rows of an embedding near the start are frequent tokens, and near the end often padding.
-    last = max(0, len(part) - BLOCK)
-    starts = sorted({index * last // (BLOCKS - 1) for index in range(BLOCKS)})
-    return torch.cat([part[start : start + BLOCK] for start in starts])
+    last, size = max(0, part.elements - BLOCK), part.dtype.itemsize
+    starts = sorted({part.first + index * last // (BLOCKS - 1) * size for index in range(BLOCKS)})
+    # A mapped file, torch's own mapping too, is read ahead: 7 ms a block, and a minute for 10 GiB.
+    read = [np.fromfile(part.file, np.uint8, min(BLOCK, part.elements) * size, offset=start) for start in starts]
+    return torch.from_numpy(np.concatenate(read)).view(part.dtype)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_mp.diagnostics.magnitudes import Histogram, histogram, swamped
+from hf_mp.diagnostics.magnitudes import swamped
 from hf_mp.policy import LOWER_PRECISION_DTYPES, spell
 
 _LOSES_MANY = 0.01  # share of updates from which on the advice is to keep masters
@@ -50,7 +50,6 @@ class Evidence:
         firsts, seconds: moments: averages of gradients, and of their squares.
         masters: FP32 values next to 16-bit weights.
         sums: Kahan's: what rounding took from the updates so far.
-        pairs: of some weights, name, values of the master and those of the weight at the same places.
         learning_rate: the largest; None where it is not known.
         beta2: the smallest decay of the second moments.
         keeps_bits: whether the optimizer has its own way to keep small updates, as stochastic rounding.
@@ -63,12 +62,21 @@ class Evidence:
     seconds: list[Held] = field(default_factory=list)
     masters: list[Held] = field(default_factory=list)
     sums: list[Held] = field(default_factory=list)
-    pairs: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
     learning_rate: float | None = None
     beta2: float = _BETA2
     keeps_bits: bool = False
     is_training: bool = False
     is_saved: bool = False
+
+    @property
+    def narrow_weights(self) -> list[Held]:
+        """Those of 16 bits."""
+        return [one for one in self.weights if one.dtype in LOWER_PRECISION_DTYPES]
+
+    @property
+    def has_more_bits(self) -> bool:
+        """Whether updates that 16-bit weights drop are kept elsewhere."""
+        return bool(self.masters or self.sums) or self.keeps_bits
 
 
 @dataclass(frozen=True)
@@ -79,16 +87,14 @@ class Risk:
         kind: of :data:`RULES`, as ``"no masters"``.
         says: what is there, with numbers.
         way_out: what to do.
-        picture: a histogram of the values that it is about; empty without one.
     """
 
     kind: str
     says: str
     way_out: str
-    picture: str = ""
 
     def __str__(self) -> str:
-        return "\n  ".join(filter(None, (f"{self.kind}: {self.says}", self.picture, f"way out: {self.way_out}")))
+        return f"{self.kind}: {self.says}\n  way out: {self.way_out}"
 
 
 def find_risks(evidence: Evidence) -> tuple[Risk, ...]:
@@ -96,18 +102,15 @@ def find_risks(evidence: Evidence) -> tuple[Risk, ...]:
     return tuple(Risk(kind, *words) for kind, rule in RULES.items() if (words := rule(evidence)) is not None)
 
 
-Words = tuple[str, ...] | None  # says, way out, picture
+Words = tuple[str, str] | None  # says, way out
 
 
 def _no_masters(evidence: Evidence) -> Words:
-    narrow = [one for one in evidence.weights if one.dtype in LOWER_PRECISION_DTYPES]
-    # Any of the three keeps the bits, by different means: one is enough.
-    keeps = evidence.masters or evidence.sums or evidence.keeps_bits
-    if not (narrow and evidence.is_training) or keeps or _are_of_fp32(evidence, narrow):
-        return None
+    narrow = evidence.narrow_weights
     known = [(one.elements, one.lost) for one in narrow if one.lost is not None]
     # At a learning rate of 1 even BF16 keeps what counts: a warning there would be one too many.
-    if known and mean(known) < _LOSES_MANY:
+    loses = evidence.is_training and not (known and mean(known) < _LOSES_MANY)
+    if not (narrow and loses) or evidence.has_more_bits or _are_of_fp32(evidence):
         return None
     share = f"{mean(known):.0%}" if known else "an unknown share"
     rate = "" if evidence.learning_rate is None else f" at learning rate {evidence.learning_rate:g}"
@@ -120,15 +123,14 @@ def _no_masters(evidence: Evidence) -> Words:
 
 
 def _rounded(evidence: Evidence) -> Words:
-    if not (evidence.is_saved and evidence.weights) or evidence.masters or evidence.sums or evidence.keeps_bits:
+    if not (evidence.is_saved and evidence.weights) or evidence.has_more_bits:
         return None
     whole = mean((one.elements, 1.0 - _share_of_16_bits(one.values)) for one in evidence.weights)
     # torch makes moments in the dtype of their weight, so FP32 ones tell of weights that were FP32.
     wide = _moments_of_fp32(evidence)
     # Adapters: the base is 16-bit by right, and what was trained is a small part of the weights.
     trained = min(1.0, _elements(wide) / _elements(evidence.weights))
-    narrow = [one for one in evidence.weights if one.dtype in LOWER_PRECISION_DTYPES]
-    if not wide or whole > _HARDLY_ANY * trained or (narrow and not _are_of_fp32(evidence, narrow)):
+    if not wide or whole > _HARDLY_ANY * trained or (evidence.narrow_weights and not _are_of_fp32(evidence)):
         return None
     return (
         f"the moments are fp32, and {1.0 - whole:.0%} of the weights, stored in {_spelled(evidence.weights)}, are "
@@ -148,9 +150,8 @@ def _stuck_seconds(evidence: Evidence) -> Words:
     return (
         f"{_elements(narrow):,} of the second moments are bf16, and with beta2={evidence.beta2:g} a decay of "
         f"{decay:.2g} is less than half a unit in the last place: {stuck:.0%} of them stay where their "
-        "largest gradient took them",
+        f"largest gradient took them; by magnitude: {_picture_of(narrow)}",
         "keep moments in FP32: train FP32 weights, whose moments torch makes FP32, or a beta2 of 0.99 and less",
-        f"second moments by magnitude: {picture_of(narrow)}",
     )
 
 
@@ -163,19 +164,24 @@ def _fp16_moments(evidence: Evidence) -> Words:
         f"{_elements(narrow):,} of the moments are fp16, where a gradient below 2.4e-4 has a square that is rounded to "
         f"0: {zeros:.0%} of them are 0",
         "keep moments in FP32: train FP32 weights, whose moments torch makes FP32",
-        f"moments by magnitude: {picture_of(narrow)}",
     )
 
 
 def _other_masters(evidence: Evidence) -> Words:
+    nearest = []
+    # Optimizers number their masters: each is compared with the weight of its size that is nearest to it. DeepSpeed's
+    # are flat and cut across ranks, so that none has the size of a weight.
+    for master in evidence.masters if evidence.is_saved else ():
+        alike = [one for one in evidence.narrow_weights if one.values.shape == master.values.shape]
+        shares = [(_share_apart(master, one), one.name) for one in alike if one.elements == master.elements]
+        nearest += sorted(shares)[:1]
     # A thousandth is left for what an optimizer rounds otherwise, such as stochastically.
-    off = {name: share for name, master, weight in evidence.pairs if (share := share_apart(master, weight)) > 1e-3}
+    off = [(share, name) for share, name in nearest if share > 1e-3]
     if not off:
         return None
-    first = next(iter(off))
     return (
-        f"{len(off)} of {len(evidence.pairs)} masters are not what their 16-bit weights are roundings of (of {first}, "
-        f"{off[first]:.0%}): a training that goes on continues from the masters, and an evaluation reads the weights",
+        f"{len(off)} of {len(nearest)} masters are not what their 16-bit weights are roundings of (of {off[0][1]}, "
+        f"{off[0][0]:.0%}): a training that goes on continues from the masters, and an evaluation reads the weights",
         "save both at one step, or write the masters into the weights first (DeepSpeed: zero_to_fp32.py)",
     )
 
@@ -238,20 +244,14 @@ def beta2_of(groups: Iterable[Mapping[str, Any]]) -> float:
     return min((float(group["betas"][1]) for group in groups if len(group.get("betas") or ()) > 1), default=_BETA2)
 
 
-def picture_of(held: Iterable[Held]) -> str:
-    """A histogram over powers of two, as one line."""
-    # Counted in the octaves that the run's page draws, so that both agree.
-    counts = Histogram(sum((histogram(one.values).counts for one in held), Histogram.empty().counts))
-    octaves = counts.by_octave()
-    if not octaves:
-        return "all are 0"
-    step = -(-(max(octaves) - min(octaves) + 1) // 32)
-    bins = [
-        sum(count for k, count in octaves.items() if first <= k < first + step)
-        for first in range(min(octaves), max(octaves) + 1, step)
-    ]
-    bars = "".join(_BARS[math.ceil(8 * count / max(bins))] for count in bins)
-    return f"2^{min(octaves)} {bars} 2^{max(octaves) + 1}, {counts.zeros / counts.total:.0%} are 0"
+def _picture_of(held: Iterable[Held]) -> str:
+    """A histogram of the powers of two, as one line of 32 bars."""
+    values = torch.cat([one.values for one in held])
+    powers = values[values != 0].float().abs().log2()
+    first, last = int(powers.min().floor()), int(powers.max().ceil())
+    counts = powers.histc(32, first, last)
+    bars = (_BARS[math.ceil(8 * share)] for share in (counts / counts.max()).tolist())
+    return f"2^{first} {''.join(bars)} 2^{last}"
 
 
 def _share_of_16_bits(values: Tensor) -> float:
@@ -259,20 +259,20 @@ def _share_of_16_bits(values: Tensor) -> float:
     return max(float((values.to(dtype).to(values.dtype) == values).float().mean()) for dtype in LOWER_PRECISION_DTYPES)
 
 
-def share_apart(master: Tensor, weight: Tensor) -> float:
+def _share_apart(master: Held, weight: Held) -> float:
     """The share of weights that are a unit in the last place and more away from their masters."""
     # eps is a unit in the last place at 1; below the normal numbers the spacing stays what it is.
-    limits, exact = torch.finfo(weight.dtype), master.double()
+    limits, exact = torch.finfo(weight.dtype), master.values.double()
     unit = (exact.abs() * limits.eps).clamp(min=limits.smallest_normal * limits.eps)
-    return float(((exact - weight.double()).abs() > unit).float().mean())
+    return float(((exact - weight.values.double()).abs() > unit).float().mean())
 
 
-def _are_of_fp32(evidence: Evidence, narrow: Sequence[Held]) -> bool:
+def _are_of_fp32(evidence: Evidence) -> bool:
     """Whether 16-bit weights in files have FP32 moments, as torch makes them for FP32 weights."""
-    moments = _moments_of_fp32(evidence)
     wide = [one for one in evidence.weights if one.dtype is torch.float32]
+    spare = _elements(_moments_of_fp32(evidence)) - _elements(wide)
     # Half: 8-bit optimizers and frozen parts leave some weights without moments.
-    return evidence.is_saved and _elements(moments) - _elements(wide) >= _elements(narrow) / 2
+    return evidence.is_saved and spare >= _elements(evidence.narrow_weights) / 2
 
 
 def _moments_of_fp32(evidence: Evidence) -> list[Held]:

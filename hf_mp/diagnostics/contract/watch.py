@@ -26,7 +26,13 @@ from hf_mp.weights.ranks.placement import is_running, local_part
 
 # By which gradients travel: DDP's hooks and FSDP2 call these. DDP's own reduction, in C++, sends gradients as they are.
 _COLLECTIVES = ("all_reduce", "all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_single")
-_WORDS = {"experts": ("expert",), "norms": ("norm",), "embeddings": ("embed",), "linear": ("linear", "conv", "head")}
+_WORDS = {
+    "adapters": ("lora", "peft"),
+    "experts": ("expert",),
+    "norms": ("norm",),
+    "embeddings": ("embed",),
+    "linear": ("linear", "conv", "head"),
+}
 
 
 class ContractWatch(StepObserver):
@@ -127,15 +133,17 @@ class ContractWatch(StepObserver):
             stored, saved = f"{stored}+16", "fp32"
         elif dtype in LOWER_PRECISION_DTYPES and getattr(optimizer, "keeps_masters", False):
             stored += "+fp32"
-        if save_dtype is not None and parameter.is_floating_point():
+        if save_dtype is not None:
             saved = spell(save_dtype)
-        if not parameter.requires_grad:
-            saved = NONE if hasattr(self.model, "peft_config") else saved  # PEFT saves adapters alone
-            return ContractRow(kind, elements, stored, _said(computed), NONE, NONE, NONE, saved)
-        # Where nothing was sent by a call, DDP's C++ reduced: in the dtype of the gradient.
-        gradient = _said(self._gradients[id(parameter)])
-        reduced = (_said(self._sent) if self._sent else gradient) if is_running() else NONE
-        moments = NOT_SEEN if optimizer is None else _said(moments_of(optimizer, parameter), NONE)
+        gradient = reduced = moments = NONE
+        if parameter.requires_grad:
+            gradients = self._gradients[id(parameter)]
+            gradient = _said(gradients)
+            # Where nothing was sent by a call, DDP's C++ reduced: in the dtype of the gradient.
+            reduced = _said(self._sent or gradients) if is_running() else NONE
+            moments = NOT_SEEN if optimizer is None else _said(moments_of(optimizer, parameter), NONE)
+        elif hasattr(self.model, "peft_config"):  # PEFT saves adapters alone
+            saved = NONE
         return ContractRow(kind, elements, stored, _said(computed), gradient, reduced, moments, saved)
 
 
@@ -180,10 +188,9 @@ def kind_of(name: str, module: nn.Module, parameter: nn.Parameter) -> str:
     """What a contract calls a parameter: frozen, of an adapter, or by the names of its module and of what holds it."""
     if not parameter.requires_grad:
         return "frozen"
-    if "lora" in name.lower() or type(module).__module__.startswith("peft."):
-        return "adapters"
     # By names, since there is no base class of embeddings or experts over the models of Transformers.
-    words = f"{name} {type(module).__name__}".lower()
+    package = type(module).__module__.partition(".")[0]
+    words = f"{package} {name} {type(module).__name__}".lower()
     found = (kind for kind, parts in _WORDS.items() if any(part in words for part in parts))
     return next(found, "linear" if parameter.ndim > 1 else "other")
 
