@@ -21,9 +21,9 @@ NAMES_FP16 = {
     "policy.py",
     *("casting/mode.py", "diagnostics/magnitudes.py"),
     *("casting/explain.py", "weights/layout.py"),
-    *("diagnostics/step_magnitudes.py", "diagnostics/values.py", "diagnostics/contract/risks.py"),
+    *("diagnostics/values.py", "diagnostics/contract/risks.py"),
     *("diagnostics/contract/folders.py", "memory/precisions.py"),
-    *("kernels/adamw.py", "kernels/registry.py", "kernels/split.py"),
+    *("kernels/registry.py", "kernels/split.py"),
     *("kernels/triton_adamw.py", "kernels/triton_cross_entropy.py", "kernels/triton_tables.py"),
 }
 
