@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -226,14 +226,33 @@ def test_what_was_measured_does_not_matter(
     assert before.adjust(StepReport(overflow, largest)) == after
 
 
-def trained(scaler: Any, steps: int, gradient: float, overflows: Callable[[float], bool]) -> list[int]:
-    """Which of ``steps`` with this gradient are skipped, because ``overflows`` says so of their scale."""
+def trained(scaler: Any, steps: int, gradient: float, limit: float) -> list[int]:
+    """Which of ``steps`` with this gradient are skipped, because their scale is above ``limit``."""
     skipped = []
     for step in range(steps):
-        if overflows(scaler.get_scale()):
+        overflows = scaler.get_scale() > limit
+        if overflows:
             skipped.append(step)
-        scaler.record_step(OVERFLOW if skipped[-1:] == [step] else saw(gradient))
+        scaler.record_step(OVERFLOW if overflows else saw(gradient))
     return skipped
+
+
+# A scaler, its steps, their gradient and limit; how many are skipped, and between which scales it ends.
+LIMITS: dict[str, tuple[Callable[[], Any], int, float, float, Sequence[int], tuple[float, float]]] = {
+    "gradients of 1e12, headroom": (HeadroomLossScaler, 100, 1e12, FP16_MAX / 1e12, [3], (0.0, FP16_MAX / 1e12)),
+    "gradients of 1e12, dynamic": (DynamicLossScaler, 100, 1e12, FP16_MAX / 1e12, [40], (0.0, FP16_MAX / 1e12)),
+    # Small gradients of weights have much headroom from the beginning: that alone makes no overflow futile.
+    **{
+        f"activations, {limit} and gradients of {gradient}": (
+            HeadroomLossScaler, 3_000, gradient, limit, range(11), (limit / 8, math.inf)
+        )
+        for gradient, limit in itertools.product([1e-2, 1e-4, 1e-6], [2.0**8, 2.0**14, 2.0**20])
+    },
+    # Activations overflow 15 doublings below what weight gradients of 1.0 ask for: the overflow returns at once.
+    "activations, far below gradients": (
+        partial(HeadroomLossScaler, 0.5, headroom=12.0, min_scale=0.0), 200, 1.0, 0.5, range(15), (0.0, 0.5)
+    ),
+}  # fmt: skip
 
 
 class TestHeadroom:
@@ -310,18 +329,18 @@ class TestHeadroom:
 
     def test_an_overflow_unannounced_comes_back_less_and_less_often(self) -> None:
         """Activations overflow from scale 1024 on, while weight gradients of 1.0 ask for more."""
-        scaler = HeadroomLossScaler()
-        skipped_at = trained(scaler, 10_000, 1.0, lambda scale: scale >= 1024.0 and scaler.state.level is not None)
+        skipped_at = trained(HeadroomLossScaler(512.0), 10_000, 1.0, 512.0)
         waits = [later - earlier for earlier, later in itertools.pairwise(skipped_at)]
         assert waits == sorted(waits) and waits[0] > 250
         assert 2 <= len(skipped_at) <= 4
 
-    @pytest.mark.parametrize("make", [HeadroomLossScaler, DynamicLossScaler])
-    def test_gradients_of_1e12_are_trained_on_at_a_scale_below_1(self, make: Callable[..., Any]) -> None:
+    @pytest.mark.parametrize(("make", "steps", "gradient", "limit", "skips", "ends"), LIMITS.values(), ids=LIMITS)
+    def test_a_limit_is_learned_for_long(
+        self, make: Callable[[], Any], steps: int, gradient: float, limit: float, skips: Any, ends: tuple[float, float]
+    ) -> None:
         scaler = make()
-        skipped = trained(scaler, 100, 1e12, lambda scale: scale * 1e12 > FP16_MAX)
-        assert len(skipped) == {HeadroomLossScaler: 3, DynamicLossScaler: 40}[make]
-        assert scaler.get_scale() * 1e12 <= FP16_MAX
+        assert len(trained(scaler, steps, gradient, limit)) in skips
+        assert ends[0] <= scaler.get_scale() <= ends[1]
 
     def test_headroom_that_sank_for_long_stays_a_number_of_json(self) -> None:
         states = record(HeadroomLossScaler(patience=1), [saw(1.0), OVERFLOW, *[saw(1.0)] * 1200])
@@ -338,26 +357,12 @@ class TestHeadroom:
         assert scaler.state.skipped_steps == 40 and scaler.state.is_futile
         assert sorted(scales[-5000:])[100] >= 2.0**18
 
-    @pytest.mark.parametrize("gradient", [1e-2, 1e-4, 1e-6])
-    @pytest.mark.parametrize("limit", [2.0**8, 2.0**14, 2.0**20])
-    def test_a_limit_that_activations_set_is_learned_for_long(self, gradient: float, limit: float) -> None:
-        """Small gradients of weights have much headroom from the beginning: that alone makes no overflow futile."""
-        scaler = HeadroomLossScaler()
-        assert len(trained(scaler, 3_000, gradient, lambda scale: scale > limit)) <= 10
-        assert scaler.get_scale() >= limit / 8
-
     def test_a_jump_after_a_quiet_phase_costs_at_most_torchs_three_skips(self) -> None:
         for scaler, skips in ((DynamicLossScaler(), 3), (HeadroomLossScaler(), 2)):
             for size, steps in ((1e-2, 100), (1e-8, 4_900), (1.0, 100)):
-                skipped = trained(scaler, steps, size, lambda scale, size=size: scale * size > FP16_MAX)
+                skipped = trained(scaler, steps, size, FP16_MAX / size)
             assert len(skipped) == skips
         assert scaler.get_scale() == scale_with_headroom(1.0, scaler.state.headroom) > 2.0**12
-
-    def test_an_overflow_that_returns_at_once_is_the_scales_however_much_headroom_there_is(self) -> None:
-        """Activations overflow from scale 1 on, 15 doublings below what weight gradients of 1.0 ask for."""
-        scaler = HeadroomLossScaler(headroom=12.0, min_scale=0.0)
-        skipped = trained(scaler, 200, 1.0, lambda scale: scale >= 1.0 and scaler.state.level is not None)
-        assert scaler.get_scale() < 1.0 and len(skipped) < 15
 
     def test_futile_overflows_are_forgiven_until_there_were_none_for_long(self) -> None:
         rule = HeadroomRule(64.0, 1, 1, 1, level=1.0, headroom=12.0, quiet_steps=400, patience=10)

@@ -188,28 +188,12 @@ def as_embeddings(batch: Batch) -> Batch:
     return {"inputs_embeds": embeddings, "labels": batch["labels"]}
 
 
-def with_offset(batch: Batch) -> Batch:
-    return {**batch, "offset": torch.full((32,), float("inf"))}
-
-
-def enlarged(batch: Batch) -> Batch:
-    return {"x": batch["x"] * 1e6}
-
-
 # Losses outside of the model
 
 
 def divided_by_zero(outputs: Any) -> Tensor:
     logits = outputs if isinstance(outputs, Tensor) else outputs.logits
     return (logits / (logits.detach() * 0.0)).mean()
-
-
-def root_of_zero(outputs: Tensor) -> Tensor:
-    return (outputs * 0.0).sqrt().sum()
-
-
-def times_inf(outputs: Any) -> Tensor:
-    return outputs.loss * float("inf")
 
 
 def _faults() -> list[Fault]:
@@ -272,14 +256,18 @@ def _faults() -> list[Fault]:
         Fault("scale-mlp", "mlp", "backward", "", "loss scaling", scale=2.0**40),
         Fault("data-embeddings", "gpt2", "input", "", "", "inputs_embeds", spoil=as_embeddings),
         Fault("data-x", "mlp", "input", "", "", "x", spoil=spoil("x", float("nan"))),
-        Fault("data-second-argument", "mlp", "input", "", "", "offset", spoil=with_offset),
+        Fault("data-second-argument", "mlp", "input", "", "", "offset",
+              spoil=lambda batch: {**batch, "offset": torch.full((32,), float("inf"))}),
         Fault("loss-division-by-zero-gpt2", "gpt2", "loss outside of the model", tensor="logits", loss=divided_by_zero),
         Fault("loss-division-by-zero-mlp", "mlp", "loss outside of the model", tensor="", loss=divided_by_zero),
-        Fault("loss-root-of-zero", "mlp", "loss outside of the model", tensor="", loss=root_of_zero),
-        Fault("loss-times-inf", "bert", "loss outside of the model", tensor="loss", loss=times_inf),
+        Fault("loss-root-of-zero", "mlp", "loss outside of the model", tensor="",
+              loss=lambda outputs: (outputs * 0.0).sqrt().sum()),
+        Fault("loss-times-inf", "bert", "loss outside of the model", tensor="loss",
+              loss=lambda outputs: outputs.loss * float("inf")),
         Fault("second-of-three-data", "mlp", "input", "", "", "x", spoil=spoil("x", float("inf")),
               micro_batches=3, bad=2),
-        Fault("second-of-three-forward", "mlp", "forward", "first", "linear", spoil=enlarged, micro_batches=3, bad=2),
+        Fault("second-of-three-forward", "mlp", "forward", "first", "linear",
+              spoil=lambda batch: {"x": batch["x"] * 1e6}, micro_batches=3, bad=2),
         Fault("third-of-three-bf16", "mlp", "input", "", "", "x", spoil=spoil("x", float("nan")),
               micro_batches=3, bad=3, precision="bf16"),
         *[Fault(f"checkpointing-{kind}-reentrant-{reentrant}", "gpt2", kind, act, op, plant=plant,
