@@ -196,7 +196,7 @@ class TrainerSession:
     def _stop_watching(self) -> None:
         watch, self._watch = self._watch, None
         if watch is not None:
-            watch.stop()
+            watch.close()
 
     @property
     def saved_dtypes(self) -> dict[str, torch.dtype]:

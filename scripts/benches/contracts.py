@@ -112,7 +112,7 @@ def least_seconds(model: nn.Module, optimizer: Any, loss: Callable[[], Any], rou
         loss().backward()
         began = time.perf_counter()
         watch.contract(optimizer)
-        watch.stop()
+        watch.close()
         taken.append(watch.seconds + time.perf_counter() - began)
     return min(taken)
 

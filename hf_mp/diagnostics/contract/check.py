@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hf_mp.diagnostics.contract.folders import Progress, evidence_of, read_folder
 from hf_mp.diagnostics.contract.risks import Risk, find_risks
-from hf_mp.policy import LOWER_PRECISION_DTYPES, spell
+from hf_mp.policy import spell
 
 _UNDECIDED = (
     "no risk was found; to train these 16-bit weights on may be one: name its learning rate, as --learning-rate 1e-5"
@@ -74,9 +74,5 @@ def check_folder(
         for one in getattr(evidence, role):
             held.setdefault(words, Counter())[spell(one.dtype)] += one.elements
     # A folder of a model alone may be there to be served: only who trains it on loses updates.
-    undecided = (
-        not evidence.is_training
-        and not keeps_bits
-        and any(one.dtype in LOWER_PRECISION_DTYPES for one in evidence.weights)
-    )
+    undecided = bool(evidence.narrow_weights) and not (evidence.is_training or keeps_bits)
     return FolderCheck(str(folder.path), held, find_risks(evidence), undecided)

@@ -35,43 +35,36 @@ _WORDS = {
 }
 
 
-class ContractWatch(StepObserver):
-    """Looks on while ``model`` takes a step, from :meth:`start` to :meth:`stop`, with one forward hook for each module.
-
-    What is compiled gets none: hooks would be traced, and compiled anew without them.
-    """
+class ContractWatch(ExitStack, StepObserver):
+    """Looks on while ``model`` takes a step, from :meth:`start` to ``close``, with one forward hook for each module."""
 
     was_skipped = False  # the latest step of an attached model
     _is_replay = False  # whether diagnostics run the forward again
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self.model = model
         self._computed: dict[nn.Module, set[str]] = defaultdict(set)
         self._gradients: dict[int, set[str]] = defaultdict(set)
         self._sent: set[str] = set()
-        self._undo = ExitStack()
 
     def start(self) -> None:
-        """Put the hooks on."""
+        """Put the hooks on, those of modules only where none is compiled."""
         # torch.compile traces forward hooks into the graph, and compiles anew when they go.
         if all(module._compiled_call_impl is None for module in self.model.modules()):
             for module in self.model.modules():
                 if module._parameters:
                     # A hook on a container would tell the dtype of what its children gave.
-                    self._undo.callback(module.register_forward_hook(self._ran).remove)
+                    self.callback(module.register_forward_hook(self._ran).remove)
         for runtime in runtimes_of(self.model):
             runtime.observers.append(self)
-            self._undo.callback(runtime.observers.remove, self)
+            self.callback(runtime.observers.remove, self)
         # Gradients travel by calls on this module; a hook of the process group (c10d's logger) has no dtypes.
         for name in _COLLECTIVES if is_running() else ():
             if (own := getattr(torch.distributed, name, None)) is not None:
                 # Undone in reverse order, so that another's patch on top is not lost.
-                self._undo.callback(setattr, torch.distributed, name, own)
+                self.callback(setattr, torch.distributed, name, own)
                 setattr(torch.distributed, name, functools.partial(self._send, own))
-
-    def stop(self) -> None:
-        """Take them off."""
-        self._undo.close()
 
     def forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward of an attached model begins, which is the training's."""
@@ -174,14 +167,11 @@ def precision_contract(
         raise TypeError(f"precision_contract takes a model (nn.Module), not {type(model).__name__}: trainer.model")
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise TypeError(f"optimizer= takes the one that updates the model, not {type(optimizer).__name__}")
-    watch = ContractWatch(model)
-    try:
+    with ContractWatch(model) as watch:
         if run is not None:
             watch.start()
             run()
         return watch.contract(optimizer)
-    finally:
-        watch.stop()
 
 
 def kind_of(name: str, module: nn.Module, parameter: nn.Parameter) -> str:
