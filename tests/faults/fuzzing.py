@@ -7,6 +7,7 @@ CheckpointError) or a TypeError, for the empty state of a disabled scaler a Runt
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -43,6 +44,7 @@ WORDS = (
     *("-inf", "1e400", "0x10", "../x", "/etc", "C:\\x", ".", "..", "a/../b", "NUL", "true", "null", "[", "{", "]"),
     *("}", "[[[", "*", "**", "[!", "?"),
 )
+CHARACTERS = ("\0", "\t", " ", ",", "=", "\ud7ff", "\U0010ffff")
 ODD: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 2**31, 2**63, 2**64, -(2**63), 10**400, 0.0, -0.0, 1.0, 0.5, 65504.0, 1e-45, 1e38,
     1e39, 1e308, math.inf, -math.inf, math.nan, "", " ", "\0", "\ud800", "é", "\uff11", "1", "1e5", "nan", "x" * 1000,
@@ -58,54 +60,34 @@ class Mutator:
         self.chance = random.Random(seed)
 
     def text(self, text: str) -> str:
-        """``text`` with some characters, words or parts changed, repeated, cut out or exchanged."""
+        """``text`` with some parts cut out, repeated, or exchanged for words and characters that mean something."""
         for _ in range(self.chance.randrange(4)):
-            place = self.chance.randrange(len(text) + 1)
-            end = min(len(text), place + self.chance.randrange(1, 9))
-            kind = self.chance.randrange(6)
-            if kind == 0:
-                text = text[:place] + text[end:]
-            elif kind == 1:
-                text = text[:place] + self.chance.choice(WORDS) + text[end:]
-            elif kind == 2:
-                text = text[:place] + chr(self.chance.choice((0, 9, 32, 44, 61, 0xD7FF, 0x10FFFF))) + text[place:]
-            elif kind == 3:
-                text = text[:place] + text[place:end] * self.chance.choice((2, 3, 50)) + text[end:]
-            elif kind == 4 and len(text) > 1:
-                other = self.chance.randrange(len(text))
-                text = text[other:] + text[:other]
-            else:
-                parts = text.split(",")
-                self.chance.shuffle(parts)
-                text = ",".join(parts)
+            start = self.chance.randrange(len(text) + 1)
+            end = min(len(text), start + self.chance.randrange(9))
+            repeated = text[start:end] * self.chance.choice((0, 2, 3, 50))
+            others = self.chance.choice(WORDS + CHARACTERS), "," + self.chance.choice(text.split(","))
+            text = text[:start] + self.chance.choice((repeated, *others)) + text[end:]
         return text
 
     def value(self, value: Any, depth: int = 0) -> Any:
         """``value`` or something odd in its place, or in one of its parts."""
         if self.chance.random() < (0.25 if depth else 0.05):
-            return self.chance.choice(ODD)
+            return self.odd()
         if isinstance(value, dict):
             changed = dict(value)
             for _ in range(self.chance.randrange(1, 3)):
-                self._change_entry(changed, depth)
+                key = self.chance.choice([*changed, self.chance.choice((*WORDS, None, 1))])
+                changed[key] = self.value(changed[key], depth + 1) if key in changed else self.odd()
+                if self.chance.random() < 0.2:
+                    del changed[key]
             return changed
         if isinstance(value, list):
             return [self.value(each, depth + 1) if self.chance.random() < 0.3 else each for each in value]
         if isinstance(value, str):
             return self.text(value)
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 10**300:
+        if type(value) in (int, float) and abs(value) < 10**300:
             return value * self.chance.choice((0, -1, 1, 2, 0.5, 1e10, 1e-10))
         return value
-
-    def _change_entry(self, values: dict[Any, Any], depth: int) -> None:
-        kind, key = self.chance.randrange(6), self.chance.choice([*values, "x"])
-        if kind == 0:
-            values.pop(key, None)
-        elif kind == 1:
-            name = self.chance.choice(ODD if self.chance.random() < 0.3 else WORDS)
-            values[name if isinstance(name, (str, int, float, bytes, type(None))) else "y"] = self.chance.choice(ODD)
-        elif key in values:
-            values[key] = self.value(values[key], depth + 1)
 
     def json_like(self, value: Any) -> Any:
         """As :meth:`value`, of what JSON can say."""
@@ -238,45 +220,38 @@ TRAINER_STATE = {
 }  # fmt: skip
 
 
-class Folder:
-    """One small checkpoint on disk, whose files are changed."""
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        self.path = Path(self._folder.name) / "checkpoint-4"
-        self.path.mkdir()
-        torch.save({"state": {0: torch.ones(3)}}, self.path / "optimizer.pt")
-        (self.path / "trainer_state.json").write_text(json.dumps(TRAINER_STATE))
-        (self.path / "config.json").write_text('{"model_type": "gpt2"}')
-        self.content = {file.name: file.read_bytes() for file in self.path.iterdir()}
-
-
-FOLDER: list[Folder] = []
+@functools.cache
+def checkpoint_folder() -> tuple[tempfile.TemporaryDirectory[str], Path]:
+    """One small checkpoint on disk, whose files are changed; the folder that holds it goes with this process."""
+    held = tempfile.TemporaryDirectory()
+    path = Path(held.name) / "checkpoint-4"
+    path.mkdir()
+    torch.save({"state": {0: torch.ones(3)}}, path / "optimizer.pt")
+    (path / "trainer_state.json").write_text(json.dumps(TRAINER_STATE))
+    (path / "config.json").write_text('{"model_type": "gpt2"}')
+    return held, path
 
 
 def checkpoint_files(mutator: Mutator) -> None:
     """One file changed, with a manifest that fits and without one; nothing but a list of problems may come."""
-    if not FOLDER:
-        FOLDER.append(Folder())
-    folder = FOLDER[0]
-    name = mutator.chance.choice(list(folder.content))
-    content = bytearray(folder.content[name])
-    if name.endswith(".json"):
-        changed = mutator.json_like(json.loads(content)) if mutator.chance.random() < 0.7 else None
-        text = mutator.text(content.decode()) if changed is None else json.dumps(changed)
+    _, folder = checkpoint_folder()
+    file, manifest = mutator.chance.choice(sorted(folder.iterdir())), folder / "hf_mp_manifest.json"
+    original = file.read_bytes()
+    content = bytearray(original)
+    if file.suffix == ".json":
+        changed = mutator.chance.random() < 0.7
+        text = json.dumps(mutator.json_like(json.loads(original))) if changed else mutator.text(original.decode())
         content = bytearray(text.encode("utf-8", "surrogatepass"))
     else:
         for _ in range(mutator.chance.randrange(1, 6)):
             content[mutator.chance.randrange(len(content))] = mutator.chance.randrange(256)
         del content[mutator.chance.randrange(len(content) // 2, 4 * len(content)) :]
-    (folder.path / name).write_bytes(content)
-    manifest = folder.path / "hf_mp_manifest.json"
+    file.write_bytes(content)
     if mutator.chance.random() < 0.5:
-        built = build_manifest(folder.path, step=4, world_size=1, precision="fp16", versions={})
-        manifest.write_text(built.to_json())
-    problems = find_problems(folder.path)
+        manifest.write_text(build_manifest(folder, step=4, world_size=1, precision="fp16", versions={}).to_json())
+    problems = find_problems(folder)
     manifest.unlink(missing_ok=True)
-    (folder.path / name).write_bytes(folder.content[name])
+    file.write_bytes(original)
     if problems:
         raise CheckpointError("; ".join(problems))
 

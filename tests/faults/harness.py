@@ -21,11 +21,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -64,7 +64,7 @@ class Harness:
         library = build_library(self.folder)
         self.strikes_exactly = library is not None
         # read by the server when it starts
-        self._environment = {
+        environment = {
             "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "LD_PRELOAD": str(library or ""),
             "OMP_NUM_THREADS": "1",
@@ -72,7 +72,8 @@ class Harness:
             "GLOO_SOCKET_IFNAME": "lo",
             "ACCELERATE_USE_CPU": "true",
         }
-        with _variables(self._environment):
+        # multiprocessing hands the path to the server
+        with patch.dict(os.environ, environment), patch.object(sys, "path", [str(HERE), *sys.path]):
             self._context = multiprocessing.get_context("forkserver")
             self._context.set_forkserver_preload(["worker"])
             process = self._context.Process(target=int)  # have the server started with these variables
@@ -174,23 +175,6 @@ class Run:
                 self.signal(signal.SIGKILL)
                 raise TimeoutError(f"nothing for {timeout_seconds} s:\n{self.text[-4000:]}")
             time.sleep(0.005)
-
-
-@contextmanager
-def _variables(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    path = list(sys.path)
-    os.environ.update(values)
-    sys.path.insert(0, str(HERE))  # multiprocessing hands it to the server
-    try:
-        yield
-    finally:
-        sys.path[:] = path
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def build_library(folder: Path) -> Path | None:

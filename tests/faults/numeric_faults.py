@@ -261,37 +261,35 @@ class Run:
         assert (stats.steps, stats.skipped_steps) == (number + 1, self.skipped), f"step {number}: {stats}"
 
 
-def run_segment(seed: int, steps: int) -> dict[str, Any]:
-    """Run one segment: what it was, how many steps were struck and skipped, and ``lost``, None where all held."""
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    segment = Segment.draw(seed, world_size)
+def lost_in(run: Run, steps: int) -> str | None:
+    """Go the steps; what did not hold, or None."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run, lost = Run(segment), None
         try:
             for number in range(steps):
                 run.step(number)
         except (AssertionError, LossScaleError) as error:
-            lost = f"{type(error).__name__}: {error}"
-    return {**asdict(segment), "steps": steps, "struck": run.struck, "skipped": run.skipped, "lost": lost}
+            return f"{type(error).__name__}: {error}"
+    return None
 
 
-def run_until_stuck(precision: str, loss_scale: str) -> dict[str, Any]:
-    """Every step is struck: training must end with a LossScaleError, its state as before the first of them."""
-    segment = Segment(7, precision, loss_scale, "adamw", 1.0, 1, True, False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run, lost = Run(segment), "no LossScaleError in 200 steps"
-        run.planter.kinds = ("loss",)
-        before = run._fingerprint()
-        try:
-            for number in range(200):
-                run.step(number)
-        except LossScaleError:
-            lost = None if run._fingerprint() == before else "the weights were changed"
-        except AssertionError as error:
-            lost = str(error)
-    return {**asdict(segment), "steps": run.skipped + 1, "lost": lost}
+def run_segment(seed: int, steps: int) -> dict[str, Any]:
+    """Run one segment: what it was, how many steps were struck and skipped, and ``lost``, None where all held."""
+    run = Run(Segment.draw(seed, dist.get_world_size() if dist.is_initialized() else 1))
+    lost = lost_in(run, steps)
+    return {**asdict(run.segment), "steps": steps, "struck": run.struck, "skipped": run.skipped, "lost": lost}
+
+
+def run_until_stuck(precision: str, loss_scale: str) -> tuple[int, str | None]:
+    """Every step is struck: gives how many were skipped before training ended, and what it ended with.
+
+    That is to be a LossScaleError, with the state as before the first step.
+    """
+    run = Run(Segment(7, precision, loss_scale, "adamw", 1.0, 1, True, False))
+    run.planter.kinds = ("loss",)
+    before = run._fingerprint()
+    lost = lost_in(run, 200)
+    return run.skipped, lost if run._fingerprint() == before else f"the weights were changed: {lost}"
 
 
 def main(output_dir: str, settings: dict[str, Any]) -> None:

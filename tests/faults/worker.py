@@ -4,7 +4,7 @@ Settings: arguments of the Trainer, and ``resume`` (true: the newest whole check
 ``trainer`` (``"ours"``, ``"callback"`` or ``"stock"``), ``step_seconds`` (a pause after each step), ``kill_at`` (the
 operation on the output directory at which the process kills itself), ``full_disks`` (each save has a disk that is
 full one operation later than before; in which process, with which error) and ``vanishes`` (the steps in which the
-output directory is gone). It prints a line at each step and save, and at its end the SHA-256 of its weights, optimizer
+output directory is gone). It prints a line at each step, and at its end the SHA-256 of its weights, optimizer
 and loss scale. With ``task``, the ``main`` of the module of that name beside this one runs instead.
 """
 
@@ -57,21 +57,20 @@ SIZES = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 101, "n_position
 class Events(TrainerCallback):
     """Tells the harness where the run is, and makes its steps as long as the harness wants."""
 
-    def __init__(self, tell: bool, pause_seconds: float) -> None:
-        self._tell, self._pause_seconds = tell, pause_seconds
+    def __init__(self, pause_seconds: float) -> None:
+        self._pause_seconds = pause_seconds
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._tell and args.process_index == 0:
-            print(f"begins {state.global_step}", flush=True)
+        _tell("begins", args, state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._tell and args.process_index == 0:
-            print(f"step {state.global_step}", flush=True)
+        _tell("step", args, state)
         time.sleep(self._pause_seconds)
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._tell and args.process_index == 0:
-            print(f"saved {state.global_step}", flush=True)
+
+def _tell(what: str, args: Any, state: Any) -> None:
+    if args.process_index == 0:
+        print(f"{what} {state.global_step}", flush=True)
 
 
 def tiny_gpt2() -> GPT2LMHeadModel:
@@ -185,7 +184,7 @@ def main(output_dir: str, settings: dict[str, Any]) -> None:
         return
     resumes, kind = given.pop("resume", False), given.pop("trainer", "ours")
     kill_at, full_disks = given.pop("kill_at", None), given.pop("full_disks", None)
-    callbacks: list[TrainerCallback] = [Events(given.pop("events", True), given.pop("step_seconds", 0.0))]
+    callbacks: list[TrainerCallback] = [Events(given.pop("step_seconds", 0.0))]
     if vanishes := given.pop("vanishes", None):
         callbacks.append(Vanishes(output_dir, *vanishes))
     if full_disks:

@@ -65,19 +65,18 @@ def saved(trainer: Trainer, folder: Path) -> Path:
     return folder / "training_args.bin"
 
 
-def test_the_same_arguments_train_where_they_are_read(tmp_path: Path) -> None:
-    ours = make(tmp_path, MixedPrecisionTrainer)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_same_arguments_train_where_they_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    ours = make(tmp_path, MixedPrecisionTrainer, model=tiny_gpt2(dtype))
     ours.train()
-    args: Any = ours.args
     with pytest.raises(ValueError, match="does not read precision"):
-        Trainer(tiny_gpt2(), args, train_dataset=token_rows()).train()
-    other = Trainer(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[MixedPrecisionCallback()])
-    other.train()
-    assert same(weights(ours.model), weights(other.model))
-    late = Trainer(tiny_gpt2(), args, train_dataset=token_rows())
-    late.add_callback(MixedPrecisionCallback)
-    late.train()
-    assert callback_of(late).mixed_precision is not None and same(weights(ours.model), weights(late.model))
+        make(tmp_path, args=ours.args).train()
+    other = make(tmp_path, args=ours.args, model=tiny_gpt2(dtype), callbacks=[MixedPrecisionCallback()])
+    late = make(tmp_path, args=ours.args, model=tiny_gpt2(dtype))
+    late.add_callback(MixedPrecisionCallback)  # the class will do
+    for trainer in (other, late):
+        trainer.train()
+        assert callback_of(trainer).mixed_precision is not None and same(weights(ours.model), weights(trainer.model))
 
 
 @pytest.mark.parametrize("event", ["on_step_begin", "on_step_end"])

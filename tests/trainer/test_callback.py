@@ -23,7 +23,6 @@ from trainer_runs import (
     weights,
 )
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_callback import CallbackHandler
 
 import hf_mp.trainer.callback
 from hf_mp import (
@@ -51,10 +50,14 @@ def is_plain(model: nn.Module) -> bool:
 
 
 class Watch(TrainerCallback):
-    """Notes the logs that it is given."""
+    """Notes the logs that it is given, and how often it was begun."""
 
     def __init__(self) -> None:
         self.logs: list[dict[str, Any]] = []
+        self.begun = 0
+
+    def on_init_end(self, *args: Any, **kwargs: Any) -> None:
+        self.begun += 1
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.logs.append(dict(kwargs["logs"]))
@@ -129,17 +132,6 @@ def test_evaluation_uses_autocast_while_attached(tmp_path: Path, call: str) -> N
     assert not lower_precision_products(trainer, call)
 
 
-def test_a_callback_that_is_added_later(tmp_path: Path) -> None:
-    callback = MixedPrecisionCallback("fp16")
-    later = Trainer(tiny_gpt2(torch.float16), arguments(tmp_path), train_dataset=token_rows())
-    later.add_callback(callback)
-    later.train()
-    early = trainer_with(MixedPrecisionCallback("fp16"), tmp_path, tiny_gpt2(torch.float16))
-    early.train()
-    assert same(weights(later.model), weights(early.model))
-    assert is_plain(later.model)
-
-
 def test_a_forward_that_a_library_puts_over_ours(tmp_path: Path) -> None:
     """TRL keeps the forward that it finds, ours, and calls it from its own."""
     callback = MixedPrecisionCallback("fp16")
@@ -167,6 +159,8 @@ def test_the_entries_are_in_the_history_and_reach_callbacks_on_both_sides(tmp_pa
     callback = MixedPrecisionCallback("fp16")
     callbacks = [before, callback, after]
     trainer = Trainer(tiny_gpt2(), arguments(tmp_path), train_dataset=token_rows(), callbacks=callbacks)
+    # It moves to the front while each of them is begun.
+    assert trainer.callback_handler.callbacks[0] is callback and before.begun == after.begun == 1
     trainer.train()
     trainer.evaluate(token_rows(4))
     training = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -202,39 +196,23 @@ def test_the_scale_is_readable_where_the_trainer_prints_it(
     assert logged(trainer, "loss_scale") == [16384]
 
 
-def test_moving_to_the_front_leaves_no_callback_out(tmp_path: Path) -> None:
-    called: list[str] = []
-
-    class Note(TrainerCallback):
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def on_init_end(self, *args: Any, **kwargs: Any) -> None:
-            called.append(self.name)
-
-    callbacks = [Note("a"), Note("b"), MixedPrecisionCallback("fp16"), Note("c"), Note("d")]
-    trainer = Trainer(tiny_gpt2(), arguments(tmp_path), train_dataset=token_rows(), callbacks=callbacks)
-    assert called == ["a", "b", "c", "d"]
-    handler = trainer.callback_handler
-    assert isinstance(handler, CallbackHandler) and handler.callbacks[0] is callbacks[2]
-    assert [callback.name for callback in handler.callbacks if isinstance(callback, Note)] == called
-
-
 # Settings
 
 
-def test_settings_of_the_scaler_the_tables_and_the_rules(tmp_path: Path) -> None:
-    callback = MixedPrecisionCallback(
-        "params=fp32,compute=fp16,loss_scale=dynamic",
-        loss_scaler_settings={"init_scale": 64.0, "growth_interval": 2},
-        tables="cpu",
-        rules={"lm_head": "fp32"},
-    )
-    trainer = trainer_with(callback, tmp_path)
+@pytest.mark.parametrize("contender", ["subclass", "callback"])
+def test_settings_of_the_scaler_the_tables_and_the_rules(tmp_path: Path, contender: str) -> None:
+    precision, scaling = "params=fp32,compute=fp16,loss_scale=dynamic", {"init_scale": 64.0, "growth_interval": 2}
+    settings: dict[str, Any] = {"tables": "cpu", "rules": {"lm_head": "fp32"}}
+    if contender == "callback":
+        ours: Any = MixedPrecisionCallback(precision, loss_scaler_settings=scaling, **settings)
+        trainer = trainer_with(ours, tmp_path)
+    else:
+        args = arguments(tmp_path, MixedPrecisionArguments, precision=precision, loss_scaler_settings=scaling)
+        trainer = ours = MixedPrecisionTrainer(tiny_gpt2(), args, train_dataset=token_rows(), **settings)
     assert not lower_precision_products(trainer, "evaluate")
     trainer.train()
     assert logged(trainer, "loss_scale") == [64.0, 128.0, 128.0, 256.0]
-    assert callback.mixed_precision is not None and callback.mixed_precision.region.tables == "cpu"
+    assert ours.mixed_precision.region.tables == "cpu"
 
 
 def test_what_the_arguments_of_the_trainer_say_is_used(tmp_path: Path) -> None:
@@ -248,12 +226,6 @@ def test_what_the_arguments_of_the_trainer_say_is_used(tmp_path: Path) -> None:
     callback = MixedPrecisionCallback()
     Trainer(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[callback])
     assert callback.mixed_precision is not None and callback.mixed_precision.scaler.get_scale() == 32.0
-
-
-def test_an_instance_or_the_class(tmp_path: Path) -> None:
-    trainer = Trainer(tiny_gpt2(), arguments(tmp_path), train_dataset=token_rows(), callbacks=[MixedPrecisionCallback])
-    trainer.train()
-    assert "loss_scale" in trainer.state.log_history[0]
 
 
 def test_the_settings_in_the_documentation() -> None:
@@ -318,25 +290,23 @@ def test_fp16_of_the_trainer_is_refused(tmp_path: Path) -> None:
         MixedPrecisionCallback("fp16").on_init_end(args, trainer.state, trainer.control, model=trainer.model)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_two_callbacks_are_refused(tmp_path: Path, precision: str) -> None:
-    callbacks = [MixedPrecisionCallback(precision), MixedPrecisionCallback(precision)]
-    with pytest.raises(ValueError, match=r"more than one MixedPrecisionCallback.*leave one"):
-        Trainer(tiny_gpt2(), arguments(tmp_path), train_dataset=token_rows(), callbacks=callbacks)
-    trainer = trainer_with(MixedPrecisionCallback(precision), tmp_path)
-    trainer.add_callback(MixedPrecisionCallback(precision))
-    with pytest.raises(ValueError, match=r"more than one MixedPrecisionCallback.*leave one"):
-        trainer.train()
-
-
-@pytest.mark.parametrize("given", [MixedPrecisionCallback, MixedPrecisionCallback("fp16")], ids=["class", "instance"])
-def test_our_own_trainer_is_refused(tmp_path: Path, given: Any) -> None:
+@pytest.mark.parametrize(
+    ("base", "first", "added", "message"),
+    [
+        (Trainer, [MixedPrecisionCallback("fp32")], MixedPrecisionCallback("fp32"), "more than one .*: leave one"),
+        (Trainer, [MixedPrecisionCallback("fp16")], MixedPrecisionCallback("fp16"), "more than one .*: leave one"),
+        (MixedPrecisionTrainer, [], MixedPrecisionCallback, "is in mixed precision already, remove the callback"),
+        (MixedPrecisionTrainer, [], MixedPrecisionCallback("fp16"), "mixed precision already, remove the callback"),
+    ],
+    ids=["two of fp32", "two of fp16", "our own, class", "our own, instance"],
+)
+def test_a_second_adapter_is_refused(tmp_path: Path, base: Any, first: list[Any], added: Any, message: str) -> None:
     args = arguments(tmp_path / "run", MixedPrecisionArguments)
-    with pytest.raises(ValueError, match=r"MixedPrecisionTrainer is in mixed precision already, remove the callback"):
-        MixedPrecisionTrainer(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[given])
-    trainer = MixedPrecisionTrainer(tiny_gpt2(), args, train_dataset=token_rows())
-    trainer.add_callback(given)
-    with pytest.raises(ValueError, match="remove the callback"):
+    with pytest.raises(ValueError, match=message):
+        base(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[*first, added])
+    trainer = base(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=copy.deepcopy(first))
+    trainer.add_callback(added)
+    with pytest.raises(ValueError, match=message):
         trainer.train()
 
 

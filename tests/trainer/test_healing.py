@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from range_models import Gated, batches
+from trainer_runs import callback_of, quick_arguments
 from transformers import Trainer, TrainingArguments
 
 from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer, RangeReport, calibrate
@@ -16,10 +17,9 @@ REMEDIES = {"up:linear": "scaled/256", "down:linear": "scaled/256"}
 
 
 def arguments(folder: Path, kind: type[TrainingArguments] = TrainingArguments, **settings: Any) -> Any:
-    base = {"output_dir": str(folder), "max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-4,
-            "report_to": [], "save_strategy": "no", "logging_steps": 1, "use_cpu": True, "seed": 0,
-            "disable_tqdm": True, "max_grad_norm": 0.1}  # fmt: skip
-    return kind(**{**base, **settings})
+    return quick_arguments(
+        folder, kind, **{"max_steps": 4, "learning_rate": 1e-4, "max_grad_norm": 0.1, "seed": 0, **settings}
+    )
 
 
 def rows() -> list[dict[str, torch.Tensor]]:
@@ -40,9 +40,7 @@ def trainer(folder: Path, kind: str, **settings: Any) -> Trainer:
 
 
 def runtime_of(one: Trainer) -> Any:
-    if isinstance(one, MixedPrecisionTrainer):
-        return one.mixed_precision
-    return next(c for c in one.callback_handler.callbacks if isinstance(c, MixedPrecisionCallback)).mixed_precision
+    return (one if isinstance(one, MixedPrecisionTrainer) else callback_of(one)).mixed_precision
 
 
 @pytest.mark.parametrize("kind", ["fp16", "callback", "fp16-lean"])

@@ -177,7 +177,7 @@ def test_positions_that_only_say_where_padding_ends(kind: str) -> None:
         assert hf_mp.log_probability_gap(tiny(kind), batch).maximum < 1e-5
     whole = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(7)[None]}
     assert hf_mp.log_probability_gap(tiny(kind), whole).maximum < 1e-5
-    with pytest.raises(ValueError, match="batch has position_ids, of which"):
+    with pytest.raises(ValueError, match="batch has position_ids, of which generation token by token knows nothing"):
         hf_mp.log_probability_gap(tiny(kind), {**batch, "position_ids": torch.arange(7)[None]})
 
 
@@ -191,8 +191,6 @@ def test_a_part_in_evaluation_mode_stays_there() -> None:
 
 def test_labels_that_cannot_be_generated() -> None:
     model, ids = tiny(), prompts()
-    with pytest.raises(ValueError, match="batch has position_ids, of which generation token by token knows nothing"):
-        hf_mp.log_probability_gap(model, {**labelled(ids), "position_ids": torch.arange(7).expand(3, 7) % 4})
     with pytest.raises(ValueError, match=r"labels have shape \(3,\), and input_ids \(3, 7\): one label for each token"):
         hf_mp.log_probability_gap(model, {"input_ids": ids, "labels": torch.ones(3, dtype=torch.int64)})
     with pytest.raises(ValueError, match=r"labels of shape \(3, 7\) are -100 throughout"):

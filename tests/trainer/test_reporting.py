@@ -43,7 +43,7 @@ def train(contender: str, path: Path, base: type[Trainer] = Trainer, callbacks: 
 
 @pytest.mark.parametrize("contender", CONTENDERS)
 def test_a_run_that_is_asked_to_leaves_a_log_and_a_page(contender: str, tmp_path: Path) -> None:
-    train(contender, tmp_path, poisoned(Trainer, (1,)), histogram_steps=2, precision_report=True, max_steps=5)
+    trainer = train(contender, tmp_path, poisoned(Trainer, (1,)), histogram_steps=2, precision_report=True, max_steps=5)
     run = read_run(tmp_path)
     assert run.missing == [] and run.has_ended
     assert [step.skipped for step in run.steps.values()] == [False, True, False, False, False]
@@ -52,38 +52,27 @@ def test_a_run_that_is_asked_to_leaves_a_log_and_a_page(contender: str, tmp_path
     assert run.start["settings"]["learning_rate"] == 0.5 and run.start["histogram_steps"] == 2
     assert "1 of 5 steps skipped." in (tmp_path / PAGE_NAME).read_text(encoding="utf-8")
     assert str(tmp_path) not in (tmp_path / LOG_NAME).read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("contender", CONTENDERS)
-def test_evaluation_and_another_training_follow_a_report(contender: str, tmp_path: Path) -> None:
-    trainer = train(contender, tmp_path, precision_report=True, max_steps=2)
-    assert read_run(tmp_path).has_ended
-    assert trainer.evaluate(token_rows(4))["eval_loss"] > 0
-    trainer.train()
+    trainer.train()  # again, after the report, and evaluate
     assert trainer.evaluate(token_rows(4))["eval_loss"] > 0
 
 
 @pytest.mark.parametrize("contender", CONTENDERS)
-@pytest.mark.parametrize("settings", [{"histogram_steps": 2}, {"precision_report": True}], ids=["histograms", "report"])
-def test_each_can_be_had_alone(contender: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    train(contender, tmp_path, **settings)
-    assert (tmp_path / LOG_NAME).is_file()
+@pytest.mark.parametrize(
+    "settings", [{"histogram_steps": 2}, {"precision_report": True}, {}], ids=["histograms", "report", "neither"]
+)
+def test_each_can_be_had_alone_and_nothing_unasked(contender: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    trainer = train(contender, tmp_path, **settings)
+    assert (tmp_path / LOG_NAME).is_file() == bool(settings)
     assert (tmp_path / PAGE_NAME).is_file() == ("precision_report" in settings)
-    assert (read_run(tmp_path).magnitudes is not None) == ("histogram_steps" in settings)
+    assert not settings or (read_run(tmp_path).magnitudes is not None) == ("histogram_steps" in settings)
+    shares = any("share" in key for entry in trainer.state.log_history for key in entry)
+    assert shares == ("histogram_steps" in settings)
 
 
-@pytest.mark.parametrize("contender", CONTENDERS)
-def test_not_asked_for_nothing_is_written(contender: str, tmp_path: Path) -> None:
-    trainer = train(contender, tmp_path)
-    assert not (tmp_path / LOG_NAME).exists() and not (tmp_path / PAGE_NAME).exists()
-    assert not any("share" in key for entry in trainer.state.log_history for key in entry)
-
-
-@pytest.mark.parametrize("contender", CONTENDERS)
-def test_both_contenders_record_the_same(contender: str, tmp_path: Path) -> None:
-    train(contender, tmp_path / contender, histogram_steps=2)
-    train("subclass", tmp_path / "other", histogram_steps=2)
-    found, other = read_run(tmp_path / contender), read_run(tmp_path / "other")
+def test_both_contenders_record_the_same(tmp_path: Path) -> None:
+    for contender in CONTENDERS:
+        train(contender, tmp_path / contender, histogram_steps=2)
+    found, other = (read_run(tmp_path / contender) for contender in CONTENDERS)
     assert found.magnitudes == other.magnitudes and found.steps == other.steps
 
 
@@ -166,13 +155,6 @@ def test_the_live_line_says_what_is_known() -> None:
 # Settings
 
 
-def test_the_callback_takes_them_from_the_arguments(tmp_path: Path) -> None:
-    args = arguments(tmp_path, MixedPrecisionArguments, histogram_steps=2, histogram_layers=["lm_head"])
-    Trainer(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[MixedPrecisionCallback()]).train()
-    latest = read_run(tmp_path).magnitudes
-    assert latest is not None and latest.layers == ("lm_head",)
-
-
 def test_a_resumed_run_goes_on_in_the_same_log(tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 2, "histogram_steps": 2, "max_steps": 4}
     whole = train("subclass", tmp_path / "whole", **settings)
@@ -211,10 +193,14 @@ def test_layers_without_histograms_are_told_once(contender: str, tmp_path: Path)
     assert captured.out.count("no effect with histogram_steps=0: histogram_layers") == 1
 
 
-def test_layers_of_the_callback_have_an_effect_where_the_arguments_take_histograms(tmp_path: Path) -> None:
-    args = arguments(tmp_path, MixedPrecisionArguments, histogram_steps=2)
+@pytest.mark.parametrize("layers_of", ["arguments", "callback"])
+def test_the_callback_takes_them_from_the_arguments_and_its_own_layers(tmp_path: Path, layers_of: str) -> None:
+    layers = {"histogram_layers": ["lm_head"]}
+    args = arguments(
+        tmp_path, MixedPrecisionArguments, histogram_steps=2, **(layers if layers_of == "arguments" else {})
+    )
     with CaptureLogger(logging.get_logger("hf_mp.trainer.settings")) as captured:
-        callback = MixedPrecisionCallback(histogram_layers=["lm_head"])
+        callback = MixedPrecisionCallback(**(layers if layers_of == "callback" else {}))
         Trainer(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[callback]).train()
     latest = read_run(tmp_path).magnitudes
     assert latest is not None and latest.layers == ("lm_head",)

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,9 +30,8 @@ from transformers import (
 from transformers.trainer_optimizer import _BITSANDBYTES_OPTIMIZERS
 from transformers.training_args import OptimizerNames
 
-import hf_mp.step.gradients
-import hf_mp.trainer.session
 from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer, PrecisionPolicy
+from hf_mp.step import gradients
 from hf_mp.trainer.calling_trainer import refuse_compiled_whole
 
 Rows = list[dict[str, Tensor]]
@@ -51,35 +51,18 @@ def model_of(config: GPT2Config) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
-def weights(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])  # of 0 the Trainer logs the norm alone
 def test_the_gradients_are_read_once_when_the_backward_has_ended(
-    tmp_path: Path,
-    gpt2_config: GPT2Config,
-    rows: Rows,
-    monkeypatch: pytest.MonkeyPatch,
-    max_grad_norm: float,
+    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, max_grad_norm: float
 ) -> None:
-    counts = dict.fromkeys(("measure", "magnitude_bound"), 0)
-
-    def count(module: Any, name: str) -> None:
-        original = getattr(module, name)
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, counted)
-
-    count(hf_mp.step.gradients, "measure")
-    count(hf_mp.step.gradients, "magnitude_bound")
     args = arguments(tmp_path, precision="bf16", max_grad_norm=max_grad_norm)
     trainer = MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows)
-    trainer.train()
-    assert counts == {"measure": trainer.state.global_step, "magnitude_bound": 0}
+    with (
+        patch.object(gradients, "measure", wraps=gradients.measure) as measure,
+        patch.object(gradients, "magnitude_bound", wraps=gradients.magnitude_bound) as magnitude_bound,
+    ):
+        trainer.train()
+    assert (measure.call_count, magnitude_bound.call_count) == (trainer.state.global_step, 0)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -97,31 +80,12 @@ def test_what_a_callback_writes_after_clipping_is_seen(
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
 
 
-def test_rules_and_tables_are_those_of_autocast(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows) -> None:
-    dtypes = {}
-    for name, rules in (("without", None), ("with", {"transformer.h.0.mlp.c_fc": "fp32"})):
-        model = model_of(gpt2_config)
-        trainer = MixedPrecisionTrainer(
-            model, arguments(tmp_path, max_steps=1), train_dataset=rows, precision="fp16", tables="cuda", rules=rules
-        )
-
-        def note(module: nn.Module, args: Any, output: Tensor, name: str = name) -> None:
-            dtypes[name] = output.dtype
-
-        model.transformer.h[0].mlp.c_fc.register_forward_hook(note)
-        trainer.train()
-    assert dtypes == {"without": torch.float16, "with": torch.float32}
-
-
 def test_people_override_log_without_start_time(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows) -> None:
     class Quiet(MixedPrecisionTrainer):
         def log(self, logs: dict[str, float]) -> None:  # type: ignore[override]
             super().log(logs)
 
     Quiet(model_of(gpt2_config), arguments(tmp_path), train_dataset=rows).log({"loss": 1.0})
-
-
-# Models and checkpoints
 
 
 # Arguments and refusals
@@ -160,6 +124,7 @@ def test_arguments_from_the_command_line_and_from_a_file(tmp_path: Path) -> None
         ({"loss_scaler_settings": {"speed": 1}}, r"has no setting speed: it has .*headroom"),
         ({"fp16_full_eval": True}, r"casts the FP32 masters away"),
         ({"optim": "lomo"}, r"optim='lomo' updates inside backward"),
+        ({"fsdp": True, "fsdp_config": {"version": 1}}, r"FSDP version 1 flattens.*fsdp_config=.'version': 2"),
         ({"optim": "galore_adamw_layerwise"}, r"updates inside backward, where an overflow cannot be skipped"),
     ],
 )
@@ -184,6 +149,23 @@ def test_the_environment_of_accelerate_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        # as `accelerate launch --use_fsdp` sets it, whose default is version 1
+        ("ACCELERATE_USE_FSDP", "FSDP version 1 flattens parameters.*FSDP2.*--fsdp_version 2"),
+        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed brings its own FP16 optimizer: use the stock Trainer"),
+    ],
+)
+def test_what_a_launcher_starts_is_refused(
+    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    args = arguments(tmp_path, TrainingArguments)
+    monkeypatch.setenv(name, "true")
+    with pytest.raises(ValueError, match=message):
+        MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows)
+
+
 def test_a_model_without_floating_parameters_is_refused(tmp_path: Path, rows: Rows) -> None:
     model = nn.Module()
     model.register_parameter("ids", nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False))
@@ -199,15 +181,6 @@ def test_plain_training_arguments_and_the_precision_keyword(
     for precision, expected in ((None, "fp16"), ("bf16", "bf16"), (PrecisionPolicy.parse("bf16"), "bf16")):
         trainer = MixedPrecisionTrainer(model_of(gpt2_config), args, precision=precision, train_dataset=rows)
         assert str(trainer.precision_policy) == expected
-
-
-def test_fsdp1_is_refused(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = arguments(tmp_path, TrainingArguments)
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as `accelerate launch --use_fsdp` does, whose default is 1
-    with pytest.raises(ValueError, match=r"FSDP version 1 flattens parameters.*FSDP2.*--fsdp_version 2"):
-        MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows)
-    with pytest.raises(ValueError, match=r"FSDP version 1 flattens parameters.*fsdp_config=.'version': 2"):
-        arguments(tmp_path, fsdp=True, fsdp_config={"version": 1})
 
 
 def test_fsdp2_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,15 +239,6 @@ def test_processes_that_each_would_train_alone_are_refused(
         else:
             precision = "fp32" if route == "callback fp32" else "fp16"
             Trainer(**named, args=plain, callbacks=[MixedPrecisionCallback(precision)])
-
-
-def test_deepspeed_of_the_launcher_is_refused(
-    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = arguments(tmp_path)
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(ValueError, match="DeepSpeed brings its own FP16 optimizer: use the stock Trainer"):
-        MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows)
 
 
 def test_a_forward_that_a_library_set_later_runs_in_the_region(

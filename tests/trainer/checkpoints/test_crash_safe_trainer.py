@@ -100,13 +100,6 @@ def test_the_newest_whole_one_is_taken_and_the_others_are_named(
     assert not any(find_problems(path) for path in list_checkpoints(tmp_path))  # they are saved anew
 
 
-def test_a_checkpoint_of_the_stock_trainer_resumes(tmp_path: Path, told: list[str]) -> None:
-    make(tmp_path, "stock", "fp32").train()
-    resumed = make(tmp_path, precision="fp32", max_steps=8)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 8 and told == []
-
-
 @pytest.mark.parametrize("step", ["006", "٦", "6_0", "+6", "\uff16"])
 def test_a_folder_that_only_resembles_a_checkpoint_is_none(tmp_path: Path, step: str, trained: Trained) -> None:
     name = f"checkpoint-{step}"
@@ -128,9 +121,8 @@ def test_no_checkpoint_at_all_and_none_that_is_whole(tmp_path: Path) -> None:
     assert not isinstance(found.value, NoCheckpointError)
 
 
-def test_a_manifest_says_what_wrote_the_checkpoint(tmp_path: Path) -> None:
-    make(tmp_path, max_steps=2).train()
-    manifest = read_manifest(tmp_path / "checkpoint-2")
+def test_a_manifest_says_what_wrote_the_checkpoint(trained: Trained) -> None:
+    manifest = read_manifest(trained()[1] / "checkpoint-2")
     assert manifest is not None and (manifest.step, manifest.world_size, manifest.precision) == (2, 1, "fp16")
     assert {"hf_mp", "torch", "transformers"} <= manifest.versions.keys()
 
