@@ -382,32 +382,10 @@ def test_headroom_left_counts_doublings(scale: float, magnitude: float, left: fl
     assert headroom_left(scale, magnitude) == pytest.approx(left)
 
 
-class TestStates:
-    """Every state is one that a scaler can be in, whoever made it."""
-
-    @pytest.mark.parametrize("make", [StaticRule, DynamicRule, HeadroomRule])
-    def test_the_scale_is_rounded_to_fp32(self, make: Callable[[float], ScaleRule]) -> None:
-        assert make(0.1).checked().scale == torch.tensor(0.1).item() != 0.1
-        assert type(make(8).checked().scale) is float
-
-    @pytest.mark.parametrize(
-        ("make", "name", "smallest"),
-        [
-            (StaticRule, "steps", 0),
-            (StaticRule, "skipped_steps", 0),
-            (StaticRule, "consecutive_skips", 0),
-            (DynamicRule, "growth_tracker", -(2**31)),
-            (DynamicRule, "hysteresis_left", 1),
-            (HeadroomRule, "quiet_steps", 0),
-        ],
-    )
-    def test_counters_are_whole_numbers(self, make: Callable[..., ScaleRule], name: str, smallest: int) -> None:
-        assert getattr(make(1.0, **{name: smallest}).checked(), name) == smallest
-        for value in (smallest - 1, 1.5, math.nan, None, "1", True):
-            with pytest.raises(
-                ValueError, match=f"{name}={value!r} must be a whole number of steps, at least {smallest}"
-            ):
-                make(1.0, **{name: value}).checked()
+@pytest.mark.parametrize("make", [StaticRule, DynamicRule, HeadroomRule])
+def test_the_scale_is_rounded_to_fp32(make: Callable[[float], ScaleRule]) -> None:
+    assert make(0.1).checked().scale == torch.tensor(0.1).item() != 0.1
+    assert type(make(8).checked().scale) is float
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)

@@ -36,11 +36,6 @@ def again(model: Any, factor: float) -> None:
     (model(torch.randn(3, 8)) * factor).backward()
 
 
-def scaled_by_a_norm_of_nan(model: Any) -> None:
-    norm = get_total_norm([parameter.grad for parameter in model.parameters()])
-    clip_grads_with_norm_(model.parameters(), 1.0, norm * torch.nan)
-
-
 # What is done to gradients after they were clipped, or instead of it.
 SPOILS: dict[str, Callable[[Any], Any]] = {
     "fill_": lambda model: model.second.weight.grad.fill_(torch.nan),
@@ -52,7 +47,7 @@ SPOILS: dict[str, Callable[[Any], Any]] = {
     "a backward that is NaN": lambda model: again(model, torch.nan),
     "clipped to NaN": lambda model: clip_grad_norm_(model.parameters(), torch.nan),
     "clipped to minus infinity": lambda model: clip_grad_norm_(model.parameters(), -torch.inf),
-    "a norm of one's own": scaled_by_a_norm_of_nan,
+    "a norm of one's own": lambda model: clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(torch.nan)),
     # these two norms hide an infinity
     "zero norm": lambda model: (again(model, torch.inf), clip_grad_norm_(model.parameters(), 1e9, norm_type=0.0)),
     "least norm": lambda model: (again(model, torch.inf), clip_grad_norm_(model.parameters(), 1e9, -torch.inf)),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from mixtures import IMPLEMENTATIONS, KINDS, make
+from tiny import Using
 from torch import Tensor, nn
 from transformers import (
     Gemma2Config,
@@ -188,21 +189,13 @@ def test_a_rule_by_op_and_an_island_are_summed_exactly_too() -> None:
         runtime.detach()
 
 
-class InFP64(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x.double(), self.weight.double())
-
-    product = staticmethod(nn.functional.linear)
-
-
 @pytest.mark.parametrize("rules", [None, {nn.functional.linear: "fp32"}, {torch.einsum: "lower_precision"}])
 @pytest.mark.parametrize("product", [nn.functional.linear, lambda x, w: torch.einsum("ij,kj->ik", x, w)])
 def test_what_the_model_multiplies_in_fp64_stays_in_fp64(product: Callable[..., Tensor], rules: hf_mp.Rules) -> None:
-    model = InFP64(16, 4)
-    model.product = product  # type: ignore[method-assign]
-    x = torch.randn(3, 16)
+    weight, x = nn.Parameter(torch.randn(4, 16)), torch.randn(3, 16)
+    model = Using(lambda m, x: product(x.double(), m.weight.double()), weight=weight)
     hf_mp.MixedPrecision("fp16", rules=rules, exact_generation=True).attach(model)
-    assert torch.equal(model(x), product(x.double(), model.weight.double()))
+    assert torch.equal(model(x), product(x.double(), weight.double()))
 
 
 def test_what_cannot_be_exact_is_named() -> None:

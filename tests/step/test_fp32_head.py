@@ -45,18 +45,25 @@ def test_the_head_alone_is_in_fp32(precision: str, settings: dict[str, bool]) ->
     assert tied.lm_head.weight is tied.transformer.wte.weight
 
 
-def test_a_model_without_a_head_is_refused() -> None:
-    for model in (GPT2Model(GPT2), nn.Sequential(nn.Linear(4, 4))):
-        runtime = hf_mp.MixedPrecision("fp16", fp32_head=True)
-        with pytest.raises(ValueError, match=f"and {type(model).__name__} has none: name the modules"):
-            runtime.attach(model)
-        assert "forward" not in vars(model)
-
-
-def test_a_rule_that_contradicts_it_is_refused() -> None:
-    model = LlamaForCausalLM(LLAMA)
-    runtime = hf_mp.MixedPrecision("fp16", rules={"lm_head": "bf16"}, fp32_head=True)
-    with pytest.raises(ValueError, match=r"fp32_head=True contradicts rules=\{'lm_head': 'bf16'\}: leave out one"):
+@pytest.mark.parametrize(
+    ("make", "rules", "message"),
+    [
+        (lambda: GPT2Model(GPT2), None, "and GPT2Model has none: name the modules"),
+        (lambda: nn.Sequential(nn.Linear(4, 4)), None, "and Sequential has none: name the modules"),
+        (
+            lambda: LlamaForCausalLM(LLAMA),
+            {"lm_head": "bf16"},
+            r"fp32_head=True contradicts rules=\{'lm_head': 'bf16'\}: leave out one",
+        ),
+    ],
+)
+def test_a_model_without_a_head_and_a_rule_that_contradicts_are_refused(make: Any, rules: Any, message: str) -> None:
+    model, runtime = make(), hf_mp.MixedPrecision("fp16", rules=rules, fp32_head=True)
+    with pytest.raises(ValueError, match=message):
         runtime.attach(model)
     assert "forward" not in vars(model)
-    hf_mp.MixedPrecision("fp16", rules={"lm_head": "fp32", "*": "bf16"}, fp32_head=True).attach(model)
+
+
+def test_a_rule_for_the_head_in_fp32_is_none_against_it() -> None:
+    rules = {"lm_head": "fp32", "*": "bf16"}
+    hf_mp.MixedPrecision("fp16", rules=rules, fp32_head=True).attach(LlamaForCausalLM(LLAMA))
