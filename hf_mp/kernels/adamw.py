@@ -34,7 +34,6 @@ class AdamWSettings:
     eps: float = 1e-8
     weight_decay: float = 1e-2
     decoupled: bool = True
-    maximize: bool = False
 
     @property
     def lerps_from_gradient(self) -> bool:
@@ -86,8 +85,6 @@ def adamw_reference(
         gradient = tensors.gradient.float()
         if factor is not None:
             gradient = gradient * factor.squeeze()
-        if settings.maximize:
-            gradient = -gradient
         if settings.decoupled:
             decayed = master * (1.0 - lr * settings.weight_decay)
         else:
@@ -153,14 +150,18 @@ def adamw_(
     if found_inf is not None and found_inf.item():
         return
     for batch in _batches(parameters):
-        if not _has_blocks(batch[0]):
-            adamw_by_torch(batch[0], settings, factor)
-            continue
-        torch._foreach_add_([tensors.step for tensors in batch], 1)
-        for parts, working, remainder, gradient in _blocks(batch, factor):
-            master = merge(working, remainder)
-            _fused(parts, master, gradient, settings)
-            split_into(master, working, remainder)
+        _update(batch, settings, factor)
+
+
+def _update(batch: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None) -> None:
+    if not _has_blocks(batch[0]):  # then it is alone
+        adamw_by_torch(batch[0], settings, factor)
+        return
+    torch._foreach_add_([tensors.step for tensors in batch], 1)
+    for parts, working, remainder, gradient in _blocks(batch, factor):
+        master = merge(working, remainder)
+        _fused(parts, master, gradient, settings)
+        split_into(master, working, remainder)
 
 
 def _whole_master(tensors: AdamWTensors) -> Tensor:
@@ -178,7 +179,7 @@ def _fused(parts: Sequence[AdamWTensors], master: Tensor, gradient: Tensor, sett
     whole = [[master], [gradient]]
     if len(parts) > 1:  # each by itself, so that torch's scalar loop for the rest begins where it would
         whole = [list(_unflatten_dense_tensors(joined, moments[0])) for joined in (master, gradient)]
-    step(*whole, *moments, [], [part.step for part in parts], amsgrad=False, **numbers)
+    step(*whole, *moments, [], [part.step for part in parts], amsgrad=False, maximize=False, **numbers)
 
 
 def _has_blocks(tensors: AdamWTensors) -> bool:

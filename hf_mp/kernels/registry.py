@@ -40,15 +40,15 @@ def chosen(name: str, tensors: Sequence[Tensor]) -> Any:
     if (asked := os.environ.get(VARIABLE, "auto")) not in SETTINGS:
         raise ValueError(f"{VARIABLE}={asked!r} is not known: use one of {', '.join(SETTINGS)}")
     # The environment is read at each call, so that a test or a user may change it in a running program.
-    on_gpu = bool(tensors) and tensors[0].device.type == "cuda"  # as all are, or there is no kernel for them
-    if asked == "reference" or (asked == "auto" and not on_gpu) or torch.compiler.is_compiling():
+    if asked == "reference" or torch.compiler.is_compiling() or not any(tensor.numel() for tensor in tensors):
         return None
-    if not any(tensor.numel() for tensor in tensors):
-        return None
+    if asked == "auto":  # all are on one device, or there is no kernel for them
+        device = tensors[0].device
+        is_right = device.type == "cuda" and why_not(tensors) is None and _is_right_on(name, device)
+        return launcher(name) if is_right else None
     if (reason := why_not(tensors)) is None:
-        return launcher(name) if asked == "triton" or _is_right_on(name, tensors[0].device) else None
-    if asked == "triton":
-        _warn_once(f"{VARIABLE}=triton: the reference of {name} is used, because {reason}")
+        return launcher(name)
+    _warn_once(f"{VARIABLE}=triton: the reference of {name} is used, because {reason}")
     return None
 
 
@@ -56,20 +56,10 @@ def why_not(tensors: Sequence[Tensor]) -> str | None:
     """Why no kernel can run on these tensors; None where they can."""
     if not _has_triton():
         return "triton is not installed"
-    for tensor in tensors:
-        is_plain = type(tensor) is Tensor or isinstance(tensor, nn.Parameter)
-        if not is_plain or isinstance(tensor, FakeTensor):  # a DTensor; a fake parameter is a parameter too
-            return f"a tensor is a {type(tensor).__name__}"
-        if tensor.layout is not torch.strided:
-            return f"a tensor is {tensor.layout}"
-        if tensor.dtype not in _DTYPES:
-            return f"a tensor is {tensor.dtype}"
-        if not tensor.is_contiguous():
-            return f"a tensor of shape {tuple(tensor.shape)} is not contiguous"
-    devices = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
-    if len(devices) > 1:
-        return f"the tensors are on {' and '.join(devices)}"
     device = tensors[0].device
+    for tensor in tensors:
+        if (reason := _why_unread(tensor, device)) is not None:
+            return reason
     if is_interpreting() and device.type == "cpu":
         return None
     if device.type != "cuda" or torch.version.cuda is None:
@@ -78,6 +68,19 @@ def why_not(tensors: Sequence[Tensor]) -> str | None:
     if capability < _SMALLEST_CAPABILITY:
         return f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, below 7.0"
     return None
+
+
+def _why_unread(tensor: Tensor, device: torch.device) -> str | None:
+    is_plain = type(tensor) is Tensor or isinstance(tensor, nn.Parameter)
+    if not is_plain or isinstance(tensor, FakeTensor):  # a DTensor; a fake parameter is a parameter too
+        return f"a tensor is a {type(tensor).__name__}"
+    if tensor.layout is not torch.strided:
+        return f"a tensor is {tensor.layout}"
+    if tensor.dtype not in _DTYPES:
+        return f"a tensor is {tensor.dtype}"
+    if tensor.device != device:
+        return f"the tensors are on {device} and {tensor.device}"
+    return None if tensor.is_contiguous() else f"a tensor of shape {tuple(tensor.shape)} is not contiguous"
 
 
 @functools.cache

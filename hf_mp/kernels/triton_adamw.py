@@ -108,7 +108,7 @@ def adamw_kernel(
     columns, blocks, numbers, factor, found_inf,
     beta1, beta2, weight1, weight2, eps, weight_decay, tensors, counted,
     GRADIENT: tl.constexpr, WORKING: tl.constexpr, SPLIT: tl.constexpr, DECOUPLED: tl.constexpr,
-    MAXIMIZE: tl.constexpr, FROM_GRADIENT: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_FOUND_INF: tl.constexpr,
+    FROM_GRADIENT: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_FOUND_INF: tl.constexpr,
     NUMELS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program updates one block; the order of operations is that of ``adamw_reference``.
@@ -128,8 +128,6 @@ def adamw_kernel(
     gradient = load_as_fp32(tl.load(addresses), offsets, mask, ALIGNED, GRADIENT)
     if HAS_FACTOR:
         gradient = gradient * tl.load(factor)
-    if MAXIMIZE:
-        gradient = -gradient
     if SPLIT:
         second_at = places(second_address, offsets, ALIGNED, tl.pointer_type(tl.int16))
         remainder = tl.load(second_at, mask=mask, other=0)
@@ -215,7 +213,7 @@ def adamw_(
                     1.0 - settings.beta1, 1.0 - settings.beta2, settings.eps, settings.weight_decay,
                     table.columns.shape[1], len(parameters),
                     **dict(zip(("GRADIENT", "WORKING", "SPLIT"), kind, strict=True)), DECOUPLED=settings.decoupled,
-                    MAXIMIZE=settings.maximize, FROM_GRADIENT=settings.lerps_from_gradient,
+                    FROM_GRADIENT=settings.lerps_from_gradient,
                     HAS_FACTOR=factor is not None, **table.constants(), **has,
                     enable_fp_fusion=False,  # each product and sum is rounded, as the reference does
                 )  # fmt: skip

@@ -36,8 +36,9 @@ class Clipping(NamedTuple):
 def step_split(optimizer: Optimizer, parameters: list[nn.Parameter], found_inf: Tensor | None = None) -> set[int]:
     """Update those split ``parameters`` of which :func:`hf_mp.kernels.adamw.adamw_` does what ``optimizer`` would.
 
-    That is ``torch.optim.AdamW`` and ``Adam`` with ``fused=True``, without ``amsgrad``: on a CPU large ones one by one,
-    each gradient freed at once; on a GPU in one launch of the Triton kernel. Gives the identities of those that were.
+    That is ``torch.optim.AdamW`` and ``Adam`` with ``fused=True``, without ``amsgrad`` or ``maximize``: on a CPU large
+    ones one by one, each gradient freed at once; on a GPU in one launch of the Triton kernel. Gives the identities of
+    those that were.
     With ``found_inf``, FP32 of shape (), nothing is written where it is not 0, and gradients stay.
     """
     stepped = set[int]()
@@ -146,12 +147,12 @@ def _groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequence[nn.P
         on_device = [isinstance(number, Tensor) and not is_on_host(number) for number in numbers]
         # The kernel reads a learning rate where its parameters are; torch's own step moves it there.
         is_elsewhere = on_device[0] and any(parameter.device != group["lr"].device for parameter in group["params"])
-        is_known = not group["amsgrad"] and not group["differentiable"] and not any(on_device[1:])
+        is_known = not (group["amsgrad"] or group["maximize"] or group["differentiable"] or any(on_device[1:]))
         if group.get("fused") and is_known and not is_elsewhere:
             beta1, beta2, eps, weight_decay = map(float, numbers[1:])
             lr = group["lr"] if on_device[0] else float(group["lr"])  # the host does not read it
-            decoupled, maximize = group["decoupled_weight_decay"], group["maximize"]
-            yield AdamWSettings(lr, beta1, beta2, eps, weight_decay, decoupled, maximize), group["params"]
+            decoupled = group["decoupled_weight_decay"]
+            yield AdamWSettings(lr, beta1, beta2, eps, weight_decay, decoupled), group["params"]
 
 
 def _split_tensors(optimizer: Optimizer, parameter: SplitParameter) -> Given | None:

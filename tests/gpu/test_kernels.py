@@ -266,7 +266,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 ADAMW_SETTINGS: list[dict[str, Any]] = [
-    {"weight_decay": 0.0}, {"decoupled": False}, {"maximize": True}, {"beta1": 0.25, "beta2": 0.5, "eps": 1e-3},
+    {"weight_decay": 0.0}, {"decoupled": False}, {"beta1": 0.25, "beta2": 0.5, "eps": 1e-3},
 ]  # fmt: skip
 
 

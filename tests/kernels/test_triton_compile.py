@@ -52,12 +52,11 @@ ADAMW = {
 }
 FLAGS = {
     "DECOUPLED": True,
-    "MAXIMIZE": False,
     "FROM_GRADIENT": False,
     "HAS_FACTOR": True,
     "HAS_FOUND_INF": True,
 }
-OTHER_FLAGS = {**FLAGS, "DECOUPLED": False, "MAXIMIZE": True, "FROM_GRADIENT": True}
+OTHER_FLAGS = {**FLAGS, "DECOUPLED": False, "FROM_GRADIENT": True}
 ALGORITHMS = {"adamw": FLAGS, "adam": OTHER_FLAGS}
 ALIGNED = {"aligned": True, "unaligned": False}
 # whether the weight is split, the dtype that it computes in, and the columns of its table

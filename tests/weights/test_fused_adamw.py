@@ -48,7 +48,7 @@ def run(make: Callable[[list[nn.Parameter]], Optimizer], dtype: torch.dtype, ste
     [
         lambda p: AdamW(p, lr=1e-2, fused=True),
         lambda p: Adam(p, lr=torch.tensor(1e-2), weight_decay=0.1, fused=True),
-        lambda p: AdamW([{"params": p[:2], "lr": 1e-3}, {"params": p[2:], "maximize": True}], fused=True),
+        lambda p: AdamW([{"params": p[:2], "lr": 1e-3}, {"params": p[2:], "betas": (0.4, 0.9)}], fused=True),
     ],
     ids=["AdamW", "Adam", "groups"],
 )
@@ -73,10 +73,11 @@ def test_bit_for_bit_the_optimizers_own_step(make: Any, dtype: torch.dtype, monk
     [
         lambda p: AdamW(p),
         lambda p: AdamW(p, fused=True, amsgrad=True),
+        lambda p: AdamW(p, fused=True, maximize=True),
         lambda p: torch.optim.SGD(p, fused=True),
         lambda p: type("OwnAdamW", (AdamW,), {})(p, fused=True),
     ],
-    ids=["not fused", "amsgrad", "SGD", "subclass"],
+    ids=["not fused", "amsgrad", "maximize", "SGD", "subclass"],
 )
 def test_what_the_kernel_does_not_compute_is_left_to_the_optimizer(make: Any) -> None:
     weights = parameters(torch.float16)
