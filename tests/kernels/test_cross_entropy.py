@@ -1,5 +1,6 @@
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -87,55 +88,44 @@ def test_small_gradients_survive_because_the_scale_is_known() -> None:
     assert scaled[:, 1].all()
 
 
+HOLD: dict[str, Callable[[Tensor], Tensor] | None] = {
+    "nobody": None,
+    "somebody": lambda logits: logits,
+    "a view": lambda logits: logits[2].detach(),
+}
+
+
 class TestInPlace:
-    def gradient_of_logits(self, hold: bool, **backward: Any) -> tuple[Tensor, Tensor, Any]:
-        leaf = torch.randn(6, 50).half().requires_grad_()
+    def gradient_of_logits(
+        self, hold: Callable[[Tensor], Tensor] | None, dtype: torch.dtype = FP16, **backward: Any
+    ) -> tuple[bool, Tensor, Tensor]:
+        """Whether a backward wrote where the logits were, and the loss and the leaf; what ``hold`` holds stays."""
+        leaf = torch.randn(6, 50).to(dtype).requires_grad_()
         logits = leaf * 1
         address = logits.data_ptr()
         found: list[int] = []
         logits.register_hook(lambda gradient: found.append(gradient.data_ptr()))
         loss = cross_entropy(logits, torch.arange(6))
-        kept = logits if hold else None
-        before = logits.detach().clone()
+        kept = None if hold is None else hold(logits)
+        before = None if kept is None else kept.detach().clone()
         del logits
         loss.backward(**backward)
-        return torch.tensor(found[0] == address), before, (kept, loss, leaf)
+        assert kept is None or torch.equal(kept, before)
+        return found[0] == address, loss, leaf
 
-    def test_the_gradient_takes_the_place_of_logits_that_nobody_holds(self) -> None:
-        in_place, _, _ = self.gradient_of_logits(hold=False)
-        assert in_place
+    @pytest.mark.parametrize("hold", HOLD.values(), ids=HOLD)
+    def test_the_gradient_takes_the_place_of_logits_that_nobody_holds(self, hold: Any) -> None:
+        in_place, _, _ = self.gradient_of_logits(hold)
+        assert in_place == (hold is None)
 
-    def test_logits_that_somebody_holds_stay(self) -> None:
-        in_place, before, (kept, _, _) = self.gradient_of_logits(hold=True)
-        assert not in_place
-        assert torch.equal(kept, before)
-
-    def test_a_view_of_them_counts(self) -> None:
-        leaf = torch.randn(6, 50).half().requires_grad_()
-        logits = leaf * 1
-        row = logits[2].detach()
-        before = row.clone()
-        loss = cross_entropy(logits, torch.arange(6))
-        del logits
-        loss.backward()
-        assert torch.equal(row, before)
-
-    def test_a_graph_that_is_kept_can_be_gone_through_again(self) -> None:
-        in_place, _, (_, loss, leaf) = self.gradient_of_logits(hold=False, retain_graph=True)
-        first = leaf.grad.clone()
-        leaf.grad = None
+    @pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
+    @pytest.mark.parametrize("hold", HOLD.values(), ids=HOLD)
+    def test_a_graph_that_is_kept_can_be_gone_through_again(self, hold: Any, dtype: torch.dtype) -> None:
+        in_place, loss, leaf = self.gradient_of_logits(hold, dtype, retain_graph=True)
+        first, leaf.grad = leaf.grad, None
         loss.backward()
         assert not in_place
-        assert torch.equal(leaf.grad, first)
-
-    def test_a_backward_leaves_fp32_logits_that_are_needed_again(self) -> None:
-        leaf = torch.randn(6, 50, requires_grad=True)
-        logits = leaf * 1
-        before = logits.detach().clone()
-        loss = cross_entropy(logits, torch.arange(6))
-        loss.backward(retain_graph=True)
-        assert torch.equal(logits, before)
-        loss.backward()
+        assert first is not None and torch.equal(leaf.grad, first)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("hold", [False, True])
     def test_a_loss_that_is_kept_does_not_keep_the_logits(self, hold: bool) -> None:

@@ -38,6 +38,9 @@ def sparse(indices: list[int], values: list[float], dtype: torch.dtype = torch.f
     )
 
 
+MIXED = [torch.tensor(-3.0), torch.full((2, 2), 2.5, dtype=torch.float16), torch.ones(1, 1, 1).bfloat16()]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_reference_is_torchs_infinity_norm(dtype: torch.dtype) -> None:
     tensors = [torch.randn(5, 7, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(3)]
@@ -69,27 +72,31 @@ def test_nan_wins_over_everything(dtype: torch.dtype, other: float) -> None:
         assert check([torch.tensor([value], dtype=dtype) for value in values]).isnan()
 
 
-def test_magnitude_not_value_counts() -> None:
-    assert check([torch.tensor([1.0, -7.0]), torch.tensor([5.0])]) == 7.0
+LARGEST: dict[str, tuple[list[Tensor], float]] = {
+    "no tensors": ([], 0.0),
+    "one empty": ([torch.empty(0)], 0.0),
+    "two empty": ([torch.empty(0, 3), torch.empty(2, 0, dtype=torch.float16)], 0.0),
+    "sparse without values": ([sparse([], [])], 0.0),
+    "empty ones around": ([torch.empty(0), torch.tensor([-2.0]), torch.empty(3, 0)], 2.0),
+    "magnitudes, not values": ([torch.tensor([1.0, -7.0]), torch.tensor([5.0])], 7.0),
+    "mixed shapes and dtypes": (MIXED, 3.0),
+    "FP64 among others": ([*MIXED, torch.tensor([[-4.25]], dtype=torch.float64)], 4.25),
+    **{f"sparse duplicates add up, {dtype}": ([sparse([1, 1, 2], [3, 4, -5], dtype)], 7.0) for dtype in DTYPES},
+    **{f"sparse duplicates cancel, {dtype}": ([sparse([1, 1], [3, -3], dtype)], 0.0) for dtype in DTYPES},
+    "sparse duplicates overflow": ([sparse([0, 0], [40000.0, 40000.0], torch.float16)], math.inf),
+    "sparse neighbours do not": ([sparse([0, 1], [40000.0, 40000.0], torch.float16)], 40000.0),
+    "sparse and dense": ([torch.tensor([6.0]), sparse([3], [-8.0])], 8.0),
+    "sparse NaN and dense inf": ([sparse([3], [math.nan]), torch.tensor([math.inf])], math.nan),
+    "a finite FP64 value beyond FP32": ([torch.tensor([-1e300], dtype=torch.float64)], torch.finfo(torch.float32).max),
+    "FP64 beyond, and inf": ([torch.tensor([1e300, -math.inf], dtype=torch.float64)], math.inf),
+    "FP64 beyond, and NaN": ([torch.tensor([1e300, math.nan], dtype=torch.float64)], math.nan),
+}
 
 
-@pytest.mark.parametrize(
-    "tensors",
-    [[], [torch.empty(0)], [torch.empty(0, 3), torch.empty(2, 0, dtype=torch.float16)], [sparse([], [])]],
-    ids=["no tensors", "one empty", "two empty", "sparse without values"],
-)
-def test_nothing_to_read_is_zero(tensors: list[Tensor]) -> None:
-    assert check(tensors) == 0.0
-
-
-def test_empty_tensors_count_not_at_all() -> None:
-    assert check([torch.empty(0), torch.tensor([-2.0]), torch.empty(3, 0)]) == 2.0
-
-
-def test_scalars_and_mixed_dtypes_and_shapes() -> None:
-    tensors = [torch.tensor(-3.0), torch.full((2, 2), 2.5, dtype=torch.float16), torch.ones(1, 1, 1).bfloat16()]
-    assert check(tensors) == 3.0
-    assert check([*tensors, torch.tensor([[-4.25]], dtype=torch.float64)]) == 4.25
+@pytest.mark.parametrize("case", LARGEST)
+def test_the_largest_magnitude(case: str) -> None:
+    tensors, expected = LARGEST[case]
+    torch.testing.assert_close(check(tensors).item(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -101,22 +108,6 @@ def test_only_the_elements_of_a_view_are_read(view: Callable[[Tensor], Tensor]) 
     whole = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
     part = view(whole)
     assert check([part]) == max(abs(value) for value in part.flatten().tolist())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_duplicate_coordinates_of_a_sparse_gradient_add_up(dtype: torch.dtype) -> None:
-    assert check([sparse([1, 1, 2], [3.0, 4.0, -5.0], dtype)]) == 7.0
-    assert check([sparse([1, 1], [3.0, -3.0], dtype)]) == 0.0
-
-
-def test_duplicate_coordinates_may_overflow_together() -> None:
-    assert check([sparse([0, 0], [40000.0, 40000.0], torch.float16)]).item() == math.inf
-    assert check([sparse([0, 1], [40000.0, 40000.0], torch.float16)]) == 40000.0
-
-
-def test_sparse_and_dense_together() -> None:
-    assert check([torch.tensor([6.0]), sparse([3], [-8.0])]) == 8.0
-    assert check([sparse([3], [math.nan]), torch.tensor([math.inf])]).isnan()
 
 
 def test_any_iterable_is_read_once() -> None:
@@ -141,13 +132,6 @@ def test_gradients_that_require_grad_are_read_without_a_graph() -> None:
 def test_finite_if_and_only_if_every_element_is(parts: list[tuple[torch.dtype, list[float]]]) -> None:
     tensors = [torch.tensor(values, dtype=dtype) for dtype, values in parts]
     assert check(tensors).isfinite() == all(tensor.isfinite().all() for tensor in tensors)
-
-
-def test_a_finite_fp64_value_beyond_fp32s_range_is_fp32s_largest() -> None:
-    largest = torch.finfo(torch.float32).max
-    assert check([torch.tensor([-1e300], dtype=torch.float64)]) == largest
-    assert check([torch.tensor([1e300, -math.inf], dtype=torch.float64)]).item() == math.inf
-    assert check([torch.tensor([1e300, math.nan], dtype=torch.float64)]).isnan()
 
 
 class TestWithNorm:
