@@ -23,7 +23,7 @@ class ContractRow:
         elements: how many parameters these are, on this process.
         stored: of the parameter; ``"bf16+16"`` is a BF16 weight and the 16 bits that it lacks of FP32, ``"bf16+fp32"``
             one with an FP32 master in the optimizer.
-        computed: of what the modules gave in the forward.
+        computed: of what the modules gave in their first forward.
         gradient: of what the backward left.
         reduced: of what travelled between the processes to sum the gradients.
         moments: of the optimizer's state that has an element for each of the parameter's.

@@ -39,12 +39,11 @@ class ContractWatch(ExitStack, StepObserver):
     """Looks on while ``model`` takes a step, from :meth:`start` to ``close``, with one forward hook for each module."""
 
     was_skipped = False  # the latest step of an attached model
-    _is_replay = False  # whether diagnostics run the forward again
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._computed: dict[nn.Module, set[str]] = defaultdict(set)
+        self._computed: dict[nn.Module, set[str]] = {}  # in each one's first forward
         self._gradients: dict[int, set[str]] = defaultdict(set)
         self._sent: set[str] = set()
 
@@ -66,17 +65,11 @@ class ContractWatch(ExitStack, StepObserver):
                 self.callback(setattr, torch.distributed, name, own)
                 setattr(torch.distributed, name, functools.partial(self._send, own))
 
-    def forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward of an attached model begins, which is the training's."""
-        self._is_replay = False
-
     def stepped(self, report: StepReport) -> None:
         """Note whether the step was skipped, which leaves no moments to see."""
         self.was_skipped = report.overflow
 
     def _ran(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._is_replay:
-            return
         # FP32 scores of a router make what experts give FP32: what was multiplied lies in the slots of their weights.
         # An attached model puts a 16-bit copy into the module's own attributes for the time of a forward.
         held = [vars(module).get(name, weight) for name, weight in module._parameters.items()]
@@ -84,7 +77,8 @@ class ContractWatch(ExitStack, StepObserver):
             one for one in held if isinstance(one, Tensor) and one.ndim > 2 and one.dtype in LOWER_PRECISION_DTYPES
         ]
         given = stacked or [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
-        self._computed[module] |= dtypes_of(given)
+        # The first forward is the training's: later ones may be a replay of diagnostics, in other dtypes.
+        self._computed.setdefault(module, dtypes_of(given))
 
     def _send(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.is_floating_point()]
@@ -94,7 +88,6 @@ class ContractWatch(ExitStack, StepObserver):
 
     def backward_ended(self, largest: Tensor | None = None) -> None:
         """Note the gradients that are there: an attached model's, before its update frees them."""
-        self._is_replay = True
         for parameter in self.model.parameters():
             self._gradients[id(parameter)] |= dtypes_of(gradients_of(parameter))
 
