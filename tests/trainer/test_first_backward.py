@@ -17,8 +17,6 @@ from transformers.utils import logging
 from hf_mp import MixedPrecisionArguments, ScaleLeakError, prepare
 from hf_mp.trainer.first_backward import check_first_backward
 
-CONTENDERS = ("subclass", "callback")
-
 
 class FromInside(Trainer):
     """Adds a penalty on a hidden state that was taken by a hook."""
@@ -56,16 +54,19 @@ def test_a_leak_is_refused_at_the_first_backward(tmp_path: Path, contender: str,
     assert "backward" not in vars(trainer.accelerator)
 
 
-@pytest.mark.parametrize("contender", CONTENDERS)
-def test_the_check_can_be_switched_off(tmp_path: Path, contender: str) -> None:
-    trainer = trainer_of(tmp_path, contender, FromInside, check_gradients=False)
-    trainer.train()
-    assert trainer.state.global_step == 4
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_where_nothing_is_scaled_nothing_is_compared(tmp_path: Path, precision: str) -> None:
-    trainer = trainer_of(tmp_path, "subclass", FromInside, precision)
+@pytest.mark.parametrize(
+    ("contender", "precision", "settings"),
+    [
+        ("subclass", "fp16", {"check_gradients": False}),
+        ("callback", "fp16", {"check_gradients": False}),
+        ("subclass", "bf16", {}),
+        ("subclass", "fp32", {}),
+    ],
+)
+def test_nothing_is_compared_where_that_is_asked_or_nothing_is_scaled(
+    tmp_path: Path, contender: str, precision: str, settings: dict[str, Any]
+) -> None:
+    trainer = trainer_of(tmp_path, contender, FromInside, precision, **settings)
     trainer.train()
     assert trainer.state.global_step == 4
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -189,20 +190,22 @@ def test_a_part_in_evaluation_mode_stays_there() -> None:
     assert not any(module.training for module in model.transformer.h[0].modules())
 
 
-def test_labels_that_cannot_be_generated() -> None:
-    model, ids = tiny(), prompts()
-    with pytest.raises(ValueError, match=r"labels have shape \(3,\), and input_ids \(3, 7\): one label for each token"):
-        hf_mp.log_probability_gap(model, {"input_ids": ids, "labels": torch.ones(3, dtype=torch.int64)})
-    with pytest.raises(ValueError, match=r"labels of shape \(3, 7\) are -100 throughout"):
-        hf_mp.log_probability_gap(model, {"input_ids": ids, "labels": torch.full_like(ids, -100)})
+NOTHING_DRAWN = "new_tokens would have no effect: nothing is drawn where batch has labels"
 
 
-def test_new_tokens_where_nothing_is_drawn() -> None:
-    message = "new_tokens would have no effect: nothing is drawn where batch has labels"
+@pytest.mark.parametrize(
+    ("labels", "asked", "message"),
+    [
+        ([1, 1, 1], {}, r"labels have shape \(3,\), and input_ids \(3, 7\): one label for each token"),
+        ([[-100] * 7] * 3, {}, r"labels of shape \(3, 7\) are -100 throughout"),
+        ([[2] * 7] * 3, {"new_tokens": 4}, NOTHING_DRAWN),
+        (None, {"generated": torch.zeros(3, 2), "new_tokens": 4}, NOTHING_DRAWN),
+    ],
+)
+def test_what_cannot_be_generated(labels: Any, asked: dict[str, Any], message: str) -> None:
+    batch = {"input_ids": prompts()} | ({} if labels is None else {"labels": torch.tensor(labels)})
     with pytest.raises(ValueError, match=message):
-        hf_mp.log_probability_gap(tiny(), labelled(prompts()), new_tokens=4)
-    with pytest.raises(ValueError, match=message):
-        hf_mp.log_probability_gap(tiny(), {"input_ids": prompts()}, torch.zeros(3, 2), new_tokens=4)
+        hf_mp.log_probability_gap(tiny(), batch, **asked)
 
 
 def test_another_model_as_the_generator_is_refused() -> None:

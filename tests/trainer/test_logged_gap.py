@@ -82,13 +82,6 @@ def test_what_no_step_could_measure_ends_the_first(
     callback_of(trainer).detach()
 
 
-def test_a_run_in_fp32_says_that_it_measures_nothing(tmp_path: Path) -> None:
-    callback = MixedPrecisionCallback("fp32", log_probability_gap_steps=1)
-    with CaptureLogger(logging.get_logger("hf_mp.trainer.settings")) as said:
-        Trainer(tiny_gpt2(), arguments(tmp_path), train_dataset=token_rows(), callbacks=[callback])
-    assert "no effect with precision='fp32': log_probability_gap_steps" in said.out
-
-
 def test_the_callback_takes_the_options(tmp_path: Path) -> None:
     options = {"fp32_head": True, "exact_generation": True, "log_probability_gap_steps": 5}
     callback = MixedPrecisionCallback("bf16", **options)

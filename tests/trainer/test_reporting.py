@@ -179,11 +179,17 @@ def test_wrong_settings_are_refused_at_once(tmp_path: Path) -> None:
         MixedPrecisionTrainer(tiny_gpt2(), args)
 
 
-def test_histograms_without_effect_are_told(tmp_path: Path) -> None:
-    args = arguments(tmp_path, MixedPrecisionArguments, precision="fp32", histogram_steps=5, loss_scale="dynamic")
+@pytest.mark.parametrize("contender", CONTENDERS)
+def test_what_has_no_effect_in_fp32_is_told(contender: str, tmp_path: Path) -> None:
+    settings = {"histogram_steps": 5, "loss_scale": "dynamic", "log_probability_gap_steps": 1}
+    args = arguments(tmp_path, MixedPrecisionArguments, precision="fp32", **settings)
     with CaptureLogger(logging.get_logger("hf_mp.trainer.settings")) as captured:
-        MixedPrecisionTrainer(tiny_gpt2(), args, rules={"lm_head": "fp32"})
-    assert "no effect with precision='fp32': loss_scale, rules, histogram_steps\n" in captured.out
+        if contender == "subclass":
+            MixedPrecisionTrainer(tiny_gpt2(), args, rules={"lm_head": "fp32"})
+        else:
+            Trainer(tiny_gpt2(), args, callbacks=[MixedPrecisionCallback(rules={"lm_head": "fp32"})])
+    names = "loss_scale, rules, histogram_steps, log_probability_gap_steps"
+    assert f"no effect with precision='fp32': {names}\n" in captured.out
 
 
 @pytest.mark.parametrize("contender", CONTENDERS)

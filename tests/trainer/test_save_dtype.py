@@ -55,6 +55,8 @@ def test_a_model_is_saved_in_what_was_asked_for(kind, save_dtype, loaded, writte
     assert next(GPT2LMHeadModel.from_pretrained(tmp_path / "model").parameters()).dtype is written
     checkpoint = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
     assert {value.dtype for value in checkpoint.values()} == {torch.float32}
+    trainer.save_model(_internal_call=True)  # as push_to_hub does before it uploads the folder
+    assert {value.dtype for value in load_file(tmp_path / "model.safetensors").values()} == {written}
 
 
 def test_each_weight_goes_back_to_what_it_was_loaded_in(tmp_path: Path) -> None:
@@ -84,12 +86,6 @@ def test_a_resumed_training_has_its_fp32_masters(tmp_path: Path) -> None:
         trainer.train(resume_from_checkpoint=str(Path(trainer.args.output_dir) / "checkpoint-2"))
     for one, other in zip(straight.model.parameters(), cast.model.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_the_push_to_the_hub_takes_what_save_model_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = train("subclass", "bf16", tmp_path, tiny_gpt2())
-    trainer.save_model(_internal_call=True)  # as push_to_hub does before it uploads the folder
-    assert {value.dtype for value in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(("save_dtype", "written"), [("original", torch.float32), ("bf16", torch.bfloat16)])

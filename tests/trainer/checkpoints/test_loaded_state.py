@@ -75,11 +75,14 @@ def test_a_state_of_the_optimizer_that_cannot_be(
         check_optimizer("checkpoint-4", optimizer)
 
 
-def test_what_a_library_says_names_the_checkpoint() -> None:
-    message = "the model of checkpoint-4 does not fit this run: size mismatch"
-    with pytest.raises(CheckpointError, match=message), naming("checkpoint-4", "the model"):
-        raise RuntimeError("size mismatch")
-    with pytest.raises(CheckpointError, match=r"^ours$"), naming("checkpoint-4", "the model"):
-        raise CheckpointError("ours")
-    with pytest.raises(OSError, match="disk"), naming("checkpoint-4", "the model"):
-        raise OSError("disk")
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (RuntimeError("mismatch"), CheckpointError, "the model of checkpoint-4 does not fit this run: mismatch"),
+        (CheckpointError("ours"), CheckpointError, "^ours$"),
+        (OSError("disk"), OSError, "disk"),
+    ],
+)
+def test_what_a_library_says_names_the_checkpoint(error: Exception, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message), naming("checkpoint-4", "the model"):
+        raise error
