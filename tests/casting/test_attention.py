@@ -71,7 +71,10 @@ def check(given: Attention) -> None:
         torch.manual_seed(7)
         kept = draw_kept(given)
         torch.manual_seed(7)
-    found, expected = attend(given), attention_reference(given, kept)
+    check_alike(attend(given), attention_reference(given, kept), given)
+
+
+def check_alike(found: Tensor, expected: Tensor, given: Attention) -> None:
     check_close(found.detach(), expected.detach())
     for ours, theirs in zip(gradients(found, given), gradients(expected, given), strict=True):
         check_close(ours, theirs)
@@ -247,13 +250,14 @@ class TestWhichCallsAreTaken:
             {"dropout_p": 1.0},
             {"is_causal": True, "attn_mask": torch.zeros(24, 24)},
             {"attn_mask": torch.zeros(24, 24, requires_grad=True)},
+            {"attn_mask": torch.zeros(24)},
         ],
-        ids=["all dropped", "two masks", "a mask with a gradient"],
+        ids=["all dropped", "two masks", "a mask with a gradient", "a mask without rows"],
     )
     def test_not_by_setting(self, change: dict[str, Any]) -> None:
         given = make()
         inputs = (given.query, given.key, given.value)
-        assert read_attention(inputs, {}) is not None
+        assert read_attention(inputs, {"attn_mask": torch.zeros(1, 24)}) is not None
         assert read_attention(inputs, change) is None
 
     def test_not_by_tensors(self) -> None:
@@ -285,12 +289,6 @@ class TestWhichCallsAreTaken:
         for row, sequence in zip(found.unbind() if not dropout else (), sequences, strict=False):
             heads = sequence.transpose(0, 1).float()
             check_close(row, F.scaled_dot_product_attention(heads, heads, heads).half())
-
-    def test_a_mask_without_rows_is_torchs_to_judge(self) -> None:
-        given = make()
-        inputs = (given.query, given.key, given.value)
-        assert read_attention(inputs, {"attn_mask": torch.zeros(24)}) is None
-        assert read_attention(inputs, {"attn_mask": torch.zeros(1, 24)}) is not None
 
     @pytest.mark.parametrize(
         "dtype, dropout, rows, native, amx, taken, of_a_token",
@@ -324,16 +322,12 @@ class TestWhichCallsAreTaken:
             weight=torch.nn.Parameter(random(1, 4, rows, 8).float()),
         )
         hf_mp.MixedPrecision("fp16" if dtype is FP16 else "bf16").attach(model)
-        model(random(2, 4, rows, 8).float())
-        assert (calls or ["torch's"]) == [taken]
-        calls.clear()
-        with torch.no_grad():  # as the first forward of a reentrant checkpoint, whose second one is with grad
-            model(random(2, 4, rows, 8).float())
-        assert (calls or ["torch's"]) == [taken]
-        calls.clear()
-        with torch.no_grad():  # as a token is generated
-            model(random(2, 4, rows, 8).float(), queries=1)
-        assert (calls or ["torch's"]) == [of_a_token]
+        # In training; as in the first forward of a reentrant checkpoint, whose second one is with grad; of a new token.
+        for has_grad, queries, expected in [(True, rows, taken), (False, rows, taken), (False, 1, of_a_token)]:
+            calls.clear()
+            with torch.set_grad_enabled(has_grad):
+                model(random(2, 4, rows, 8).float(), queries=queries)
+            assert (calls or ["torch's"]) == [expected]
 
 
 @pytest.mark.parametrize("amx", [False, True])
@@ -384,8 +378,5 @@ def test_flash_in_fp32_keeps_its_operands_in_16_bits_and_is_as_the_reference(mas
     given = Attention(query, key, value, hidden, 0.0, mask == "causal", 8**-0.5)
     with hf_mp.autocast(FP16), saved_tensors() as kept:
         found = F.scaled_dot_product_attention(query, key, value, hidden, is_causal=mask == "causal")
-    expected = attention_reference(given)
-    check_close(found.detach(), expected.detach())
-    for ours, theirs in zip(gradients(found, given), gradients(expected, given), strict=True):
-        check_close(ours, theirs)
+    check_alike(found, attention_reference(given), given)
     assert [t.dtype for t in kept if t.shape == query.shape].count(FP16) == 3

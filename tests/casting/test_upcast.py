@@ -1,3 +1,4 @@
+import functools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -44,6 +45,7 @@ CASES: dict[str, Case] = {
     ),
     "prelu": Case(F.prelu, [(3, 4), (1,)], 2),
     "mv": Case(torch.mv, [(3, 4), (4,)], 2),
+    "a copy, expanded": Case(lambda x, y: x.clone()[:, :1].expand(3, 4) * y, [(3, 4), (3, 4)], 1),
 }
 every_case = pytest.mark.parametrize("name", CASES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -74,11 +76,15 @@ def check_equal(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+EMPTY = {"bmm": [0, 1], "baddbmm": [0, 1, 2], "conv2d": [0], "sdpa": [0, 1, 2], "einsum": [0, 1], "mv": [0]}
+
+
 @every_dtype
-@every_case
-def test_result_and_gradients_are_those_of_fp32_rounded_once(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "empty"), [*((name, []) for name in CASES), *EMPTY.items()])
+def test_result_and_gradients_are_those_of_fp32_rounded_once(name: str, empty: list[int], dtype: torch.dtype) -> None:
     case = CASES[name]
-    inputs = operands(case, dtype)
+    shapes = [(0, *shape[1:]) if place in empty else shape for place, shape in enumerate(case.shapes)]
+    inputs = operands(case._replace(shapes=shapes), dtype)
     found = with_gradients(lambda *args: run_through_fp32(case.op, args, {}, dtype), *inputs)
     assert {tensor.dtype for tensor in found} == {dtype}
     check_equal(found, with_gradients(lambda *args: plainly(case.op, *args), *inputs))
@@ -110,15 +116,6 @@ def test_the_upcasts_are_released_when_the_op_is_done(kept: str) -> None:
     held = result if kept == "result" else result.grad_fn
     assert held is not None
     assert [upcast() is None for upcast in upcasts] == [True, True]
-
-
-def test_a_copy_that_the_op_made_and_expanded() -> None:
-    def op(x: Tensor, y: Tensor) -> Tensor:
-        return x.clone()[:, :1].expand(3, 4) * y
-
-    inputs = [random(3, 4).requires_grad_(), random(3, 4, seed=1).requires_grad_()]
-    found = with_gradients(lambda *args: run_through_fp32(op, args, {}, FP16), *inputs)
-    check_equal(found, with_gradients(lambda *args: plainly(op, *args), *inputs))
 
 
 @every_case
@@ -155,34 +152,19 @@ def test_every_floating_result_is_rounded(dtype: torch.dtype) -> None:
     assert parts[0].dtype is parts[1][0].dtype is dtype and parts[1][1] is None
 
 
-@pytest.mark.parametrize(
-    ("name", "empty"),
-    [("bmm", [0, 1]), ("baddbmm", [0, 1, 2]), ("conv2d", [0]), ("sdpa", [0, 1, 2]), ("einsum", [0, 1]), ("mv", [0])],
-)
-def test_an_empty_batch(name: str, empty: list[int]) -> None:
+# torch's fused attention has none
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("sdpa")])
+def test_second_derivatives_are_those_of_the_plain_form(name: str) -> None:
     case = CASES[name]
-    shapes = [(0, *shape[1:]) if i in empty else shape for i, shape in enumerate(case.shapes)]
-    inputs = operands(case._replace(shapes=shapes), FP16)
-    found = with_gradients(lambda *args: run_through_fp32(case.op, args, {}, FP16), *inputs)
-    check_equal(found, with_gradients(lambda *args: plainly(case.op, *args), *inputs))
 
+    def second(compute: Callable[..., Tensor]) -> list[Tensor]:
+        inputs = operands(case, FP16)
+        first = torch.autograd.grad((compute(*inputs).float() ** 2).sum(), inputs, create_graph=True)
+        penalty = sum(gradient.float().square().mean() for gradient in first)
+        return list(torch.autograd.grad(penalty, inputs))  # type: ignore[arg-type]
 
-class TestSecondDerivatives:
-    # torch's fused attention has none
-    @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("sdpa")])
-    def test_they_are_those_of_the_plain_form(self, name: str) -> None:
-        case = CASES[name]
-
-        def second(compute: Callable[..., Tensor]) -> list[Tensor]:
-            inputs = operands(case, FP16)
-            first = torch.autograd.grad((compute(*inputs).float() ** 2).sum(), inputs, create_graph=True)
-            penalty = sum(gradient.float().square().mean() for gradient in first)
-            return list(torch.autograd.grad(penalty, inputs))  # type: ignore[arg-type]
-
-        check_equal(
-            second(lambda *args: run_through_fp32(case.op, args, {}, FP16)),
-            second(lambda *args: plainly(case.op, *args)),
-        )
+    ours = second(lambda *args: run_through_fp32(case.op, args, {}, FP16))
+    check_equal(ours, second(lambda *args: plainly(case.op, *args)))
 
 
 class TestChangedInPlace:
@@ -202,14 +184,6 @@ class TestChangedInPlace:
         result.mul_(2).sum().backward()
         assert x.grad is not None
         torch.testing.assert_close(x.grad, 2 * y.detach().float().sum(2).to(FP16)[:, None].expand(2, 3, 4))
-
-
-def reentrant(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    return checkpoint(block, *inputs, use_reentrant=True)
-
-
-def non_reentrant(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    return checkpoint(block, *inputs, use_reentrant=False)
 
 
 def within(hooks: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Tensor]:
@@ -233,7 +207,12 @@ class TestInsideOfOtherHooks:
 
     @pytest.mark.parametrize(
         "outside",
-        [reentrant, non_reentrant, within(save_on_cpu), within(to_disk_and_back)],
+        [
+            functools.partial(checkpoint, use_reentrant=True),
+            functools.partial(checkpoint, use_reentrant=False),
+            within(save_on_cpu),
+            within(to_disk_and_back),
+        ],
         ids=["reentrant checkpoint", "checkpoint", "save_on_cpu", "plain bytes"],
     )
     @every_case
@@ -283,10 +262,6 @@ class TestInsideOfOtherHooks:
 
 
 class TestNativeProducts:
-    def test_fp32_and_other_devices_need_no_detour(self) -> None:
-        assert runs_natively(FP32, "cpu")
-        assert runs_natively(FP16, "cuda") and runs_natively(BF16, "cuda")
-
     def test_on_a_cpu_onednn_is_asked(self) -> None:
         if not torch.backends.mkldnn.is_available():
             pytest.skip("this torch has no oneDNN")
