@@ -261,12 +261,10 @@ class TestPrecision:
         results = []
         for compute in (multiply, plainly):
             result = compute(*given, transposed=False)
-            results.append([result.detach(), *torch.autograd.grad(result, given, gradient)])
-        assert any(not tensor.isfinite().all() for tensor in results[0])
-        for found, expected in zip(*results, strict=True):
-            assert torch.equal(found.isnan(), expected.isnan())
-            assert torch.equal(found.isposinf(), expected.isposinf())
-            assert torch.equal(found.isneginf(), expected.isneginf())
+            made = [result.detach(), *torch.autograd.grad(result, given, gradient)]
+            results.append([tensor.masked_fill(tensor.isfinite(), 0.0) for tensor in made])
+        assert any(tensor.any() for tensor in results[0])
+        torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
 
 
 class TestParameters:

@@ -135,29 +135,35 @@ def test_finite_if_and_only_if_every_element_is(parts: list[tuple[torch.dtype, l
 
 
 class TestWithNorm:
-    @pytest.mark.parametrize("count", [0, 1, 7])
-    def test_both_are_bit_for_bit_those_of_their_own_functions(self, count: int) -> None:
-        tensors = [torch.randn(11 * index + 1, 5) * 10.0 ** (index - 3) for index in range(count)]
-        tensors += [torch.zeros(0, 3)] * bool(count)
-        largest, norm = largest_magnitude_and_norm(tensors)
-        expected_largest, expected_norm = largest_magnitude_reference(tensors), get_total_norm(tensors)
-        assert torch.equal(largest, expected_largest)
-        assert torch.equal(norm, expected_norm)
-
-    def test_empty_tensors_among_the_others(self) -> None:
-        # torch sums lane by lane: a norm of 0 in the list moves the others to other lanes
-        for place in range(0, 30, 3):
-            tensors = [torch.randn(7) * 10.0 ** (index % 5) for index in range(30)]
+    @pytest.mark.parametrize("count", [0, 1, 7, 30])
+    @pytest.mark.parametrize("place", [None, *range(0, 30, 3)])
+    def test_both_are_bit_for_bit_those_of_their_own_functions(self, place: int | None, count: int) -> None:
+        tensors = [torch.randn(11 * index + 1, 5) * 10.0 ** (index % 7 - 3) for index in range(count)]
+        if place is not None:  # torch sums lane by lane: a norm of 0 in the list moves the others to other lanes
             tensors.insert(place, torch.zeros(0))
             tensors.insert(place // 2, torch.zeros(0, 3))
-            largest, norm = largest_magnitude_and_norm(tensors)
-            expected_largest, expected_norm = largest_magnitude_reference(tensors), get_total_norm(tensors)
-            assert torch.equal(largest, expected_largest) and torch.equal(norm, expected_norm)
+        largest, norm = largest_magnitude_and_norm(tensors)
+        assert torch.equal(largest, largest_magnitude_reference(tensors))
+        assert torch.equal(norm, get_total_norm(tensors))
 
     @pytest.mark.parametrize("poison", [float("inf"), -float("inf"), float("nan")])
     def test_neither_is_finite_if_an_element_is_not(self, poison: float) -> None:
         tensors = [torch.ones(3), torch.tensor([1.0, poison]), torch.ones(2, 2)]
         assert not any(value.isfinite() for value in largest_magnitude_and_norm(tensors))
+
+
+BELOW = torch.tensor([-SQUARES_BELOW]).nextafter(torch.zeros(1))
+ALL_FINITE: dict[str, tuple[list[Tensor], list[float], bool]] = {
+    "squares beyond FP32": ([torch.full((4,), 3e38)], [], True),
+    "squares beyond FP32, and inf": ([torch.full((4,), 3e38), torch.tensor([math.inf])], [], False),
+    "nothing": ([], [], True),
+    "sparse duplicates add up": ([sparse([0, 0], [3e38, 3e38])], [], False),
+    "at the limit": ([torch.tensor([-SQUARES_BELOW])], [SQUARES_BELOW], False),
+    "no limit": ([torch.tensor([-SQUARES_BELOW])], [], True),
+    "below the limit": ([BELOW], [SQUARES_BELOW], True),
+    "a square below the limit": ([BELOW.square()], [], True),
+    "NaN": ([torch.tensor([math.nan])], [SQUARES_BELOW], False),
+}
 
 
 class TestAllFinite:
@@ -167,20 +173,10 @@ class TestAllFinite:
         tensors = [torch.ones(3, dtype=dtype), torch.tensor([1.0, poison], dtype=dtype), torch.zeros(0, dtype=dtype)]
         assert all_finite(tensors) is bool(largest_magnitude(tensors).isfinite())
 
-    def test_a_sum_of_squares_beyond_fp32_is_no_overflow(self) -> None:
-        assert all_finite([torch.full((4,), 3e38)])
-        assert not all_finite([torch.full((4,), 3e38), torch.tensor([float("inf")])])
-
-    def test_nothing_is_finite_and_sparse_duplicates_add_up(self) -> None:
-        assert all_finite([])
-        twice = torch.sparse_coo_tensor([[0, 0]], [3e38, 3e38], (2,))
-        assert not all_finite([twice])
-
-    def test_a_limit_is_for_magnitudes(self) -> None:
-        at, below = torch.tensor([-SQUARES_BELOW]), torch.tensor([-SQUARES_BELOW]).nextafter(torch.zeros(1))
-        assert not all_finite([at], SQUARES_BELOW) and all_finite([at])
-        assert all_finite([below], SQUARES_BELOW) and below.square().isfinite().all()
-        assert not all_finite([torch.tensor([float("nan")])], SQUARES_BELOW)
+    @pytest.mark.parametrize("case", ALL_FINITE)
+    def test_a_limit_is_for_magnitudes(self, case: str) -> None:
+        tensors, limit, expected = ALL_FINITE[case]
+        assert all_finite(tensors, *limit) is expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
@@ -218,11 +214,8 @@ def test_the_norm_is_where_the_tensors_are_whatever_the_default_device(monkeypat
         assert total_norm([]) == 0.0 and largest_magnitude([]) == 0.0
 
 
-def test_total_norm_with_fp64_among_others() -> None:
-    assert total_norm([torch.full((4,), 1.5, dtype=torch.float64), torch.full((4,), 2.0).half()]) == 5.0
-
-
 def test_total_norm_of_several() -> None:
+    assert total_norm([torch.full((4,), 1.5, dtype=torch.float64), torch.full((4,), 2.0).half()]) == 5.0
     tensors = [torch.full((3,), 2.0).half(), torch.empty(0), torch.full((4,), -1.0)]
     assert total_norm(tensors) == 4.0
     assert total_norm([]) == 0.0

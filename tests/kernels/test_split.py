@@ -115,14 +115,6 @@ def test_the_stated_bound_of_fp16_is_tight() -> None:
     assert FP16_LARGEST_ERROR / 4 < error.item() < FP16_LARGEST_ERROR
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_without_the_remainder_the_value_is_lost(dtype: torch.dtype) -> None:
-    value = torch.full((4,), 1.0001)
-    halves = split(value, dtype)
-    assert torch.equal(halves.working.float(), torch.ones(4))
-    assert torch.equal(merge(*halves), value)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
