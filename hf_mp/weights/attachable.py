@@ -179,7 +179,8 @@ def rules_for(model: nn.Module | None, policy: PrecisionPolicy, rules: Rules) ->
     head = glob.escape(head_of(model))
     if rules.get(head, "fp32") != "fp32":
         raise ValueError(f"fp32_head=True contradicts rules={{{head!r}: {rules[head]!r}}}: leave out one of them")
-    return {**rules, head: "fp32"}
+    # Last, as the last rule that matches wins: a key that was there would keep its place before "*".
+    return {**{key: rule for key, rule in rules.items() if key != head}, head: "fp32"}
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module | None) -> None:

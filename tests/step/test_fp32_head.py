@@ -33,9 +33,10 @@ def dtypes_of_products(model: Any, head: nn.Module, other: nn.Module) -> dict[st
         ("bf16-lean", {"fp32_head": True}),
         ("fp16,fp32_head=true", {}),
         ("params=fp32,compute=bf16,fp32_head=True", {}),
+        ("fp16", {"fp32_head": True, "rules": {"lm_head": "fp32", "*": "bf16"}}),  # no contradiction
     ],
 )
-def test_the_head_alone_is_in_fp32(precision: str, settings: dict[str, bool]) -> None:
+def test_the_head_alone_is_in_fp32(precision: str, settings: dict[str, Any]) -> None:
     tied, plain = GPT2LMHeadModel(GPT2), LlamaForCausalLM(LLAMA)
     for model, other in ((tied, "transformer.h.0.mlp.c_fc"), (plain, "model.layers.0.mlp.up_proj")):
         hf_mp.MixedPrecision(precision, **settings).attach(model)
@@ -62,8 +63,3 @@ def test_a_model_without_a_head_and_a_rule_that_contradicts_are_refused(make: An
     with pytest.raises(ValueError, match=message):
         runtime.attach(model)
     assert "forward" not in vars(model)
-
-
-def test_a_rule_for_the_head_in_fp32_is_none_against_it() -> None:
-    rules = {"lm_head": "fp32", "*": "bf16"}
-    hf_mp.MixedPrecision("fp16", rules=rules, fp32_head=True).attach(LlamaForCausalLM(LLAMA))
