@@ -33,14 +33,8 @@ Scaler = torch.amp.GradScaler | LossScaler[Any]
 MakeScaler = Callable[..., Scaler]
 
 
-def torchs(*args: Any, **settings: Any) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", *args, **settings)
-
-
-def ours(*args: Any, **settings: Any) -> DynamicLossScaler:
-    return DynamicLossScaler("cpu", *args, **settings)
-
-
+torchs = partial(torch.amp.GradScaler, "cpu")
+ours = partial(DynamicLossScaler, "cpu")
 BOTH = pytest.mark.parametrize("make", [torchs, ours], ids=["torch", "ours"])
 OURS = pytest.mark.parametrize(
     "make",

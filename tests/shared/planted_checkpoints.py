@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from tiny import take_step
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.optim import SGD, AdamW, Optimizer
 from trainer_runs import quick_arguments, tiny_gpt2, token_rows
 from transformers import GPT2LMHeadModel, Trainer
@@ -128,24 +129,16 @@ def masters_in_state(path: Path, change: Callable[[Tensor], Tensor] = lambda one
     return path
 
 
-def sharded_by_dcp(path: Path, model: nn.Module, optimizer: Optimizer, change: Any = lambda key, one: one) -> Path:
+def dcp_of(path: Path, dtype: str = "fp32", weights: str | None = None, change: Any = lambda key, one: one) -> Path:
     """As accelerate's FSDP2 saves: a folder of shards for the model, and one for the optimizer."""
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-
-    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=path / "pytorch_model_fsdp_0")
+    model, optimizer = trained(dtype)
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
     for entry in state["state"].values():
         entry.update({key: change(key, one) for key, one in entry.items()})
     dcp.save({"optimizer": state}, checkpoint_id=path / "optimizer_0")
+    model.to(NARROW[weights or dtype])
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=path / "pytorch_model_fsdp_0")
     return path
-
-
-def dcp_of(path: Path, dtype: str = "fp32", weights: str | None = None, change: Any = lambda key, one: one) -> Path:
-    model, optimizer = trained(dtype)
-    found = sharded_by_dcp(path, model, optimizer, change)
-    if weights is not None:
-        dcp.save({"model": model.to(NARROW[weights]).state_dict()}, checkpoint_id=path / "pytorch_model_fsdp_0")
-    return found
 
 
 # DeepSpeed, by the layout that its zero_to_fp32.py reads
