@@ -126,12 +126,17 @@ def memory_footprint(model: nn.Module, *, as_if_loaded: bool = False) -> MemoryF
         rows.append(TensorRow(name, kind, dtype, device, *facts))
     # As get_memory_footprint() does, which models of other libraries do not have.
     known = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    by_module = dict.fromkeys((path for path, _ in model.named_modules()), 0)
+    by_prefix = _by_prefix(rows)
+    return MemoryFootprint(tuple(rows), known, {path: by_prefix[path] for path, _ in model.named_modules()})
+
+
+def _by_prefix(rows: list[TensorRow]) -> Counter[str]:
+    """Bytes of what begins with each part of a name, up to a dot; all of them under the empty one."""
+    sizes: Counter[str] = Counter()
     for row in rows:
         for path in accumulate(["", *row.name.split(".")], lambda path, part: f"{path}.{part}".removeprefix(".")):
-            if path in by_module:
-                by_module[path] += row.counted_bytes
-    return MemoryFootprint(tuple(rows), known, by_module)
+            sizes[path] += row.counted_bytes
+    return sizes
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Kind, Tensor]]:

@@ -182,8 +182,9 @@ def replace_tensors(model: nn.Module, device: torch.device) -> None:
             for name, value in vars(tensor).items():
                 # bitsandbytes keeps codes and scales there, and the weight itself by a second name.
                 if isinstance(value, Tensor):
-                    is_weight = value.untyped_storage()._cdata == tensor.untyped_storage()._cdata
-                    value = new.detach() if is_weight and value.shape == tensor.shape else renew(value)
+                    place = tensor.untyped_storage()._cdata, tensor.shape
+                    is_weight = (value.untyped_storage()._cdata, value.shape) == place
+                    value = new.detach() if is_weight else renew(value)
                 setattr(new, name, value)
         renewed[id(tensor)] = new
         return new
