@@ -192,10 +192,6 @@ def inward_borders(
     return aliases, [None if copy is None else next(of_copies) for copy in copies]
 
 
-# What autograd keeps of its nodes for others: those with a hook, and those of earlier forwards that were looked at.
-_HOOKED, _LOOKED_AT = "hf_mp hooked", "hf_mp looked at"
-
-
 class _Edges:
     """Hook of an autograd node: a border on each of those of its edges that lead outside."""
 
@@ -215,24 +211,18 @@ class _Edges:
         return tuple(found)
 
 
-def seal(
-    nodes: Iterable[Any],
-    crossings: Crossings,
-    first: int,
-    made_earlier: Callable[[Any], bool],
-    inside: Iterable[Any] = (),
-) -> None:
-    """Put a border on each edge by which a graph that is complete leaves to a tensor made outside.
+def seal(nodes: Iterable[Any], crossings: Crossings, first: int, made_earlier: Callable[[Any], bool]) -> bool:
+    """Put a border on each edge by which the graph that begins at ``nodes`` leaves to a tensor made outside.
 
-    That is an edge to a leaf, or to a node with a number below ``first``, unless it was ``made_earlier`` inside or is
-    one of ``inside``. An inward border is one already, and so are the inputs that a node names in ``border_at``: their
-    gradients leave through :class:`Behind`. Costs a look at each edge, some 0.2 µs.
+    That is an edge to a leaf, or to a node with a number below ``first``, unless it was ``made_earlier`` inside. An
+    inward border is one already, and so are the inputs that a node names in ``border_at``: their gradients leave
+    through :class:`Behind`. Costs a look at each edge, some 0.2 µs.
 
-    Args:
-        nodes: where the graph begins.
+    Returns:
+        Whether there was one.
     """
-    todo = list(nodes)
-    seen = {*todo, *inside}
+    todo, found = list(nodes), False
+    seen = set(todo)
     while todo:
         node, leaving = todo.pop(), []
         for place, (to, _) in enumerate(node.next_functions):
@@ -243,17 +233,10 @@ def seal(
                 todo.append(to)
             elif not made_earlier(to):
                 leaving.append(place)
-            elif _LOOKED_AT not in to.metadata:  # kept by the model, and maybe no part of what it returned
-                to.metadata[_LOOKED_AT] = True
-                todo.append(to)
         if leaving := [place for place in leaving if place not in getattr(node, "border_at", ())]:
-            _hook(node, leaving, crossings)
-
-
-def _hook(node: Any, places: Sequence[int], crossings: Crossings) -> None:
-    if _HOOKED not in node.metadata:
-        node.metadata[_HOOKED] = True
-        node.register_hook(_Edges(node, places, crossings))
+            node.register_hook(_Edges(node, leaving, crossings))
+            found = True
+    return found
 
 
 class Behind(NamedTuple):

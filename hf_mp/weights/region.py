@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.compiler import is_dynamo_compiling
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.cpu.handlers import training_plan
 from hf_mp.casting.dispatched import can_dispatch, compiled_frames, dispatched, register
 from hf_mp.casting.handlers import PlannedCall, widened
 from hf_mp.casting.mode import ALWAYS_HELD, autocast
-from hf_mp.casting.nested import apply_to_tensors, tensors_in
+from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.uncompiled import uncompiled
 from hf_mp.weights.generation import CACHE_WRITES, lowers_attention
@@ -172,10 +174,8 @@ class Region(autocast):
             with self._no_backward(), self.running(weights):
                 if weights is None:
                     return function(*args, **kwargs)
-                results = function(*args, **kwargs)
-                if torch.is_grad_enabled():
-                    weights.seal_again(tensors_in(results), tensors_in((args, kwargs)))
-                return results
+                with weights.recomputing(args):
+                    return function(*args, **kwargs)
 
         return recompute
 
@@ -207,7 +207,7 @@ class Region(autocast):
         self, entry: PlannedCall | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         thread = None if is_dynamo_compiling() else self.thread
-        if thread is not None and thread.weights is not None and thread.weights.is_learning and func not in UNASKED:
+        if thread is not None and thread.weights is not None and thread.weights.is_watched and func not in UNASKED:
             args, kwargs = _as_used(thread.weights, entry, func, args, kwargs)
         if thread is not None and thread.is_dispatched and entry is not None and entry.rule not in ALWAYS_HELD:
             return func(*args, **kwargs)  # a kernel makes the call
@@ -218,9 +218,8 @@ class Region(autocast):
         return _IN_ISLAND if entry.rule is CastRule.LOWER_PRECISION else None
 
     def must_see(self) -> bool:
-        """Whether it is not known yet what the model does with its weights."""
         weights = self.thread.weights
-        return weights is not None and weights.is_learning
+        return weights is not None and weights.is_watched
 
 
 _SHARED_BY_THREADS = (
@@ -249,11 +248,17 @@ _SELECTIONS = frozenset({Tensor.__getitem__, Tensor.transpose})
 def _as_used(
     weights: Slots, entry: PlannedCall | None, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """The arguments of a call in the first forward, which teaches what the model does with its weights."""
-    if _is_composite(entry):
+    """The arguments of a call, those from outside through a border; the first forward teaches what weights are for."""
+    if weights.is_learning and not _is_composite(entry):
+        by_product = entry is not None and entry.rule is CastRule.LOWER_PRECISION
+        args, kwargs = weights.as_used(args, kwargs, by_product=by_product, by_selection=func in _SELECTIONS)
+    if not weights.is_scaled or not weights.has_outside((*args, *kwargs.values())):
         return args, kwargs
-    by_product = entry is not None and entry.rule is CastRule.LOWER_PRECISION
-    return weights.as_used(args, kwargs, by_product=by_product, by_selection=func in _SELECTIONS)
+    weights.must_be_watched = True  # also without grad: a checkpoint may compute this call again
+    # A dispatch mode, which records memory or counts FLOPs, makes calls that autograd has recorded.
+    if not torch.is_grad_enabled() or (isinstance(func, OpOverload) and is_in_torch_dispatch_mode()):
+        return args, kwargs
+    return apply_to_tensors(weights.bring_in, (args, dict(kwargs)))
 
 
 def _with_gradients(

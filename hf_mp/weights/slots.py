@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from hf_mp.casting.nested import apply_to_tensors
@@ -43,7 +43,9 @@ class Slots:
     and the slot of any other trained weight an alias of it, behind the same border where gradients are scaled. A slot
     is an entry of a module's ``_parameters``: so calls that no torch function mode sees, such as custom autograd
     functions, cross the border as well. FSDP has its own there, and the slot is one of ``__dict__``. What comes in by
-    another way (a closure, an attribute, an object) gets its border when the forward has ended: see :meth:`seal`.
+    another way (a closure, an attribute, an object) was made outside if its autograd node is older than the forward, or
+    if it is a leaf. The first forward of a kind gives it its border at its first use, and so do all others of this kind
+    if it met any. What comes later for the first time gets its border when the forward has ended: see :meth:`seal`.
 
     Args:
         layout, model: whose weights they are.
@@ -78,9 +80,11 @@ class Slots:
         self.is_learning = kind is not None and not self._uses.knows(kind)
         self.is_scaled = has_grad and is_scaled
         # Whether a mode has to see the calls.
-        self.is_watched = self.is_learning or self._uses.asks_of_weights(kind)
-        self._is_asked_of = False  # whether this forward reads `.dtype` or `.data` of a weight
+        self.is_watched = self.is_learning or self._uses.is_watched(kind)
+        # Whether this forward reads `.dtype` or `.data` of a weight, or uses what came from outside.
+        self.must_be_watched = False
         self._inside: dict[int, _Inside] = {}  # by the identity of what is outside, and of what is inside
+        self._carriers: set[int] = set()  # leaves that carry gradients from one piece of the model to another
         self._slots: list[Slot] = []
         self._filled: list[tuple[Slot, Tensor]] = []  # what lies where
         self._handles: list[RemovableHandle] = []  # of FSDP's modules
@@ -204,7 +208,7 @@ class Slots:
         """Of what is inside of a weight, all tensors whose ``.data`` is the weight's, it first; else ``tensor``."""
         if (inside := self._inside.get(id(tensor))) is None:
             return [tensor]
-        self._is_asked_of = True
+        self.must_be_watched = True
         self._note(inside, tensor, by_product=False)
         for place, (slot, value) in enumerate(self._filled):
             if value is inside.rounded:  # what is written through `.data` is not in the copy
@@ -284,13 +288,13 @@ class Slots:
         if tensor is not inside.rounded:
             self._note(inside, tensor, by_product=False)
         else:
-            self._is_asked_of = True
+            self.must_be_watched = True
         return inside.outside.dtype if tensor.dim() <= 2 else tensor.dtype
 
     def learn(self) -> None:
         """The forward has ended: take in what it did with the weights, if it is the first of its kind."""
         if self.is_learning:
-            self._uses.learn(self._kind, self._slots, self._notes, asks_of_weights=self._is_asked_of)
+            self._uses.learn(self._kind, self._slots, self._notes, is_watched=self.must_be_watched)
 
     def with_grad(self, tensor: Tensor) -> Tensor:
         """``tensor`` for a part that switches gradients on in a forward without: a working copy through its border."""
@@ -308,28 +312,45 @@ class Slots:
         inside = self._inside.get(id(tensor))
         return (self._bring_in([(tensor, None)]) if inside is None else inside).wide
 
+    def bring_in(self, tensor: Tensor) -> Tensor:
+        """As :meth:`bring_in_argument`, for what a call is given: if it was made before the forward began."""
+        return self.bring_in_argument(tensor) if tensor.requires_grad and self._is_outside(tensor) else tensor
+
+    def has_outside(self, values: Iterable[Any]) -> bool:
+        """Whether among the arguments of a call is a tensor from outside that wants a gradient."""
+        for value in values:
+            if isinstance(value, Tensor):
+                if value.requires_grad and self._is_outside(value):
+                    return True
+            elif isinstance(value, (list, tuple)) and self.has_outside(value):
+                return True
+        return False
+
     def _is_outside(self, tensor: Tensor) -> bool:
-        node = tensor.grad_fn
-        return node is None or (node._sequence_nr() < self.first_node and not self._made_earlier(node))
+        """Whether ``tensor``, which has grad, was made before this forward began, and by none of this model."""
+        if (node := tensor.grad_fn) is None:
+            return id(tensor) not in self._carriers
+        return node._sequence_nr() < self.first_node and not self._made_earlier(node)
 
     def seal(self, results: Iterable[Tensor]) -> None:
-        """Of a forward with these results, put a border on each edge of its graph that leads outside."""
-        if self.is_scaled:
-            seal(_nodes_of(results), self._crossings, self.first_node, self._made_earlier)
+        """Of a forward with these results, put a border on each edge of its graph that leads outside.
 
-    def seal_again(self, results: Iterable[Tensor], args: Iterable[Tensor]) -> None:
-        """As :meth:`seal`, of a piece that was computed again, with ``args`` from inside.
-
-        Maybe in a thread that numbers nodes anew: all but leaves is taken for inside.
+        A second derivative takes edges that are made later: so calls are watched from the next forward on.
         """
-        if self.is_scaled:
-            carriers = [get_gradient_edge(arg).node for arg in args if arg.requires_grad]
-            seal(_nodes_of(results), self._crossings, 0, self._made_earlier, carriers)
+        with torch._C.DisableTorchFunctionSubclass():  # a loss that may stay unread
+            nodes = [node for result in results if (node := result.grad_fn) is not None]
+        if self.is_scaled and seal(nodes, self._crossings, self.first_node, self._made_earlier):
+            self._uses.watch(self._kind)
 
-
-def _nodes_of(results: Iterable[Tensor]) -> list[Any]:
-    with torch._C.DisableTorchFunctionSubclass():  # a loss that may stay unread
-        return [node for result in results if (node := result.grad_fn) is not None]
+    @contextmanager
+    def recomputing(self, args: tuple[Any, ...]) -> Iterator[None]:
+        """To run a piece of the forward again in, in a thread that may number nodes anew: all but leaves is inside."""
+        first, self.first_node = self.first_node, -1
+        self._carriers = {id(arg) for arg in args if isinstance(arg, Tensor)}
+        try:
+            yield
+        finally:
+            self.first_node, self._carriers = first, set()
 
 
 def _groups(pairs: _Pairs, elements: int) -> Iterator[_Pairs]:

@@ -564,3 +564,43 @@ def test_a_tensor_from_outside_that_is_used_there_too() -> None:
         return squared(model(X)) + made[-1].square().sum()
 
     check_gradients(model, loss, [gate])
+
+
+@pytest.mark.parametrize("kept", ["leaf", "computed", "weight"])
+def test_a_second_derivative_leads_to_a_tensor_from_a_closure(kept: str) -> None:
+    gate = torch.full((6,), 0.5, requires_grad=True)
+    made: list[Tensor] = []
+    model = body(lambda m, x: m.second(torch.tanh(m.first(x) * made[-1])))
+
+    def loss() -> Tensor:
+        x = X.clone().requires_grad_()
+        made.append({"leaf": gate, "computed": gate.sigmoid(), "weight": model.first.bias}[kept])
+        y = model(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return squared(y) + squared(slope)
+
+    check_gradients(model, loss, () if kept == "weight" else [gate])
+
+
+def test_what_comes_in_first_in_a_later_forward_has_its_border_too() -> None:
+    gate, is_gated = torch.full((6,), 0.5, requires_grad=True), False
+    model = body(lambda m, x: m.second(hidden(m, x) * (gate if is_gated else 1.0)))
+    (expected,) = torch.autograd.grad(squared(model.second(hidden(model, X) * gate)), gate)
+    runtime = attached(model)
+    for is_gated in (False, False, True, True):
+        squared(model(X)).backward()
+        if is_gated:
+            assert_true([gate.grad], [expected])
+            gate.grad = None
+    # Second derivatives take edges that are made later: watched calls alone bring their tensors in.
+    assert runtime.region.uses.is_watched((id(model.forward), True, True))
+
+
+def test_a_leaf_in_a_container_comes_into_a_checkpoint() -> None:
+    gate = torch.full((6,), 0.5, requires_grad=True)
+
+    def use(m: Any, x: Tensor) -> Tensor:
+        return m.second(checkpoint(lambda x, t: torch.tanh(m.first(x) * t[0]), x * 1.0, (gate,), use_reentrant=True))
+
+    model = body(use)
+    check_gradients(model, lambda: squared(model(X.clone().requires_grad_())), [gate])
