@@ -296,6 +296,15 @@ class TestParameters:
         assert torch.equal(bias.grad, to_bias.float() / scale)
         assert torch.equal(x16.grad, to_x), "the gradient inside stays scaled"
 
+    @pytest.mark.parametrize("place", [0, 1], ids=["weight", "bias"])
+    def test_only_what_a_border_made_is_unscaled(self, place: int) -> None:
+        inside = [torch.ones(3, 2, dtype=FP16, requires_grad=True), torch.ones(3, dtype=FP16, requires_grad=True)]
+        master, other = nn.Parameter(inside[place].detach().float()), inside[1 - place]
+        inside[place] = brought_in(master, inside[place].detach(), Crossings(4.0))
+        multiply(torch.ones(8, 2, dtype=FP16), *inside, transposed=False).sum().backward()
+        assert master.grad is not None and (master.grad == 2.0).all()
+        assert other.grad is not None and (other.grad == 8.0).all()
+
     @pytest.mark.usefixtures("blocks")
     def test_an_overflow_of_the_scaled_gradient_is_not_hidden_by_unscaling(self) -> None:
         weight = nn.Parameter(torch.ones(3, 2))

@@ -38,8 +38,8 @@ def through_fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any,
         return _multiply(mode, product, native=False)
     args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
     if func in ATTENTION:
-        found, is_flash = _read(args, kwargs)
-        if found is not None and not is_flash and is_worth_blocks(found, native=False):
+        found, _ = _read(args, kwargs, native=False)
+        if found is not None:
             return attend(found)
     return run_through_fp32(func, args, kwargs, mode.dtype)
 
@@ -62,8 +62,8 @@ def native_attention(mode: autocast, name: str, func: Callable[..., Any], args: 
     # With dropout there is no flash kernel, and few scores are torch's: asked first, because reading a call costs more.
     if len(args) > 4 and args[4] and type(args[0]) is type(args[1]) is Tensor and has_few_scores(*args[:2]):
         return func(*args, **kwargs)
-    found, is_flash = _read(args, kwargs)
-    if found is not None and not is_flash and is_worth_blocks(found, native=True):
+    found, is_flash = _read(args, kwargs, native=True)
+    if found is not None:
         return attend(found)
     if not is_flash or (attention.HAS_AMX and mode.dtype is torch.bfloat16):
         return func(*args, **kwargs)
@@ -79,11 +79,13 @@ def _multiply(mode: autocast, product: Product, *, native: bool) -> Tensor:
     return multiply(x, weight, bias, transposed=product.transposed, native=native)
 
 
-def _read(args: Any, kwargs: Any) -> tuple[Attention | None, bool]:
-    """The attention that a call computes, and whether torch has a flash kernel for it."""
+def _read(args: Any, kwargs: Any, *, native: bool) -> tuple[Attention | None, bool]:
+    """The attention of a call that is worth blocks, and whether torch has a flash kernel for what the call computes."""
     # Also without grad, as what a checkpoint computes again and a generated token.
     found = None if must_be_plain() else read_attention(args, kwargs)
-    return found, found is not None and has_flash(found)
+    if found is None or has_flash(found):
+        return None, found is not None
+    return found if is_worth_blocks(found, native=native) else None, False
 
 
 def _device_type(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
