@@ -88,8 +88,8 @@ def _is_ordinary(value: Tensor) -> bool:
     """Whether FP16 can hold all of the non-empty ``value``; NaN and inf cannot be."""
     if value.numel() == 0 or is_fake(value):
         return True
-    smallest, largest = torch.aminmax(value)
-    return max(-smallest.item(), largest.item()) <= FP16_LARGEST_MASTER and smallest.item() == smallest.item()
+    smallest, largest = torch.stack(torch.aminmax(value)).tolist()  # one read of the device
+    return max(-smallest, largest) <= FP16_LARGEST_MASTER and smallest == smallest
 
 
 def _split_bf16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
