@@ -596,6 +596,25 @@ def test_what_comes_in_first_in_a_later_forward_has_its_border_too() -> None:
     assert runtime.region.uses.is_watched((id(model.forward), True, True))
 
 
+def test_second_derivatives_of_what_comes_in_late_are_right_from_the_next_forward_on() -> None:
+    gate, is_gated = torch.full((6,), 0.5, requires_grad=True), False
+    model = body(lambda m, x: m.second(torch.tanh(m.first(x) * (gate if is_gated else 1.0))))
+
+    def gradient() -> Tensor:
+        x, gate.grad = X.clone().requires_grad_(), None
+        (slope,) = torch.autograd.grad(model(x).float().sum(), x, create_graph=True)
+        squared(slope).backward()
+        return torch.zeros(6) if gate.grad is None else gate.grad
+
+    is_gated = True
+    expected, is_gated = gradient(), False
+    attached(model)
+    gradient()
+    is_gated = True
+    assert gradient().norm() > 10 * expected.norm()
+    assert_true([gradient()], [expected])
+
+
 def test_a_leaf_in_a_container_comes_into_a_checkpoint() -> None:
     gate = torch.full((6,), 0.5, requires_grad=True)
 
