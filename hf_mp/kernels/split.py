@@ -88,8 +88,8 @@ def _is_ordinary(value: Tensor) -> bool:
     """Whether FP16 can hold all of the non-empty ``value``; NaN and inf cannot be."""
     if value.numel() == 0 or is_fake(value):
         return True
-    smallest, largest = torch.stack(torch.aminmax(value)).tolist()  # one read of the device
-    return max(-smallest, largest) <= FP16_LARGEST_MASTER and smallest == smallest
+    smallest, largest = torch.aminmax(value)
+    return torch.maximum(-smallest, largest).item() <= FP16_LARGEST_MASTER  # one read, which NaN does not pass
 
 
 def _split_bf16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
