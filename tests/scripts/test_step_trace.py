@@ -11,7 +11,7 @@ import bench
 from benches.trace import trace
 
 # By preset: files, functions, calls and lines of a CPU without FP16 products, whose own take 3 files, 50 functions, 640
-# calls and 250 lines more; and a little more: other versions of torch, and tests that ran before, make a few calls more.
+# calls and 250 lines more; and a little more: other versions of torch, and tests before, make more calls.
 BUDGETS = {
     "fp16": (39, 256, 1215, 1057),
     "bf16": (37, 172, 345, 680),
