@@ -233,8 +233,8 @@ def seal(nodes: Iterable[Any], crossings: Crossings, first: int, made_earlier: C
                 todo.append(to)
             elif not made_earlier(to):
                 leaving.append(place)
-        if leaving := [place for place in leaving if place not in getattr(node, "border_at", ())]:
-            node.register_hook(_Edges(node, leaving, crossings))
+        if places := [place for place in leaving if place not in getattr(node, "border_at", ())]:
+            node.register_hook(_Edges(node, places, crossings))
             found = True
     return found
 

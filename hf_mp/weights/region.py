@@ -97,7 +97,7 @@ class Region(autocast):
         thread.is_dispatched, thread.sees_calls = False, True
         if weights is not None:
             weights.fill()
-            if self._may_be_dispatched(weights):
+            if self._may_be_dispatched():
                 kernels = self._kernels(weights)
                 thread.is_dispatched, thread.sees_calls = True, weights.is_watched
         self._threads.append(ident)
@@ -110,10 +110,10 @@ class Region(autocast):
             if weights is not None:
                 weights.clear()
 
-    def _may_be_dispatched(self, weights: Slots) -> bool:
-        """Whether no call of this forward but those in tables needs a look, in the first or in any other."""
-        # FSDP and tensor parallelism fill slots while the forward runs.
+    def _may_be_dispatched(self) -> bool:
+        """Whether kernels may make the calls of a forward that are in tables."""
         has_rules = self.has_op_rules or self._ruled_modules or self.sums_in_fp64
+        # FSDP and tensor parallelism, which keep no copies, fill slots while the forward runs.
         is_plain = self.layout.keeps_copies and not has_rules and not self._has_scripts
         return is_plain and self.observer is None and self._dispatches()
 

@@ -309,12 +309,15 @@ class Slots:
         """``tensor`` through a border, if it wants a gradient, and none of this model's forwards made it."""
         if not tensor.requires_grad or (tensor.grad_fn is not None and self._made_earlier(tensor.grad_fn)):
             return tensor
-        inside = self._inside.get(id(tensor))
-        return (self._bring_in([(tensor, None)]) if inside is None else inside).wide
+        return self._alias(tensor)
 
     def bring_in(self, tensor: Tensor) -> Tensor:
         """As :meth:`bring_in_argument`, for what a call is given: if it was made before the forward began."""
-        return self.bring_in_argument(tensor) if tensor.requires_grad and self._is_outside(tensor) else tensor
+        return self._alias(tensor) if tensor.requires_grad and self._is_outside(tensor) else tensor
+
+    def _alias(self, tensor: Tensor) -> Tensor:
+        inside = self._inside.get(id(tensor))
+        return (self._bring_in([(tensor, None)]) if inside is None else inside).wide
 
     def has_outside(self, values: Iterable[Any]) -> bool:
         """Whether among the arguments of a call is a tensor from outside that wants a gradient."""
@@ -337,9 +340,11 @@ class Slots:
 
         A second derivative takes edges that are made later: so calls are watched from the next forward on.
         """
+        if not self.is_scaled:
+            return
         with torch._C.DisableTorchFunctionSubclass():  # a loss that may stay unread
             nodes = [node for result in results if (node := result.grad_fn) is not None]
-        if self.is_scaled and seal(nodes, self._crossings, self.first_node, self._made_earlier):
+        if seal(nodes, self._crossings, self.first_node, self._made_earlier):
             self._uses.watch(self._kind)
 
     @contextmanager
