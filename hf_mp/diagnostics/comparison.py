@@ -15,16 +15,8 @@ from torch import Tensor, nn
 from hf_mp.casting.active import active_autocast
 from hf_mp.casting.rules import Rules, parse_rules
 from hf_mp.casting.tables import TABLES, TableName, op_name
-from hf_mp.casting.watching import watching
 from hf_mp.diagnostics.comparison_report import PrecisionComparison, PrecisionError
-from hf_mp.diagnostics.fp32_reference import (
-    Reference,
-    first_floating,
-    in_rows,
-    layers_of,
-    logits_of,
-    run_in_fp32,
-)
+from hf_mp.diagnostics.fp32_reference import Reference, in_rows, logits_of, run_in_fp32
 from hf_mp.diagnostics.given_batches import call, checked
 from hf_mp.diagnostics.kept_state import eagerly, gradients_set_aside, untouched, weights_kept
 from hf_mp.diagnostics.ranges import MASK, max_of
@@ -45,19 +37,16 @@ def compare_precisions(
     *,
     tables: TableName = "compact",
 ) -> PrecisionComparison:
-    """Measure how far the precisions of a model are from FP32, where the error arises, and what rules buy.
+    """Measure how far the precisions of a model are from FP32, and what rules buy.
 
-    Each batch runs forward in FP32, without autocast and TF32, and in each precision, without dropout. Where the error
-    of a layer's output is larger than that of the layers before, it arises there. Layers are numbered blocks, and the
-    modules outside them that have no children.
+    Each batch runs forward in FP32, without autocast and TF32, and in each precision, without dropout.
 
     Every precision is measured without rules, with each of the rules given with it alone, and with all of these. A rule
     that is worth a try keeps the head in FP32 (``{"lm_head": "fp32"}``; MiniMax-M1, arXiv 2506.13585).
 
-    The chosen tokens are the labels where the batches have integer ones that fit the logits, shifted by one for a
-    decoder that generates, as Transformers' losses do; without labels, its next tokens of ``input_ids``. Class labels
-    count as tokens. Otherwise (regression, features) the logits alone are compared. Positions that ``attention_mask``
-    hides and logits that are masked do not count. A model without ``logits`` is compared by its first floating output.
+    Log-probabilities are compared of the tokens (or classes) that FP32 finds most likely, where the model has an output
+    ``logits`` of several classes. Positions that ``attention_mask`` hides and logits that are masked do not count. A
+    model without ``logits`` is compared by its first floating output, as it is.
 
     Args:
         model: any module; it is not changed. An attached one is compared by a copy of its FP32 masters, without its
@@ -68,7 +57,7 @@ def compare_precisions(
         tables: of autocast; default ``"compact"``.
 
     Returns:
-        A :class:`PrecisionComparison`; ``print`` shows tables, ``to_dict()`` is the data.
+        A :class:`PrecisionComparison`; ``print`` shows a table, ``to_dict()`` is the data.
 
     Raises:
         TypeError: for anything but a module, and for a single precision instead of a sequence.
@@ -82,18 +71,16 @@ def compare_precisions(
         raise RuntimeError(f"inside hf_mp.autocast({outer.dtype}) nothing is plain FP32: compare precisions outside")
     found = {variant: _Differences() for variant in _variants(precisions, tables)}
     given = checked(batches)
+    positions = 0
     with _plain_model(model) as plain:
-        layers = layers_of(plain)
         for number, batch in enumerate(given, 1):
-            reference = run_in_fp32(plain, layers, batch, number)
+            reference = run_in_fp32(plain, batch, number)
+            positions += int(reference.counts.sum())
             for variant, differences in found.items():
-                _compare(plain, layers, batch, variant, tables, reference, differences)
-    # All precisions see the same positions and tokens: any of them can tell how many.
-    first = next(iter(found.values()))
+                differences.add(in_rows(_logits_in(variant, plain, batch, tables)), reference)
     errors = {variant: differences.error(*variant) for variant, differences in found.items()}
-    notes = _notes(reference.output, errors)
-    counts = len(given), first.positions, first.chosen.count
-    return PrecisionComparison(type(model).__name__, *counts, tuple(errors.values()), tuple(notes))
+    notes = tuple(_notes(reference.output, errors))
+    return PrecisionComparison(type(model).__name__, len(given), positions, tuple(errors.values()), notes)
 
 
 def _notes(output: str, errors: Mapping[_Variant, PrecisionError]) -> Iterator[str]:
@@ -152,31 +139,15 @@ def _plain_model(model: nn.Module) -> Iterator[nn.Module]:
 # A batch in another precision
 
 
-def _compare(
-    model: nn.Module,
-    layers: Mapping[str, nn.Module],
-    batch: Any,
-    variant: _Variant,
-    tables: TableName,
-    reference: Reference,
-    differences: _Differences,
-) -> None:
-    """Run a batch in a precision."""
-
-    def note(name: str, number: int, output: Any) -> None:
-        # The hook runs inside of the autocast, which is not to cast the differences.
-        with torch._C.DisableTorchFunction():
-            differences.add_layer(name, first_floating(output), reference.outputs.get((name, number)))
-
+def _logits_in(variant: _Variant, model: nn.Module, batch: Any, tables: TableName) -> Tensor:
     runtime = MixedPrecision(variant[0], rules=dict(variant[1]), tables=tables)
     with weights_kept(model):  # FP16 and 16 bits more do not hold all of FP32
         try:
             runtime.attach(model)
-            with untouched(model), watching(layers, left=note):
-                logits = logits_of(call(model, batch))[1]
+            with untouched(model):
+                return logits_of(call(model, batch))[1]
         finally:
             runtime.detach()
-    differences.add(in_rows(logits), reference)
 
 
 @dataclass
@@ -202,49 +173,35 @@ class _Sum:
 class _Differences:
     """The differences of one precision to FP32, over all batches."""
 
-    positions: int = 0
     logits: _Sum = field(default_factory=_Sum)
-    chosen: _Sum = field(default_factory=_Sum)  # of log-probabilities
+    likeliest: _Sum = field(default_factory=_Sum)  # of log-probabilities
     divergence: float = 0.0
-    layers: dict[str, tuple[_Sum, _Sum]] = field(default_factory=dict)  # differences of outputs, and what FP32 gives
-
-    def add_layer(self, name: str, found: Tensor | None, exact: Tensor | None) -> None:
-        if found is not None and exact is not None and exact.shape == found.shape:
-            off, expected = self.layers.setdefault(name, (_Sum(), _Sum()))
-            counts = exact.isfinite()  # a mask of -inf is one in every precision
-            off.add((found.double() - exact.double())[counts])
-            expected.add(exact.double()[counts])
 
     def add(self, logits: Tensor, reference: Reference) -> None:
         found, expected = logits[reference.counts], reference.logits[reference.counts]
         # Logits of a whole batch in FP64 would be the largest tensors of all.
         size = max(ROWS_ELEMENTS // expected.shape[-1], 1)
-        parts = (tensor.split(size) for tensor in (found, expected, reference.chosen[reference.counts]))
-        for rows in zip(*parts, strict=True):
-            self._add_rows(rows[0].double(), rows[1].double(), rows[2])
-        self.positions += len(expected)
+        for rows in zip(found.split(size), expected.split(size), strict=True):
+            self._add_rows(rows[0].double(), rows[1].double(), reference.output)
 
-    def _add_rows(self, found: Tensor, expected: Tensor, chosen: Tensor) -> None:
+    def _add_rows(self, found: Tensor, expected: Tensor, output: str) -> None:
         # A logit that a model masks differs by 1e38 where 16 bits hold another smallest number.
         self.logits.add((found - expected)[expected > MASK])
-        if not (chosen >= 0).any():
+        # A regression has one class, and features are no distribution.
+        if output != "logits" or expected.shape[-1] == 1:
             return
-        found, expected, chosen = (tensor[chosen >= 0] for tensor in (found, expected, chosen))
         found, expected = found.log_softmax(-1), expected.log_softmax(-1)
-        self.chosen.add((found - expected).gather(-1, chosen[:, None]))
+        # Of FP32's own choice: labels may be shifted, and what an encoder-decoder makes of them is its own affair.
+        self.likeliest.add((found - expected).gather(-1, expected.argmax(-1, keepdim=True)))
         # p log(p/q), which is 0 where p is 0, and NaN if it is computed.
         probability = expected.exp()
         self.divergence += (probability * (expected - found)).masked_fill(probability == 0.0, 0.0).sum().item()
 
     def error(self, policy: PrecisionPolicy, rules: tuple[tuple[Any, str], ...]) -> PrecisionError:
         named = {key if isinstance(key, str) else op_name(key): value for key, value in rules}
-        # What is 0 in FP32 counts by its own size.
-        layers = {
-            name: _finite(math.sqrt(off.squares / (expected.squares or 1.0)))
-            for name, (off, expected) in self.layers.items()
-        }
-        chosen = (*self.chosen.numbers(), _finite(self.divergence / self.chosen.count)) if self.chosen.count else ()
-        return PrecisionError(str(policy), named, layers, *self.logits.numbers(), *chosen)
+        count = self.likeliest.count
+        likeliest = (*self.likeliest.numbers(), _finite(self.divergence / count)) if count else ()
+        return PrecisionError(str(policy), named, *self.logits.numbers(), *likeliest)
 
 
 def _finite(value: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,18 +16,15 @@ class PrecisionError:
     Attributes:
         precision: the policy.
         rules: of autocast.
-        layers: of each layer's output, in the order of the forward, the error relative to FP32's: the norm of the
-            difference over the norm.
         logits_rms, logits_maximum: of the differences of all logits: root of their mean square, and largest magnitude.
             NaN where the precision gives inf or NaN, as everything below.
-        log_probability_rms, log_probability_maximum: of the differences of the chosen tokens' (or classes')
-            log-probabilities, natural; None where the batches choose none.
+        log_probability_rms, log_probability_maximum: of the differences of the log-probabilities, natural, of the
+            tokens (or classes) that FP32 finds most likely; None for what is no distribution.
         kl: the mean over them of the Kullback-Leibler divergence of this precision's distribution from FP32's, in nats.
     """
 
     precision: str
     rules: dict[str, str]
-    layers: dict[str, float]
     logits_rms: float
     logits_maximum: float
     log_probability_rms: float | None = None
@@ -55,7 +51,6 @@ class PrecisionComparison:
         model: name of the model's class.
         batches: number of batches that were run.
         positions: number of tokens (or samples) whose logits were compared.
-        chosen: number of tokens (or classes) whose log-probabilities were.
         errors: one for each precision and its rules: first without rules, then with each rule alone, then with all.
         notes: further observations.
     """
@@ -63,7 +58,6 @@ class PrecisionComparison:
     model: str
     batches: int
     positions: int
-    chosen: int
     errors: tuple[PrecisionError, ...]
     notes: tuple[str, ...] = ()
 
@@ -83,36 +77,19 @@ class PrecisionComparison:
         found: dict[str, Any] = for_json(asdict(self))
         return found
 
-    def to_json(self) -> str:
-        """:meth:`to_dict` as text."""
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
-
     def __str__(self) -> str:
         title = f"{self.model}: how far from FP32 ({self.batches} batches, {self.positions:,} positions)"
-        layers = "\nRelative error of each layer's output"
-        return printed(title, self._precisions(), layers, self._layers(), *self.notes, width=80)
-
-    def _precisions(self) -> Any:
-        chosen = ("log-p RMS", "largest", "KL") if self.chosen else ()
-        header = ("precision", "rules", "logits RMS", "largest", *chosen, "rules buy")
+        likeliest = ("log-p RMS", "largest", "KL") if any(one.kl is not None for one in self.errors) else ()
+        header = ("precision", "rules", "logits RMS", "largest", *likeliest, "rules buy")
         rows = []
         for one in self.errors:
             change = self.change(one)
             bought = "" if change is None else f"{change:+.0%}"
             rows.append((one.precision, listed(one.rules), *map(_short, one.numbers), bought))
-        return table(header, rows, names=2)
-
-    def _layers(self) -> Any:
-        plain = [one for one in self.errors if not one.rules]
-        # A layer that one precision alone calls is a row, too.
-        names = dict.fromkeys(name for one in plain for name in one.layers)
-        rows = [(name, *(_short(one.layers.get(name)) for one in plain)) for name in names]
-        return table(("layer", *(one.precision for one in plain)), rows)
+        return printed(title, table(header, rows, names=2), *self.notes, width=80)
 
 
 def _short(value: float | None) -> str:
-    if value is None:
-        return "–"
-    if not math.isfinite(value):
+    if value is None or not math.isfinite(value):
         return "inf/NaN"
     return f"{value:.1e}" if value else "0"

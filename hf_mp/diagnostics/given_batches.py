@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -28,10 +27,3 @@ def call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
-def by_name(model: nn.Module, batch: Any) -> Mapping[str, Any]:
-    """The arguments in ``batch`` by the names that the model's forward has for them."""
-    if isinstance(batch, Mapping):
-        return batch
-    return inspect.signature(model.forward).bind(*(batch if isinstance(batch, (tuple, list)) else [batch])).arguments

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import nearest_modules
 from hf_mp.casting.uncompiled import is_compiled
 from hf_mp.casting.watching import watching
-from hf_mp.diagnostics.fp32_reference import first_floating
 from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride, swamped
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
 from hf_mp.step.forward import AttachedForward
@@ -58,7 +58,8 @@ class MagnitudeCollector:
         self._watching.enter_context(watching(inside, left=self._see_output))
 
     def _see_output(self, name: str, number: int, output: Any) -> None:
-        if (tensor := first_floating(output)) is None:
+        tensor = next((one for one in tensors_in(output) if one.is_floating_point()), None)
+        if tensor is None:
             return
         # Several calls, or a recomputation: the first one counts.
         if (key := (Kind.ACTIVATIONS, name, "")) not in self._samples:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.positions import positions_of
-from hf_mp.diagnostics.fp32_reference import IGNORED
 from hf_mp.diagnostics.kept_state import RandomStates
 from hf_mp.diagnostics.overflow import attached_runtime
 
+IGNORED = -100  # of Transformers and torch: a label that does not count
 CLIP_RANGE = 0.2  # of the ratio in PPO and in TRL's GRPO
 _SEEN = ("input_ids", "attention_mask", "labels")  # by generation
 
