@@ -82,7 +82,6 @@ def accumulates(node: Any, index: int) -> bool:
         return False
 
 
-_PLAIN_DTYPES = (torch.float32, *LOWER_PRECISION_DTYPES)
 _OUTSIDE_DTYPE = dict.fromkeys(LOWER_PRECISION_DTYPES, torch.float32)  # of those that differ from inside
 
 
@@ -137,21 +136,18 @@ def _leave(ctx: Any, uses: dict[int, list[Tensor]]) -> list[Tensor | None]:
 
 
 def _multiply_all(gradients: list[Tensor], factor: Tensor | None, crossings: Crossings) -> list[Tensor]:
-    """:func:`multiply` of each; of several plain ones in one multi-tensor call."""
-    if factor is None:
-        return gradients
-    if len(gradients) < 2 or torch.is_grad_enabled() or not _are_plain(*gradients):
+    """:func:`multiply` of each; of several plain ones in one call."""
+    if factor is None or len(gradients) < 2 or torch.is_grad_enabled() or not _are_plain(*gradients):
         return [multiply(gradient, factor, crossings) for gradient in gradients]
-    wide = [gradient.to(torch.float32, copy=True) for gradient in gradients]  # others may hold what autograd gave
-    torch._foreach_mul_(wide, factor.squeeze())
-    return wide
+    return list(torch._foreach_mul(gradients, [factor] * len(gradients)))  # in FP32, as :func:`multiply`
 
 
 def _are_plain(*gradients: Tensor) -> bool:
-    """Whether multi-tensor calls take them all."""
+    """Whether multi-tensor calls take them all, and sums in place."""
     for each in gradients:
-        is_strided = type(each) is Tensor and each.layout is torch.strided and each.dtype in _PLAIN_DTYPES
-        if not is_strided or torch._C._functorch.is_legacy_batchedtensor(each):  # is_grads_batched=True
+        # is_grads_batched=True gives batched tensors; a product with the factor, of shape (1,), has a dimension.
+        is_batched = torch._C._functorch.is_legacy_batchedtensor(each)
+        if type(each) is not Tensor or each.layout is not torch.strided or is_batched or not each.dim():
             return False
     return True
 
