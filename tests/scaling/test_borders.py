@@ -172,7 +172,7 @@ def test_several_gradients_are_multiplied_as_one_is(factor: float | None) -> Non
     special = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 6e-8, 65504.0, -1.5])
     dtypes = (torch.float16, torch.float32, torch.bfloat16)
     gradients = [special.to(dtype) for dtype in dtypes] + [torch.randn(3, 5).to(dtype).t() for dtype in dtypes]
-    gradients += [torch.empty(0, 4), torch.empty(0, dtype=torch.float16), torch.tensor(3.0)]
+    gradients += [torch.empty(0, 4), torch.empty(0, dtype=torch.float16)]
     before = [gradient.clone() for gradient in gradients]
     number = None if factor is None else torch.tensor([factor])
     with torch.no_grad():
@@ -186,9 +186,11 @@ def test_several_gradients_are_multiplied_as_one_is(factor: float | None) -> Non
         torch.testing.assert_close(gradient, kept, rtol=0, atol=0, equal_nan=True)
 
 
-def test_sparse_gradients_and_fp64_are_multiplied_one_by_one() -> None:
+def test_sparse_and_scalar_gradients_and_fp64_keep_layout_shape_and_dtype() -> None:
     sparse = torch.sparse_coo_tensor([[1]], [3.0], (4,))
+    given = [sparse, torch.tensor(3.0), torch.ones(2, dtype=torch.float64)]
     with torch.no_grad():
-        found = borders._multiply_all([sparse, torch.ones(2, dtype=torch.float64)], torch.tensor([0.5]), Crossings())
+        found = borders._multiply_all(given, torch.tensor([0.5]), Crossings())
     assert found[0].is_sparse and found[0].to_dense().tolist() == [0.0, 1.5, 0.0, 0.0]
-    assert found[1].dtype is torch.float64 and found[1].tolist() == [0.5, 0.5]
+    assert found[1].shape == () and found[1].item() == 1.5
+    assert found[2].dtype is torch.float64 and found[2].tolist() == [0.5, 0.5]
