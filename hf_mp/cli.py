@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -136,15 +135,9 @@ def check(
 ) -> None:
     """Name what in TARGET loses bits, and the way out; exits 1 if anything does. Any Trainer's, also without hf_mp."""
     with _errors_in_one_line("check", traceback):
-        from rich.console import Console
-        from rich.progress import track
-
         from hf_mp.diagnostics.contract.check import check_folder
 
-        console = Console(stderr=True)
-        # On stderr and on a terminal alone, so that --json stays one object in a pipe.
-        bar = partial(track, description="reading", console=console, transient=True, disable=not console.is_terminal)
-        found = check_folder(target, learning_rate, keeps_bits=keeps_bits, progress=bar)
+        found = check_folder(target, learning_rate, keeps_bits=keeps_bits)
         typer.echo(json.dumps(found, default=vars, indent=2) if as_json else str(found))
     if found.risks:
         # As linters do, so that a pipeline stops before it trains on.

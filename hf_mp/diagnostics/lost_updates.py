@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections import defaultdict
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -18,7 +16,6 @@ from hf_mp.diagnostics.contract.risks import (
     beta2_of,
     find_risks,
     learning_rate_of,
-    lost_share,
     mean,
     role_of,
     share_lost_at,
@@ -26,28 +23,11 @@ from hf_mp.diagnostics.contract.risks import (
 from hf_mp.diagnostics.magnitudes import sample
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.accelerated import as_accelerated
-from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor
+from hf_mp.weights.lean.split_parameter import SplitParameter
 from hf_mp.weights.ranks.placement import local_part
 
-
-@dataclass(frozen=True)
-class ParameterUpdates:
-    """One trainable parameter before its update.
-
-    Attributes:
-        name: as in ``named_parameters()``.
-        dtype: of the parameter, as torch prints it, without "torch.".
-        elements: how many it has, on this process.
-        has_master: whether its updates are summed up in FP32.
-        lost_share: share of updates that leave their element as it is, bit for bit; 0 where the optimizer keeps them
-            itself, None where the size of an update is not known.
-    """
-
-    name: str
-    dtype: str
-    elements: int
-    has_master: bool
-    lost_share: float | None
+# What optimizers call their own way to keep small updates: optimi kahan_sum, torchao bf16_stochastic_round.
+_KEEPS_BITS = re.compile("kahan|stochastic")
 
 
 @dataclass(frozen=True)
@@ -55,13 +35,14 @@ class TrainingCheck:
     """What :func:`check_training` found; prints as sentences.
 
     Attributes:
-        parameters: those that the optimizer updates, in the order of the model.
+        parameters: those that the optimizer updates, in the order of the model: the dtype in which each one's updates
+            are summed up, and in ``lost_share`` the share of them that leaves its element as it is, bit for bit.
         learning_rate: the largest of the optimizer's groups.
         risks: what loses bits, each a :class:`Risk` that says what to do.
         keeps_bits: whether the optimizer keeps small updates without masters, by Kahan sums or stochastic rounding.
     """
 
-    parameters: tuple[ParameterUpdates, ...]
+    parameters: tuple[Held, ...]
     learning_rate: float | None
     risks: tuple[Risk, ...] = ()
     keeps_bits: bool = False
@@ -69,7 +50,7 @@ class TrainingCheck:
     @property
     def without_masters(self) -> tuple[str, ...]:
         """The names of the parameters that are updated in FP16 or BF16."""
-        return tuple(one.name for one in self.parameters if not one.has_master)
+        return tuple(one.name for one in self.parameters if one.dtype in LOWER_PRECISION_DTYPES)
 
     @property
     def lost_share(self) -> float | None:
@@ -86,7 +67,7 @@ class TrainingCheck:
         masters = f"all {len(self.parameters)} trained parameters are FP32 or have FP32 masters"
         if self.without_masters:
             masters = f"{len(self.without_masters)} of {len(self.parameters)} trained parameters have no FP32 master"
-        lost = "how many of their updates would be lost is not known: call this after a backward"
+        lost = "how many of their updates would be lost is not known"
         if self.lost_share is not None:
             lost = f"{self.lost_share:.1%} of all updates would be lost"
         if self.keeps_bits:
@@ -102,10 +83,9 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> TrainingCheck:
     them as growing and half as shrinking.
 
     The size of an update is taken to be the learning rate, which is that of Adam's and Lion's first one; later ones are
-    smaller, so that more are lost. With SGD it is the learning rate times the gradient: call this after a backward.
-    Where an LR scheduler has begun at 0, the ``initial_lr`` that it keeps counts. An optimizer with more bits of its
-    own (Kahan sums, stochastic rounding) is recognized by what it does to small updates, and is no risk. Moments that
-    are there are looked at, too.
+    smaller, so that more are lost. Of SGD it is not known. Where an LR scheduler has begun at 0, the ``initial_lr``
+    that it keeps counts. An optimizer with more bits of its own is recognized by the names of its settings and its
+    state ("kahan", "stochastic"), and is no risk. Moments that are there are looked at, too.
 
     Args:
         model: any module, attached or not; sharded by FSDP2, each process tells of its part.
@@ -116,16 +96,20 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> TrainingCheck:
 
     Raises:
         TypeError: for anything but a module and an optimizer.
-        ValueError: if no parameter of the optimizer belongs to the model, and for one without values (``meta``).
+        ValueError: if no parameter of the optimizer belongs to the model.
     """
     optimizer, trained = _trained(model, optimizer)
-    evidence = Evidence(beta2=beta2_of(group for _, _, group in trained), is_training=True)
-    evidence.learning_rate = max(filter(None, (learning_rate_of(group) for _, _, group in trained)), default=None)
-    found = tuple(_look_at(*one, optimizer, evidence) for one in trained)
-    evidence.keeps_bits = not all(one.has_master for one in found) and keeps_small_updates(optimizer)
-    if evidence.keeps_bits:
-        found = tuple(one if one.has_master else replace(one, lost_share=0.0) for one in found)
-    return TrainingCheck(found, evidence.learning_rate, find_risks(evidence), evidence.keeps_bits)
+    groups = [group for _, _, group in trained]
+    # Of a MasterWeightOptimizer, the optimizer inside has the settings and the moments, and says whether it is SGD.
+    inner = getattr(optimizer, "optimizer", optimizer)
+    named = {**vars(inner), **inner.defaults, **next(iter(inner.state.values()), {})}
+    # optimi's kahan_sum=None means True for 16-bit weights.
+    keeps_bits = any(value is not False for name, value in named.items() if _KEEPS_BITS.search(name))
+    evidence = Evidence(beta2=beta2_of(groups), keeps_bits=keeps_bits, is_training=True)
+    evidence.learning_rate = max(filter(None, map(learning_rate_of, groups)), default=None)
+    for name, parameter, group in trained:
+        _look_at(name, parameter, group, optimizer, evidence)
+    return TrainingCheck(tuple(evidence.weights), evidence.learning_rate, find_risks(evidence), keeps_bits)
 
 
 def _trained(model: Any, optimizer: Any) -> tuple[Optimizer, list[tuple[str, nn.Parameter, dict[str, Any]]]]:
@@ -135,7 +119,7 @@ def _trained(model: Any, optimizer: Any) -> tuple[Optimizer, list[tuple[str, nn.
             f"check_training takes a model and its optimizer, not {type(model).__name__} and "
             f"{type(optimizer).__name__}: with a Trainer, trainer.model and trainer.create_optimizer()"
         )
-    # accelerate's wrapper has a step of its own, which a trial must not run.
+    # Neither the settings nor the state's own keys are at accelerate's wrapper.
     optimizer = getattr(as_accelerated(optimizer), "optimizer", optimizer)
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     named = [(name, one) for name, one in model.named_parameters() if id(one) in groups and one.requires_grad]
@@ -147,59 +131,16 @@ def _trained(model: Any, optimizer: Any) -> tuple[Optimizer, list[tuple[str, nn.
     return optimizer, [(name, one, groups[id(one)]) for name, one in named]
 
 
-def keeps_small_updates(optimizer: Any) -> bool:
-    """Whether an optimizer keeps by its own means, Kahan sums or stochastic rounding, what rounding drops.
-
-    It is tried on a BF16 weight of ones and 256 updates of 2^-16, in a copy that shares no state with ``optimizer``.
-    False also where it does not step on a weight of its own making.
-    """
-    group = optimizer.param_groups[0]
-    # 256 updates of 2^-16 are one unit in the last place of 1: kept, they show; each by itself, it is rounded away.
-    weight = nn.Parameter(torch.ones(32, 32, dtype=torch.bfloat16, device=local_part(group["params"][0]).device))
-    rate = torch.tensor(2.0**-16) if isinstance(group.get("lr"), Tensor) else 2.0**-16
-    # Its class and settings without its state: a deep copy would hold a second set of moments.
-    trial = object.__new__(type(optimizer))
-    for key, value in vars(optimizer).items():
-        if key != "step":  # which a scheduler or an attached model has put its own around
-            vars(trial)[key] = type(value)() if "_hooks" in key else value
-    trial.state = defaultdict(dict)
-    trial.param_groups = [{**group, "params": [weight], "lr": rate, "weight_decay": 0.0}]
-    with torch.random.fork_rng(), contextlib.suppress(Exception):  # made for other weights: then it is not known to
-        for _ in range(256):
-            weight.grad = torch.ones_like(weight)
-            type(optimizer).step(trial)
-    return bool((weight != 1.0).any())
-
-
-@torch.no_grad()
-def _look_at(
-    name: str, parameter: nn.Parameter, group: dict[str, Any], optimizer: Any, evidence: Evidence
-) -> ParameterUpdates:
-    """What is said of a parameter; its tensors are added to ``evidence``."""
-    if parameter.is_meta:
-        raise ValueError(f"{name} is on the meta device, without values: load the weights first")
-    is_narrow, local = parameter.dtype in LOWER_PRECISION_DTYPES, local_part(parameter)
-    has_master = not is_narrow or isinstance(parameter, SplitParameter) or getattr(optimizer, "keeps_masters", False)
-    # A lean parameter's 16 bits say nothing of its master, which is FP32.
-    values = sample(local).float() if has_master else sample(local)
-    # Of a MasterWeightOptimizer, the optimizer inside has the moments, and says whether it is SGD.
+def _look_at(name: str, parameter: nn.Parameter, group: dict[str, Any], optimizer: Any, evidence: Evidence) -> None:
+    """Add a parameter and its state to ``evidence``."""
     inner = getattr(optimizer, "optimizer", optimizer)
-    lost = _lost(values, parameter, learning_rate_of(group), is_sgd=isinstance(inner, SGD))
-    evidence.weights.append(Held(name, values.dtype, local.numel(), values, lost))
+    local, rate = local_part(parameter.detach()), learning_rate_of(group)
+    values = sample(local)
+    if isinstance(parameter, SplitParameter) or getattr(optimizer, "keeps_masters", False):
+        values = values.float()  # a lean parameter's 16 bits say nothing of its master, which is FP32
+    lost = None if rate is None or isinstance(inner, SGD) else share_lost_at(values, rate)
+    evidence.weights.append(Held(name, values.dtype, local.numel(), values, 0.0 if evidence.keeps_bits else lost))
     for key, value in inner.state.get(parameter, {}).items():
         if isinstance(value, Tensor) and value.is_floating_point() and (role := role_of(key)) is not None:
-            held = Held(f"{name}.{key}", value.dtype, local_part(value).numel(), sample(local_part(value)))
-            getattr(evidence, role).append(held)
-    return ParameterUpdates(name, str(parameter.dtype).removeprefix("torch."), local.numel(), has_master, lost)
-
-
-def _lost(values: Tensor, parameter: nn.Parameter, rate: float | None, *, is_sgd: bool) -> float | None:
-    """The share of updates of the sampled ``values`` that is lost; None where their size is not known."""
-    if rate is None or not is_sgd:
-        return None if rate is None else share_lost_at(values, rate)
-    gradient, factor = gradient_and_factor(parameter)
-    if gradient is None or gradient.is_sparse:
-        return None
-    return lost_share(
-        values, sample(local_part(gradient)).double() * (rate if factor is None else rate * factor.item())
-    )
+            local = local_part(value)
+            getattr(evidence, role).append(Held(f"{name}.{key}", value.dtype, local.numel(), sample(local)))

@@ -30,20 +30,11 @@ def test_the_share_is_what_the_first_step_of_adam_loses(gpt2, batch, dtype, rate
     assert check.lost_share == pytest.approx(kept / sum(one.numel() for one in model.parameters()), abs=0.02)
 
 
-def test_the_updates_of_sgd_are_its_gradients(gpt2, batch) -> None:
+def test_the_updates_of_sgd_are_not_known(gpt2, batch) -> None:
     model = gpt2.to(torch.bfloat16)
-    optimizer = SGD(model.parameters(), lr=1e-2)
-    check = hf_mp.check_training(model, optimizer)
-    assert check.lost_share is None
-    assert "how many of their updates would be lost is not known: call this after a backward" in str(check)
-    model(**batch).loss.backward()
-    check = hf_mp.check_training(model, optimizer)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer.step()
-    for row in check.parameters:
-        moves = model.get_parameter(row.name).grad != 0
-        kept = (before[row.name] == model.get_parameter(row.name))[moves].float().mean().item()
-        assert row.lost_share == pytest.approx(kept, abs=0.01)  # torch rounds the product as well
+    check = hf_mp.check_training(model, SGD(model.parameters(), lr=1e-2))
+    assert check.lost_share is None and "how many of their updates would be lost is not known" in str(check)
+    assert "and an unknown share of their updates at learning rate 0.01" in check.advice
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-lean", "whole", "fp32"])
@@ -88,45 +79,27 @@ def test_a_warm_up_counts_with_the_rate_that_it_reaches(gpt2) -> None:
     assert check.lost_share == hf_mp.check_training(gpt2, AdamW(gpt2.parameters(), lr=1e-3)).lost_share
 
 
-class WithKahanSums(SGD):
-    """Adds up what rounding takes from an update, and gives it to the next."""
-
-    @torch.no_grad()
-    def step(self, closure=None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            update = self.state[parameter].setdefault("rest", torch.zeros_like(parameter))
-            update.sub_(self.param_groups[0]["lr"] * parameter.grad)
-            before = parameter.clone()
-            parameter.add_(update)
-            update.sub_(parameter - before)
-
-
-class RoundingStochastically(SGD):
-    """Rounds an updated weight up or down, as often as it lies near to either."""
-
-    @torch.no_grad()
-    def step(self, closure=None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            exact = parameter.float() - self.param_groups[0]["lr"] * parameter.grad.float()
-            bits = exact.view(torch.int32) + torch.randint(0, 2**16, exact.shape, dtype=torch.int32)
-            parameter.copy_((bits & -(2**16)).view(torch.float32))
-
-
-@pytest.mark.parametrize("kind", [WithKahanSums, RoundingStochastically])
-def test_an_optimizer_that_keeps_bits_itself_is_no_risk(kind) -> None:
+@pytest.mark.parametrize(
+    "setting", [{"kahan_sum": True}, {"kahan_sum": None}, {"bf16_stochastic_round": True}, "state"]
+)
+def test_an_optimizer_that_keeps_bits_itself_is_no_risk(setting) -> None:
+    """By the names that optimi and torchao have for it: a setting, an attribute, or an entry of its state."""
     weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
-    weight.grad = torch.ones_like(weight)
     model = nn.ParameterList([weight])
-    optimizer = kind(model.parameters(), lr=1e-3)
-    random_numbers = torch.get_rng_state()
+    optimizer = AdamW([weight], lr=1e-3)
+    assert hf_mp.check_training(model, optimizer).risks
+    if setting == "state":
+        optimizer.state[weight]["kahan_comp"] = torch.zeros_like(weight)
+    elif "kahan_sum" in setting:
+        optimizer.defaults.update(setting)
+    else:
+        vars(optimizer).update(setting)
     check = hf_mp.check_training(model, optimizer)
     assert check.lost_share == check.parameters[0].lost_share == 0.0 and check.risks == () and check.advice == ""
     assert str(check) == ("1 of 1 trained parameters have no FP32 master, and the optimizer keeps small updates itself")
-    assert torch.equal(random_numbers, torch.get_rng_state())
-    assert not optimizer.state and (weight == 1).all()
-    for _ in range(10):
-        optimizer.step()
-    assert weight.mean().item() == pytest.approx(0.99, abs=4e-3)
+    optimizer.defaults["kahan_sum"] = optimizer.bf16_stochastic_round = False
+    optimizer.state.clear()
+    assert hf_mp.check_training(model, optimizer).risks
 
 
 @pytest.mark.parametrize(
@@ -140,7 +113,6 @@ def test_an_optimizer_that_keeps_bits_itself_is_no_risk(kind) -> None:
 )
 def test_no_optimizer_of_torch_keeps_what_rounding_drops(make) -> None:
     weight = nn.Parameter(torch.ones(64, 2, dtype=torch.bfloat16))
-    weight.grad = torch.full_like(weight, 1e-4)
     (risk,) = hf_mp.check_training(nn.ParameterList([weight]), make([weight])).risks
     assert risk.kind == "no masters"
 
@@ -150,6 +122,3 @@ def test_what_is_no_training_is_refused(gpt2) -> None:
         hf_mp.check_training(gpt2, [])
     with pytest.raises(ValueError, match=r"no trainable parameter of this Linear is in the AdamW: make the optimizer"):
         hf_mp.check_training(nn.Linear(2, 2), AdamW(gpt2.parameters()))
-    meta = nn.Linear(2, 2, device="meta")
-    with pytest.raises(ValueError, match=r"weight is on the meta device, without values: load the weights first"):
-        hf_mp.check_training(meta, AdamW(meta.parameters()))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_mp.diagnostics.contract.folders import Progress, evidence_of, read_folder
+from hf_mp.diagnostics.contract.folders import evidence_of, read_folder
 from hf_mp.diagnostics.contract.risks import Risk, find_risks
 from hf_mp.policy import spell
 
@@ -48,17 +48,15 @@ def check_folder(
     learning_rate: float | None = None,
     *,
     keeps_bits: bool = False,
-    progress: Progress = iter,
 ) -> FolderCheck:
     """Find the risky states of a model or a checkpoint, by headers and samples; nothing of it is run.
 
     Args:
         path: a folder of a model, a run, or a checkpoint: a Trainer's, FSDP2's and other shards of
-            ``torch.distributed.checkpoint``, DeepSpeed's, or ours.
+            ``torch.distributed.checkpoint``, or ours.
         learning_rate: at which updates are lost or not; default: the checkpoint's. A folder of a model has none, and
             16-bit weights are a risk there only if it is given.
         keeps_bits: the optimizer rounds stochastically, which its state does not show.
-        progress: goes through names, and shows how far it is.
 
     Raises:
         ValueError: where there are no weights, for a file that cannot be read, and for a learning rate that is not
@@ -68,7 +66,7 @@ def check_folder(
     if learning_rate is not None and not 0.0 < learning_rate < math.inf:
         raise ValueError(f"a learning rate must be positive and finite, as 1e-5, not {learning_rate}")
     folder = read_folder(path)
-    evidence = evidence_of(folder, learning_rate, keeps_bits=keeps_bits, progress=progress)
+    evidence = evidence_of(folder, learning_rate, keeps_bits=keeps_bits)
     held: dict[str, Counter[str]] = {}
     for role, words in _ROLES.items():
         for one in getattr(evidence, role):

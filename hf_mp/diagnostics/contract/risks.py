@@ -31,14 +31,14 @@ class Held:
         dtype: as it is stored.
         elements: of all of it.
         values: some of them, of shape (n,), in that dtype.
-        lost: of a weight, the share of its updates that rounding drops; None where their size is not known.
+        lost_share: of a weight, the share of its updates that rounding drops; None where their size is not known.
     """
 
     name: str
     dtype: torch.dtype
     elements: int
     values: Tensor
-    lost: float | None = None
+    lost_share: float | None = None
 
 
 @dataclass
@@ -107,7 +107,7 @@ Words = tuple[str, str] | None  # says, way out
 
 def _no_masters(evidence: Evidence) -> Words:
     narrow = evidence.narrow_weights
-    known = [(one.elements, one.lost) for one in narrow if one.lost is not None]
+    known = [(one.elements, one.lost_share) for one in narrow if one.lost_share is not None]
     # At a learning rate of 1 even BF16 keeps what counts: a warning there would be one too many.
     loses = evidence.is_training and not (known and mean(known) < _LOSES_MANY)
     if not (narrow and loses) or evidence.has_more_bits or _are_of_fp32(evidence):
@@ -169,8 +169,7 @@ def _fp16_moments(evidence: Evidence) -> Words:
 
 def _other_masters(evidence: Evidence) -> Words:
     nearest = []
-    # Optimizers number their masters: each is compared with the weight of its size that is nearest to it. DeepSpeed's
-    # are flat and cut across ranks, so that none has the size of a weight.
+    # Optimizers number their masters: each is compared with the weight of its size that is nearest to it.
     for master in evidence.masters if evidence.is_saved else ():
         alike = [one for one in evidence.narrow_weights if one.values.shape == master.values.shape]
         shares = [(_share_apart(master, one), one.name) for one in alike if one.elements == master.elements]
@@ -182,7 +181,7 @@ def _other_masters(evidence: Evidence) -> Words:
     return (
         f"{len(off)} of {len(nearest)} masters are not what their 16-bit weights are roundings of (of {off[0][1]}, "
         f"{off[0][0]:.0%}): a training that goes on continues from the masters, and an evaluation reads the weights",
-        "save both at one step, or write the masters into the weights first (DeepSpeed: zero_to_fp32.py)",
+        "save both at one step, or write the masters into the weights first",
     )
 
 
@@ -220,8 +219,7 @@ def share_lost_at(weight: Tensor, rate: float) -> float:
 
 
 _ROLES = {
-    # First match wins: "fp32_groups" of DeepSpeed would else be read by the words below.
-    "masters": r"master|fp32_groups|fp32_flat_groups|fp32_from_fp16",
+    "masters": r"master|fp32_from_fp16",
     "sums": r"kahan|compensation|residual|rest$|correction",
     "seconds": r"exp_avg_sq|square_avg|state2$|\bv$",
     "firsts": r"exp_avg|momentum_buffer|state1$|\bm$",
