@@ -256,9 +256,10 @@ def _as_used(
         return args, kwargs
     weights.must_be_watched = True  # also without grad: a checkpoint may compute this call again
     # A dispatch mode, which records memory or counts FLOPs, makes calls that autograd has recorded.
-    if not torch.is_grad_enabled() or (isinstance(func, OpOverload) and is_in_torch_dispatch_mode()):
+    if isinstance(func, OpOverload) and is_in_torch_dispatch_mode():
         return args, kwargs
-    return apply_to_tensors(weights.bring_in, (args, dict(kwargs)))
+    cross = weights.bring_in if torch.is_grad_enabled() else weights.meet
+    return apply_to_tensors(cross, (args, dict(kwargs)))
 
 
 def _with_gradients(

@@ -85,6 +85,7 @@ class Slots:
         self.must_be_watched = False
         self._inside: dict[int, _Inside] = {}  # by the identity of what is outside, and of what is inside
         self._carriers: set[int] = set()  # leaves that carry gradients from one piece of the model to another
+        self._met: dict[int, Tensor] = {}  # from outside, in a part without grad, which a checkpoint may compute again
         self._slots: list[Slot] = []
         self._filled: list[tuple[Slot, Tensor]] = []  # what lies where
         self._handles: list[RemovableHandle] = []  # of FSDP's modules
@@ -315,6 +316,12 @@ class Slots:
         """As :meth:`bring_in_argument`, for what a call is given: if it was made before the forward began."""
         return self._alias(tensor) if tensor.requires_grad and self._is_outside(tensor) else tensor
 
+    def meet(self, tensor: Tensor) -> Tensor:
+        """Remember ``tensor``, if it is from outside, for a thread that computes the call again."""
+        if tensor.requires_grad and self._is_outside(tensor):
+            self._met[id(tensor)] = tensor
+        return tensor
+
     def _alias(self, tensor: Tensor) -> Tensor:
         inside = self._inside.get(id(tensor))
         return (self._bring_in([(tensor, None)]) if inside is None else inside).wide
@@ -333,6 +340,8 @@ class Slots:
         """Whether ``tensor``, which has grad, was made before this forward began, and by none of this model."""
         if (node := tensor.grad_fn) is None:
             return id(tensor) not in self._carriers
+        if id(tensor) in self._met:
+            return True
         return node._sequence_nr() < self.first_node and not self._made_earlier(node)
 
     def seal(self, results: Iterable[Tensor]) -> None:
@@ -349,7 +358,10 @@ class Slots:
 
     @contextmanager
     def recomputing(self, args: tuple[Any, ...]) -> Iterator[None]:
-        """To run a piece of the forward again in, in a thread that may number nodes anew: all but leaves is inside."""
+        """To run a piece of the forward again in, in a thread that may number nodes anew.
+
+        All but leaves, and what calls met in the forward, is inside then.
+        """
         first, self.first_node = self.first_node, -1
         self._carriers = {id(arg) for arg in args if isinstance(arg, Tensor)}
         try:

@@ -525,16 +525,23 @@ def test_an_autograd_function_is_given_a_tensor_from_a_closure(kept: str, precis
     check_gradients(model, loss, () if kept == "parameter" else (leaf,), precision=precision)
 
 
+@pytest.mark.parametrize("is_computed", [False, True])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_what_comes_into_a_checkpoint_from_outside(use_reentrant: bool) -> None:
-    gate = torch.full((6,), 0.5, requires_grad=True)
+def test_what_comes_into_a_checkpoint_from_outside(use_reentrant: bool, is_computed: bool) -> None:
+    leaf, gates = torch.full((6,), 0.5, requires_grad=True), []
 
     def use(m: Any, x: Tensor) -> Tensor:
+        gate = gates[-1]
         start = x * gate
         return m.second(checkpoint(lambda x: torch.tanh(hidden(m, x) * gate), start, use_reentrant=use_reentrant))
 
     model = body(use)
-    check_gradients(model, lambda: squared(model(X)), [gate])
+
+    def loss() -> Tensor:
+        gates.append(leaf + 0.0 if is_computed else leaf)  # saves nothing: a reentrant checkpoint goes through it twice
+        return squared(model(X))
+
+    check_gradients(model, loss, [leaf])
 
 
 def test_a_state_that_was_carried_on_and_not_returned_leads_outside() -> None:
