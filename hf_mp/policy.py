@@ -161,7 +161,7 @@ class PrecisionPolicy:
             CPU; default False.
 
     Raises:
-        TypeError: for a dtype that is none, and for a switch that is no bool.
+        TypeError: for a field that is no ``torch.dtype``, or a switch that is no bool.
         ValueError: for a combination of dtypes that cannot train; the message names the field to change.
     """
 
@@ -187,7 +187,7 @@ class PrecisionPolicy:
         object.__setattr__(self, "loss_scale", parse_loss_scale(self.loss_scale))
 
     def _said_dtypes(self) -> dict[str, str]:
-        """The fields that are dtypes, as they are written; an error for one that is none of ours."""
+        """The dtype fields as messages spell them; raises for any dtype that is not supported."""
         names, said = {entry.dtype: entry.name for entry in compute_dtypes()}, {}
         for field in _DTYPE_FIELDS:
             dtype = self.wire if field == "reduce" else getattr(self, field)

@@ -82,7 +82,7 @@ def accumulates(node: Any, index: int) -> bool:
         return False
 
 
-_OUTSIDE_DTYPE = dict.fromkeys(LOWER_PRECISION_DTYPES, torch.float32)  # of those that differ from inside
+_OUTSIDE_DTYPE = dict.fromkeys(LOWER_PRECISION_DTYPES, torch.float32)  # of the dtypes that change at a border
 
 
 class _InwardBorders(Function):
@@ -175,7 +175,7 @@ def inward_borders(
     """Bring tensors of one device inside, in one autograd node for all of them; their gradients leave unscaled.
 
     Gives for each of ``outside`` an alias in its own dtype (itself, without ``with_aliases``), and one of its FP16/BF16
-    copy (None where there is none).
+    copy, or None.
     """
     if not with_aliases and all(copy is None for copy in copies):
         return list(outside), list(copies)

@@ -27,7 +27,7 @@ class StepObserver:
         """An optimizer is attached, as it will be stepped; raises a ValueError where it cannot be looked on."""
 
     def forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
-        """A forward with grad begins, on ``forward`` (an :class:`AttachedForward`); returns who takes its outputs."""
+        """A forward with grad of ``forward``, an :class:`AttachedForward`, begins; may return what takes its outputs."""
 
     def backward_began(self, node: Any, gradient: Tensor) -> None:
         """A gradient, scaled, enters through ``node``, an output border's; nothing of the model's backward has run."""
@@ -57,7 +57,7 @@ def tried_again(observers: Iterable[StepObserver], optimizer: Any) -> StepReport
     return next(filter(None, (observer.overflowed(optimizer) for observer in observers)), None)
 
 
-# Who takes what MixedPrecision(on_overflow=...) names, besides the skip: a module and its class, made of the runtime.
+# The observer of each MixedPrecision(on_overflow=...), by module and class; its argument is the runtime.
 ON_OVERFLOW: dict[str, tuple[str, str] | None] = {"skip": None, "heal": ("hf_mp.diagnostics.healing", "Healer")}
 
 
@@ -65,13 +65,13 @@ MAX_FP32_SHARE = 0.25  # of the forward's FLOPs that "heal" may take out of 16 b
 
 
 def check_on_overflow(on_overflow: str) -> None:
-    """Raise a ValueError for a name that is none of :data:`ON_OVERFLOW`."""
+    """Raise a ValueError unless ``on_overflow`` is one of :data:`ON_OVERFLOW`."""
     if on_overflow not in ON_OVERFLOW:
         raise ValueError(f"on_overflow={on_overflow!r} is not known: use {' or '.join(map(repr, ON_OVERFLOW))}")
 
 
 FreeGradients = Literal["step", "backward"]
-# Who takes what MixedPrecision(free_gradients=...) names, made of the runtime and max_grad_norm.
+# The observer of each MixedPrecision(free_gradients=...); its arguments are the runtime and max_grad_norm.
 FREE_GRADIENTS: dict[str, tuple[str, str] | None] = {
     "step": None,
     "backward": ("hf_mp.weights.lean.optimizer_in_backward", "OptimizerInBackward"),
@@ -92,10 +92,10 @@ def check_free_gradients(policy: PrecisionPolicy, free_gradients: str, max_grad_
         raise ValueError(f"max_grad_norm={max_grad_norm} must be positive; None for no clipping, inf to measure only")
 
 
-def observers_for(takers: Mapping[str, tuple[str, str] | None], name: str, *arguments: Any) -> list[StepObserver]:
-    """The observer that ``name`` has among ``takers``, made of ``arguments``."""
-    # By name: a training that asks for none of them imports none.
-    home = takers[name]
+def observers_for(known: Mapping[str, tuple[str, str] | None], name: str, *arguments: Any) -> list[StepObserver]:
+    """The observer that ``known`` has for ``name``, constructed with ``arguments``; empty for None."""
+    # Imported by name, so that a training without it does not load its module.
+    home = known[name]
     return [] if home is None else [getattr(import_module(home[0]), home[1])(*arguments)]
 
 

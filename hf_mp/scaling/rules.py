@@ -52,7 +52,7 @@ def check(meaning: str, holds: Callable[[Any], bool], **values: object) -> None:
 
 
 def number(meaning: str, holds: Callable[[Any], bool]) -> Callable[..., None]:
-    """The :func:`check` of numbers; a truth value is none."""
+    """The :func:`check` of numbers; ``bool`` does not count as one."""
     return partial(check, meaning, lambda value: _is_number(value) and holds(value))
 
 
@@ -129,7 +129,7 @@ class ScaleRule:
         return False
 
     def checked(self) -> Self:
-        """This value, its scale rounded to FP32; a ValueError for values that come from outside and are none."""
+        """This value with its scale rounded to FP32; a ValueError for a field outside of its range."""
         for each in fields(self):
             if (check := each.metadata.get("check")) is not None:
                 check(**{each.name: getattr(self, each.name)})

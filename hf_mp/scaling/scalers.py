@@ -82,7 +82,7 @@ class DynamicLossScaler(LossScaler[DynamicRule]):
 
     Raises:
         ValueError: for settings outside these ranges.
-        TypeError: for a ``device`` that is none.
+        TypeError: for a ``device`` that torch does not know.
     """
 
     def __init__(
@@ -191,8 +191,8 @@ class HeadroomLossScaler(LossScaler[HeadroomRule]):
             default 50.
         enabled: False makes every method pass through; default True.
 
-    The scale is a power of two from its first update on, whatever the settings are: bounds that are none are taken
-    inwards.
+    The scale is a power of two from its first update on, whatever the settings are: other bounds are moved inwards to
+    the nearest one.
 
     Raises:
         ValueError: for settings outside their ranges.
@@ -230,7 +230,7 @@ class HeadroomLossScaler(LossScaler[HeadroomRule]):
 
 def _check_device(device: Any) -> None:
     # torch.device() is the one that knows all names of devices.
-    with contextlib.suppress(RuntimeError):  # of a name that is none
+    with contextlib.suppress(RuntimeError):  # an unknown name
         if device is None or isinstance(device, torch.device) or (isinstance(device, str) and torch.device(device)):
             return
     raise TypeError(f"device={device!r} is no device: write init_scale={device!r}, if that is the scale")

@@ -33,14 +33,14 @@ class AttachedForward(ReplacedForward):
         functools.update_wrapper(self, self.original, updated=())  # not the attributes of an attached forward below
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Inside another attached forward this one is a part of it, also of its graph, and the borders are the outer's.
+        # Nested in another attached forward, this one belongs to its graph: the borders are the outer one's.
         is_inside = any([isinstance(mode, Region) for mode in autocasts.active])
         return self.inside(*args, **kwargs) if is_inside else self._run(args, kwargs)
 
     # torch.compile leaves this frame alone and compiles the model's own forward, in the region, as one graph.
     @outside_of_graphs("hf_mp's borders are outside of the graph of an attached model: leave fullgraph=True out")
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Detached: a library that put its own forward over this calls it. Or this was part of a model that is gone.
+        # The model was detached or is gone, and a library that has wrapped this forward still calls it.
         if self.runtime.model is None:
             return self.original(*args, **kwargs)
         with labelled("forward"):
@@ -69,7 +69,7 @@ class _Passage:
             if weights.has_borders:
                 args, kwargs = apply_to_tensors(weights.bring_in_argument, (args, kwargs))
         self.args, self.kwargs = args, kwargs
-        # The arguments have crossed: inside, they are recognized as made in this forward.
+        # After the arguments have crossed, so that their aliases count as made in this forward.
         self._inside = runtime.region.running(weights)
         self._inside.__enter__()
         self.forward = autocasts.active[-1].ruled(forward.module(), forward.inside)
@@ -86,7 +86,7 @@ class _Passage:
         """The outputs, each through its border."""
         weights = self._weights
         if weights is not None:
-            # After the forward, also if it is the first of its kind: an exception teaches nothing.
+            # Here and not in leave(): a forward that raised has not shown all of its calls.
             weights.learn()
         if weights is None or not weights.has_grad:
             return apply_to_tensors(lambda output: output_border(output, None), outputs, objects=True)

@@ -26,7 +26,7 @@ from hf_mp.weights.lean.outside_reads import as_stored
 from hf_mp.weights.ranks.agreement import Ranks
 from hf_mp.weights.ranks.placement import is_running, local_parts
 
-_SKIP_BY_THEMSELVES = ("cuda",)  # devices on which a fused step takes found_inf, and the host would have to wait
+_SKIP_BY_THEMSELVES = ("cuda",)  # devices whose fused optimizers skip on found_inf, so that the host need not wait
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Verdict:
     parameters: Sequence[nn.Parameter]
     gradients: Sequence[Tensor]
     bound: Tensor  # FP32 of shape (): no magnitude is larger
-    is_exact: bool  # whether one of the magnitudes is the bound
+    is_exact: bool  # whether the bound is the largest magnitude itself
     largest: Tensor | None  # FP32 of shape (): when the backward ended, before anyone clipped; None if not measured
     arrival: Any = None  # the event after which both are on the host; None if they are there, or stay on the device
 
     @property
     def waits(self) -> bool:
-        """Whether the device can skip the step, and the host would wait for it; several processes have to agree."""
+        """Whether reading would stall the host although the device can skip the step; several processes have to agree."""
         kind = self.bound.device.type
         if kind not in _SKIP_BY_THEMSELVES or is_running():
             return False
@@ -121,7 +121,7 @@ class GradientCheck:
         self._measured: MeasuredGradients | None = None
         self._norm: Tensor | None = None
         self._bound: Tensor | None = None
-        self.clipping: Clipping | None = None  # that the next update is to do
+        self.clipping: Clipping | None = None  # what the next update will scale down
 
     # Backward
 
@@ -135,9 +135,9 @@ class GradientCheck:
                 self.warn_once(UNKNOWN_OPTIMIZER)
             if is_used or not self.gradients(parameters):
                 self.forget()  # what was measured before was used by another optimizer, or thrown away
-        span = labelled("backward")  # of one that raises, the end is that of this object
+        span = labelled("backward")  # a backward that raises ends its span when this object is freed
         span.__enter__()
-        # Two callbacks deep: the first of DDP's follow this one, and its all-reduce may write .grad till then.
+        # Two callbacks deep: DDP queues its own after this one, and its all-reduce writes .grad until then.
         queue = torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(lambda: self._backward_ended(task, span)))
 
@@ -186,7 +186,7 @@ class GradientCheck:
 
         They stay as they are until then: a kernel multiplies what it reads, and else torch does before the step.
         """
-        is_known = is_on_host(norm)  # it would wait for any other device
+        is_known = is_on_host(norm)  # for any other device the comparison would wait
         if is_known and max_norm / (norm + 1e-6) >= 1:
             return  # torch would multiply them by 1
         self.clipping = Clipping(parameters, max_norm, norm)
@@ -274,7 +274,7 @@ class OpenBackwards:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """To run forward code in that a backward calls: what it differentiates itself is not scaled."""
+        """Context of forward code that a backward runs: gradients that this code computes itself are not scaled."""
         before, self._paused.is_on = getattr(self._paused, "is_on", False), True
         try:
             yield

@@ -14,5 +14,5 @@ _NOTHING = nullcontext()
 
 @uncompiled  # code that is compiled anew for a profiler would be timed with its compilation
 def labelled(part: str) -> AbstractContextManager[Any]:
-    """To run ``part`` of a step in: recorded as ``hf_mp: part`` while a profiler runs, else nothing."""
+    """Context of one ``part`` of a step, which a running profiler shows as ``hf_mp: part``."""
     return profiler.record_function(f"hf_mp: {part}") if profiler._is_profiler_enabled else _NOTHING

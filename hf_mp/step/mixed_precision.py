@@ -352,7 +352,7 @@ class MixedPrecision:
         self._step_was_skipped = was_skipped
         if self.check.is_scaled:
             self.layout.scale_changes(self.check.parameters)
-        # Now: record_step() sets the next one.
+        # Read before record_step() sets the next one.
         used_scale = self.scaler.get_scale()
         for observer in self.observers:
             observer.stepped(report)
@@ -362,12 +362,12 @@ class MixedPrecision:
             words = [words for observer in self.observers if (words := observer.last_words())]
             raise LossScaleError("\n".join([str(error), *words])) from None
         finally:
-            # Also of the step that ends the training: its numbers belong into the log.
+            # Also for the step that ends the training, so that the log has its numbers.
             self._stats = self._stats.after_step(used_scale, self.scaler.get_scale(), report)
 
     def detach(self) -> None:
         """Leave the model as an ordinary FP32 model and its optimizers as they were: no hook, wrapper or copy stays."""
-        # The last one first: each gives back the forward that it found.
+        # In reverse: each forward restores the one that it replaced.
         for forward in filter(None, [reference() for reference in reversed(self._forwards)]):
             forward.remove()
         self.scaler.settle()
@@ -389,7 +389,9 @@ class MixedPrecision:
             copied = MixedPrecision(self.policy, loss_scaler=self.scaler.copy(), tables=self._tables, rules=self.rules)
             memo[id(self)] = copied
             if (model := self.model) is not None and id(model) in memo:
-                copied._model = weakref.ref(memo[id(model)])  # taken when it is whole: rules look for its modules
+                copied._model = weakref.ref(
+                    memo[id(model)]
+                )  # taken at its first forward, when the modules that rules name are there
         return memo[id(self)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -397,7 +399,10 @@ class MixedPrecision:
         return {**state_of(self.policy, self.scaler), **({"remedies": self.remedies} if self.remedies else {})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave; a state of another loss scaling is left, and what is none raises."""
+        """Take over what :meth:`state_dict` gave; the scale of another kind of loss scaling is left out with a warning.
+
+        Raises TypeError or ValueError for anything else.
+        """
         load_state(state_dict, self.policy, self.scaler)
         self.stats = PrecisionStats.resumed(self.scaler.state)
         self.add_rules(state_dict.get("remedies", {}))

@@ -29,8 +29,8 @@ _SUPPORTS_SCALING = "_step_supports_amp_scaling"
 class _StepWasSkipped:
     """``Optimizer.step_was_skipped`` after a step that its device decides: waits for the verdict when it is asked.
 
-    Not a property: what the guard notes at the optimizer itself comes first. At torch's class while one of its users
-    is attached.
+    A descriptor without ``__set__``, so that the guard's attribute of the optimizer itself wins. It lies on torch's
+    class while one of its users is attached.
     """
 
     _users = 0
@@ -42,7 +42,7 @@ class _StepWasSkipped:
         raise AttributeError(f"{kind.__name__!r} object has no attribute 'step_was_skipped'")
 
     def answer_for(self, optimizer: Optimizer) -> weakref.finalize[..., Any]:
-        """Answer for ``optimizer`` too; gives what ends that."""
+        """Answer for ``optimizer`` as well; the finalizer that this returns ends it."""
         self._count(1)
         return weakref.finalize(optimizer, self._count, -1)
 
@@ -106,12 +106,12 @@ class StepGuard:
     def _update_unless(self, verdict: Verdict, runtime: MixedPrecision) -> Any:
         """Queue an update that the device skips; the host reads the verdict when somebody asks what became of it.
 
-        Nobody asking, that is when the next backward begins, which needs the next S.
+        That is at the latest when the next backward begins, which needs the next S.
         """
         sent = verdict.sent_to_host()
         optimizer, result = self.optimizer, self._update([runtime], {}, verdict.found_inf())
         take_in = functools.partial(self._read_then_update, [runtime], [sent], {}, is_updated=True)
-        if runtime.observers or runtime.scaler.skips_once_too_often():  # who is to hear of an overflow at once
+        if runtime.observers or runtime.scaler.skips_once_too_often():  # these must hear of an overflow at once
             take_in()
         else:
             self._answered = self._answered or _STEP_WAS_SKIPPED.answer_for(optimizer)
@@ -161,7 +161,7 @@ class StepGuard:
             return result
 
     def remove(self, runtime: MixedPrecision) -> None:
-        """Guard for one model less; with the last, give the optimizer its own ``step`` back."""
+        """Stop guarding for one model; after the last one, give the optimizer its own ``step`` back."""
         self.runtimes.remove(runtime)
         if self.runtimes:
             return
@@ -170,7 +170,7 @@ class StepGuard:
         state = vars(self.optimizer)
         state.pop("step_was_skipped", None)
         state.pop(_SUPPORTS_SCALING, None)
-        if state.get("step") is self._guarded:  # else a wrapper was put on later, under which this is transparent
+        if state.get("step") is self._guarded:  # else a wrapper that was put on later goes on calling this one
             del state["step"]
             state.update(self._before)
         elif _SUPPORTS_SCALING in self._before:
@@ -178,7 +178,7 @@ class StepGuard:
 
 
 def _check_step(optimizer: Any, runtimes: list[MixedPrecision]) -> None:
-    """Raise a RuntimeError if a ``torch.amp.GradScaler`` steps ``optimizer``, as its attributes tell, or a backward."""
+    """Raise a RuntimeError for a step by a ``torch.amp.GradScaler``, or inside of a backward."""
     if any([runtime.check.is_scaled and runtime.check.open_backwards for runtime in runtimes]):
         raise RuntimeError(
             "optimizer.step() was called in a backward, of which the other gradients would be divided by the next loss "

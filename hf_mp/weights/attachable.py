@@ -151,7 +151,7 @@ def head_of(model: nn.Module) -> str:
     """The name of the output embedding of ``model``, as ``get_output_embeddings()`` of it or of a part has it.
 
     Raises:
-        ValueError: where there is none.
+        ValueError: if the model has no output embedding.
     """
     for part in model.modules():
         head = getattr(part, "get_output_embeddings", lambda: None)()

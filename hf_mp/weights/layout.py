@@ -75,7 +75,7 @@ class WeightLayout:
     def take_gradients(
         self, weights: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]], inverse: Tensor | None
     ) -> list[bool]:
-        """Keep the gradients of the uses of each weight, still scaled, and ``inverse``; False where autograd is to."""
+        """Keep the gradients of each weight's uses, still scaled, with ``inverse``; False leaves them to autograd."""
         return [False] * len(weights)
 
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
@@ -97,7 +97,7 @@ class WeightLayout:
         clipping: Clipping | None,
         found_inf: Tensor | None,
     ) -> bool:
-        """Take the step of ``optimizer`` and refresh the working copies in one kernel; False if there is none.
+        """Take the step of ``optimizer`` and refresh the working copies in one kernel; False without one.
 
         The kernel clips the gradients as it reads them, and leaves all as it is where ``found_inf``, FP32 of shape (),
         is not 0.

@@ -86,7 +86,7 @@ class Region(autocast):
 
     @contextmanager
     def running(self, weights: Slots | None) -> Iterator[None]:
-        """To run a forward in, with the weights that it uses; None for those that the model has."""
+        """Context of one forward: autocast, with ``weights`` in the slots; None leaves the slots alone."""
         thread, ident = self.thread, threading.get_ident()
         before = dict(vars(thread))
         has_grad = weights is not None and weights.has_grad
