@@ -42,7 +42,7 @@ class Verdict:
 
     @property
     def waits(self) -> bool:
-        """Whether reading would stall the host although the device can skip the step; several processes have to agree."""
+        """Whether reading would stall the host though the device can skip the step; several processes have to agree."""
         kind = self.bound.device.type
         if kind not in _SKIP_BY_THEMSELVES or is_running():
             return False
