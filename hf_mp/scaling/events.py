@@ -27,7 +27,7 @@ class StepObserver:
         """An optimizer is attached, as it will be stepped; raises a ValueError where it cannot be looked on."""
 
     def forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
-        """A forward with grad of ``forward``, an :class:`AttachedForward`, begins; may return a taker of its outputs."""
+        """A forward with grad of ``forward``, an :class:`AttachedForward`, begins; may return a taker of outputs."""
 
     def backward_began(self, node: Any, gradient: Tensor) -> None:
         """A gradient, scaled, enters through ``node``, an output border's; nothing of the model's backward has run."""
