@@ -42,7 +42,7 @@ from hf_mp.weights.generation import cache_patches
 from hf_mp.weights.layout import WeightLayout, too_large
 from hf_mp.weights.layout_choice import make_layout, spread_layout
 from hf_mp.weights.ranks.agreement import Ranks
-from hf_mp.weights.ranks.placement import ALONE, Placement, is_running, placement_of
+from hf_mp.weights.ranks.placement import ALONE, Placement, check_updates, is_running, mesh_groups, placement_of
 from hf_mp.weights.region import Region
 from hf_mp.weights.slots import GROUP_ELEMENTS, Slots
 from hf_mp.weights.value_clipping import VALUE_PATCHES
@@ -229,7 +229,7 @@ class MixedPrecision:
         placement = placement_of(model)  # DDP or FSDP may have come after attach()
         self._is_under_ddp = placement.ddp is not None
         if placement is not ALONE:
-            self.ranks.note_forward(model, placement, is_lean=self.policy.is_lean)
+            self.ranks.note_forward(model, placement)
             self._use_layout_for(model.parameters(), placement)
         if (parameter := next(model.parameters(), None)) is not None:
             self.scaler.scale_tensors(parameter.device)
@@ -262,7 +262,7 @@ class MixedPrecision:
         model, before = self.model, self.layout
         if is_running() or placement.is_tensor_parallel:  # a mesh may be of one process
             parameters = list(parameters)
-            self.ranks.compare(parameters)
+            self.ranks.compare(mesh_groups(parameters))
             self.layout = spread_layout(before, parameters, placement)
         if self.layout is not before:
             before.restore(model)  # of a lean one, what FSDP2 has left whole
@@ -316,9 +316,11 @@ class MixedPrecision:
                 self.grad_norm = self.grad_norm if observer.norm is None else observer.norm
                 return report
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        placement = placement_of(self.model)  # FSDP may have come since, around the model too
-        if placement is not ALONE:
-            self.ranks.check_optimizer(optimizer, self.model, placement)
+        model = self.model
+        placement = placement_of(model)  # FSDP may have come since, around the model too
+        if model is not None and placement is not ALONE:
+            if placement.fsdp:
+                check_updates(optimizer, model)
             self._use_layout_for(parameters, placement)
         if self._max_grad_norm is not None:
             self.grad_norm = self.clip_grad_norm(optimizer, parameters, self._max_grad_norm)

@@ -18,7 +18,7 @@ from hf_mp.casting.replacements.base import ReplacedForward
 from hf_mp.casting.rules import Rules
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.weights.lean.split_parameter import SplitParameter
-from hf_mp.weights.ranks.placement import Placement, check_masters, check_placement, updates
+from hf_mp.weights.ranks.placement import Placement, check_masters, check_placement, check_updates
 
 UNKNOWN_OPTIMIZER = (
     "this model is attached to a MixedPrecision, and an optimizer that it does not know updates its weights: updates "
@@ -190,11 +190,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module | None) -> None:
             f"attach_optimizer takes one torch optimizer, not {type(optimizer).__name__}: call it once for each"
         )
     check_closure(optimizer)
-    if model is not None and not updates(optimizer, model):
-        raise ValueError(
-            f"no parameter of this {type(optimizer).__name__} belongs to the attached {type(model).__name__}: make "
-            "the optimizer from model.parameters()"
-        )
+    if model is not None:
+        check_updates(optimizer, model)
 
 
 def check_closure(optimizer: Optimizer) -> None:

@@ -19,7 +19,7 @@ from loop_worker import batches, named, said_of, weights, whole, write_results
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -176,13 +176,6 @@ def refusals(folder: str) -> dict[str, str]:
         layers = parallelize_module(nn.Sequential(nn.Linear(8, 8)), mesh["model"], {"0": ColwiseParallel()})
         hf_mp.MixedPrecision("fp16").attach(fully_shard(layers, mesh=mesh["data"]))
 
-    def two_meshes() -> None:
-        mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("all", "each"))
-        layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        parallelize_module(layers, mesh["all"], {"0": ColwiseParallel()})
-        parallelize_module(layers, mesh["each"], {"1": RowwiseParallel()})
-        hf_mp.MixedPrecision("fp16").attach(layers)
-
     def heads_that_ranks_cannot_share() -> None:
         model = loaded(folder)
         model.config.num_key_value_heads = 3
@@ -193,7 +186,6 @@ def refusals(folder: str) -> dict[str, str]:
             "lean": lambda: hf_mp.MixedPrecision("bf16-lean").attach(loaded(folder)),
             "with_fsdp": with_fsdp,
             "two_dimensions": two_dimensions,
-            "two_meshes": two_meshes,
             "layouts_differ": lambda: hf_mp.MixedPrecision(("fp16", "bf16")[dist.get_rank()]).attach(loaded(folder)),
             "heads_that_ranks_cannot_share": heads_that_ranks_cannot_share,
         }

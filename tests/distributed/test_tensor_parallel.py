@@ -164,9 +164,8 @@ def test_what_cannot_pass_a_front_door_is_refused_by_all(two: Results, case: str
     ("case", "said"),
     [
         ("lean", "ValueError: precision='bf16-lean' keeps .*this model is tensor parallel: use 'bf16'"),
-        ("with_fsdp", "ValueError: this model is tensor parallel, and fully_shard wraps a part.*leave that out"),
+        ("with_fsdp", "ValueError: model.* is placed as .*work alone.*leave FSDP2 and other dimensions out"),
         ("two_dimensions", "ValueError: 0.weight is placed as .*work alone, over a mesh of one dimension"),
-        ("two_meshes", "ValueError: 1.weight is spread over .* needs the same ranks for the whole model"),
         (
             "heads_that_ranks_cannot_share",
             "ValueError: ranks=2 cannot share the 3 key and value heads of Llama.*divides",

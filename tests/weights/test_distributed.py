@@ -1,9 +1,8 @@
-"""Reports of several processes as one: the pure part, and what holds on a single process."""
+"""Several processes: what holds on a single one."""
 
 from __future__ import annotations
 
 import gc
-import math
 import weakref
 from collections.abc import Iterator
 
@@ -14,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hf_mp import MixedPrecision
 from hf_mp.scaling.rules import StepReport
-from hf_mp.weights.ranks.agreement import Ranks, to_number, to_report
+from hf_mp.weights.ranks.agreement import Ranks
 from hf_mp.weights.ranks.placement import (
     ALONE,
     check_placement,
@@ -25,35 +24,10 @@ from hf_mp.weights.ranks.placement import (
     placement_of,
 )
 
-CLEAN = [StepReport(False, None), StepReport(False, 0.0), StepReport(False, 1e-30), StepReport(False, 3.0)]
-OVERFLOWS = [StepReport(True), StepReport(True, 5.0), StepReport(False, math.inf), StepReport(False, math.nan)]
-
-
-@pytest.mark.parametrize("report", CLEAN, ids=str)
-def test_a_clean_report_survives_its_number(report: StepReport) -> None:
-    assert to_report(torch.tensor(to_number(report)).item()).overflow is False
-    assert to_report(to_number(report)) == report
-
-
-@pytest.mark.parametrize("report", OVERFLOWS, ids=str)
-def test_whatever_overflowed_is_inf_and_never_nan(report: StepReport) -> None:
-    assert to_number(report) == math.inf
-    assert to_report(to_number(report)) == StepReport(True)
-
-
-@pytest.mark.parametrize("left", [*CLEAN, *OVERFLOWS], ids=str)
-@pytest.mark.parametrize("right", [*CLEAN, *OVERFLOWS], ids=str)
-def test_the_maximum_of_two_numbers_is_the_report_of_both(left: StepReport, right: StepReport) -> None:
-    both = to_report(max(to_number(left), to_number(right)))
-    assert both.overflow is (left in OVERFLOWS or right in OVERFLOWS)
-    if not both.overflow:
-        measured = [r.largest_gradient for r in (left, right) if r.largest_gradient is not None]
-        assert both.largest_gradient == max(measured, default=None)
-
 
 def test_a_single_process_agrees_with_itself() -> None:
     ranks, report = Ranks(str), StepReport(False, 2.0)
-    ranks.note_forward(nn.Linear(2, 2), ALONE, is_lean=False)
+    ranks.note_forward(nn.Linear(2, 2), ALONE)
     assert not is_running()
     assert ranks.agree(report, [nn.Parameter(torch.ones(2))]) is report
 

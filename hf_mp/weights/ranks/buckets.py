@@ -24,11 +24,6 @@ class Buckets:
     """
 
     def __init__(self, ddp: DistributedDataParallel, policy: PrecisionPolicy, runtime: Runtime) -> None:
-        if getattr(ddp, "_comm_hooks", None):
-            raise ValueError(
-                f"precision={str(policy)!r} sends scaled gradients, and this DistributedDataParallel has a "
-                "communication hook of another's: leave register_comm_hook out, or use a default layout (fp16, bf16)"
-            )
         self._group, self._policy = ddp.process_group, policy
         self.looks_for_unused = ddp.find_unused_parameters or ddp.static_graph
         # DDP keeps its hook for good, and would keep the model alive through the runtime.
@@ -36,6 +31,7 @@ class Buckets:
         self._streams: dict[torch.device, Any] = {}
         split = [parameter for parameter in ddp.parameters() if isinstance(parameter, SplitParameter)]
         follow_first_rank(split, ddp.process_group)
+        # torch refuses a second hook, where a user has registered one.
         # DDP reads the annotations of a hook as types, which they are not here.
         ddp.register_comm_hook(self, lambda buckets, bucket: buckets.reduce(bucket))
 
@@ -51,7 +47,8 @@ class Buckets:
             if isinstance(parameter, SplitParameter):
                 parameter.put_gradient_into(part, factor, inverse)
         with self._in_turn(values.device):
-            self._average(values, factor)
+            # A split parameter's gradient is scaled already.
+            self._average(values, None if values.dtype is self._policy.wire else factor)
             is_indexed = values.device.index is not None  # no CPU is
             done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[values.device] if is_indexed else None)
             done.set_result(values)
@@ -59,10 +56,9 @@ class Buckets:
 
     def hand_out(self, parameters: Iterable[Tensor]) -> None:
         """Have split ``parameters`` take what DDP has left in their ``.grad`` for scaled; after each backward."""
-        if (runtime := self._runtime()) is None:
-            return
+        runtime = self._runtime()
         for parameter in parameters:
-            if isinstance(parameter, SplitParameter):
+            if runtime is not None and isinstance(parameter, SplitParameter):
                 is_scaled = runtime.scale(parameter.device) is not None
                 inverse = runtime.scaler.scale_tensors(parameter.device).inverse if is_scaled else None
                 parameter.take_from_bucket(inverse)
@@ -83,16 +79,14 @@ class Buckets:
             distributed.all_reduce(sums, group=self._group)
             values.copy_(sums.div_(ranks))
             return
-        is_split = values.dtype is wire
-        scaled = values if is_split or factor is None else values * factor
         sent = values.new_zeros(-(-values.numel() // ranks) * ranks, dtype=wire)
-        sent[: values.numel()].copy_(scaled)
+        sent[: values.numel()].copy_(values if factor is None else values * factor)
         part = torch.empty(sent.numel() // ranks, dtype=torch.float32, device=sent.device)
         sum_parts(part, sent, self._group)
         single = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
         single(sent, part.div_(ranks).to(wire), group=self._group)
         values.copy_(sent[: values.numel()])
-        if factor is not None and not is_split:
+        if factor is not None:
             values.div_(factor)
 
 

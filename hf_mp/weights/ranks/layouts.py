@@ -69,11 +69,6 @@ class TensorParallelLayout(TransientLayout):
     def working_copies(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
         return {id(weight): weight.detach().to(self.policy.compute) for weight in weights if is_master(weight)}
 
-    def join_ranks(
-        self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
-    ) -> None:
-        pass  # activations travel, as they are computed
-
     def wrap(self, optimizer: Optimizer) -> Optimizer:
         for group in optimizer.param_groups:
             if (group.get("fused") or group.get("foreach")) and len(set(map(is_dtensor, group["params"]))) > 1:

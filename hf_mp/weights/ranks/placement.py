@@ -39,24 +39,23 @@ def has_processes() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def updates(optimizer: Any, model: nn.Module) -> bool:
-    """Whether ``optimizer`` holds a parameter of ``model``, or a shard, which FSDP2 puts in either of them first."""
+def check_updates(optimizer: Any, model: nn.Module) -> None:
+    """Raise a ValueError if ``optimizer`` holds no parameter of ``model``, nor a shard, which FSDP2 puts in either."""
     own = {id(parameter) for parameter in model.parameters()}
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return any(id(parameter) in own or mesh_of(parameter) is not None for parameter in given)
+    if not any(id(parameter) in own or is_dtensor(parameter) for parameter in given):
+        raise ValueError(
+            f"no parameter of this {type(optimizer).__name__} belongs to the attached {type(model).__name__}: make "
+            "the optimizer from model.parameters(), after fully_shard, which puts shards in their places"
+        )
 
 
 def mesh_groups(parameters: Iterable[Tensor]) -> list[ProcessGroup]:
     """The process groups of the dimensions of the meshes over which ``parameters`` are spread."""
     groups: list[ProcessGroup] = []
-    for mesh in {id(mesh): mesh for p in parameters if (mesh := mesh_of(p)) is not None}.values():
+    for mesh in {id(p.device_mesh): p.device_mesh for p in parameters if is_dtensor(p)}.values():  # type: ignore[attr-defined]
         groups += [group for group in mesh.get_all_groups() if group not in groups]
     return groups
-
-
-def mesh_of(parameter: Tensor) -> Any:
-    """The device mesh over which ``parameter``, or that of which it is a split part, is spread; None for none."""
-    return getattr(parameter, "device_mesh", None)
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -113,24 +112,12 @@ def placement_of(model: nn.Module | None) -> Placement:
     if model is None or not has_processes():
         return ALONE
     modules, parameters, fsdp = modules_of(model), parameters_of(model), tuple(fsdp_modules(model))
-    dtensors = tuple(filter(is_dtensor, parameters))
-    return Placement(
-        _ddp_of(model), fsdp, dtensors, _is_flattened(modules, parameters), _is_tensor_parallel(modules, fsdp)
-    )
-
-
-def _ddp_of(model: nn.Module) -> DistributedDataParallel | None:
     # The DDP around a model is known to nobody but torch, and only while its forward runs.
-    is_ddp = isinstance(model, DistributedDataParallel)
-    return model if is_ddp else DistributedDataParallel._get_active_ddp_module()  # type: ignore[return-value]
-
-
-def _is_flattened(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and (
-        any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules)
-        or any(not isinstance(p, nn.Parameter) or hasattr(p, "_fsdp_flattened") for p in parameters)
-    )
+    ddp: Any = model if isinstance(model, DistributedDataParallel) else DistributedDataParallel._get_active_ddp_module()
+    # FSDP1's own mark. While its forward runs, plain views lie in the places of parameters.
+    is_flattened = any(hasattr(p, "_fsdp_flattened") or not isinstance(p, nn.Parameter) for p in parameters)
+    dtensors = tuple(filter(is_dtensor, parameters))
+    return Placement(ddp, fsdp, dtensors, is_flattened, _is_tensor_parallel(modules, fsdp))
 
 
 def _is_tensor_parallel(modules: Iterable[nn.Module], fsdp: Iterable[nn.Module]) -> bool:
@@ -158,11 +145,6 @@ def check_placement(model: nn.Module, placement: Placement) -> None:
                 f"fully_shard(mp_policy={policy}) is a mixed precision of FSDP's own: leave mp_policy "
                 "out, so that FP32 masters are gathered and FP32 gradients reduced"
             )
-    if placement.is_tensor_parallel and placement.fsdp:  # torch refuses DistributedDataParallel itself
-        raise ValueError(
-            "this model is tensor parallel, and fully_shard wraps a part of it: leave that out, or load it without "
-            "tp_plan"
-        )
     if placement.is_tensor_parallel:
         check_heads(model, placement.dtensors[0].device_mesh.size())
     for parameter in placement.dtensors:
@@ -170,25 +152,16 @@ def check_placement(model: nn.Module, placement: Placement) -> None:
 
 
 def _check_dtensor(parameter: Any, placement: Placement, model: nn.Module) -> None:
-    placements, mesh, first = parameter.placements, parameter.device_mesh, placement.dtensors[0]
+    placements = parameter.placements
     # (Shard,) is FSDP, (Replicate, Shard) its hybrid form; anything else is (also) tensor parallelism.
     is_hybrid = len(placements) == 2 and placements[0].is_replicate()
-    if len(placements) > 1 and (placement.is_tensor_parallel or not is_hybrid):
+    # torch refuses DistributedDataParallel around a tensor parallel model itself.
+    is_tp_with_fsdp = placement.is_tensor_parallel and bool(placement.fsdp)
+    if is_tp_with_fsdp or (len(placements) > 1 and (placement.is_tensor_parallel or not is_hybrid)):
         raise ValueError(
             f"{_name_of(parameter, model)} is placed as {tuple(placements)}: tensor and expert parallelism work "
             "alone, over a mesh of one dimension; leave FSDP2 and other dimensions out, or use FSDP2 alone"
         )
-    # For expert parallelism, Transformers gives the experts a mesh of their own over the same ranks.
-    if placement.is_tensor_parallel and _ranks_of(mesh) != _ranks_of(first.device_mesh):
-        raise ValueError(
-            f"{_name_of(parameter, model)} is spread over {mesh} and {_name_of(first, model)} over "
-            f"{first.device_mesh}: tensor parallelism needs the same ranks for the whole model"
-        )
-
-
-def _ranks_of(mesh: Any) -> list[int]:
-    """The ranks of a mesh of one dimension, without a look at its tensor, which is a fake one in a plan."""
-    return torch.distributed.get_process_group_ranks(mesh.get_group())
 
 
 def check_masters(model: nn.Module, placement: Placement) -> None:

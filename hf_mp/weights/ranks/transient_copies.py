@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-
-
-class _Rounding(NamedTuple):
-    """Stands for (a view of) a copy among the tensors that autograd saves."""
-
-    parameter: nn.Parameter
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
 
 
 class TransientCopies:
@@ -53,17 +44,18 @@ class TransientCopies:
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
 
-    def _pack(self, tensor: Tensor) -> _Rounding | tuple[Tensor, int]:
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor] | tuple[Tensor, int]:
         found = self._transient.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
         if found is None:
             # Detached: an op's output would otherwise be kept alive by the op itself.
             return tensor.detach(), tensor._version
-        return _Rounding(found, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        view = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        # Holds the parameter alone: the copy is freed as soon as the forward lets go of it.
+        return lambda: found.detach().to(self.dtype).as_strided(*view)
 
     def _unpack(self, saved: Any) -> Tensor:
-        if isinstance(saved, _Rounding):
-            rounded = saved.parameter.detach().to(self.dtype)
-            return rounded.as_strided(saved.size, saved.stride, saved.offset)
+        if callable(saved):
+            return saved()
         tensor, version = saved
         if tensor._version != version:
             raise RuntimeError(

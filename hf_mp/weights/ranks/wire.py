@@ -8,7 +8,6 @@ FSDP2 accepts a custom all-gather and reduce-scatter (``FSDPModule.set_custom_al
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -42,11 +41,13 @@ class RoundedGather:
     def __init__(self, group: Any, dtype: torch.dtype, kept: Iterable[nn.Module]) -> None:
         self.before, self._dtype = group._all_gather_comm, dtype
         in_fp32 = {module for one in kept for module in one.modules()}
-        in_fp32 |= {one._module_info.module for one in group.fsdp_params if is_fp32_router(one._module_info.module)}
-        self._parameters = [
-            (one, len(one._orig_size) > 1 and one._module_info.module not in in_fp32) for one in group.fsdp_params
+        self._parameters = group.fsdp_params
+        self._is_rounded = [
+            len(one._orig_size) > 1
+            and (module := one._module_info.module) not in in_fp32
+            and not is_fp32_router(module)
+            for one in group.fsdp_params
         ]
-        self._runs_of: dict[int, list[tuple[int, bool]]] = {}  # by the elements of a rank's part
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """As FSDP's own."""
@@ -57,20 +58,20 @@ class RoundedGather:
 
         Ordered with the stream that is current, like any collective; ``async_op`` is for what is not FP32 throughout.
         """
-        # FSDP2 gathers a group of several dtypes as bytes, of which we could not tell the parts apart.
-        if output_tensor.dtype is not torch.float32:  # bytes: frozen FP16 weights are among them, or all in 16 bits
-            return self.before(output_tensor, input_tensor, group, async_op)
-        runs = self._runs_of.get(elements := input_tensor.numel()) or self._runs(elements)
-        self._runs_of[elements] = runs
-        if not any(is_rounded for _, is_rounded in runs):
+        # FSDP2 gathers a group of several dtypes as bytes, of which we could not tell the parts apart: frozen FP16
+        # weights are among them, or all in 16 bits.
+        if output_tensor.dtype is not torch.float32 or not any(self._is_rounded):
             return self.before(output_tensor, input_tensor, group, async_op)
         with torch.no_grad():
-            return self._gather(runs, output_tensor, input_tensor, group)
+            return self._gather(output_tensor, input_tensor, group)
 
-    def _gather(self, runs: list[tuple[int, bool]], output_tensor: Tensor, input_tensor: Tensor, group: Any) -> None:
-        sizes = [size for size, _ in runs]
-        kept_bytes = sum(4 * size for size, is_rounded in runs if not is_rounded)
-        rounded_bytes = sum(2 * size for size, is_rounded in runs if is_rounded)
+    def _gather(self, output_tensor: Tensor, input_tensor: Tensor, group: Any) -> None:
+        sizes = [one._sharded_param_data.numel() for one in self._parameters]
+        if sum(sizes) != input_tensor.numel():  # resharded after forward to fewer ranks
+            sizes = [one._sharded_post_forward_param_data.numel() for one in self._parameters]
+        kept = [size for size, is_rounded in zip(sizes, self._is_rounded, strict=True) if not is_rounded]
+        rounded = [size for size, is_rounded in zip(sizes, self._is_rounded, strict=True) if is_rounded]
+        kept_bytes, rounded_bytes = 4 * sum(kept), 2 * sum(rounded)
         # FP32 parts first: one message for both dtypes, since a second one costs a launch a block.
         stride = kept_bytes + rounded_bytes + rounded_bytes % 4  # FP32 wants its alignment in the next rank's part
         ranks = group.size()
@@ -78,27 +79,15 @@ class RoundedGather:
         by_rank = sent.view(ranks, stride)
 
         def parts(of: Tensor) -> list[Tensor]:
-            kept = of[..., :kept_bytes].view(torch.float32)
-            rounded = of[..., kept_bytes : kept_bytes + rounded_bytes].view(self._dtype)
-            by_kind = {
-                False: iter(kept.split([size for size, is_rounded in runs if not is_rounded], -1)),
-                True: iter(rounded.split([size for size, is_rounded in runs if is_rounded], -1)),
-            }
-            return [next(by_kind[is_rounded]) for _, is_rounded in runs]
+            wide = of[..., :kept_bytes].view(torch.float32).split(kept, -1)
+            narrow = of[..., kept_bytes : kept_bytes + rounded_bytes].view(self._dtype).split(rounded, -1)
+            by_kind = {False: iter(wide), True: iter(narrow)}
+            return [next(by_kind[is_rounded]) for is_rounded in self._is_rounded]
 
         mine = by_rank[group.rank()]
         torch._foreach_copy_(parts(mine), list(input_tensor.split(sizes)))
         self.before(sent, mine, group, False)
         torch._foreach_copy_(list(output_tensor.view(ranks, -1).split(sizes, -1)), parts(by_rank))
-
-    def _runs(self, elements: int) -> list[tuple[int, bool]]:
-        """Runs of parameters, in the order of a rank's part: elements, and whether they are rounded."""
-        sizes = [(one._sharded_param_data.numel(), is_rounded) for one, is_rounded in self._parameters]
-        if sum(size for size, _ in sizes) != elements:  # resharded after forward to fewer ranks
-            sizes = [(one._sharded_post_forward_param_data.numel(), is_rounded) for one, is_rounded in self._parameters]
-        return [
-            (sum(size for size, _ in run), is_rounded) for is_rounded, run in groupby(sizes, key=lambda found: found[1])
-        ]
 
 
 class ScaledReduceScatter:
@@ -145,31 +134,9 @@ def fsdp_groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     for module in fsdp_modules(model):
         state = module._get_fsdp_state()
         # Private, as is all that tells which parameters FSDP2 sends together.
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch < 2.13 has one
-        groups = [state._fsdp_param_group] if groups is None else groups
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch < 2.13 has one
         if len(groups) == 1 and groups[0] is not None:
             yield module, groups[0]
-
-
-class _Unseen:
-    """A hook of FSDP2 that runs without torch function modes: autocast has nothing to decide in it."""
-
-    def __init__(self, hook: Any) -> None:
-        self.hook = hook
-
-    @torch.compiler.disable
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            return self.hook(*args, **kwargs)
-
-
-def _hooks_of(module: Any) -> Iterator[tuple[dict[int, Any], int]]:
-    """Where the hooks around the forward of a module of FSDP2 are; nothing where torch keeps them elsewhere."""
-    state = module._get_fsdp_state()
-    for hooks, name in ((module._forward_pre_hooks, "_pre_forward"), (module._forward_hooks, "_post_forward")):
-        key = getattr(getattr(state, f"{name}_hook_handle", None), "id", None)
-        if key is not None and key in hooks:
-            yield hooks, key
 
 
 def send_in_16_bits(model: nn.Module, policy: PrecisionPolicy, runtime: Runtime, kept: Iterable[nn.Module]) -> None:
@@ -179,9 +146,6 @@ def send_in_16_bits(model: nn.Module, policy: PrecisionPolicy, runtime: Runtime,
     set before (``set_custom_all_gather``, ``set_symm_mem_for_comm``) stays.
     """
     for module, group in fsdp_groups(model):
-        for hooks, key in _hooks_of(module) if module._compiled_call_impl is None else ():
-            if not isinstance(hooks[key], _Unseen):
-                hooks[key] = _Unseen(hooks[key])
         # By its name, because torch exports neither default class; anything else is somebody's own choice.
         if type(group._all_gather_comm).__name__ == "DefaultAllGather":
             module.set_custom_all_gather(RoundedGather(group, policy.compute, kept))
@@ -192,8 +156,6 @@ def send_in_16_bits(model: nn.Module, policy: PrecisionPolicy, runtime: Runtime,
 def send_as_before(model: nn.Module) -> None:
     """Give FSDP2 back the communication that it had."""
     for module, group in fsdp_groups(model):
-        for hooks, key in _hooks_of(module):
-            hooks[key] = getattr(hooks[key], "hook", hooks[key])
         if isinstance(group._all_gather_comm, RoundedGather):
             module.set_custom_all_gather(group._all_gather_comm.before)
         if isinstance(group._reduce_scatter_comm, ScaledReduceScatter):
