@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -138,6 +141,67 @@ def dcp_of(path: Path, dtype: str = "fp32", weights: str | None = None, change: 
     return path
 
 
+# DeepSpeed, by the layout that its zero_to_fp32.py reads
+
+
+# A class of DeepSpeed's that no other program has: when the files are read, its module is gone.
+DEEPSPEED: Any = types.ModuleType("deepspeed_that_is_not_there")
+DEEPSPEED.ZeroStageEnum = type("ZeroStageEnum", (), {"__module__": DEEPSPEED.__name__})
+
+
+def deepspeed(
+    path: Path,
+    stage: int = 2,
+    ranks: int = 2,
+    masters: Callable[[Tensor], Tensor] = lambda one: one,
+    moments: Callable[[str, Tensor], Tensor] = lambda key, one: one,
+    has_masters: bool = True,
+) -> Path:
+    """``global_step2`` of a ZeRO training in BF16."""
+    model, optimizer = trained("fp32")
+    names = dict(model.named_parameters())
+    working = {name: one.detach().bfloat16() for name, one in model.state_dict().items()}
+    folder = path / "global_step2"
+    folder.mkdir(parents=True)
+    (path / "latest").write_text("global_step2")
+    about = {"ds_version": "0.18.0", "buffer_names": []}
+    if stage == 3:
+        save_file(
+            {name: one.clone() for name, one in working.items() if name != "lm_head.weight"}, path / "model.safetensors"
+        )
+    for rank in range(ranks if stage == 3 else 1):
+        name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+        torch.save({"module": {} if stage == 3 else working, **about}, folder / name)
+    flats = {
+        "masters": [masters(one.detach()) for one in names.values()],
+        **{key: [optimizer.state[one][key] for one in names.values()] for key in ("exp_avg", "exp_avg_sq")},
+    }
+    of_ranks = {key: (cut_each if stage == 3 else cut_whole)(ones, ranks) for key, ones in flats.items()}
+    for rank in range(ranks):
+        state = {key: moments(key, of_ranks[key][rank]) for key in ("exp_avg", "exp_avg_sq")}
+        inner = {"state": {0: state}, "param_groups": [{"lr": RATE, "betas": (0.9, 0.999), "params": [0]}]}
+        held = [of_ranks["masters"][rank]] if has_masters else []
+        if stage == 3:
+            saved: dict[str, Any] = {"fp32_flat_groups": held, "optimizer_state_dict": inner}
+        else:
+            saved = {"single_partition_of_fp32_groups": held, "base_optimizer_state": inner}
+        saved |= {"zero_stage": DEEPSPEED.ZeroStageEnum(), "partition_count": ranks}
+        with mock.patch.dict(sys.modules, {DEEPSPEED.__name__: DEEPSPEED}):
+            torch.save({"optimizer_state_dict": saved}, folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return path
+
+
+def cut_whole(tensors: list[Tensor], ranks: int) -> list[Tensor]:
+    flat = torch.cat([one.reshape(-1) for one in tensors])
+    flat = nn.functional.pad(flat, (0, -len(flat) % ranks))
+    return [one.clone() for one in flat.chunk(ranks)]
+
+
+def cut_each(tensors: list[Tensor], ranks: int) -> list[Tensor]:
+    parts = [cut_whole([one], ranks) for one in tensors]
+    return [torch.cat([part[rank] for part in parts]) for rank in range(ranks)]
+
+
 # Cases
 
 
@@ -210,6 +274,8 @@ PLANTED: Mapping[str, Case] = {
     "fsdp2: bf16 shards of an fp32 training": (lambda path: dcp_of(path, weights="bf16"), {ROUNDED}),
     "fsdp2: fp16 moments": (lambda path: dcp_of(path, change=moments_to_fp16), {FP16}),
     "fsdp2: bf16 second moments": (lambda path: dcp_of(path, change=seconds_to_bf16), {STUCK}),
+    "deepspeed: bf16 second moments": (lambda path: deepspeed(path, moments=seconds_to_bf16), {STUCK}),
+    "deepspeed: masters left out": (lambda path: deepspeed(path, has_masters=False), {ROUNDED}),
     "ours: weights rounded afterwards": (lambda path: cast_weights(ours(path), to_bf16), {ROUNDED}),
     "ours: second moments cast to bf16": (lambda path: change_state(ours(path), seconds_to_bf16), {STUCK}),
     "ours: masters of another step": (lambda path: masters_in_state(path, lambda one: one * 2), {APART}),
@@ -223,6 +289,11 @@ CLEAN: Mapping[str, Callable[[Path], Path]] = {
     "a model in fp32": lambda path: model_folder(path, "fp32"),
     "trl: adapters in fp32": lambda path: trl(path, "fp32", lora()),
     "fsdp2: fp32 shards": lambda path: dcp_of(path),
+    "deepspeed: zero-2": lambda path: deepspeed(path),
+    "deepspeed: masters of another step, which are not compared": lambda path: deepspeed(
+        path, masters=lambda one: one * 2
+    ),
+    "deepspeed: zero-3 of three ranks": lambda path: deepspeed(path, 3, 3),
     "ours: bf16": lambda path: ours(path),
     "ours: fp16-lean": lambda path: ours(path, "fp16-lean"),
     "ours: a loop's shards": lambda path: loop(path),

@@ -53,7 +53,7 @@ def check_folder(
 
     Args:
         path: a folder of a model, a run, or a checkpoint: a Trainer's, FSDP2's and other shards of
-            ``torch.distributed.checkpoint``, or ours.
+            ``torch.distributed.checkpoint``, DeepSpeed's, or ours.
         learning_rate: at which updates are lost or not; default: the checkpoint's. A folder of a model has none, and
             16-bit weights are a risk there only if it is given.
         keeps_bits: the optimizer rounds stochastically, which its state does not show.

@@ -1,7 +1,7 @@
 """Reads what a folder of a model or a checkpoint holds, by headers and samples; nothing of it is run.
 
 Headers tell where each tensor lies, of which a few blocks are read. Files of ``torch.save`` are unpickled by
-``weights_only``, metadata of shards by :class:`_Metadata`.
+``weights_only``; what it or :class:`_Metadata` does not know (DeepSpeed's classes) becomes :class:`Inert`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from hf_mp.diagnostics.contract.risks import (
     Evidence,
@@ -36,6 +37,16 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _RUN = re.compile(r"checkpoint-(\d+)")
 # Shards name what they hold from the root of what was saved, such as optimizer.state.0.exp_avg.
 _STATE = re.compile(r"(\w+\.)?optim|.*(exp_avg|momentum_buffer)")  # how names of an optimizer's state begin
+
+
+class Inert:
+    """Stands in a file for an object of a class that is not loaded: takes everything, and does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    # Pickle gives an object its state by this, whatever the class was.
+    __setstate__ = __init__
 
 
 @dataclass(frozen=True)
@@ -96,9 +107,11 @@ def read_folder(path: Path) -> Folder:
 
 def _read_file(file: Path, folder: Folder) -> None:
     reader = next((read for words, read in _READERS.items() if re.fullmatch(words, file.name)), None)
-    # Transformers writes both formats in a migration, and loads the safetensors; counted twice they are two models.
-    is_copy = re.match(r"(pytorch|adapter)_model.*\.bin$", file.name)
-    if reader is None or not file.is_file() or (is_copy and any(file.parent.glob("*.safetensors"))):
+    # Transformers writes both formats in a migration, and beside DeepSpeed's folder, and loads the safetensors; counted
+    # twice they are two models.
+    beside = file.parent.parent if "model_states" in file.name else file.parent
+    is_copy = re.match(r"(pytorch|adapter)_model.*\.bin$|.*model_states", file.name)
+    if reader is None or not file.is_file() or (is_copy and any(beside.glob("*.safetensors"))):
         return
     try:
         reader(file, folder)
@@ -107,7 +120,7 @@ def _read_file(file: Path, folder: Folder) -> None:
     except Exception as error:  # whatever damaged bytes bring about: the file is named
         says = f" ({first_line(error)[:200]})"
         if isinstance(error, (pickle.UnpicklingError, AttributeError)):  # torch would advise to run it
-            says = ", or a pickle that runs code, which hf_mp does not: save tensors, numbers and text (a state_dict)"
+            says = ", or a pickle that runs code, which hf_mp does not"
         raise ValueError(f"{file} cannot be read: it is damaged{says}") from error
 
 
@@ -124,11 +137,14 @@ def _read_safetensors(file: Path, folder: Folder) -> None:
 
 
 def _read_torch_file(file: Path, folder: Folder) -> None:
-    loaded = torch.load(str(file), map_location="meta", weights_only=True)
+    # weights_only refuses classes that it does not know by name; DeepSpeed pickles enums and configs beside tensors.
+    with safe_globals([(Inert, name) for name in get_unsafe_globals_in_checkpoint(str(file))]):
+        loaded = torch.load(str(file), map_location="meta", weights_only=True)
     if not isinstance(loaded, Mapping):
         raise TypeError("it holds no dictionary of tensors: save model.state_dict()")
-    # Trainer and accelerate name optimizer files so; what is inside does not tell.
-    for name, value in _walk(loaded, "optim." if "optim" in file.name else "", folder):
+    # torch.save of Trainer, accelerate and DeepSpeed names optimizer files so; what is inside does not tell.
+    prefix = "optim." if "optim" in file.name else ""
+    for name, value in _walk(loaded.get("module", loaded) if not prefix else loaded, prefix, folder):
         folder.add(name, _part_of(file, value))
 
 
@@ -151,16 +167,6 @@ def _walk(value: Any, name: str, folder: Folder) -> Iterator[tuple[str, Any]]:
         folder.groups.append(value)
     for key, item in items:
         yield from _walk(item, f"{name}{key}.", folder)
-
-
-class Inert:
-    """Stands in metadata for an object of a class that is not loaded: takes everything, and does nothing."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    # Pickle gives an object its state by this, whatever the class was.
-    __setstate__ = __init__
 
 
 class _Metadata(pickle.Unpickler):
@@ -202,17 +208,12 @@ def _read_json(file: Path, folder: Folder) -> None:
     folder.groups += [*logged, *found.get("groups", found.get("optimizer", {}).get("groups", ()))]
 
 
-def _refuse_deepspeed(file: Path, folder: Folder) -> None:
-    raise TypeError("DeepSpeed trains with FP32 masters of its own: its zero_to_fp32.py writes what this reads")
-
-
-# By name, as whoever loads them finds them: first what cannot run code.
+# By name, as their loaders find them: first what cannot run code.
 _READERS: dict[str, Callable[[Path, Folder], None]] = {
     r".*\.safetensors": _read_safetensors,
     r"\.metadata": _read_shards,
     r"(trainer_state|training_state|optimizer)\.json": _read_json,
-    r".*_(model|optim)_states\.pt": _refuse_deepspeed,
-    r"(optimizer|(pytorch_|adapter_)?model|checkpoint|ckpt).*\.(pt|pth|bin)": _read_torch_file,
+    r"(optimizer|(pytorch_|adapter_)?model|checkpoint|ckpt|.*(model|optim)_states).*\.(pt|pth|bin)": _read_torch_file,
 }
 
 

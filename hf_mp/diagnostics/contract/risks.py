@@ -169,7 +169,8 @@ def _fp16_moments(evidence: Evidence) -> Words:
 
 def _other_masters(evidence: Evidence) -> Words:
     nearest = []
-    # Optimizers number their masters: each is compared with the weight of its size that is nearest to it.
+    # Optimizers number their masters: each is compared with the weight of its size that is nearest to it. DeepSpeed's
+    # are flat and cut across ranks, so that none has the size of a weight.
     for master in evidence.masters if evidence.is_saved else ():
         alike = [one for one in evidence.narrow_weights if one.values.shape == master.values.shape]
         shares = [(_share_apart(master, one), one.name) for one in alike if one.elements == master.elements]
@@ -181,7 +182,7 @@ def _other_masters(evidence: Evidence) -> Words:
     return (
         f"{len(off)} of {len(nearest)} masters are not what their 16-bit weights are roundings of (of {off[0][1]}, "
         f"{off[0][0]:.0%}): a training that goes on continues from the masters, and an evaluation reads the weights",
-        "save both at one step, or write the masters into the weights first",
+        "save both at one step, or write the masters into the weights first (DeepSpeed: zero_to_fp32.py)",
     )
 
 
@@ -219,7 +220,8 @@ def share_lost_at(weight: Tensor, rate: float) -> float:
 
 
 _ROLES = {
-    "masters": r"master|fp32_from_fp16",
+    # First match wins: "fp32_groups" of DeepSpeed would else be read by the words below.
+    "masters": r"master|fp32_groups|fp32_flat_groups|fp32_from_fp16",
     "sums": r"kahan|compensation|residual|rest$|correction",
     "seconds": r"exp_avg_sq|square_avg|state2$|\bv$",
     "firsts": r"exp_avg|momentum_buffer|state1$|\bm$",
