@@ -1,84 +1,68 @@
 """Histograms of magnitudes in powers of two, and the shares that FP16 would lose.
 
-A histogram counts values by their FP32 exponent, with exact powers of two apart, so limits such as 2**-25 (the largest
-magnitude that FP16 rounds to zero) cut it exactly at every power-of-two loss scale.
+A histogram counts values by their FP32 exponent, so that its limits lie at powers of two, at each such loss scale.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hf_mp.kernels.gradient_scan import real_values
 
-FP16_LARGEST_LOST = -25  # log2 of the largest magnitude that FP16 rounds to zero: half of its smallest number
+FP16_SMALLEST_KEPT = -25  # log2: FP16 rounds to zero what is smaller, half of its smallest number
 FP16_SMALLEST = -24  # log2 of FP16's smallest number, a subnormal one
 FP16_SMALLEST_NORMAL = -14
 FP16_OVERFLOW = 16  # log2 of the smallest power of two that FP16 does not hold
 
 SAMPLE_ELEMENTS = 2**15
 
-_BIAS = 127
-_BINS = 512
-_ZERO, _SUBNORMAL, _INF = 0, 1, 510  # and NaN, the last one
-_MAGNITUDE_BITS, _MANTISSA_BITS = 0x7FFFFFFF, 23
+BINS = 256
+_BIAS, _MANTISSA_BITS, _MAGNITUDE_BITS = 127, 23, 0x7FFFFFFF  # of FP32
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Histogram:
     """The number of values of each magnitude.
 
     Attributes:
-        counts: int64 of shape (512,). With e for the exponent plus 127: ``counts[2 * e]`` values are exactly
-            ``2**(e - 127)``, ``counts[2 * e + 1]`` lie between that and its double. The first two are zeros and
-            FP32's subnormal numbers, the last two inf and NaN.
+        counts: 256 of them. ``counts[k + 127]`` values lie between ``2**k`` and its double; the first are zeros and
+            FP32's subnormal numbers, the last inf and NaN.
     """
 
-    counts: np.ndarray[Any, np.dtype[np.int64]]
-
-    @classmethod
-    def empty(cls) -> Histogram:
-        return cls(np.zeros(_BINS, dtype=np.int64))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Histogram) and np.array_equal(self.counts, other.counts)
-
-    __hash__ = None  # type: ignore[assignment]
+    counts: tuple[int, ...]
 
     @property
     def total(self) -> int:
-        return int(self.counts.sum())
+        return sum(self.counts)
 
     @property
     def zeros(self) -> int:
-        return int(self.counts[_ZERO])
+        return self.counts[0]
 
     @property
     def not_finite(self) -> int:
         """Values that are inf or NaN."""
-        return int(self.counts[_INF:].sum())
+        return self.counts[-1]
 
     @property
     def finite_nonzero(self) -> int:
         """Values that are neither zero, inf nor NaN: the denominator of the shares below."""
-        return int(self.counts[_SUBNORMAL:_INF].sum())
+        return sum(self.counts[1:-1])
 
     def by_octave(self) -> dict[int, int]:
-        """The number of finite values by k = floor(log2 |value|), without zeros; k is -127 for all below 2**-126."""
-        # Exact powers and what lies above them are one octave; the first pair holds the zeros, too.
-        octaves = self.counts[_SUBNORMAL - 1 : _INF].reshape(-1, 2).sum(axis=1)
-        octaves[0] -= self.counts[_ZERO]
-        return {int(e) - _BIAS: int(octaves[e]) for e in np.flatnonzero(octaves)}
+        """The number of finite values by k = floor(log2 |value|), without zeros."""
+        return {place - _BIAS: count for place, count in enumerate(self.counts[:-1]) if place and count}
 
     def share_underflowed(self, log2_scale: int = 0) -> float:
         """The share of the finite nonzero values that FP16 rounds to zero, after multiplication by 2**log2_scale."""
-        end = 2 * (FP16_LARGEST_LOST - log2_scale + _BIAS) + 1  # the first bin that FP16 keeps
-        return _ratio(int(self.counts[_SUBNORMAL : min(max(end, _SUBNORMAL), _INF)].sum()), self.finite_nonzero)
+        # Exactly 2**-25 is rounded to zero too, but counts with its octave, all of which but this is kept.
+        first_kept = FP16_SMALLEST_KEPT - log2_scale + _BIAS
+        return _ratio(sum(self.counts[1 : max(first_kept, 1)][: BINS - 2]), self.finite_nonzero)
 
 
 @torch.no_grad()
@@ -89,9 +73,7 @@ def histogram(values: Tensor) -> Histogram:
     Real and imaginary parts count apart; of a sparse tensor, the stored elements.
     """
     bits = real_values(values.detach()).to(torch.float32).reshape(-1).contiguous().view(torch.int32) & _MAGNITUDE_BITS
-    # The exponent rounded down plus the exponent rounded up: even for powers of two, odd for what lies between.
-    bins = (bits >> _MANTISSA_BITS).add_((bits - 1) >> _MANTISSA_BITS).add_(1)
-    return Histogram(torch.bincount(bins, minlength=_BINS).cpu().numpy())
+    return Histogram(tuple(torch.bincount(bits >> _MANTISSA_BITS, minlength=BINS).tolist()))
 
 
 class Swamped(NamedTuple):

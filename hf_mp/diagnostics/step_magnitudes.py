@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_mp.diagnostics.magnitudes import Histogram, Swamped
+from hf_mp.diagnostics.magnitudes import BINS, Histogram, Swamped
 
-_BINS = len(Histogram.empty().counts)
 _COUNT = np.dtype("<u4")
 
 NO_UPDATES = Swamped(0, 0)
@@ -52,8 +51,9 @@ class StepMagnitudes:
 
     def of(self, kind: Kind, layer: str | None = None) -> Histogram:
         """The histogram of all tensors of a kind (in one layer), weighted by their strides."""
-        found = (t for t in self.tensors if t.kind is kind and layer in (None, t.layer))
-        return Histogram(sum((t.histogram.counts * t.stride for t in found), start=Histogram.empty().counts))
+        found = [t for t in self.tensors if t.kind is kind and layer in (None, t.layer)]
+        weighted = ([count * t.stride for count in t.histogram.counts] for t in found)
+        return Histogram(tuple(map(sum, zip([0] * BINS, *weighted, strict=True))))
 
     def swamped(self, layer: str | None = None) -> Swamped:
         """The updates (of one layer) that BF16 weights would lose, weighted as in :meth:`of`."""
@@ -84,7 +84,7 @@ class StepMagnitudes:
 
 def as_record(step: StepMagnitudes) -> dict[str, Any]:
     """For JSON: a list a tensor, and all counts as one compressed array."""
-    # Most of 512 bins are empty: compressed, a record of a hundred tensors is a few kilobytes.
+    # Most of 256 bins are empty: compressed, a record of a hundred tensors is a few kilobytes.
     counts = np.array([t.histogram.counts for t in step.tensors], dtype=_COUNT)
     return {
         **vars(step),
@@ -95,12 +95,10 @@ def as_record(step: StepMagnitudes) -> dict[str, Any]:
 
 def from_record(record: Mapping[str, Any]) -> StepMagnitudes:
     """What :func:`as_record` gave."""
-    counts = np.frombuffer(zlib.decompress(base64.b64decode(record["counts"])), _COUNT).astype(np.int64)
+    counts = np.frombuffer(zlib.decompress(base64.b64decode(record["counts"])), _COUNT)
     tensors = [
-        TensorMagnitudes(Kind(kind), layer, tensor, stride, Histogram(found), Swamped(*lost))
-        for (kind, layer, tensor, stride, *lost), found in zip(
-            record["tensors"], counts.reshape(-1, _BINS), strict=True
-        )
+        TensorMagnitudes(Kind(kind), layer, tensor, stride, Histogram(tuple(found.tolist())), Swamped(*lost))
+        for (kind, layer, tensor, stride, *lost), found in zip(record["tensors"], counts.reshape(-1, BINS), strict=True)
     ]
     step, scale, notes = (record[name] for name in ("step", "loss_scale", "notes"))
     # A log may be damaged anywhere, and the page draws a logarithm of the scale.

@@ -73,8 +73,6 @@ def test_what_comes_close_gets_a_rule_as_well() -> None:
     safe = calibrate(Gated(factor=1.0), batches(1))
     assert not safe.rules and not safe.close and safe.fp32_share == 0.0
     assert "No rules are needed" in str(safe)
-    least = min((op for op in safe.ops if op.is_fp16), key=lambda op: op.headroom)
-    assert f"({least.op} in {least.module or 'the model itself'}): {least.headroom:.1f} doublings left" in str(safe)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
@@ -115,23 +113,15 @@ def test_a_mask_is_no_overflow() -> None:
     assert any("no backward" in note for note in report.notes)
 
 
-def test_a_report_is_saved_and_loaded(model: Gated, tmp_path: Path) -> None:
+def test_a_report_is_saved(model: Gated, tmp_path: Path) -> None:
     report = calibrate(model, batches(1))
     file = report.save(tmp_path)
-    assert file.name == "precision_rules.json"
-    assert RangeReport.load(tmp_path) == RangeReport.load(file) == report
-    assert str(report) == report.to_text() and "down" in str(report) and "overflows" in str(report)
-    assert "embedding" in report.to_text(every_op=True) and "embedding" not in report.to_text()
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "hf_mp range report", "version": 9}', "{"])
-def test_a_file_that_is_no_report(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "rules.json"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=r"rules.json is no range report as hf_mp.calibrate"):
-        RangeReport.load(file)
+    assert file.name == "precision_rules.json" and report.save(tmp_path / "other.json") == tmp_path / "other.json"
+    saved = json.loads(file.read_text())
+    assert saved["rules"] == report.rules and OpRange(**saved["ops"][0]) == report.ops[0]
+    assert "down" in str(report) and "overflows" in str(report) and "embedding" not in str(report)
     with pytest.raises(OSError, match="nosuch"):
-        RangeReport.load(tmp_path / "nosuch")
+        report.save(tmp_path / "nosuch" / "rules.json")
 
 
 @pytest.mark.parametrize(
@@ -154,12 +144,12 @@ def test_an_attached_model_is_refused(model: Gated) -> None:
         calibrate(model, batches(1))
 
 
-def test_a_model_that_is_nan_in_fp32_gets_no_rules(model: Gated) -> None:
+def test_a_model_that_is_nan_in_fp32_gets_no_rules(model: Gated, tmp_path: Path) -> None:
     with torch.no_grad():
         model.gate.weight.fill_(torch.nan)
     report = calibrate(model, batches(1))
     assert not report.rules and "the cause is the model" in report.notes[-1]
-    assert json.loads(report.to_json(), parse_constant=pytest.fail) and "inf or NaN" in report.to_text()
+    assert json.loads(report.save(tmp_path).read_text(), parse_constant=pytest.fail) and "inf or NaN" in str(report)
 
 
 def test_memory_that_was_not_written_yet_is_no_value() -> None:

@@ -10,7 +10,7 @@ from range_models import Gated, batches
 from trainer_runs import callback_of, quick_arguments
 from transformers import Trainer, TrainingArguments
 
-from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer, RangeReport, calibrate
+from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer, calibrate
 
 FACTOR = 2.0**18
 REMEDIES = {"up:linear": "scaled/256", "down:linear": "scaled/256"}
@@ -79,8 +79,7 @@ def test_the_remedies_are_in_the_checkpoint(kind: str, tmp_path: Path) -> None:
 
 def test_the_rules_of_a_calibration_make_it_unnecessary(tmp_path: Path) -> None:
     report = calibrate(model(), batches(1))
-    report.save(tmp_path)
-    rules = RangeReport.load(tmp_path).rules
+    rules = json.loads(report.save(tmp_path).read_text())["rules"]
     args = arguments(tmp_path, MixedPrecisionArguments, on_overflow="heal")
     ruled = MixedPrecisionTrainer(model(), args, train_dataset=rows(), rules=rules)
     ruled.train()
