@@ -18,7 +18,7 @@ logger = logging.get_logger(__name__)
 def check_first_backward(runtime: MixedPrecision, args: TrainingArguments, accelerator: Any) -> Callable[[], None]:
     """Have the next ``accelerator.backward`` run at several loss scales first, and compare what it leaves.
 
-    The graph of the first micro-batch is kept for five backwards, each as long as a usual one; weights, buffers, random
+    The graph of the first micro-batch is kept for four backwards, each as long as a usual one; weights, buffers, random
     numbers and gradients are then as if there had been none, so that training is the same bit for bit. In memory, the
     gradients come on top of the activations, at a time when the optimizer's moments are not there yet.
 

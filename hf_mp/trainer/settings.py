@@ -97,7 +97,7 @@ class PrecisionOptions:
     check_gradients: bool = _option(
         True,
         "Compare the gradients of the first micro-batch at several loss scales, between which they must not differ: "
-        "five backwards more, once a run.",
+        "four backwards more, once a run.",
     )
     histogram_steps: int = _option(
         0,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_mp.diagnostics.magnitudes import swamped
+from hf_mp.diagnostics.magnitudes import histogram, swamped
 from hf_mp.policy import LOWER_PRECISION_DTYPES, spell
 
 _LOSES_MANY = 0.01  # share of updates from which on the advice is to keep masters
@@ -144,7 +144,7 @@ def _stuck_seconds(evidence: Evidence) -> Words:
     narrow = [one for one in evidence.seconds if one.dtype is torch.bfloat16]
     # The decay is what has to survive: an increase is large where a gradient is, and gets through.
     decay = 1.0 - evidence.beta2  # all that a step with a gradient of 0 does
-    stuck = mean((one.elements, lost_share(one.values, one.values.double() * decay)) for one in narrow)
+    stuck = mean((one.elements, swamped(one.values, one.values.double() * -decay, one.dtype).share) for one in narrow)
     if not narrow or stuck < _STUCK:
         return None
     return (
@@ -198,25 +198,11 @@ RULES: dict[str, Callable[[Evidence], Words]] = {
 # What the rules are made of
 
 
-@torch.no_grad()
-def lost_share(weight: Tensor, update: Tensor) -> float:
-    """The share of updates that rounding drops: ``weight - update`` is ``weight`` again.
-
-    Args:
-        weight: FP16, BF16 or FP32.
-        update: floating, of the same shape; elements where it is 0 do not count.
-
-    Returns:
-        Between 0 and 1; 0 where nothing counts.
-    """
-    return swamped(weight, -update, weight.dtype).share
-
-
 def share_lost_at(weight: Tensor, rate: float) -> float:
-    """:func:`lost_share` of updates of this size, as Adam's and Lion's first one is: half up, half down."""
+    """The share of updates of this size, as Adam's and Lion's first one is, that rounding drops: half up, half down."""
     # Below a power of two the spacing halves, so that updates down survive where those up do not.
     size = torch.full_like(weight, rate, dtype=torch.float64)
-    return (lost_share(weight, size) + lost_share(weight, -size)) / 2
+    return (swamped(weight, size, weight.dtype).share + swamped(weight, -size, weight.dtype).share) / 2
 
 
 _ROLES = {
@@ -245,13 +231,11 @@ def beta2_of(groups: Iterable[Mapping[str, Any]]) -> float:
 
 
 def _picture_of(held: Iterable[Held]) -> str:
-    """A histogram of the powers of two, as one line of 32 bars."""
-    values = torch.cat([one.values for one in held])
-    powers = values[values != 0].float().abs().log2()
-    first, last = int(powers.min().floor()), int(powers.max().ceil())
-    counts = powers.histc(32, first, last)
-    bars = (_BARS[math.ceil(8 * share)] for share in (counts / counts.max()).tolist())
-    return f"2^{first} {''.join(bars)} 2^{last}"
+    """A histogram as one line, with a bar for each power of two."""
+    counts = histogram(torch.cat([one.values for one in held])).by_octave()
+    first, last, highest = min(counts), max(counts), max(counts.values())
+    bars = (_BARS[math.ceil(8 * counts.get(power, 0) / highest)] for power in range(first, last + 1))
+    return f"2^{first} {''.join(bars)} 2^{last + 1}"
 
 
 def _share_of_16_bits(values: Tensor) -> float:

@@ -154,12 +154,10 @@ def precision_contract(
         A :class:`PrecisionContract`; ``print`` shows a table.
 
     Raises:
-        TypeError: for anything but a module and an optimizer.
+        TypeError: for anything but a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"precision_contract takes a model (nn.Module), not {type(model).__name__}: trainer.model")
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise TypeError(f"optimizer= takes the one that updates the model, not {type(optimizer).__name__}")
     with ContractWatch(model) as watch:
         if run is not None:
             watch.start()
