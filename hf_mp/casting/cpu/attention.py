@@ -1,11 +1,10 @@
-"""Attention of FP16/BF16 tensors on a CPU, some rows of scores at a time in FP32, without keeping probabilities.
+"""Attention with dropout of FP16/BF16 tensors on a CPU, some rows of scores at a time in FP32.
 
-With dropout or a mask, torch's CPU attention keeps scores, probabilities and dropout masks whole. Here a block of
-scores lives in the cache, is softmaxed in FP32, and is computed again in backward from the 16-bit query and key, as
-FlashAttention does (Dao et al. 2022, arXiv 2205.14135, section 3.1). What is kept is one bit an element, where dropout
-needs it. Where torch has a flash kernel, that is left to run, in FP32: in 16 bits it rounds probabilities otherwise for
-each number of rows, and its backward takes up to three times as long. :func:`attention_reference` is the reference of
-:func:`attend`; both drop what torch's own would drop.
+With dropout, torch's CPU attention keeps scores, probabilities and dropout masks whole. Here a block of scores lives in
+the cache, is softmaxed in FP32, and is computed again in backward from the 16-bit query and key, as FlashAttention does
+(Dao et al. 2022, arXiv 2205.14135, section 3.1). What is kept is one bit an element: what torch's own would drop.
+Without dropout torch has a flash kernel, which is left to run, in FP32: in 16 bits it rounds probabilities otherwise
+for each number of rows, and its backward takes up to three times as long.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class Attention(NamedTuple):
     """A call of ``torch.nn.functional.scaled_dot_product_attention``."""
 
     query: Tensor  # (batch, heads, L, E), FP16/BF16
-    key: Tensor  # (batch, heads or a divisor of it, S, E)
-    value: Tensor  # (batch, as `key`, S, Ev)
+    key: Tensor  # (batch, heads, S, E)
+    value: Tensor  # (batch, heads, S, Ev)
     mask: Tensor | None  # broadcast to (batch, heads, L, S); bool (False hides), or added to the scores
     dropout: float  # probability with which a probability is dropped
     is_causal: bool  # whether row i sees keys up to i
@@ -49,23 +48,11 @@ class Attention(NamedTuple):
 
 
 def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Attention | None:
-    """The attention that a call computes; None for another one, which is torch's to judge."""
+    """The attention that a call computes, if :func:`attend` does; None for another one, which is torch's to judge."""
     try:
-        found = _read(*args, **kwargs)
+        return _read(*args, **kwargs)
     except (TypeError, AttributeError, RuntimeError):
         return None  # not a valid call: torch's own error is the better one
-    return found if found is not None and 0.0 <= found.dropout < 1.0 else None
-
-
-def is_worth_blocks(attention: Attention, native: bool) -> bool:
-    """Whether :func:`attend` takes less time or memory than torch's attention without flash.
-
-    ``native``: whether the CPU multiplies in 16 bits. Then torch's is better where it keeps few probabilities.
-    """
-    if native:
-        return attention.dropout > 0 and not has_few_scores(attention.query, attention.key)
-    # A token that is generated is too small for blocks.
-    return attention.dropout > 0 or attention.query.shape[2] != 1 or torch.is_grad_enabled()
 
 
 def has_few_scores(query: Tensor, key: Tensor) -> bool:
@@ -73,28 +60,25 @@ def has_few_scores(query: Tensor, key: Tensor) -> bool:
     return math.prod(query.shape[:-1]) * math.prod(key.shape[-2:-1]) < OWN_SCORES
 
 
-def has_flash(attention: Attention) -> bool:
-    """Whether torch would choose its flash kernel for CPUs."""
-    query, key, value, mask, dropout, is_causal, scale = attention
-    if dropout or value.shape != key.shape:
+def has_flash(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Whether torch would choose its flash kernel for CPUs for a call of these arguments."""
+    heads = (query, key, value)
+    if query.device.type != "cpu" or not all(map(has_rows, heads)):
         return False
     if is_fake(query):  # of which torch chooses no kernel
-        return all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+        return value.shape == key.shape and all(tensor.stride(-1) == 1 for tensor in heads)
     # The question that torch's own attention asks; public are only switches that forbid a kernel.
-    settings: Any = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
-    return bool(torch._fused_sdp_choice(query, key, value, mask, 0.0, is_causal, **settings) == _FLASH_CHOICE)
+    return bool(torch._fused_sdp_choice(*heads, *args, **kwargs) == _FLASH_CHOICE)
 
 
 def _read(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Attention | None:  # fmt: skip
-    if not all(map(_are_heads, (query, key, value), [query.dtype] * 3)):
+    if not 0.0 < dropout_p < 1.0 or not all(map(_are_heads, (query, key, value), [query.dtype] * 3)):
         return None
-    groups, rest = divmod(query.shape[1], key.shape[1])
-    if rest or (groups != 1 and not enable_gqa) or value.shape[:3] != key.shape[:3]:
-        return None
-    if query.shape[::3] != key.shape[::3]:  # batch and E
+    # Heads that share keys are left to torch: models that have them are trained without dropout.
+    if query.shape[:2] != key.shape[:2] or value.shape[:3] != key.shape[:3] or query.shape[3] != key.shape[3]:
         return None
     if attn_mask is not None:
         if is_causal or not _is_mask(attn_mask, query.dtype):
@@ -116,30 +100,13 @@ def _is_mask(mask: Tensor, dtype: torch.dtype) -> bool:
 
 
 def attend(attention: Attention) -> Tensor:
-    """Softmax(query @ key.T * scale) @ value, (batch, heads, L, Ev) in the dtype of the query, rounded once.
+    """Dropped(softmax(query @ key.T * scale)) @ value, (batch, heads, L, Ev) in the dtype of the query, rounded once.
 
-    Computed in FP32. Dropout draws from torch's generator what torch's own attention would draw.
+    Computed in FP32. Draws from torch's generator what torch's own attention would draw. A RuntimeError in a backward
+    with ``create_graph=True``.
     """
-    kept = draw_kept(attention) if attention.dropout else None
-    result: Tensor = _Attention.apply(*attention[:4], kept, attention[4:])
+    result: Tensor = _Attention.apply(*attention[:4], draw_kept(attention), attention[4:])
     return result
-
-
-def attention_reference(attention: Attention, kept: Tensor | None = None) -> Tensor:
-    """Reference of :func:`attend`, differentiable any number of times; ``kept`` as :func:`draw_kept` gives it."""
-    query, key, value = (tensor.float() for tensor in (attention.query, attention.key, attention.value))
-    groups = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
-    scores = query * attention.scale @ key.transpose(-1, -2)
-    mask = attention.mask
-    if attention.is_causal:  # without a mask
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
-    probabilities = torch.ops.aten._safe_softmax(scores, -1)
-    if kept is not None:
-        probabilities = probabilities * _noise(kept, attention.dropout, scores.shape[-1])
-    return (probabilities @ value).to(attention.query.dtype)
 
 
 def draw_kept(attention: Attention) -> Tensor:
@@ -178,43 +145,32 @@ def _row_blocks(length: int, keys: int, is_causal: bool) -> Iterator[tuple[slice
         yield rows, seen, future
 
 
-def _head_blocks(query: Tensor, key: Tensor) -> Iterator[tuple[int, slice, list[slice]]]:
-    """(batch, heads of the key, the blocks of the query's heads that read them)."""
-    groups = query.shape[1] // key.shape[1]
-    several = max(1, HEAD_BLOCK_ELEMENTS // (query.shape[2] * key.shape[2])) if groups == 1 else 1
-    for batch in range(query.shape[0]):
-        for start in range(0, key.shape[1], several):
-            shared = slice(start, min(start + several, key.shape[1]))
-            readers = [slice(head, head + 1) for head in range(start * groups, (start + 1) * groups)]
-            yield batch, shared, [shared] if groups == 1 else readers
-
-
 def _blocks(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kept: Tensor | None, settings: Any
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kept: Tensor, settings: Any
 ) -> Iterator[tuple[tuple[int, slice], Tensor, Tensor, Iterator[Any]]]:
-    """The place of some heads of the key, their key and value in FP32, and the rows of the query that read them.
+    """The place of some heads, their key and value in FP32, and the rows of their query.
 
     Of those rows: their place, the keys that they see, the scaled query in FP32, the probabilities, and the noise.
     """
     dropout, is_causal, scale = settings
-    head_blocks = list(_head_blocks(query, key))
     row_blocks = list(_row_blocks(query.shape[2], key.shape[2], is_causal))
+    several = max(1, HEAD_BLOCK_ELEMENTS // (query.shape[2] * key.shape[2]))
+    starts = range(0, query.shape[1], several)
+    places = [(batch, slice(start, start + several)) for batch in range(query.shape[0]) for start in starts]
     if is_fake(query):  # it has no values, and the largest block stands for the memory of all
-        head_blocks = [(batch, shared, readers[:1]) for batch, shared, readers in head_blocks[:1]]
-        row_blocks = row_blocks[-1:]
+        places, row_blocks = places[:1], row_blocks[-1:]
 
-    def softmaxed(batch: int, readers: list[slice], key32: Tensor) -> Iterator[Any]:
-        for heads in readers:
-            for rows, keys, future in row_blocks:
-                where = batch, heads, rows
-                query32 = query[where].float().mul_(scale)
-                noise = None if kept is None else _noise(kept[where], dropout, keys.stop)
-                seen = None if mask is None else mask[where]
-                yield where, keys, query32, _probabilities(query32, key32[:, keys], seen, future), noise
+    def softmaxed(place: tuple[int, slice], key32: Tensor) -> Iterator[Any]:
+        for rows, keys, future in row_blocks:
+            where = *place, rows
+            query32 = query[where].float().mul_(scale)
+            seen = None if mask is None else mask[where]
+            noise = _noise(kept[where], dropout, keys.stop)
+            yield where, keys, query32, _probabilities(query32, key32[:, keys], seen, future), noise
 
-    for batch, shared, readers in head_blocks:
-        key32, value32 = key[batch, shared].float(), value[batch, shared].float()
-        yield (batch, shared), key32, value32, softmaxed(batch, readers, key32)
+    for place in places:
+        key32, value32 = key[place].float(), value[place].float()
+        yield place, key32, value32, softmaxed(place, key32)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -239,7 +195,7 @@ def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, future: Tens
 class _Attention(Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kept: Tensor | None, settings: Any
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kept: Tensor, settings: Any
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, mask, kept)
         ctx.settings = settings
@@ -247,32 +203,28 @@ class _Attention(Function):
         result = torch.empty_like(query[..., :1].expand(*query.shape[:3], value.shape[-1]))
         for _, _, value32, rows in _blocks(query, key, value, mask, kept, settings):
             for where, keys, _, probabilities, noise in rows:
-                used = probabilities if noise is None else probabilities.mul_(noise)
-                result[where].copy_(_product(used, value32[:, keys]))
+                result[where].copy_(_product(probabilities.mul_(noise), value32[:, keys]))
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True does not go through 16-bit attention with dropout on a CPU: load the model with "
+                "attn_implementation='eager', or set its attention's dropout to 0"
+            )
         query, key, value, mask, kept = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True
-            inputs = [t for t, needed in zip((query, key, value), ctx.needs_input_grad, strict=False) if needed]
-            result = attention_reference(Attention(query, key, value, mask, *ctx.settings), kept)
-            found = iter(torch.autograd.grad(result, inputs, gradient, create_graph=True))
-            return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None, None, None
         grad_query, grad_key, grad_value = (torch.empty_like(tensor) for tensor in (query, key, value))
-        for shared, key32, value32, rows in _blocks(query, key, value, mask, kept, ctx.settings):
+        for place, key32, value32, rows in _blocks(query, key, value, mask, kept, ctx.settings):
             sum_key, sum_value = torch.zeros_like(key32), torch.zeros_like(value32)
             for where, keys, query32, probabilities, noise in rows:
                 gradient32 = gradient[where].float()
-                used = probabilities if noise is None else probabilities * noise
-                sum_value[:, keys].add_(_product(used.transpose(1, 2), gradient32))
-                to_scores = _product(gradient32, value32[:, keys].transpose(1, 2))
-                if noise is not None:
-                    to_scores.mul_(noise)
+                sum_value[:, keys].add_(_product((probabilities * noise).transpose(1, 2), gradient32))
+                to_scores = _product(gradient32, value32[:, keys].transpose(1, 2)).mul_(noise)
                 # autograd's own kernel, for which the public softmax would have to keep a graph.
                 to_scores = torch._softmax_backward_data(to_scores, probabilities, -1, torch.float32)
                 sum_key[:, keys].add_(_product(to_scores.transpose(1, 2), query32))
                 grad_query[where].copy_(_product(to_scores, key32[:, keys]).mul_(ctx.settings[-1]))
-            grad_key[shared].copy_(sum_key)
-            grad_value[shared].copy_(sum_value)
+            grad_key[place].copy_(sum_key)
+            grad_value[place].copy_(sum_value)
         return grad_query, grad_key, grad_value, None, None, None

@@ -20,7 +20,7 @@ def blocks(total: int, width: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
-def blockwise_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def blockwise_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias`` of (M, K), (N, K) and (N,) of any strides, in the dtype of ``x``, without a graph.
 
     None of M, K and N is 0.

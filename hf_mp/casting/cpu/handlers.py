@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_mp.casting.cpu import attention
-from hf_mp.casting.cpu.attention import (
-    ATTENTION,
-    Attention,
-    attend,
-    has_few_scores,
-    has_flash,
-    is_worth_blocks,
-    read_attention,
-)
+from hf_mp.casting.cpu.attention import ATTENTION, Attention, attend, has_few_scores, has_flash, read_attention
 from hf_mp.casting.cpu.products import OWN_ELEMENTS, PRODUCTS, Product, multiply, read_product
 from hf_mp.casting.cpu.upcast import map_tensors, must_be_plain, run_through_fp32
 from hf_mp.casting.handlers import Plan, PlannedCall, cast_all, lower_precision
@@ -37,10 +29,8 @@ def through_fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any,
     if (product := read_product(name, func, args, kwargs)) is not None:
         return _multiply(mode, product, native=False)
     args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
-    if func in ATTENTION:
-        found, _ = _read(args, kwargs, native=False)
-        if found is not None:
-            return attend(found)
+    if func in ATTENTION and (found := _read(args, kwargs)) is not None:
+        return attend(found)
     return run_through_fp32(func, args, kwargs, mode.dtype)
 
 
@@ -62,10 +52,10 @@ def native_attention(mode: autocast, name: str, func: Callable[..., Any], args: 
     # With dropout there is no flash kernel, and few scores are torch's: asked first, because reading a call costs more.
     if len(args) > 4 and args[4] and type(args[0]) is type(args[1]) is Tensor and has_few_scores(*args[:2]):
         return func(*args, **kwargs)
-    found, is_flash = _read(args, kwargs, native=True)
-    if found is not None:
+    if (found := _read(args, kwargs)) is not None and not has_few_scores(found.query, found.key):
         return attend(found)
-    if not is_flash or (attention.HAS_AMX and mode.dtype is torch.bfloat16):
+    is_torchs = must_be_plain() or (attention.HAS_AMX and mode.dtype is torch.bfloat16)
+    if is_torchs or not has_flash(*args, **kwargs):
         return func(*args, **kwargs)
     if args and args[0].numel() <= SMALL_QUERY:
         wide = map_tensors(lambda one: one.float() if one.dtype is mode.dtype else one, [*args, *kwargs.values()])
@@ -79,13 +69,9 @@ def _multiply(mode: autocast, product: Product, *, native: bool) -> Tensor:
     return multiply(x, weight, bias, transposed=product.transposed, native=native)
 
 
-def _read(args: Any, kwargs: Any, *, native: bool) -> tuple[Attention | None, bool]:
-    """The attention of a call that is worth blocks, and whether torch has a flash kernel for what the call computes."""
-    # Also without grad, as what a checkpoint computes again and a generated token.
-    found = None if must_be_plain() else read_attention(args, kwargs)
-    if found is None or has_flash(found):
-        return None, found is not None
-    return found if is_worth_blocks(found, native=native) else None, False
+def _read(args: Any, kwargs: Any) -> Attention | None:
+    # Also without grad, as what a checkpoint computes again.
+    return None if must_be_plain() else read_attention(args, kwargs)
 
 
 def _device_type(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:

@@ -2,14 +2,14 @@
 
 Blocks of 16-bit operands are cast to FP32, multiplied there, and the result is rounded once, as a tensor core does
 (Micikevicius et al. 2017, section 3.3). No operand or result ever exists whole in FP32: on a CPU a fresh large buffer
-costs more in page faults than the casts do. In backward a weight's gradient leaves through the same blocks, rounded,
-cast to FP32 and unscaled. The plain reference is ``run_through_fp32(torch.nn.functional.linear, ...)``.
+costs more in page faults than the casts do. In backward a weight's gradient leaves block by block, too: rounded, cast
+to FP32 and unscaled. The plain reference is ``run_through_fp32(torch.nn.functional.linear, ...)``.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hf_mp.casting.cpu.blockwise import blocks, blockwise_product
-from hf_mp.casting.cpu.fp32_products import fp32_product
 from hf_mp.casting.cpu.upcast import has_rows, must_be_plain, run_through_fp32
 from hf_mp.scaling.borders import Behind, behind_border
 from hf_mp.scaling.borders import multiply as scaled_by
@@ -87,190 +86,68 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool
     multiplies ``x``'s dtype itself. Then only the way of a weight's gradient to its FP32 parameter goes block by block.
     """
     if must_be_plain():
-        bias = None if bias is None else bias.to(x.dtype)
-        matrix = weight.to(x.dtype)
-        if native:
-            return _forward_native(x, matrix, bias, transposed)
-        return run_through_fp32(F.linear, (x, _turned(matrix, transposed), bias), {}, x.dtype)
-    factor, term = behind_border(weight), None if bias is None else behind_border(bias)
-    return _Product.apply(x, factor.outside, None if term is None else term.outside, factor, term, transposed, native)
+        matrix = _turned(weight, transposed)
+        return F.linear(x, matrix, bias) if native else run_through_fp32(F.linear, (x, matrix, bias), {}, x.dtype)
+    factor = behind_border(weight)
+    return _Product.apply(x, factor.outside, bias, factor, transposed, native)
 
 
 class _Product(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, outside: Tensor, bias_outside: Tensor | None,
-        weight: Behind, bias: Behind | None, transposed: bool, native: bool,
-    ) -> Tensor:  # fmt: skip
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        ctx: Any, x: Tensor, outside: Tensor, bias: Tensor | None, weight: Behind, transposed: bool, native: bool
+    ) -> Tensor:
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight.inside if needs_x else None)
-        # The shape and dtype of each gradient: to hold the tensors themselves would keep their memory.
-        inputs: Any = (needs_x, x), (needs_weight, outside), (needs_bias, bias_outside)
-        ctx.grads = [(tensor.shape, tensor.dtype) if needed else None for needed, tensor in inputs]
-        ctx.border_at = {
-            place: operand.crossings
-            for place, operand in ((1, weight), (2, bias))
-            if operand is not None and operand.crossings is not None and ctx.needs_input_grad[place]
-        }
+        # The shapes and dtype of gradients: to hold the tensors themselves would keep their memory.
+        ctx.shapes, ctx.dtype, ctx.crossings = (x.shape, outside.shape), outside.dtype, weight.crossings
+        # Read by seal(): the border of this edge is here.
+        ctx.border_at = () if weight.crossings is None or not needs_weight else (1,)
         ctx.transposed, ctx.native = transposed, native
-        rounded_bias = None if bias is None else bias.inside
-        if native:
-            result = _forward_native(x, weight.inside, rounded_bias, transposed)
-        else:
-            matrix = weight.inside.t() if transposed else weight.inside
-            result = blockwise_product(x.reshape(-1, x.shape[-1]), matrix, rounded_bias)
+        matrix = _turned(weight.inside, transposed)
+        rows = x.reshape(-1, x.shape[-1])
+        result = F.linear(rows, matrix, bias) if native else blockwise_product(rows, matrix, bias)
         # Never a view: models add to a product in place (`h = linear(x); h += residual`).
         return torch.ops.aten._unsafe_view(result, [*x.shape[:-1], result.shape[-1]])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        matrices = gradient.reshape(-1, gradient.shape[-1]), _as_matrix(x), _turned(weight, ctx.transposed)
-        if torch.is_grad_enabled():
-            return *_differentiable_backward(ctx, *matrices), None, None, None, None
-        found = [None if one is None else gradient.new_empty(one[0], dtype=one[1]) for one in ctx.grads]
-        grad_x, grad_weight, grad_bias = found
-        (_backward_native if ctx.native else _backward_blocks)(
-            _Backward(
-                *matrices,
-                grad_x=_as_matrix(grad_x),
-                grad_weight=_turned(grad_weight, ctx.transposed),
-                grad_bias=grad_bias,
-                weight_inverse=_inverse(ctx, 1, gradient),
-                bias_inverse=_inverse(ctx, 2, gradient),
-            )
-        )
-        return *found, None, None, None, None
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        multiplied: Callable[..., Tensor] = torch.mm if ctx.native else _blockwise_mm
+        if torch.is_grad_enabled():  # create_graph=True
+            multiplied = functools.partial(_differentiable_mm, dtype=gradient.dtype)
+        grad_x = grad_weight = None
+        if weight is not None:
+            grad_x = multiplied(rows, _turned(weight, ctx.transposed)).view(ctx.shapes[0])
+        if x is not None:
+            grad_weight = _weight_gradient(ctx, rows, x.reshape(-1, x.shape[-1]), multiplied)
+        return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None, None
 
 
-def _inverse(ctx: Any, place: int, gradient: Tensor) -> Tensor | None:
-    """What the gradient that leaves by the product's input ``place`` is multiplied with; None for 1."""
-    crossings = ctx.border_at.get(place)
-    return None if crossings is None else crossings.inverse(gradient.device, ctx, (place,))
+def _weight_gradient(ctx: Any, gradient: Tensor, x: Tensor, multiplied: Callable[..., Tensor]) -> Tensor:
+    """The gradient of the tensor outside: rounded to 16 bits, then unscaled in its own dtype."""
+    inverse = ctx.crossings.inverse(gradient.device, ctx, (1,)) if ctx.border_at else None
+    if torch.is_grad_enabled():
+        whole = _turned(multiplied(gradient.t(), x), ctx.transposed)
+        return scaled_by(whole, inverse, ctx.crossings).to(ctx.dtype)
+    found = gradient.new_empty(ctx.shapes[1], dtype=ctx.dtype)
+    target = _turned(found, ctx.transposed)
+    # Some rows at a time: a gradient of 16 bits beside that of FP32 would be a tenth of a step's peak.
+    for part in blocks(*target.shape):
+        target[part].copy_(multiplied(gradient[:, part].t(), x))
+        if inverse is not None:
+            target[part].mul_(inverse)
+    return found
 
 
-def _as_matrix(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.reshape(-1, tensor.shape[-1])
+def _blockwise_mm(left: Tensor, right: Tensor) -> Tensor:
+    return blockwise_product(left, right.t())
 
 
-def _turned(tensor: Tensor | None, transposed: bool) -> Tensor | None:
-    return tensor.t() if tensor is not None and transposed else tensor
+def _differentiable_mm(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    return run_through_fp32(torch.mm, (left, right), {}, dtype)
 
 
-@dataclass(frozen=True)
-class _Backward:
-    """What the backward of a product reads, as matrices, and the gradients to write; None for what nobody needs."""
-
-    gradient: Tensor  # (rows, N)
-    x: Tensor | None  # (rows, K), which grad_weight needs
-    weight: Tensor | None  # (N, K), for grad_x
-    grad_x: Tensor | None  # (rows, K)
-    grad_weight: Tensor | None  # (N, K)
-    grad_bias: Tensor | None  # (N,)
-    weight_inverse: Tensor | None  # what a weight's gradient is multiplied with when it leaves
-    bias_inverse: Tensor | None
-
-    @property
-    def inner(self) -> int:
-        """K."""
-        return next((found.shape[1] for found in (self.grad_x, self.grad_weight) if found is not None), 1)
-
-    def leave_weight(self, part: Tensor, column: slice) -> None:
-        """Write a part of the weight's gradient, in FP32, where it goes."""
-        assert self.grad_weight is not None
-        _leave(part, self.gradient.dtype, self.weight_inverse, self.grad_weight[column])
-
-    def leave_bias(self, found: Tensor) -> None:
-        """Write the bias's gradient, if it is wanted."""
-        if self.grad_bias is not None:
-            _leave(found, self.gradient.dtype, self.bias_inverse, self.grad_bias)
-
-
-def _backward_blocks(b: _Backward) -> None:
-    """Write the gradients block by block in FP32."""
-    (rows, outer), inner = b.gradient.shape, b.inner
-    row_blocks = list(blocks(rows, inner))
-    # Over one block of rows a weight's gradient is complete at once; over several it is summed up in FP32 first.
-    sum_weight = None if b.grad_weight is None or len(row_blocks) == 1 else b.grad_weight.float()  # itself if FP32
-    sum_bias = b.gradient.new_zeros(outer, dtype=torch.float32)
-    for row in row_blocks:
-        _backward_rows(b, row, sum_weight, sum_bias)
-    if sum_weight is not None:
-        for column in blocks(outer, inner):
-            b.leave_weight(sum_weight[column], column)
-    b.leave_bias(sum_bias)
-
-
-def _backward_rows(b: _Backward, row: slice, sum_weight: Tensor | None, sum_bias: Tensor) -> None:
-    """Write the gradient of some rows, and add up what they give to the others; to a weight's, if it has a sum."""
-    x32 = None if b.x is None else b.x[row].float()
-    sum_x: Tensor | None = None
-    for column in blocks(b.gradient.shape[1], max(b.inner, row.stop - row.start)):
-        gradient32 = b.gradient[row, column].float()
-        if b.weight is not None:
-            part = fp32_product(gradient32, b.weight[column].float())
-            sum_x = part if sum_x is None else sum_x.add_(part)
-        if b.grad_bias is not None:
-            sum_bias[column] += gradient32.sum(0)
-        if x32 is not None:
-            _take_weight(b, fp32_product(gradient32.t(), x32), row, column, sum_weight)
-    if b.grad_x is not None and sum_x is not None:
-        b.grad_x[row].copy_(sum_x)
-
-
-def _take_weight(b: _Backward, part: Tensor, row: slice, column: slice, sum_weight: Tensor | None) -> None:
-    """What some rows give to the gradient of a weight: all of it, where it has no sum."""
-    if sum_weight is None:
-        b.leave_weight(part, column)
-    elif row.start == 0:  # the sum is memory as it was found
-        sum_weight[column].copy_(part)
-    else:
-        sum_weight[column].add_(part)
-
-
-def _forward_native(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    if not transposed:
-        return F.linear(x, weight, bias)
-    # As GPT-2's Conv1D calls it: a transposed view in F.linear is twice as slow for a single token.
-    if bias is None:
-        return torch.matmul(x, weight)
-    return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
-
-
-def _backward_native(b: _Backward) -> None:
-    """As :func:`_backward_blocks`, with the CPU's own products."""
-    if b.grad_x is not None and b.weight is not None:
-        torch.mm(b.gradient, b.weight, out=b.grad_x)
-    if b.grad_weight is not None and b.x is not None:
-        for column in blocks(*b.grad_weight.shape):
-            b.leave_weight(torch.mm(b.gradient[:, column].t(), b.x), column)
-    if b.grad_bias is not None:
-        b.leave_bias(b.gradient.sum(0))
-
-
-def _leave(gradient: Tensor, dtype: torch.dtype, inverse: Tensor | None, target: Tensor) -> None:
-    """Round a gradient to ``dtype``, then write it to ``target``, unscaled in FP32 where ``inverse`` is given."""
-    target.copy_(gradient.to(dtype))
-    if inverse is not None:
-        target.mul_(inverse)
-
-
-def _differentiable_backward(
-    ctx: Any, gradient: Tensor, x: Tensor | None, weight: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Backward made of differentiable ops, for ``create_graph=True``."""
-
-    def leaving(place: int, function: Callable[..., Tensor], *given: Any) -> Tensor:
-        found = run_through_fp32(function, given, {}, gradient.dtype)
-        shape, dtype = ctx.grads[place]
-        return scaled_by(found, _inverse(ctx, place, found), ctx.border_at.get(place)).to(dtype).view(shape)
-
-    grad_x = grad_weight = grad_bias = None
-    if weight is not None:
-        grad_x = leaving(0, torch.matmul, gradient, weight.to(gradient.dtype))
-    if x is not None:
-        left, right = (x, gradient) if ctx.transposed else (gradient, x)
-        grad_weight = leaving(1, torch.matmul, left.t(), right)
-    if ctx.grads[2] is not None:
-        grad_bias = leaving(2, torch.sum, gradient, 0)
-    return grad_x, grad_weight, grad_bias
+def _turned(tensor: Tensor, transposed: bool) -> Tensor:
+    return tensor.t() if transposed else tensor
