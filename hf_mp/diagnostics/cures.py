@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from hf_mp.diagnostics.kept_state import KeptBackward
-from hf_mp.diagnostics.looks import Rerun, look
+from hf_mp.diagnostics.looks import look
 from hf_mp.diagnostics.ranges import OpRange
 from hf_mp.diagnostics.remedies import (
     CannotHealError,
     Planned,
-    ScaleRange,
     Situation,
     cutting,
+    fitting_scale,
     leaving_range,
-    leaving_range_in_backward,
     next_remedy,
-    scale_range,
 )
 from hf_mp.policy import needs_loss_scale
 from hf_mp.scaling.rules import scale_with_headroom
@@ -37,9 +34,8 @@ class Cure:
         finite_in_fp32, finite_in_bf16: whether the micro-batch is, with its backward where that is known.
         remedies: of places that leave FP16's range, the rules that keep it there.
         fp32_share: of the forward's floating point operations with them.
-        gradient_scale: for remedies of the backward, the loss scale that they are for; 0 for those of the forward.
         scale: the loss scale to go to; None where it is not known.
-        suits: the loss scales that suit the backward as a whole; None where the forward is at fault.
+        fits: the largest loss scale at which no gradient leaves FP16's range; None where the forward is at fault.
         reason: why nothing helps.
         error: why nothing will help in the next steps either.
     """
@@ -48,9 +44,8 @@ class Cure:
     finite_in_bf16: bool
     remedies: tuple[Planned, ...] = ()
     fp32_share: float = 0.0
-    gradient_scale: float = 0.0
     scale: float | None = None
-    suits: ScaleRange | None = None
+    fits: float | None = None
     reason: str = ""
     error: str = ""
 
@@ -67,48 +62,28 @@ def find_cure(runtime: MixedPrecision, backward: KeptBackward) -> Cure:
         return replace(cure, reason="it is inf or NaN in FP32, too: the cause is the model or its data")
     if not needs_loss_scale(runtime.policy.compute):
         return cure
+    scale = runtime.scaler.get_scale()
     try:
-        return _with_remedies(runtime, backward, cure, seen, with_gradients)
+        # A place that left the range may be why another was cut, so that it comes first.
+        for places in (leaving_range, cutting):
+            after, placed = find_rules(
+                runtime, seen.ranges, lambda rules: look(runtime, backward, rules=rules).ranges, places
+            )
+            if placed:
+                return replace(cure, remedies=tuple(placed), fp32_share=fp32_share(after), scale=scale)
+            if seen.is_finite:  # a mask that nothing comes of is none of our business
+                break
+        else:
+            reason = "it is finite in FP32 and not in BF16, and nothing was rounded to -inf: train in FP32"
+            return replace(cure, reason=reason)
     except CannotHealError as error:
         return replace(cure, error=str(error))
-
-
-def _with_remedies(
-    runtime: MixedPrecision, backward: KeptBackward, cure: Cure, seen: Rerun, with_gradients: bool
-) -> Cure:
-    """The cure of a micro-batch that is finite in FP32, ``seen`` in BF16."""
-    scale = runtime.scaler.get_scale()
-
-    def with_rules(places: Callable[[Sequence[OpRange]], list[OpRange]], gradient_scale: float = 0.0) -> Cure:
-        def again(rules: Mapping[str, str]) -> Sequence[OpRange]:
-            return look(runtime, backward, rules=rules, with_gradients=gradient_scale > 0.0).ranges
-
-        after, placed = find_rules(runtime, seen.ranges, again, places, gradient_scale)
-        return replace(
-            cure,
-            remedies=tuple(placed),
-            fp32_share=fp32_share(after),
-            gradient_scale=gradient_scale,
-            scale=gradient_scale or scale,
-        )
-
-    # A place that left the range may be why another was cut, so that it comes first.
-    for places in (leaving_range, cutting):
-        if (found := with_rules(places)).remedies:
-            return found
-        if seen.is_finite:  # a mask that nothing comes of is none of our business
-            break
-    else:
-        reason = "it is finite in FP32 and not in BF16, and nothing was rounded to -inf: train in FP32"
-        return replace(cure, reason=reason)
     if not with_gradients:
         return cure
-    # The scale first: it costs nothing, and only where none fits does a product get one of its own.
-    suits = scale_range(seen.ranges, scale)
-    best = suits.best(scale, runtime.scaler.smallest_scale)
+    fits = fitting_scale(seen.ranges, scale)
     if runtime.policy.is_lean:  # the weights' gradients themselves are in 16 bits
-        best = min(best, scale_with_headroom(seen.largest_gradient or 1.0, 1.0))
-    return replace(with_rules(functools.partial(leaving_range_in_backward, scale=best), best), suits=suits)
+        fits = min(fits, scale_with_headroom(seen.largest_gradient or 1.0, 1.0))
+    return replace(cure, fits=fits, scale=min(scale, max(fits, runtime.scaler.smallest_scale)))
 
 
 def find_rules(
@@ -116,7 +91,6 @@ def find_rules(
     ops: Sequence[OpRange],
     look: Callable[[dict[str, str]], Sequence[OpRange]],
     places: Callable[[Sequence[OpRange]], list[OpRange]] = leaving_range,
-    scale: float = 0.0,
 ) -> tuple[Sequence[OpRange], list[Planned]]:
     """Try rules beside those of ``runtime`` until ``look``, given them, finds no more ``places``.
 
@@ -129,7 +103,7 @@ def find_rules(
     rules: dict[str, str] = {}
     # What a place feeds was out of range with it: each look shows what is left by itself.
     for _ in range(MOST_LOOKS):
-        at = [Situation(found, {**runtime.remedies, **rules}, runtime.policy.is_lean, scale) for found in places(ops)]
+        at = [Situation(found, {**runtime.remedies, **rules}, runtime.policy.is_lean) for found in places(ops)]
         if not (planned := [*map(next_remedy, at)]):
             return ops, placed
         for remedy in planned:

@@ -15,13 +15,12 @@ from torch.optim import Optimizer
 from transformers.utils import logging
 
 from hf_mp.diagnostics.cures import Cure, find_cure
-from hf_mp.diagnostics.kept_state import KeptBackward, KeptCall, RandomStates
+from hf_mp.diagnostics.kept_state import KeptBackward, KeptCall, keep_random_states
 from hf_mp.diagnostics.overflow import OverflowExplainer, explain_overflows, observing, runtime_of, suspects_of
-from hf_mp.diagnostics.remedies import CannotHealError, Planned, merged
-from hf_mp.diagnostics.values import Finiteness, finiteness
+from hf_mp.diagnostics.remedies import CannotHealError, merged
 from hf_mp.policy import PrecisionPolicy, needs_loss_scale
 from hf_mp.scaling.events import MAX_FP32_SHARE, StepObserver, check_on_overflow
-from hf_mp.scaling.rules import FP16_MAX, StepReport, scale_text
+from hf_mp.scaling.rules import FP16_MAX, StepReport
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.ranks.placement import is_sharded, placement_of
 
@@ -42,7 +41,6 @@ class Healed:
         module, op: where values left FP16's range.
         largest: their largest magnitude; FP16 ends at 65504.
         fp32_share: share of the forward's floating point operations that are out of 16 bits since.
-        scale: for gradients, the loss scale at which they came to ``largest``; None for values of the forward.
         expert: of stacked experts, the one whose rows left it, such as
             ``"model.layers.3.mlp.experts.gate_up_proj[5]"``; else ``""``.
     """
@@ -54,24 +52,12 @@ class Healed:
     op: str
     largest: float
     fp32_share: float
-    scale: float | None = None
     expert: str = ""
-
-    @classmethod
-    def of(cls, planned: Planned, step: int, share: float, scale: float) -> Healed:
-        """A remedy that step ``step`` has put in place; ``scale`` is 0 for values of the forward."""
-        remedy, rules, found = planned
-        largest = math.inf if found.cuts and not found.is_origin else found.largest
-        if scale:
-            largest = scale * (found.fp16_gradient or 0.0)
-        return cls(step, remedy, rules, found.module, found.op, largest, share, scale or None, found.expert)
 
     def __str__(self) -> str:
         where = f"{self.op!r} in {f'module {self.module!r}' if self.module else 'the model itself'}"
         rules = ", ".join(f"{key!r}: {value!r}" for key, value in self.rules.items())
         where += f", {self.expert}," if self.expert else ""
-        if self.scale is not None:
-            where = f"the gradient of {where}, at loss scale {scale_text(self.scale)},"
         return f"{where} came to {self.largest:g}, and FP16 ends at {FP16_MAX:g}: {self.remedy} ({{{rules}}})"
 
 
@@ -81,7 +67,7 @@ class Healer(StepObserver):
     Attributes:
         healed: a :class:`Healed` for each remedy, oldest first; those of an earlier run are in ``runtime.remedies``.
         max_fp32_share: of :func:`heal_overflows`.
-        clip: what a loop does to the gradients before it steps, given an optimizer; None where that is not known.
+        clip: what a Trainer does to the gradients before it steps, given an optimizer; None where that is not known.
         loss_again: number and loss of the last step that ran again, the mean over the processes; None without one.
     """
 
@@ -113,7 +99,7 @@ class Healer(StepObserver):
         for _ in range(MOST_TRIES):
             if not self._heal():
                 break
-            self._run_again()
+            self._run_again(optimizer)
             report = runtime.report(runtime.verdict(optimizer))
             if not report.overflow:
                 return report
@@ -134,17 +120,13 @@ class Healer(StepObserver):
                 torch.compiler.reset()  # what was compiled has no hook for the new rules
         if not self._can_run_again(is_healed=bool(rules)):
             return False
-        return self._backs_off(cures, is_healed=bool(rules)) or bool(rules)
-
-    def _backs_off(self, cures: list[Cure | None], *, is_healed: bool) -> bool:
-        """Whether the loss scale goes down to what all ranks have found, or by half as a guess."""
-        scaler = self._runtime.scaler
+        scaler = runtime.scaler
         before = scaler.get_scale()
-        scale = min([before, *(cure.scale or before for cure in cures if cure is not None)])
+        scale = min([before, *(cure.scale or before for cure in found)])
         # One rank that does not know what helps would overflow again. Without a reason seen, by half: BF16, in which it
         # is looked at, has 3 bits less than FP16.
-        is_lower = None not in cures and (scale < before or not is_healed)
-        return is_lower and scaler.back_off(min(scale, before / 2.0))
+        is_lower = None not in cures and (scale < before or not rules)
+        return (is_lower and scaler.back_off(min(scale, before / 2.0))) or bool(rules)
 
     def _can_run_again(self, *, is_healed: bool) -> bool:
         check = self._runtime.check
@@ -155,18 +137,14 @@ class Healer(StepObserver):
         if is_healed:
             logger.warning(
                 "on_overflow='heal': this step is skipped, because the loop has changed its gradients since the "
-                "backward, or has read those of a lean layout (clipping: say how, with hf_mp.heal_overflows(model, "
-                "clip=...)), or computes its loss outside the model; the next one runs with the remedy"
+                "backward, or has read those of a lean layout (clipping: have it done, with hf_mp.prepare(..., "
+                "max_grad_norm=...)), or computes its loss outside the model; the next one runs with the remedy"
             )
         return False
 
     def _find(self, backwards: list[KeptBackward]) -> Cure | None:
         """What helps against the overflow of these micro-batches; None where nothing does, or it is not known."""
-        for backward in suspects_of(backwards):
-            for name, tensor in backward.inputs():
-                if finiteness(tensor) is Finiteness.NOT_FINITE:
-                    logger.warning_once(f"{NOT_HEALED}the batch contains inf or NaN: {name!r}. Clean the data")
-                    return None
+        for backward in suspects_of(backwards):  # a batch with inf or NaN is named by the explainer
             cure = find_cure(self._runtime, backward)
             if cure.reason:
                 logger.warning_once(NOT_HEALED + cure.reason)
@@ -177,12 +155,14 @@ class Healer(StepObserver):
 
     def _noted(self, cure: Cure) -> Cure:
         """The cure, logged; with an error where too much of the model would be out of 16 bits."""
-        step, share = self._runtime.stats.steps + 1, cure.fp32_share
-        new = [Healed.of(one, step, share, cure.gradient_scale) for one in cure.remedies]
+        step, share, new = self._runtime.stats.steps + 1, cure.fp32_share, list[Healed]()
+        for remedy, rules, found in cure.remedies:
+            largest = math.inf if found.cuts and not found.is_origin else found.largest
+            new.append(Healed(step, remedy, rules, found.module, found.op, largest, share, found.expert))
         self.healed += new
-        lines, where = "\n".join(f"  {one}" for one in new), "backward" if cure.gradient_scale else "forward"
+        lines = "\n".join(f"  {one}" for one in new)
         logger.warning(
-            f"Step {step} left FP16's range in its {where}, and is run again with:\n{lines}\n  {share:.2%} of the "
+            f"Step {step} left FP16's range in its forward, and is run again with:\n{lines}\n  {share:.2%} of the "
             "forward's FLOPs are out of 16 bits now."
         )
         if share <= self.max_fp32_share:
@@ -195,9 +175,9 @@ class Healer(StepObserver):
 
     # The step again
 
-    def _run_again(self) -> None:
+    def _run_again(self, optimizer: Optimizer) -> None:
         """The micro-batches of the step, forward and backward, into fresh gradients; then ``clip``."""
-        runtime, random_states, backwards = self._runtime, RandomStates.now(), list(self._explainer.backwards)
+        runtime, restore_random_states, backwards = self._runtime, keep_random_states(), [*self._explainer.backwards]
         parameters = list(runtime.check.parameters())
         for parameter in parameters:
             parameter.grad = None
@@ -218,13 +198,12 @@ class Healer(StepObserver):
         losses = runtime.ranks.gather(loss)
         self.loss_again = runtime.stats.steps + 1, sum(losses) / len(losses)
         # As if it had run once: the next batch draws what it would have drawn.
-        random_states.restore()
+        restore_random_states()
         if self._ddp is not None:
             runtime.ranks.average([parameter.grad for parameter in parameters if parameter.grad is not None])
             runtime.check.measure(parameters)
         if self.clip is not None:
-            for guard in runtime._guards:  # their gradients were all made again, also those of an optimizer yet to step
-                self.clip(guard.optimizer)
+            self.clip(optimizer)
 
 
 def _make(call: KeptCall, args: Any, kwargs: Any) -> Any:
@@ -234,8 +213,7 @@ def _make(call: KeptCall, args: Any, kwargs: Any) -> Any:
 def _has_known_gradients(backward: KeptBackward) -> bool:
     """Whether another forward would get the same incoming gradients: finite ones, of losses alone."""
     are_losses = all(incoming.output in incoming.call.losses for incoming in backward.incoming)
-    is_as_it_came = backward.is_kept() and not any(incoming.is_changed() for incoming in backward.incoming)
-    return are_losses and is_as_it_came and not backward.is_spoilt()
+    return are_losses and backward.is_kept() and not backward.is_spoilt()
 
 
 def check_healing(
@@ -261,41 +239,42 @@ def heal_overflows(
     model: nn.Module | MixedPrecision,
     *,
     max_fp32_share: float | None = None,
-    clip: Callable[[Optimizer], Any] | None = None,
+    clip: None = None,
 ) -> Healer:
     """Keep FP16's range in forward and backward, and lose no step to an overflow.
 
     When a step is about to be skipped, its micro-batches run once with BF16 in FP16's place. Where values of the
     forward came out beyond 65504, the smallest remedy that keeps them in range is put in place as a rule of autocast
     (:data:`hf_mp.diagnostics.remedies.REMEDIES`). Where the forward is in range, the loss scale is lowered to what no
-    gradient overflows at; where others would be lost there, the ops with the large ones get a remedy instead. The step
-    runs again: none is lost. A loop that changes gradients before it steps, and does not give this as ``clip``, or that
-    computes its loss outside the model, skips that one step. A good step does nothing for it. The rules are in
-    ``state_dict()``, the stats and the log, and the same on all ranks.
+    gradient overflows at. The step runs again: none is lost. One is skipped where the scaler does not go as low (a
+    constant scale, ``min_scale``), and by a loop that changes gradients before it steps (``max_grad_norm`` of
+    :func:`prepare` is no such change) or computes its loss outside the model. A good step does nothing for it. The
+    rules are in ``state_dict()``, the stats and the log, and the same on all ranks.
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.
         max_fp32_share: the share of the forward's floating point operations that may be out of 16 bits; default None:
             what was given before, at first 0.25.
-        clip: what a plain loop does to the gradients between backward and step; called with each optimizer when a step
-            runs again. Default None: nothing, or what was given before. A Trainer gives its own.
+        clip: withdrawn.
 
     Returns:
         The healer, with what it has ``healed``; always the same one for the same model.
 
     Raises:
-        TypeError: for anything but a model or its MixedPrecision, and a ``clip`` that is not callable.
+        TypeError: for anything but a model or its MixedPrecision, and a ``clip``.
         ValueError: for a model that is not attached, a precision that does not compute in FP16,
             ``free_gradients="backward"``, and a ``max_fp32_share`` outside 0 to 1.
     """
-    runtime = runtime_of(model, "heal_overflows")
-    if clip is not None and not callable(clip):
-        raise TypeError(f"clip={clip!r} must be a function: clip=lambda optimizer: clip_grad_norm_(..., {clip!r})")
+    runtime = runtime_of(model)
+    if clip is not None:
+        raise TypeError(
+            "heal_overflows takes no clip any more: hf_mp.prepare(..., max_grad_norm=1.0) clips what it steps"
+        )
     healer = observing(runtime, Healer)
     if max_fp32_share is None:
         max_fp32_share = MAX_FP32_SHARE if healer is None else healer.max_fp32_share
     check_healing("heal", runtime.policy, max_fp32_share)
     if healer is None:
         runtime.observers.append(healer := Healer(runtime))
-    healer.max_fp32_share, healer.clip = max_fp32_share, clip or healer.clip
+    healer.max_fp32_share = max_fp32_share
     return healer

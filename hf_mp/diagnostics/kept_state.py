@@ -22,27 +22,20 @@ from hf_mp.weights.lean.split_parameter import SplitParameter
 _GRAD: Any = Tensor.grad  # the property itself, which split parameters override
 
 
-@dataclass(frozen=True)
-class RandomStates:
-    python: Any
-    numpy: Any
-    cpu: Tensor
-    cuda: list[Tensor]  # by device
+def keep_random_states() -> Callable[[], None]:
+    """Keep the states of all random generators, without a synchronization; returns what restores them."""
+    python, numpy, cpu, cuda = random.getstate(), np.random.get_state(), torch.get_rng_state(), list[Tensor]()
+    # While a graph is captured, torch refuses to read the state. A GPU generator's is on the host.
+    if torch.cuda.is_available() and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        cuda = torch.cuda.get_rng_state_all()
 
-    @classmethod
-    def now(cls) -> RandomStates:
-        """The current states, without a synchronization: a GPU generator's state is on the host."""
-        has_context = torch.cuda.is_available() and torch.cuda.is_initialized()
-        # While a graph is captured, torch refuses to read the state.
-        keeps_cuda = has_context and not torch.cuda.is_current_stream_capturing()
-        on_cuda = torch.cuda.get_rng_state_all() if keeps_cuda else []
-        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), on_cuda)
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        torch.cuda.set_rng_state_all(cuda)
 
-    def restore(self) -> None:
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.set_rng_state(self.cpu)
-        torch.cuda.set_rng_state_all(self.cuda)
+    return restore
 
 
 @dataclass
@@ -52,7 +45,7 @@ class KeptCall:
     forward: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    random_states: RandomStates
+    restore_random_states: Callable[[], None]
     losses: dict[str, Tensor] = field(default_factory=dict)  # scalar outputs by name, detached
 
     def __post_init__(self) -> None:
@@ -61,10 +54,7 @@ class KeptCall:
 
     def inputs(self) -> list[tuple[str, Tensor]]:
         """The input tensors, named by the forward's parameters."""
-        try:
-            bound = inspect.signature(self.forward.original).bind(*self.args, **self.kwargs)
-        except (TypeError, ValueError):
-            return named_tensors(self.args) + named_tensors(self.kwargs)
+        bound = inspect.signature(self.forward.original).bind(*self.args, **self.kwargs)
         return named_tensors(bound.arguments)
 
     def again(self, make: Callable[..., Any]) -> dict[str, Tensor]:
@@ -72,7 +62,7 @@ class KeptCall:
         module = self.forward.module()
         if module.training != self.is_training:  # else a part in another mode stays in it
             module.train(self.is_training)
-        self.random_states.restore()
+        self.restore_random_states()
         return dict(named_tensors(make(self, self.args, self.kwargs)))
 
     def versions_now(self) -> tuple[int, ...]:
@@ -87,11 +77,6 @@ class IncomingGradient:
     call: KeptCall
     output: str
     gradient: Tensor | None
-    version: int = 0
-
-    def is_changed(self) -> bool:
-        """Whether it was written to since it came in."""
-        return self.gradient is not None and self.gradient._version != self.version
 
 
 @dataclass
@@ -134,7 +119,7 @@ class KeptBackward:
 def untouched(model: nn.Module) -> Iterator[None]:
     """Restore, bit for bit, what a forward of ``model`` changes: buffers, tensors and counters of modules, their
     training mode, and the states of random generators."""
-    random_states = RandomStates.now()
+    restore_random_states = keep_random_states()
     tensors, containers = _held_by(model)
     try:
         # Restored values are those that the graph of the training has saved; a new version would make its backward
@@ -149,7 +134,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 for container, items in containers:
                     _refill(container, items)
     finally:
-        random_states.restore()
+        restore_random_states()
 
 
 def _held_by(model: nn.Module) -> tuple[dict[Tensor, Tensor], list[tuple[Any, Any]]]:

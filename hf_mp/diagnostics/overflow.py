@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from hf_mp.casting.nested import named_tensors
-from hf_mp.diagnostics.kept_state import IncomingGradient, KeptBackward, KeptCall, RandomStates
+from hf_mp.diagnostics.kept_state import IncomingGradient, KeptBackward, KeptCall, keep_random_states
 from hf_mp.diagnostics.overflow_report import OverflowReport
-from hf_mp.diagnostics.replay import Replay
+from hf_mp.diagnostics.replay import replay
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import StepReport
@@ -38,11 +38,12 @@ class OverflowExplainer(StepObserver):
     Attributes:
         reports: one :class:`OverflowReport` for each explained step, oldest first.
         backwards: the micro-batches since the last step.
+        keep_batches: of :func:`explain_overflows`.
     """
 
-    def __init__(self, runtime: MixedPrecision, keep_batches: Path | None = None) -> None:
+    def __init__(self, runtime: MixedPrecision) -> None:
         self._runtime = runtime
-        self._keep_batches = keep_batches
+        self.keep_batches: Path | None = None
         self.backwards: list[KeptBackward] = []
         self._clean_scale: float | None = None  # the largest one of a step that was applied
         self._unclean_steps = 0  # in a row that called for an explanation
@@ -51,7 +52,7 @@ class OverflowExplainer(StepObserver):
 
     def forward(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep the call; returns a callback for its outputs."""
-        call = KeptCall(forward, args, kwargs, RandomStates.now())
+        call = KeptCall(forward, args, kwargs, keep_random_states())
 
         def forward_ended(outputs: Any) -> None:
             for name, output in named_tensors(outputs):
@@ -74,8 +75,7 @@ class OverflowExplainer(StepObserver):
         task = torch._C._current_graph_task_id()
         if not self.backwards or self.backwards[-1].task != task:
             self.backwards.append(KeptBackward(task))
-        incoming = IncomingGradient(call, name, gradient if is_kept else None, gradient._version)
-        self.backwards[-1].incoming.append(incoming)
+        self.backwards[-1].incoming.append(IncomingGradient(call, name, gradient if is_kept else None))
 
     def backward_ended(self, largest: Tensor | None) -> None:
         if self.backwards and largest is not None:
@@ -98,7 +98,10 @@ class OverflowExplainer(StepObserver):
         self._unclean_steps += 1
         # A run that fails at every step is not to spend its time on replays.
         if suspects and self._unclean_steps & (self._unclean_steps - 1) == 0:  # the 1st, 2nd, 4th, 8th, ... in a row
-            self._publish(self._explain(suspects, backwards))
+            explained = self._explain(suspects, backwards)
+            # The inf came from another process, which explains it: all replay at the same time.
+            if explained.phase != "not found" or explained.notes or not is_running():
+                self._publish(explained)
 
     def detached(self) -> None:
         self.backwards.clear()
@@ -115,20 +118,18 @@ class OverflowExplainer(StepObserver):
         Returns:
             The report on the first inf or NaN; None without one. It is added to :attr:`reports` and logged.
         """
-        report = self._explain(list(self.backwards), self.backwards)
-        if report is None or report.phase == "not found":
+        if not self.backwards or (report := self._explain(self.backwards, self.backwards)).phase == "not found":
             return None
         self._publish(report)
         return report
 
-    def _explain(self, suspects: list[KeptBackward], backwards: list[KeptBackward]) -> OverflowReport | None:
-        report = None
+    def _explain(self, suspects: list[KeptBackward], backwards: list[KeptBackward]) -> OverflowReport:
+        """The first report that has found an origin, else the last one."""
         for backward in suspects:
             report = self._replay(backward, backwards)
             if report.phase != "not found":
-                return report
-        # The inf came from another process, which explains it: all replay at the same time.
-        return None if is_running() and report is not None and not report.notes else report
+                break
+        return report
 
     def _replay(self, backward: KeptBackward, backwards: list[KeptBackward]) -> OverflowReport:
         scaler = self._runtime.scaler
@@ -142,18 +143,16 @@ class OverflowExplainer(StepObserver):
             smallest_scale=scaler.smallest_scale,
         )
         try:
-            report = Replay(self._runtime, backward, place).run()
+            report = replay(self._runtime, backward, place)
         except Exception as error:  # training goes on whatever the replay meets, and the report tells
             return replace(place, notes=(f"the replay failed: {type(error).__name__}: {error}",))
         # What was not kept may be why: it is, for the next failure.
         self._keeps_all = self._keeps_all or report.phase == "not found"
-        if self._keep_batches is not None:
-            self._save(self._keep_batches, report, backward)
+        if self.keep_batches is not None:
+            self._save(self.keep_batches, report, backward)
         return report
 
-    def _publish(self, report: OverflowReport | None) -> None:
-        if report is None:
-            return
+    def _publish(self, report: OverflowReport) -> None:
         known = {earlier.culprit for earlier in self.reports}
         self.reports.append(report)
         # The same place overflows at many steps: it is one message.
@@ -184,31 +183,23 @@ def explain_overflows(
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.
         keep_batches: directory for the tensors of failing batches and their reports (``batch.safetensors``,
-            ``report.json``); default None keeps none.
+            ``report.json``); default None: what was given before, at first none.
 
     Returns:
         The explainer, with its ``reports``; always the same one for the same model.
 
     Raises:
         TypeError: if ``model`` is neither.
-        ValueError: for a model that is not attached, an FP32 policy, or another ``keep_batches`` than before.
-        OSError: if the directory cannot be created.
+        ValueError: for a model that is not attached, and an FP32 policy.
     """
-    runtime = runtime_of(model, "explain_overflows")
+    runtime = runtime_of(model)
     if not runtime.policy.is_mixed:
         raise ValueError(f"precision={str(runtime.policy)!r} skips no steps: there is nothing to explain")
-    directory = None if keep_batches is None else Path(keep_batches)
-    if (known := observing(runtime, OverflowExplainer)) is not None:
-        if known._keep_batches != directory:
-            raise ValueError(
-                f"overflows of this model are explained already, with keep_batches={known._keep_batches}: "
-                f"say keep_batches={directory} there"
-            )
-        return known
-    if directory is not None:
-        directory.mkdir(parents=True, exist_ok=True)
-    explainer = OverflowExplainer(runtime, directory)
-    runtime.observers.insert(0, explainer)  # before a recorder, which writes down what is found of the same step
+    if (explainer := observing(runtime, OverflowExplainer)) is None:
+        explainer = OverflowExplainer(runtime)
+        runtime.observers.insert(0, explainer)  # before a recorder, which writes down what is found of the same step
+    if keep_batches is not None:
+        explainer.keep_batches = Path(keep_batches)
     return explainer
 
 
@@ -217,15 +208,10 @@ def observing(runtime: MixedPrecision, kind: type[_Observer]) -> _Observer | Non
     return next((observer for observer in runtime.observers if isinstance(observer, kind)), None)
 
 
-def runtime_of(model: Any, caller: str) -> MixedPrecision:
-    """The runtime attached to ``model``, or ``model`` if it is one; ``caller`` is for error messages."""
+def runtime_of(model: Any) -> MixedPrecision:
+    """The runtime attached to ``model``, or ``model`` if it is one."""
     if isinstance(model, MixedPrecision):
         return model
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"{caller} takes a model or its MixedPrecision, not a {type(model).__name__}: give it what "
-            "hf_mp.prepare(...) returned first"
-        )
     if (runtime := attached_runtime(model)) is not None:
         return runtime
     raise ValueError(f"no mixed precision is attached to this {type(model).__name__}: call hf_mp.prepare(...) first")

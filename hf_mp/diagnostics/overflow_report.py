@@ -35,11 +35,8 @@ class OverflowReport:
         outputs: the range of each output tensor.
         nonfinite_gradients: names of the parameters whose gradient is inf, NaN or too large in this micro-batch.
         loss_scale: the loss scale of the step.
-        smaller_scale_helps: whether the same backward is finite at a smaller loss scale that loses no gradient; None if
-            not tried.
+        smaller_scale_helps: whether the same backward is finite at a smaller loss scale; None if not tried.
         largest_finite_scale: the largest power of two at which it is finite, by trial; None if not tried, or for none.
-        needed_scale: the smallest power of two at which no op loses its gradients that FP16 held at ``loss_scale``: the
-            largest of them is at 2**-20, where four bits are left; None if not measured.
         smallest_scale: the smallest loss scale that overflows can lead to.
         finite_in_fp32: whether the same micro-batch is finite without autocast; None if not tried.
         finite_in_bf16: whether it is finite under autocast in BF16; None if not tried.
@@ -62,7 +59,6 @@ class OverflowReport:
     loss_scale: float = 1.0
     smaller_scale_helps: bool | None = None
     largest_finite_scale: float | None = None
-    needed_scale: float | None = None
     smallest_scale: float = 0.0
     finite_in_fp32: bool | None = None
     finite_in_bf16: bool | None = None
@@ -103,18 +99,8 @@ class OverflowReport:
         """What to do; empty if nothing."""
         if self.phase == "not found":
             return ""
-        if self.smaller_scale_helps:
-            return self._smaller_scale
-        if self.largest_finite_scale is None or self.needed_scale is None:
+        if not self.smaller_scale_helps:
             return f"No smaller loss scale helps. {self._remedy}"
-        until, lost = scale_text(self.largest_finite_scale), scale_text(self.needed_scale)
-        return (
-            f"No loss scale holds this backward as a whole: it is finite up to {until}, and other gradients are "
-            f"lost below {lost}. on_overflow='heal' gives modules scales of their own."
-        )
-
-    @property
-    def _smaller_scale(self) -> str:
         until, ends = self.largest_finite_scale or 0.0, "and the scaler goes there"
         if until < self.smallest_scale:
             ends = f"and the scaler goes no lower than {scale_text(self.smallest_scale)}: give it a smaller one"

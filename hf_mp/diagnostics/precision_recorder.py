@@ -202,7 +202,7 @@ def record_precision(
         ValueError: for a model that is not attached, a pattern that matches no module, an invalid ``histogram_steps``,
             or other settings than before.
     """
-    runtime = runtime_of(model, "record_precision")
+    runtime = runtime_of(model)
     if not runtime.policy.is_mixed:
         raise ValueError(f"precision={str(runtime.policy)!r} is FP32 throughout: there is nothing to record")
     check_interval("histogram_steps", histogram_steps)

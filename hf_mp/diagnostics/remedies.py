@@ -9,11 +9,9 @@ from typing import NamedTuple
 from hf_mp.casting.rules import MOST_SCALED, SCALABLE, Divisors
 from hf_mp.casting.tables import BEYOND_TORCH
 from hf_mp.diagnostics.ranges import OpRange, is_in_place
-from hf_mp.scaling.rules import FP16_MAX, power_of_two_below, scale_text, scale_with_headroom
+from hf_mp.scaling.rules import FP16_MAX, scale_with_headroom
 from hf_mp.scaling.scalers import LossScaleError
 
-FP16_NORMAL = 2.0**-14  # the smallest number that FP16 holds with all its bits
-FP16_LOST = 2.0**-20  # of a tensor whose largest number is smaller, four bits are left at most, and most of it is zero
 SPARE_DOUBLINGS = 4  # that a divided product may still grow
 MOST_DIVIDED = 2**12  # a larger divisor takes results of magnitude 1 near FP16's smallest normal number, 2**-14
 
@@ -24,12 +22,11 @@ class Situation(NamedTuple):
     found: OpRange  # what is out of range
     rules: Mapping[str, str]  # that hold already
     is_lean: bool = False  # whether weights are in FP16
-    scale: float = 0.0  # that gradients in 16 bits are to be held at; 0 where the forward is looked at
 
     @property
     def excess(self) -> float:
-        """By how much numbers are beyond FP16's end: those of the forward, or else scaled gradients."""
-        return (self.scale * (self.found.fp16_gradient or 0.0) if self.scale else self.found.largest) / FP16_MAX
+        """By how much numbers are beyond FP16's end."""
+        return self.found.largest / FP16_MAX
 
 
 class Planned(NamedTuple):
@@ -41,7 +38,7 @@ class Planned(NamedTuple):
 
 
 def _divided_product(at: Situation) -> dict[str, str]:
-    """The product, or its backward, of numbers divided by powers of two; of stacked experts, for one of them."""
+    """The product of numbers divided by powers of two; of stacked experts, for one of them."""
     found = at.found
     key = found.expert or f"{found.module}:{found.op}"
     before = Divisors.parse(at.rules[key]) if key in at.rules else Divisors()
@@ -56,9 +53,7 @@ def _divided_product(at: Situation) -> dict[str, str]:
 
 
 def _divided_further(before: Divisors, at: Situation) -> Divisors:
-    """Divisors that bring in range what is not with those ``before``: a gradient, a weight or an input."""
-    if at.scale:
-        return before._replace(gradient=before.gradient * _power_for(at.excess))
+    """Divisors that bring in range what is not with those ``before``: a weight or an input."""
     # What makes a result too large is to be divided; an input that is small would vanish.
     weight = at.found.largest_weight
     if weight > FP16_MAX or weight >= at.found.largest > 0.0:
@@ -99,10 +94,8 @@ def next_remedy(at: Situation) -> Planned:
     for name, rules in offers[max(held, default=-1) + 1 :]:
         if rules:
             return Planned(name, rules, at.found)
-    what = f" in its backward at loss scale {scale_text(at.scale)}" if at.scale else ""
     raise CannotHealError(
-        f"{at.found.op!r} in {at.found.module!r} stays out of FP16's range{what} with every remedy: use "
-        "precision='bf16'"
+        f"{at.found.op!r} in {at.found.module!r} stays out of FP16's range with every remedy: use precision='bf16'"
     )
 
 
@@ -119,32 +112,10 @@ def cutting(ranges: Iterable[OpRange]) -> list[OpRange]:
     return [found for found in ranges if found.cuts]
 
 
-def leaving_range_in_backward(ranges: Iterable[OpRange], scale: float) -> list[OpRange]:
-    """The places where gradients leave the range at a loss scale, or are within a doubling of it."""
-    return [found for found in ranges if 2.0 * scale * (found.fp16_gradient or 0.0) > FP16_MAX]
-
-
-class ScaleRange(NamedTuple):
-    """The loss scales that suit a backward; where ``fits`` is below ``needs``, no single one does."""
-
-    fits: float  # the largest at which no gradient leaves FP16's range
-    needs: float  # the smallest at which none is lost that was normal in FP16 at the scale so far
-
-    def best(self, scale: float, floor: float) -> float:
-        """The scale to go down to from ``scale``, not below ``floor``: that fits, or where what is lost is normal."""
-        wanted = self.fits if self.fits >= self.needs else self.needs * FP16_NORMAL / FP16_LOST
-        return min(scale, max(wanted, floor))
-
-
-def scale_range(ranges: Iterable[OpRange], scale: float) -> ScaleRange:
-    """The loss scales for a backward of these gradients, which overflowed at ``scale``."""
-    sizes = [found.fp16_gradient for found in ranges if found.fp16_gradient]
-    if not sizes:
-        return ScaleRange(scale, 0.0)
-    # What FP16 lost before is no loss now.
-    held = [size for size in sizes if scale * size >= FP16_NORMAL]
-    needs = -power_of_two_below(-FP16_LOST / min(held)) if held else 0.0
-    return ScaleRange(scale_with_headroom(max(sizes), 1.0), needs)
+def fitting_scale(ranges: Iterable[OpRange], scale: float) -> float:
+    """The largest loss scale at which no gradient leaves FP16's range; ``scale`` where there are no gradients."""
+    largest = max((found.fp16_gradient or 0.0 for found in ranges), default=0.0)
+    return scale_with_headroom(largest, 1.0) if largest else scale
 
 
 def merged(several: Iterable[Mapping[str, str]]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,8 +74,6 @@ class RunRecords:
 
     directory: Path  # named as the run
     start: dict[str, Any] = field(default_factory=dict)  # the settings of the last start; empty if not recorded
-    is_new: bool = False  # whether no step of the last start was read yet
-    restarts: int = 0  # number of resumes since the last fresh start
     steps: dict[int, StepRecord] = field(default_factory=dict)  # in order
     overflows: list[OverflowReport] = field(default_factory=list)
     healed: list[Healed] = field(default_factory=list)
@@ -83,31 +81,6 @@ class RunRecords:
     magnitudes: StepMagnitudes | None = None  # of the last recorded step
     has_ended: bool = False  # whether the last start reached its end
     missing: list[str] = field(default_factory=list)  # one sentence for each thing that is missing or unreadable
-
-    def take(self, event: Any) -> None:
-        """Take what was recorded of a step."""
-        if self.is_new:
-            # An overflow is written before its step, so the first of a start need not be a step.
-            self._forget_from(event.step)
-        self.is_new = False
-        match event:
-            case StepRecord():
-                self.steps[event.step] = event
-            case Healed():
-                self.healed.append(event)
-            case OverflowReport():
-                self.overflows.append(event)
-            case StepMagnitudes():
-                self.magnitudes = event
-
-    def _forget_from(self, first: int) -> None:
-        """A resumed run takes steps again from its checkpoint on: the later ones count."""
-        self.restarts = self.restarts + 1 if self.steps and first > 1 else 0
-        self.steps = {number: step for number, step in self.steps.items() if number < first}
-        self.overflows = [one for one in self.overflows if one.step < first]
-        self.healed = [one for one in self.healed if one.step < first]
-        if self.magnitudes is not None and self.magnitudes.step >= first:
-            self.magnitudes = None
 
 
 def read_run(directory: Path) -> RunRecords:
@@ -123,14 +96,28 @@ def read_run(directory: Path) -> RunRecords:
             f"{directory} holds no run: no file {LOG_NAME} is in it. "
             "MixedPrecisionArguments(precision_report=True) or hf_mp.record_precision(model, RUN_DIR) writes one"
         )
-    run, damaged = RunRecords(directory), []
+    run, events, damaged = RunRecords(directory), list[Any](), []
+    is_new = False  # whether no step of the last start was read yet
     lines = [line for line in path.read_bytes().splitlines() if line.strip()]
     for number, line in enumerate(lines, 1):
         try:
-            _take(run, json.loads(line))
+            record = json.loads(line)
+            if record["record"] not in _EVENTS:
+                is_new = _take(run, record) or is_new
+                continue
+            event = _EVENTS[record["record"]](record)
         # A log is read after crashes: what is whole in it is worth showing.
         except _DAMAGED:
             damaged.append(number)
+            continue
+        # A resumed run takes steps again from its checkpoint on: the later ones count. An overflow is written before
+        # its step, so the first of a start need not be a step.
+        events = [one for one in events if not is_new or one.step < event.step] + [event]
+        is_new = False
+    run.steps = {one.step: one for one in events if isinstance(one, StepRecord)}
+    run.overflows = [one for one in events if isinstance(one, OverflowReport)]
+    run.healed = [one for one in events if isinstance(one, Healed)]
+    run.magnitudes = next((one for one in reversed(events) if isinstance(one, StepMagnitudes)), None)
     more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
     wanted = {
         f"line {min(damaged, default=0)} of {len(lines)}{more} is half-written or damaged, and left out": not damaged,
@@ -143,24 +130,32 @@ def read_run(directory: Path) -> RunRecords:
     return run
 
 
-def _take(run: RunRecords, record: Mapping[str, Any]) -> None:
+def _take(run: RunRecords, record: Mapping[str, Any]) -> bool:
+    """Take what is of a start as a whole; whether it begins here."""
     match record["record"]:
         case "run" if record["version"] == VERSION:
             run.start = {key: value for key, value in record.items() if key not in ("record", "version")}
-            run.has_ended, run.is_new = False, True
-        case "step":
-            # Whoever draws the page relies on numbers.
-            step, scale = int(record["step"]), float(record["loss_scale"])
-            run.take(StepRecord(step, scale, record["headroom"], record["skipped"], record["cause"]))
-        case "overflow":
-            run.take(OverflowReport.from_dict(record["report"]))
-        case "healed":
-            run.take(Healed(**record["healed"]))
-        case "magnitudes":
-            run.take(from_record(record))
+            run.has_ended = False
+            return True
         case "contract":
             run.contract = record["rows"]
         case "end":
             run.has_ended = True
         case unknown:
             raise ValueError(f"record {unknown!r}")
+    return False
+
+
+def _step(record: Mapping[str, Any]) -> StepRecord:
+    # Whoever draws the page relies on numbers.
+    step, scale = int(record["step"]), float(record["loss_scale"])
+    return StepRecord(step, scale, record["headroom"], record["skipped"], record["cause"])
+
+
+# Of a step each, as the record is read.
+_EVENTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "step": _step,
+    "overflow": lambda record: OverflowReport.from_dict(record["report"]),
+    "healed": lambda record: Healed(**record["healed"]),
+    "magnitudes": from_record,
+}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.diagnostics.given_batches import call
-from hf_mp.diagnostics.kept_state import RandomStates, gradients_set_aside, untouched
+from hf_mp.diagnostics.kept_state import gradients_set_aside, keep_random_states, untouched
 from hf_mp.diagnostics.magnitudes import sample
 from hf_mp.diagnostics.overflow import runtime_of
 from hf_mp.kernels.gradient_scan import largest_magnitude
@@ -49,7 +49,7 @@ def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callabl
         ValueError: for a model that is not attached.
         ScaleLeakError: naming the parameters whose gradients differ.
     """
-    runtime = runtime_of(model, "check_gradients")
+    runtime = runtime_of(model)
     attached = runtime.model
     if attached is None or not runtime.check.is_scaled:
         return
@@ -75,7 +75,7 @@ def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
     assert runtime.model is not None
     # The run's observers would keep these backwards for replays and histograms.
     with untouched(runtime.model), _alone(runtime):
-        at = functools.partial(_gradients_at, runtime, backward, RandomStates.now())
+        at = functools.partial(_gradients_at, runtime, backward, keep_random_states())
         tried = (runtime.scaler.get_scale() * 2.0 ** (-8 * number) for number in range(_TRIES + 1))
         largest = next((found for scale in tried if (found := at(scale)[1]) < math.inf), math.inf)
         if not 0.0 < largest < math.inf:
@@ -123,12 +123,12 @@ def _alone(runtime: MixedPrecision) -> Iterator[None]:
 
 
 def _gradients_at(
-    runtime: MixedPrecision, backward: Callable[[], None], states: RandomStates, scale: float
+    runtime: MixedPrecision, backward: Callable[[], None], restore_random_states: Callable[[], None], scale: float
 ) -> tuple[dict[str, Tensor], float]:
     """FP32 samples of the gradients by name, and their largest magnitude."""
     assert runtime.model is not None
     runtime.scaler.state = replace(runtime.scaler.state, scale=scale)
-    states.restore()  # forward, recomputation and autograd functions may draw
+    restore_random_states()  # forward, recomputation and autograd functions may draw
     try:
         backward()
         named = [(name, p.grad) for name, p in runtime.model.named_parameters() if p.grad is not None]

@@ -13,11 +13,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, names: int = 
     from rich.table import Table
 
     found = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    for name in header[:names]:
+    for place, name in enumerate(header):
         # A name may fold, a number may not: 8 characters of a name are left where the table is narrow.
-        found.add_column(name, overflow="fold", min_width=8)
-    for name in header[names:]:
-        found.add_column(name, overflow="fold", justify="right")
+        least, side = (8, "left") if place < names else (None, "right")
+        found.add_column(name, overflow="fold", min_width=least, justify=side)  # type: ignore[arg-type]
     for row in rows:
         found.add_row(*row)
     return found

@@ -92,7 +92,7 @@ def save_working_copies(model: nn.Module | MixedPrecision, directory: str | os.P
 
 
 def _runtime_of(model: Any, caller: str) -> MixedPrecision:
-    runtime = runtime_of(model, caller)
+    runtime = runtime_of(model)
     if runtime.model is None:
         raise ValueError(
             f"{caller}: the mixed precision of this model was detached, as it is when a training ends: call it before, "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.positions import positions_of
-from hf_mp.diagnostics.kept_state import RandomStates
+from hf_mp.diagnostics.kept_state import keep_random_states
 from hf_mp.diagnostics.overflow import attached_runtime
 
 IGNORED = -100  # of Transformers and torch: a label that does not count
@@ -138,7 +138,7 @@ def _as_given(model: Any, batch: Mapping[str, Tensor], generated: Tensor) -> _Fo
 
 def _drawn(model: Any, batch: Mapping[str, Tensor], new_tokens: int) -> _Found:
     prompt, mask = batch["input_ids"], _mask(batch)
-    random_states = RandomStates.now()
+    restore_random_states = keep_random_states()
     try:
         drawn = model.generate(
             prompt,
@@ -152,7 +152,7 @@ def _drawn(model: Any, batch: Mapping[str, Tensor], new_tokens: int) -> _Found:
             use_cache=True,
         )
     finally:
-        random_states.restore()
+        restore_random_states()
     logits, ids = torch.stack(drawn.logits, 1), drawn.sequences
     mask = torch.cat([mask, mask.new_ones(len(mask), new_tokens)], 1)
     found = _of_chosen(logits, ids[:, -new_tokens:])

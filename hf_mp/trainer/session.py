@@ -134,8 +134,8 @@ class TrainerSession:
         if settings.on_overflow == "heal":
             from hf_mp.diagnostics.healing import heal_overflows
 
-            clip = functools.partial(self._clip_again, model)
-            self._healer = heal_overflows(runtime, max_fp32_share=settings.max_fp32_share, clip=clip)
+            self._healer = heal_overflows(runtime, max_fp32_share=settings.max_fp32_share)
+            self._healer.clip = functools.partial(self._clip_again, model)
         if settings.log_probability_gap_steps and self._gap not in runtime.observers:
             from hf_mp.trainer.logged_gap import LoggedGap
 

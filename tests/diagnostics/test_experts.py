@@ -93,13 +93,6 @@ def test_what_comes_after_a_product_is_of_its_experts(implementation: str) -> No
     assert (report.op, report.tensor) == ("mul", f"{EXPERTS}.gate_up_proj[3]")
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
-def test_all_experts_that_overflow_in_one_product_are_named(implementation: str) -> None:
-    report = skipped("Mixtral", implementation, lambda layer: in_forward(layer, 1, 3))
-    assert report.tensor == f"{EXPERTS}.gate_up_proj[1]"
-    assert f"so it is with {EXPERTS}.gate_up_proj[3]" in report.notes
-
-
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rules_for_the_experts_that_overflow_are_proposed(implementation: str) -> None:
     report = skipped("Mixtral", implementation, lambda layer: beyond_fp16(layer, 1, 2))
@@ -115,7 +108,6 @@ def test_a_weight_that_is_not_finite_is_that_of_an_expert(precision: str) -> Non
     report = skipped("Mixtral", "grouped_mm", plant, precision=precision)
     assert (report.phase, report.tensor) == ("weight", f"{EXPERTS}.down_proj[1]")
     assert report.inputs[0].shape == (64, 64) and report.inputs[0].inf_count == 1
-    assert f"so it is with {EXPERTS}.down_proj[2]" in report.notes
 
 
 def test_a_weight_beyond_fp16_is_that_of_an_expert() -> None:
@@ -124,7 +116,6 @@ def test_a_weight_beyond_fp16_is_that_of_an_expert() -> None:
     assert [found.name for found in report.inputs] == [
         f"{EXPERTS}.down_proj[3]", f"{EXPERTS}.down_proj[3], in 16 bits"
     ]  # fmt: skip
-    assert any(note.endswith("FP16 ends at 65504") for note in report.notes)
 
 
 @ALL

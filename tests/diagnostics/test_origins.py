@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_mp.casting.mode import autocast
 from hf_mp.casting.nested import named_tensors
 from hf_mp.diagnostics.origins import Origin, OriginTracker
 from hf_mp.diagnostics.values import Finiteness, TensorRange, finiteness
@@ -17,8 +18,8 @@ NAN = float("nan")
 
 
 def origin_of(function: Callable[[], Tensor]) -> Origin | None:
-    model = nn.Identity()
-    with (tracker := OriginTracker(model)):
+    tracker, mode = OriginTracker(nn.Identity()), autocast(torch.float16)
+    with tracker.watching(mode), mode:
         result = function()
     return tracker.of(result)
 
@@ -31,21 +32,21 @@ BLAMED = {
     "the-division": (lambda: (x() / 0.0).add(1).mul(2).view(2, 1), "div"),
     "the-first-of-two": (lambda: x().mul(INF).log().sub(INF), "mul"),
     "the-log-not-what-used-its-minus-inf": (lambda: (x() * 0).log() * 0.0, "log"),
-    "the-softmax-of-a-full-mask": (lambda: x().masked_fill(x() > 0, -INF).softmax(0), "_softmax"),
+    "the-softmax-of-a-full-mask": (lambda: x().masked_fill(x() > 0, -INF).softmax(0), "softmax"),
     "in-place-on-finite-values": (lambda: x().div_(0.0), "div_"),
     "what-was-copied-into-a-buffer": (lambda: torch.empty(2, 2).copy_((x() / 0.0).expand(2, 2)), "div"),
     "what-was-written-into-a-row": (lambda: rows_of(x() / 0.0), "div"),
-    "the-cast": (lambda: (x() * 1e5).half() + 1, "_to_copy"),
+    "the-cast": (lambda: (x() * 1e5).half() + 1, "half"),
     "an-accumulation": (lambda: torch.zeros(2).add_(x() * INF), "mul"),
     "over-memory-that-was-bad-before": (lambda: torch.full((2,), NAN).copy_(x()).div_(0.0), "div_"),
     "what-replaces-something-bad": (lambda: torch.full((2,), NAN).copy_(x() / 0.0), "div"),
     "what-is-written-out": (lambda: torch.mul(x() / 0.0, 1.0, out=torch.full((2,), NAN)), "div"),
     # To -inf, which is no mask where an overflow made it.
     "product": (lambda: torch.tensor([-300.0], dtype=torch.float16) * 300, "mul"),
-    "cast": (lambda: torch.tensor([-1e9, 1.0]).half(), "_to_copy"),
+    "cast": (lambda: torch.tensor([-1e9, 1.0]).half(), "half"),
     "copy": (lambda: torch.zeros(2, dtype=torch.float16).copy_(x() * -1e5), "copy_"),
     "sum": (lambda: torch.full((2,), -65504.0, dtype=torch.float16).add_(x().half() * -300), "add_"),
-    "everything-hidden-by-a-cast-mask": (lambda: lowest_in_half(x() > 0).softmax(0), "_to_copy"),
+    "everything-hidden-by-a-cast-mask": (lambda: lowest_in_half(x() > 0).softmax(0), "half"),
 }
 
 

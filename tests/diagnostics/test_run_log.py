@@ -103,7 +103,6 @@ def test_a_resumed_run_goes_on_where_it_was_resumed(tmp_path: Path) -> None:
             log.write("step", step=step, loss_scale=scale, headroom=None, skipped=False, cause="")
     read = read_run(tmp_path)
     assert {step: record.loss_scale for step, record in read.steps.items()} == {1: 2, 2: 2, 3: 2, 4: 4, 5: 4}
-    assert read.restarts == 1
 
 
 def test_a_run_that_is_begun_anew_is_not_resumed_and_has_nothing_of_the_one_before(tmp_path: Path) -> None:
@@ -111,7 +110,7 @@ def test_a_run_that_is_begun_anew_is_not_resumed_and_has_nothing_of_the_one_befo
         run = Run(tmp_path, histogram_steps=0 if len(steps) == 1 else 2).train(*steps)
         run.recorder.end()
     read = read_run(tmp_path)
-    assert read.restarts == 0 and list(read.steps) == [1]
+    assert list(read.steps) == [1]
     assert read.magnitudes is None
 
 
@@ -193,7 +192,7 @@ def test_wrong_numbers_of_steps_are_named(steps: Any, tmp_path: Path) -> None:
 
 
 def test_wrong_models_and_settings_are_named(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="record_precision takes a model or its MixedPrecision, not a str"):
+    with pytest.raises(TypeError, match=r"the model is of type str: pass the nn\.Module that is trained"):
         record_precision("model", tmp_path)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no mixed precision is attached to this Mlp"):
         record_precision(Mlp(), tmp_path)
