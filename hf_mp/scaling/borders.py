@@ -181,8 +181,10 @@ def inward_borders(
         return list(outside), list(copies)
     inside = _InwardBorders.apply(crossings, copies, with_aliases, *outside)
     # None where nothing wants a gradient.
-    if (node := inside[0].grad_fn) is not None and _has_order():
-        node._set_sequence_nr(_AT_ONCE)
+    if (node := inside[0].grad_fn) is not None:
+        node.number = node._sequence_nr()
+        if _has_order():
+            node._set_sequence_nr(_AT_ONCE)
     of_copies = iter(inside[len(outside) if with_aliases else 0 :])
     aliases = list(inside[: len(outside)] if with_aliases else outside)
     return aliases, [None if copy is None else next(of_copies) for copy in copies]
@@ -207,18 +209,38 @@ class _Edges:
         return tuple(found)
 
 
+def leads_inside(node: Any, first: int, outside: set[Any]) -> bool:
+    """Whether the graph behind ``node`` reaches a node with a number of at least ``first``; if not, all is ``outside``.
+
+    autograd numbers the nodes of each thread by themselves, and a backward on a GPU has its own thread: what
+    ``torch.autograd.grad(create_graph=True)`` makes there during a forward has small numbers. What was made before a
+    forward leads to nothing that the forward made.
+    """
+    todo, seen = [node], {node}
+    while todo:
+        for to, _ in todo.pop().next_functions:
+            if to is None or to in seen or to in outside:
+                continue
+            if first <= (to.number if type(to) is _INWARD else to._sequence_nr()) < _AT_ONCE:
+                return True
+            seen.add(to)
+            todo.append(to)
+    outside |= seen
+    return False
+
+
 def seal(nodes: Iterable[Any], crossings: Crossings, first: int, made_earlier: Callable[[Any], bool]) -> bool:
     """Put a border on each edge by which the graph that begins at ``nodes`` leaves to a tensor made outside.
 
-    That is an edge to a leaf, or to a node with a number below ``first``, unless it was ``made_earlier`` inside. An
-    inward border is one already, and so are the inputs that a node names in ``border_at``: their gradients leave
-    through :class:`Behind`. Costs a look at each edge, some 0.2 µs.
+    That is an edge to a leaf, or to a node with a number below ``first``, unless it was ``made_earlier`` inside, or
+    :func:`leads_inside`. An inward border is one already, and so are the inputs that a node names in ``border_at``:
+    their gradients leave through :class:`Behind`. Costs a look at each edge, some 0.2 µs.
 
     Returns:
         Whether there was one.
     """
     todo, found = list(nodes), False
-    seen = set(todo)
+    seen, outside = set(todo), set[Any]()
     while todo:
         node, leaving = todo.pop(), []
         for place, (to, _) in enumerate(node.next_functions):
@@ -228,7 +250,11 @@ def seal(nodes: Iterable[Any], crossings: Crossings, first: int, made_earlier: C
                 seen.add(to)
                 todo.append(to)
             elif not made_earlier(to):
-                leaving.append(place)
+                if leads_inside(to, first, outside):
+                    seen.add(to)
+                    todo.append(to)
+                else:
+                    leaving.append(place)
         if places := [place for place in leaving if place not in getattr(node, "border_at", ())]:
             node.register_hook(_Edges(node, places, crossings))
             found = True

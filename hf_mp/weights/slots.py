@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.policy import LOWER_PRECISION_DTYPES
-from hf_mp.scaling.borders import Crossings, inward_borders, seal
+from hf_mp.scaling.borders import Crossings, inward_borders, leads_inside, seal
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.lean.outside_reads import OF_THE_TENSOR_ITSELF
 from hf_mp.weights.product_uses import Notes, ProductUses, Slot, Uses
@@ -85,6 +85,7 @@ class Slots:
         self.must_be_watched = False
         self._inside: dict[int, _Inside] = {}  # by the identity of what is outside, and of what is inside
         self._carriers: set[int] = set()  # leaves that carry gradients from one piece of the model to another
+        self._outside: set[Any] = set()  # autograd nodes of which it is known
         self._met: dict[int, Tensor] = {}  # from outside, in a part without grad, which a checkpoint may compute again
         self._slots: list[Slot] = []
         self._filled: list[tuple[Slot, Tensor]] = []  # what lies where
@@ -342,7 +343,8 @@ class Slots:
             return id(tensor) not in self._carriers
         if id(tensor) in self._met:
             return True
-        return node._sequence_nr() < self.first_node and not self._made_earlier(node)
+        is_early = node._sequence_nr() < self.first_node and not self._made_earlier(node)
+        return is_early and not leads_inside(node, self.first_node, self._outside)
 
     def seal(self, results: Iterable[Tensor]) -> None:
         """Of a forward with these results, put a border on each edge of its graph that leads outside.

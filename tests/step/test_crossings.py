@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import gc
 import threading
 import types
@@ -198,11 +199,14 @@ def low_rank(m: Any, x: Tensor) -> Tensor:
     return F.linear(code, m.linear.weight.t(), m.back) - x
 
 
-def forces(create_graph: bool) -> Callable[[Any, Tensor], Tensor]:
+def forces(create_graph: bool, in_a_thread: bool = False) -> Callable[[Any, Tensor], Tensor]:
     def use(m: Any, x: Tensor) -> Tensor:
         position = x.clone().requires_grad_()
         energy = squared(m.second(hidden(m, position)))
-        (force,) = torch.autograd.grad(energy, position, create_graph=create_graph)
+        gradient = functools.partial(torch.autograd.grad, energy, position, create_graph=create_graph)
+        # As on a GPU, whose backward has a thread of its own: autograd numbers the nodes of each thread from 0 on.
+        with ThreadPoolExecutor(1) as thread:
+            (force,) = thread.submit(gradient).result() if in_a_thread else gradient()
         return force if create_graph else force.sum() + m.second(hidden(m, x))
 
     return use
@@ -223,6 +227,7 @@ USES: dict[str, Callable[[], nn.Module]] = {
     ),
     "forces": lambda: body(forces(True)),
     "forces without a graph": lambda: body(forces(False)),
+    "forces from another thread": lambda: body(forces(True, in_a_thread=True)),
 }  # fmt: skip
 
 
