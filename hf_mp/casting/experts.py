@@ -106,12 +106,7 @@ def note_gathered(module: nn.Module, func: Callable[..., Any], args: tuple[Any, 
         return
     name = next((name for name in WEIGHTS if _held(module, name) is args[0]), None)
     if name is not None:
-        note_rows(result, ExpertRows(name, args[1]))
-
-
-def note_rows(tensor: Tensor, rows: ExpertRows) -> None:
-    """Have :func:`product_of_experts` find these rows where ``tensor`` is the weight."""
-    tensor._of_experts = rows  # type: ignore[attr-defined]
+        result._of_experts = ExpertRows(name, args[1])  # where product_of_experts() looks for them
 
 
 def _held(module: nn.Module, name: str) -> Tensor | None:

@@ -14,8 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from hf_mp.casting.active import active_autocast, state
-from hf_mp.casting.experts import ExpertRows, note_gathered, note_rows, product_of_experts
-from hf_mp.casting.rules import SCALABLE, ModuleRule, refuse_compiled
+from hf_mp.casting.rules import SCALABLE, ModuleRule
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ class InForce(NamedTuple):
 
 def put_on(module: nn.Module, rule: ModuleRule, outer: autocast) -> InForce:
     """Have ``module`` follow ``rule`` inside ``outer``, until the handles are removed."""
-    refuse_compiled([rule], module)
     return (
         _make_island(module, rule.dtype or outer.dtype, outer) if not rule.functions else _watch_op(module, rule, outer)
     )
@@ -86,12 +84,10 @@ def _make_island(module: nn.Module, dtype: torch.dtype, outer: autocast) -> InFo
 class _OpsOfModule(TorchFunctionMode):
     """Makes the calls of one op in its own way, and leaves all others to the autocast around it."""
 
-    def __init__(self, outer: autocast, rule: ModuleRule, module: nn.Module) -> None:
+    def __init__(self, outer: autocast, rule: ModuleRule) -> None:
         super().__init__()
         self.outer, self._functions = outer, rule.functions
         self._make = _in_fp32 if rule.dtype is not None else functools.partial(_divided, rule)
-        if rule.experts:
-            self._make = functools.partial(_divided_by_expert, rule, module)
         self.inside = _Depth()
 
     def __torch_function__(
@@ -121,18 +117,16 @@ def _in_fp32(outer: autocast, func: Callable[..., Any], args: Any, kwargs: Mappi
 
 
 class _Times(torch.autograd.Function):
-    """Multiplies by one number in the forward, and its gradient by another one; or by one for each row or expert."""
+    """Multiplies by one number in the forward, and its gradient by another one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float | Tensor, gradient_factor: float | Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, factor: float, gradient_factor: float) -> Tensor:
         ctx.gradient_factor = gradient_factor
-        return x.view_as(x) if isinstance(factor, float) and factor == 1.0 else (x * factor).to(x.dtype)
+        return x * factor  # also by 1: models add in place to what they are given, and a view forbids that
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        factor = ctx.gradient_factor
-        is_one = isinstance(factor, float) and factor == 1.0
-        return gradient if is_one else (gradient * factor).to(gradient.dtype), None, None
+        return gradient * ctx.gradient_factor, None, None
 
 
 def _divided(rule: ModuleRule, outer: autocast, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -168,73 +162,9 @@ def _divisors(rule: ModuleRule, places: set[int | str]) -> tuple[dict[int | str,
     return {**divisors, **dict.fromkeys(added, total)}, total
 
 
-class _ExpertCall(NamedTuple):
-    """A product of experts, some of which have divisors; tensors of shape (experts,), with 1 for the others."""
-
-    place: int | str  # of the weight
-    rows: ExpertRows
-    of_input: Tensor
-    of_gradient: Tensor
-    of_weight: Tensor
-
-    def divided(self, operand: Any, key: int | str, outer: autocast) -> Any:
-        """What the call is given in the place of ``operand``."""
-        if not isinstance(operand, Tensor) or not operand.is_floating_point():
-            return operand
-        is_weight = key == self.place
-        own, other = (self.of_weight, self.of_input) if is_weight else (self.of_input, self.of_weight)
-        entries: Any = self.rows.experts
-        if is_weight:  # of two dimensions: that of one expert, which all rows are of
-            entries = slice(None) if self.rows.is_whole else entries[: 1 if operand.dim() == 2 else None]
-        # Of a gradient that was divided, 16 bits do not hold what becomes of it.
-        wide = outer.cast(operand, torch.float32) if (self.of_gradient > 1).any() else operand
-        divided = _Times.apply(
-            wide, _along((1.0 / own)[entries], operand), _along((other * self.of_gradient)[entries], operand)
-        )
-        if is_weight:
-            note_rows(divided, self.rows)
-        return divided
-
-    def restored(self, result: Tensor) -> Tensor:
-        """The product in FP32, each row times what its operands were divided by."""
-        factors = (self.of_input * self.of_weight, 1.0 / self.of_gradient)
-        return _Times.apply(result.to(torch.float32), *[_along(each[self.rows.experts], result) for each in factors])
-
-
-def _along(factors: Tensor, tensor: Tensor) -> Tensor:
-    """``factors`` of the entries along the first dimension of ``tensor``, to multiply it with."""
-    return factors.view(-1, *[1] * (tensor.dim() - 1))
-
-
-def _divided_by_expert(
-    rule: ModuleRule, module: nn.Module, outer: autocast, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
-) -> Any:
-    """As :func:`_divided`, with the divisors of each expert for its rows and its weight: 1 for most of them."""
-    with torch._C.DisableTorchFunction():
-        found = None if func is Tensor.__getitem__ else product_of_experts(module, args, kwargs)
-    call = None if found is None else _expert_call(rule, module, *found)
-    if call is None:
-        result = func(*args, **kwargs)
-        note_gathered(module, func, args, result)
-        return result
-    given = [call.divided(arg, place, outer) for place, arg in enumerate(args)]
-    return call.restored(func(*given, **{key: call.divided(arg, key, outer) for key, arg in kwargs.items()}))
-
-
-def _expert_call(rule: ModuleRule, module: nn.Module, place: int | str, rows: ExpertRows) -> _ExpertCall | None:
-    """None where no row is of an expert that the rule names."""
-    ruled = {expert: by for weight, expert, by in rule.experts if weight == rows.weight}
-    if not any([(rows.experts == expert).any() for expert in ruled]):
-        return None
-    factors = torch.ones(3, len(module._parameters[rows.weight]))  # type: ignore[arg-type]
-    for expert, by in ruled.items():
-        factors[:, expert] = torch.tensor([by.input, by.gradient, by.weight])
-    return _ExpertCall(place, rows, *factors.to(rows.experts.device))
-
-
 def _watch_op(module: nn.Module, rule: ModuleRule, outer: autocast) -> InForce:
     """Have the calls of one op that ``module`` makes itself go by ``rule``; not those of modules inside it."""
-    mode = _OpsOfModule(outer, rule, module)
+    mode = _OpsOfModule(outer, rule)
     entered = _Depth()  # how often this thread runs the module
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:

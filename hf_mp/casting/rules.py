@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.overrides
-from torch import Tensor, nn
+from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
-from hf_mp.casting.experts import WEIGHTS, has_stacked_experts
 from hf_mp.casting.tables import CastRule, OpTables, functions_called, op_name, spellings
-from hf_mp.casting.uncompiled import is_compiled
 from hf_mp.policy import spell
 
 Rules = Mapping[Any, str]
@@ -91,17 +88,6 @@ class ModuleRule(NamedTuple):
     op: str
     dtype: torch.dtype | None  # None: autocast's own; for an op, of divided numbers
     divisors: Divisors = Divisors()
-    experts: tuple[tuple[str, int, Divisors], ...] = ()  # of stacked weights: name in the module, index, and by what
-
-    def is_for(self, name: str, module: nn.Module) -> bool:
-        """Whether it is a rule for ``module`` of this name."""
-        is_named = fnmatch.fnmatchcase(name, self.pattern)
-        if not is_named or not self.experts:
-            return is_named
-        weights = module._parameters
-        return has_stacked_experts(module) and all(
-            (weight := weights.get(key)) is not None and index < len(weight) for key, index, _ in self.experts
-        )
 
 
 def parse_rules(rules: Rules | None, tables: OpTables) -> tuple[OpRules, tuple[ModuleRule, ...]]:
@@ -115,8 +101,7 @@ def parse_rules(rules: Rules | None, tables: OpTables) -> tuple[OpRules, tuple[M
             attached model runs in FP32; for ops ``"lower_precision"``, ``"widest"``, ``"unlisted"``; for a product
             (:data:`SCALABLE`) in modules also ``"scaled/N"`` with a power of two: the product in 16 bits of input and
             bias divided by N, times N in FP32. ``"scaled/N/M"``: its backward, too, in 16 bits, of a gradient divided
-            by M; ``"scaled/N/M/W"``: of a weight, or other factors, divided by W. Of one of stacked experts, by its
-            weight's name: ``"model.layers.3.mlp.experts.gate_up_proj[5]": "scaled/N"``.
+            by M; ``"scaled/N/M/W"``: of a weight, or other factors, divided by W.
         tables: the tables that the rules change.
 
     Returns:
@@ -141,21 +126,7 @@ def parse_rules(rules: Rules | None, tables: OpTables) -> tuple[OpRules, tuple[M
     return ops, tuple(in_modules)
 
 
-_EXPERT = re.compile(rf"(?P<module>.+)\.(?P<weight>{'|'.join(WEIGHTS)})\[(?P<index>\d+)\]")
-# The products of stacked experts, in each implementation, and what gathers a weight for each token.
-EXPERT_PRODUCTS = frozenset(
-    [Tensor.__getitem__, *(f for op in ("_grouped_mm", "bmm", "linear", "matmul") for f in functions_called(op))]
-)
-
-
 def _parse_module_rule(key: str, value: Any) -> ModuleRule:
-    if (expert := _EXPERT.fullmatch(key)) is not None:
-        if (divisors := Divisors.parse(value)) is None:
-            raise ValueError(
-                f"rule {key!r}: {value!r} is not known for one expert: use 'scaled/16', or name the module"
-            )
-        experts = ((expert["weight"], int(expert["index"]), divisors),)
-        return ModuleRule(key, expert["module"], EXPERT_PRODUCTS, "", None, experts=experts)
     pattern, colon, op = key.rpartition(":")
     if colon and op.isidentifier():
         return _parse_op_rule(key, pattern, op, value)
@@ -204,29 +175,15 @@ def nearest_modules(pattern: str, names: Iterable[str], *, most: int = 1) -> lis
     return difflib.get_close_matches(pattern.replace("*", ""), list(filter(None, names)), n=most, cutoff=0.0)
 
 
-def refuse_compiled(rules: Iterable[ModuleRule], model: nn.Module) -> None:
-    """Raise a ValueError for a rule about one expert of a compiled model."""
-    if any(rule.experts for rule in rules) and is_compiled(model):
-        raise ValueError(
-            "a rule for one expert is for a model that is not compiled, as the compiler cannot follow the rows of each "
-            "one: leave torch.compile out, or give a rule for the module of all experts"
-        )
-
-
 def match_modules(rules: Iterable[ModuleRule], model: nn.Module) -> list[tuple[nn.Module, ModuleRule]]:
     """The modules of ``model`` that the rules are for, outermost first; a ValueError for rules that fit none."""
-    refuse_compiled(rules := tuple(rules), model)
+    rules = tuple(rules)
     named = dict(model.named_modules())
-    found = [(m, rule) for name, m in named.items() for rule in rules if rule.is_for(name, m)]
+    found = [(m, rule) for name, m in named.items() for rule in rules if fnmatch.fnmatchcase(name, rule.pattern)]
     fitting = {rule.key for _, rule in found}
     if lost := [rule for rule in rules if rule.key not in fitting]:
         raise ValueError(_fits_none(lost, named, type(model).__name__))
-    of_experts: dict[nn.Module, ModuleRule] = {}  # of one module, as one rule
-    for module, rule in found:
-        if rule.experts:
-            known = of_experts.get(module, rule._replace(experts=()))
-            of_experts[module] = known._replace(experts=(*known.experts, *rule.experts))
-    return [(module, rule) for module, rule in found if not rule.experts] + list(of_experts.items())
+    return found
 
 
 def _fits_none(lost: list[ModuleRule], names: Iterable[str], model: str) -> str:

@@ -22,7 +22,6 @@ from hf_mp.casting.experts import ExpertCall, ExpertCalls
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import SCALABLE, WITH_WEIGHTS, Product
 from hf_mp.casting.tables import CastRule
-from hf_mp.casting.uncompiled import is_compiled
 from hf_mp.casting.watching import WatchedCall, watching
 from hf_mp.diagnostics.values import UNINITIALISED
 from hf_mp.kernels.gradient_scan import real_values
@@ -111,8 +110,7 @@ class RangeRecorder:
     @contextmanager
     def recording(self, mode: Any, model: nn.Module) -> Iterator[None]:
         """To run forwards of ``model`` and backwards in, under the autocast ``mode``."""
-        # The compiler cannot follow a rule for one expert: there a layer's are looked at, and healed, together.
-        self._experts = ExpertCalls(nn.Identity() if is_compiled(model) else model)
+        self._experts = ExpertCalls(model)
         # Counted op by op, since a rule may move one op of a module out of 16 bits.
         with watching(dict(model.named_modules()), mode, self._record), self._flops:
             yield

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from hf_mp.casting.rules import MOST_SCALED, SCALABLE, Divisors
-from hf_mp.casting.tables import BEYOND_TORCH
 from hf_mp.diagnostics.ranges import OpRange, is_in_place
 from hf_mp.scaling.rules import FP16_MAX, scale_with_headroom
 from hf_mp.scaling.scalers import LossScaleError
@@ -38,12 +37,11 @@ class Planned(NamedTuple):
 
 
 def _divided_product(at: Situation) -> dict[str, str]:
-    """The product of numbers divided by powers of two; of stacked experts, for one of them."""
+    """The product of numbers divided by powers of two."""
     found = at.found
-    key = found.expert or f"{found.module}:{found.op}"
+    key = f"{found.module}:{found.op}"
     before = Divisors.parse(at.rules[key]) if key in at.rules else Divisors()
-    is_product = found.op in SCALABLE or (bool(found.expert) and found.op in BEYOND_TORCH)
-    if before is None or not is_product or not math.isfinite(at.excess):  # None: it is ruled otherwise
+    if before is None or found.op not in SCALABLE or not math.isfinite(at.excess):  # None: it is ruled otherwise
         return {}
     by = _divided_further(before, at)
     # What is divided already was larger. The smallest results are to stay normal in FP16.

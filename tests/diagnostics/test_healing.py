@@ -271,6 +271,9 @@ def found(module: str, op: str, largest: float = 4 * 65504.0, weight: float = 1.
     return OpRange(module, op, largest, is_fp16=True, largest_weight=weight, is_origin=True)
 
 
+OF_EXPERT = OpRange("experts", "_grouped_mm", largest=4 * 65504.0, expert="experts.gate_up_proj[5]")
+
+
 def remedy(place: OpRange, rules: dict[str, str] | None = None, **situation: Any) -> dict[str, str]:
     return next_remedy(Situation(place, rules or {}, **situation)).rules
 
@@ -303,6 +306,7 @@ def test_the_remedies_of_one_place_the_smallest_first() -> None:
         (replace(found("", "einsum", 2.0**30), least=2.0**30), {}, {":einsum": "fp32"}),
         (replace(found("", "einsum", 2.0**25), least=2.0**30), {}, {":einsum": "scaled/16384"}),
         (replace(found("", "einsum", 2.0**25), least=1.0), {}, {":einsum": "fp32"}),
+        (OF_EXPERT, {}, {"experts:_grouped_mm": "fp32"}),
     ],
 )
 def test_the_next_remedy(place: OpRange, situation: dict[str, Any], rules: dict[str, str]) -> None:
