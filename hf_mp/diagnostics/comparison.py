@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,18 +121,14 @@ def _variants(precisions: Any, tables: TableName) -> list[_Variant]:
 @contextmanager
 def _plain_model(model: nn.Module) -> Iterator[nn.Module]:
     """``model`` in evaluation mode and FP32, or a copy of it where mixed precision is attached; restores it."""
-    with ExitStack() as restored:
-        restored.enter_context(gradients_set_aside(list(model.parameters())))
-        if runtimes_of(model):
-            model = detach(copy.deepcopy(model))
-        restored.enter_context(untouched(model))
-        restored.enter_context(weights_kept(model))
+    if runtimes_of(model):
+        model = detach(copy.deepcopy(model))
+    with gradients_set_aside(list(model.parameters())), untouched(model), weights_kept(model), eagerly():
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.dtype in LOWER_PRECISION_DTYPES:
                 # Through .data, so that the parameters stay the objects that optimizers and hooks know.
                 tensor.data = tensor.data.float()
         model.eval()
-        restored.enter_context(eagerly())
         yield model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from hf_mp.diagnostics.tables import for_json, listed, printed, table
@@ -35,12 +35,6 @@ class PrecisionError:
     def error(self) -> float:
         """What precisions are compared by: ``log_probability_rms``, or ``logits_rms`` where there is none."""
         return self.logits_rms if self.log_probability_rms is None else self.log_probability_rms
-
-    @property
-    def numbers(self) -> tuple[float | None, ...]:
-        """Those of the table."""
-        found = self.logits_rms, self.logits_maximum
-        return found if self.kl is None else (*found, self.log_probability_rms, self.log_probability_maximum, self.kl)
 
 
 @dataclass(frozen=True)
@@ -85,11 +79,12 @@ class PrecisionComparison:
         for one in self.errors:
             change = self.change(one)
             bought = "" if change is None else f"{change:+.0%}"
-            rows.append((one.precision, listed(one.rules), *map(_short, one.numbers), bought))
+            numbers = (_short(number) for number in astuple(one)[2:] if number is not None)
+            rows.append((one.precision, listed(one.rules), *numbers, bought))
         return printed(title, table(header, rows, names=2), *self.notes, width=80)
 
 
-def _short(value: float | None) -> str:
-    if value is None or not math.isfinite(value):
+def _short(value: float) -> str:
+    if not math.isfinite(value):
         return "inf/NaN"
     return f"{value:.1e}" if value else "0"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.nested import tensors_in
-from hf_mp.casting.rules import nearest_modules
 from hf_mp.casting.uncompiled import is_compiled
 from hf_mp.casting.watching import watching
 from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride, swamped
@@ -30,31 +28,38 @@ NO_GRADIENTS = "weight gradients: none were left after the backward (an optimize
 class MagnitudeCollector:
     """Samples the tensors of the step whose first forward begins now, and counts them when it has ended.
 
-    It hooks the chosen modules until the first backward, writes only its own tensors and draws no random numbers, so
-    the step is bit for bit the same.
+    It hooks the modules that hold parameters until the first backward, writes only its own tensors and draws no random
+    numbers, so the step is bit for bit the same.
 
     Activations and their gradients are those of each module's first output in its first call, in the first micro-batch.
     Weight gradients are the sum of all micro-batches, before clipping. Weights and updates are of the FP32 masters.
     """
 
-    def __init__(self, runtime: MixedPrecision, layers: Mapping[str, nn.Module], forward: AttachedForward) -> None:
-        self._runtime, self._layers = runtime, layers
+    def __init__(self, runtime: MixedPrecision, model: nn.Module, forward: AttachedForward) -> None:
+        self._runtime, self._model = runtime, model
         self._weights: dict[tuple[str, str], nn.Parameter] = {}
         self._asked_for_gradient: set[str] = set()
         self._notes: list[str] = []
         self._watching = ExitStack()
-        assert runtime.model is not None  # its forward is observed
-        if is_sharded(runtime.model):  # gathered parameters are gone when the backward ends
+        if is_sharded(model):  # gathered parameters are gone when the backward ends
             self._notes.append(SHARDED)
         else:
-            self._weights = _trainable(layers)
+            for path, parameter in model.named_parameters():  # a tied one once, in the layer that has it first
+                layer, _, name = path.rpartition(".")
+                if parameter.requires_grad:
+                    self._weights[layer, name] = parameter
         # By kind, layer and name of the parameter. Before the backward: an optimizer-in-backward updates during it.
         self._samples = {(Kind.WEIGHTS, *key): _master_sample(one) for key, one in self._weights.items()}
-        if is_compiled(runtime.model):
+        if is_compiled(model):
             self._notes.append(COMPILED)
             return
         entry = forward.module()  # what it returns has left the scaled region
-        inside = {name: module for name, module in layers.items() if module is not entry}
+        # A scripted module takes no hooks; one without parameters gives what others have made.
+        inside = {
+            name: module
+            for name, module in model.named_modules()
+            if module._parameters and module is not entry and not isinstance(module, torch.jit.ScriptModule)
+        }
         self._watching.enter_context(watching(inside, left=self._see_output))
 
     def _see_output(self, name: str, number: int, output: Any) -> None:
@@ -101,7 +106,7 @@ class MagnitudeCollector:
         missing = [] if has_gradients or not self._weights else [NO_GRADIENTS]
         found = [TensorMagnitudes(*key, stride, histogram(values)) for key, (stride, values) in self._samples.items()]
         found += self._updates()
-        layers, kinds = [*self._layers], [*Kind]
+        layers, kinds = [name for name, _ in self._model.named_modules()], [*Kind]
         tensors = sorted(found, key=lambda t: (layers.index(t.layer), kinds.index(t.kind)))
         return StepMagnitudes(
             step=self._runtime.stats.steps + 1,
@@ -113,12 +118,8 @@ class MagnitudeCollector:
     def _updates(self) -> Iterator[TensorMagnitudes]:
         for key, parameter in self._weights.items():
             (stride, before), (_, after) = self._samples[Kind.WEIGHTS, *key], _master_sample(parameter)
-            if after.shape != before.shape:  # the weight was replaced
-                continue
             # Of the masters as they are: what clipping, decay and the optimizer have made of the gradient.
             update = after - before
-            if (Kind.WEIGHT_GRADIENTS, *key) not in self._samples and not update.any():
-                continue  # it had no part in the step
             lost = swamped(before, update, torch.bfloat16)
             yield TensorMagnitudes(Kind.UPDATES, *key, stride, histogram(update), lost)
 
@@ -128,31 +129,3 @@ def _master_sample(parameter: nn.Parameter) -> tuple[int, Tensor]:
     # Of both halves of a split parameter the same places, so that no whole FP32 master is made.
     values = master_sample(parameter, lambda half: sample(local_part(half)))
     return sampling_stride(tuple(local_part(parameter.detach()).shape)), values
-
-
-def _trainable(layers: Mapping[str, nn.Module]) -> dict[tuple[str, str], nn.Parameter]:
-    """The trained parameters of ``layers`` by layer and name."""
-    found: dict[nn.Parameter, tuple[str, str]] = {}
-    for layer, module in layers.items():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad and parameter.is_floating_point():
-                # A tied weight has one update, in the layer that has it first.
-                found.setdefault(parameter, (layer, name))
-    return {key: parameter for parameter, key in found.items()}
-
-
-def select_layers(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
-    """The modules whose names match ``patterns``, in the order of the model; for None, those that hold parameters."""
-    named = {name: m for name, m in model.named_modules() if name and not isinstance(m, torch.jit.ScriptModule)}
-    if patterns is None:
-        return {name: m for name, m in named.items() if next(m.parameters(recurse=False), None) is not None}
-    if isinstance(patterns, str):
-        raise TypeError(f"layers are several patterns, not one string: write [{patterns!r}]")
-    for pattern in patterns:
-        if not fnmatch.filter(named, pattern):
-            close = nearest_modules(pattern, named, most=5)
-            raise ValueError(
-                f"layer pattern {pattern!r} matches no module of {type(model).__name__}; close to it are "
-                f"{', '.join(map(repr, close))}"
-            )
-    return {name: m for name, m in named.items() if any(fnmatch.fnmatchcase(name, p) for p in patterns)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_mp.diagnostics.contract.table import PrecisionContract
 from hf_mp.diagnostics.healing import Healer
-from hf_mp.diagnostics.magnitude_collector import MagnitudeCollector, select_layers
+from hf_mp.diagnostics.magnitude_collector import MagnitudeCollector
 from hf_mp.diagnostics.overflow import OverflowExplainer, observing, runtime_of
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.run_log import VERSION, RunLog
@@ -44,12 +44,10 @@ class PrecisionRecorder(StepObserver):
         runtime: MixedPrecision,
         run_directory: Path,
         histogram_steps: int,
-        histogram_layers: list[str] | None,
         settings: Mapping[str, Any],
     ) -> None:
         self.run_directory = run_directory
         self.histogram_steps = histogram_steps
-        self.histogram_layers = histogram_layers
         self.latest: StepMagnitudes | None = None
         self._settings = dict(settings)
         self._runtime = runtime
@@ -63,8 +61,7 @@ class PrecisionRecorder(StepObserver):
         runtime = self._runtime
         if self._collector is None and runtime.stats.steps >= self._due and runtime.model is not None:
             self._due = runtime.stats.steps + self.histogram_steps
-            layers = select_layers(runtime.model, self.histogram_layers)
-            self._collector = MagnitudeCollector(runtime, layers, forward)
+            self._collector = MagnitudeCollector(runtime, runtime.model, forward)
 
     def backward_ended(self, largest: Tensor | None) -> None:
         if self._collector is not None:
@@ -137,7 +134,6 @@ class PrecisionRecorder(StepObserver):
             parameters=sum(p.numel() for p in parameters),
             device=str(next((p.device for p in parameters), "cpu")),
             histogram_steps=self.histogram_steps,
-            histogram_layers=self.histogram_layers,
             settings=self._settings,
             versions=dict(package_versions()),
             hardware=dict(describe_hardware()),
@@ -173,7 +169,6 @@ def record_precision(
     run_directory: str | Path,
     *,
     histogram_steps: int = 0,
-    histogram_layers: Sequence[str] | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> PrecisionRecorder:
     """Record the precision of a run in ``RUN_DIR/precision_log.jsonl``.
@@ -190,17 +185,14 @@ def record_precision(
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.
         run_directory: created if missing; the log of an earlier run there is continued.
         histogram_steps: interval between histograms, in steps; default 0: never.
-        histogram_layers: name patterns of modules (``["transformer.h.*.mlp.*"]``); default None: every module that
-            directly holds parameters.
         settings: further entries for the report, for JSON.
 
     Returns:
         The recorder; always the same one for the same model.
 
     Raises:
-        TypeError: if ``model`` is neither, for a single string as patterns, or for settings that are not JSON.
-        ValueError: for a model that is not attached, a pattern that matches no module, an invalid ``histogram_steps``,
-            or other settings than before.
+        TypeError: if ``model`` is neither, or for settings that are not JSON.
+        ValueError: for a model that is not attached, an invalid ``histogram_steps``, or other settings than before.
     """
     runtime = runtime_of(model)
     if not runtime.policy.is_mixed:
@@ -208,16 +200,12 @@ def record_precision(
     check_interval("histogram_steps", histogram_steps)
     # Here, where the caller sees it, and not at the first record.
     json.dumps(settings, allow_nan=False)
-    layers = histogram_layers if histogram_layers is None or isinstance(histogram_layers, str) else [*histogram_layers]
     if (known := observing(runtime, PrecisionRecorder)) is None:
-        if histogram_steps and runtime.model is not None:
-            select_layers(runtime.model, layers)  # refuse wrong patterns now
-        known = PrecisionRecorder(runtime, Path(run_directory), histogram_steps, layers, settings or {})  # type: ignore[arg-type]  # a string is refused above
+        known = PrecisionRecorder(runtime, Path(run_directory), histogram_steps, settings or {})
         runtime.observers.append(known)
-    asked = Path(run_directory), histogram_steps, layers
-    if (known.run_directory, known.histogram_steps, known.histogram_layers) != asked:
+    if (known.run_directory, known.histogram_steps) != (Path(run_directory), histogram_steps):
         raise ValueError(
             f"the precision of this model is recorded already, with run_directory={str(known.run_directory)!r}, "
-            f"histogram_steps={known.histogram_steps}, histogram_layers={known.histogram_layers}"
+            f"histogram_steps={known.histogram_steps}"
         )
     return known

@@ -48,7 +48,6 @@ class TrainerReporting:
                 runtime,
                 str(args.output_dir),
                 histogram_steps=settings.histogram_steps,
-                histogram_layers=settings.histogram_layers,
                 settings={
                     name: _readable(value)
                     for name in _SETTINGS.split()

@@ -88,10 +88,6 @@ class TrainerSession:
         # What an earlier session attached is released when this one begins.
         if self.runtime is not None and not _runtimes_of(model):
             check_attachable(model, placement_of(model))
-            if self.settings.histogram_layers is not None:
-                from hf_mp.diagnostics.magnitude_collector import select_layers
-
-                select_layers(model, self.settings.histogram_layers)
 
     def begin(self, model: nn.Module, *, measures_norm: bool = False) -> None:
         """Attach ``model``; before its optimizer is made, and again whenever a library may have set a forward.

@@ -104,9 +104,6 @@ class PrecisionOptions:
         "Every how many steps the magnitudes of activations, gradients, weights and updates are taken, by layer, for "
         "OUTPUT_DIR/precision_log.jsonl; 50 is a good number, 0 is never.",
     )
-    histogram_layers: list[str] | None = _option(  # noqa: RUF009
-        None, "Name patterns of their layers ('transformer.h.*.mlp.*'). Not given: all with parameters."
-    )
     precision_report: bool = _option(
         False, "Record each step's loss scale, and write OUTPUT_DIR/precision_report.html at the end."
     )
@@ -162,8 +159,6 @@ class SessionSettings(PrecisionOptions):
 
             in_backward = self.free_gradients == "backward"
             check_healing(self.on_overflow, self.policy, self.max_fp32_share, in_backward=in_backward)
-        if isinstance(self.histogram_layers, str):
-            raise TypeError(f"histogram_layers={self.histogram_layers!r} is one string: write a list of patterns")
         if self.save_in_background:
             raise ValueError("save_in_background=True is gone: leave it out, or save less often (save_steps)")
         for name, choices in (("save_failure", SAVE_FAILURES), ("save_dtype", SAVE_DTYPES)):
@@ -177,11 +172,9 @@ class SessionSettings(PrecisionOptions):
 
     def warn_of_no_effect(self) -> None:
         """Name the options that were given and change nothing here."""
-        where, idle = "precision='fp32'", _OF_MIXED
-        if self.policy.is_mixed:
-            where, idle = "histogram_steps=0", () if self.histogram_steps else ("histogram_layers",)
-        if given := [name for name in idle if getattr(self, name)]:
-            logger.warning(f"no effect with {where}: {', '.join(given)}")
+        given = [] if self.policy.is_mixed else [name for name in _OF_MIXED if getattr(self, name)]
+        if given:
+            logger.warning(f"no effect with precision='fp32': {', '.join(given)}")
 
     def make_scaler(self) -> LossScaler[Any]:
         """A loss scaler; raises ValueError for settings that it does not have."""

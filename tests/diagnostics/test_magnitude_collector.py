@@ -30,7 +30,7 @@ class Loop:
 
     def __init__(
         self, path: Path | None, precision: str = "fp16", model: Callable[[], nn.Module] = gpt2, scale: float = 2.0**10,
-        lr: float = 0.1, layers: list[str] | None = None, steps: int = 1, momentum: float = 0.0,
+        lr: float = 0.1, steps: int = 1, momentum: float = 0.0,
     ) -> None:  # fmt: skip
         torch.manual_seed(2)
         random.seed(2)
@@ -42,7 +42,7 @@ class Loop:
         self.optimizer = self.runtime.attach_optimizer(optimizer)
         self.recorder: PrecisionRecorder | None = None
         if path is not None:
-            self.recorder = record_precision(self.model, path, histogram_steps=steps, histogram_layers=layers)
+            self.recorder = record_precision(self.model, path, histogram_steps=steps)
 
     def backward(self, seed: int, factor: float = 1.0) -> None:
         is_mlp = isinstance(self.model, Mlp)
@@ -196,25 +196,6 @@ def test_large_tensors_are_sampled_and_count_for_all_of_their_elements(tmp_path:
     assert loop.found.swamped("0").updates > 0.5 * 512 * 512
 
 
-# Which layers
-
-
-def test_layers_are_those_that_a_pattern_names(tmp_path: Path) -> None:
-    loop = Loop.stepped(tmp_path, layers=["transformer.h.*.mlp.act", "lm_head"])
-    assert loop.found.layers == ("transformer.h.0.mlp.act", "transformer.h.1.mlp.act", "lm_head")
-    assert {t.layer for t in loop.found.tensors if t.kind is Kind.WEIGHTS} == {"lm_head"}
-
-
-def test_an_unknown_pattern_names_close_layers(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'transformer.h.0.mlp.fc' matches no .*'transformer.h.0.mlp.c_fc'"):
-        Loop(tmp_path, layers=["transformer.h.0.mlp.fc"])
-    with pytest.raises(ValueError, match=r"'zzz' matches no module of Mlp; .*'first'"):
-        Loop(tmp_path, model=Mlp, layers=["zzz"])
-    with pytest.raises(TypeError, match=r"write \['lm_head'\]"):
-        Loop(tmp_path, layers="lm_head")  # type: ignore[arg-type]
-    assert not list(tmp_path.iterdir())
-
-
 # Compiled models
 
 
@@ -272,18 +253,6 @@ def test_updates_are_seen_that_are_made_inside_of_the_backward(tmp_path: Path) -
     assert any("weight gradients: none were left" in note for note in loop.found.notes)
     change = loop.masters()["first.weight"] - before["first.weight"]
     assert of(loop.found, Kind.UPDATES, "first.weight").histogram == histogram(change)
-
-
-class WithSpare(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = nn.Linear(3, 3)
-
-
-def test_parameters_without_a_part_in_the_step_have_no_updates(tmp_path: Path) -> None:
-    loop = Loop.stepped(tmp_path, model=WithSpare)
-    layers = {tensor.layer for tensor in loop.found.tensors if tensor.kind is Kind.UPDATES}
-    assert "first" in layers and "spare" not in layers
 
 
 def test_of_a_sharded_model_the_parameters_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
