@@ -121,20 +121,17 @@ def untouched(model: nn.Module) -> Iterator[None]:
     training mode, and the states of random generators."""
     restore_random_states = keep_random_states()
     tensors, containers = _held_by(model)
-    try:
-        # Restored values are those that the graph of the training has saved; a new version would make its backward
-        # raise.
-        with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
-            try:
-                yield
-            finally:
-                with torch.no_grad():
-                    for tensor, value in tensors.items():
-                        tensor.copy_(value)
-                for container, items in containers:
-                    _refill(container, items)
-    finally:
-        restore_random_states()
+    # Restored values are those that the graph of the training has saved; a new version would make its backward raise.
+    with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+        try:
+            yield
+        finally:
+            restore_random_states()
+            with torch.no_grad():
+                for tensor, value in tensors.items():
+                    tensor.copy_(value)
+            for container, items in containers:
+                _refill(container, items)
 
 
 def _held_by(model: nn.Module) -> tuple[dict[Tensor, Tensor], list[tuple[Any, Any]]]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils import logging
 
@@ -38,12 +35,10 @@ class OverflowExplainer(StepObserver):
     Attributes:
         reports: one :class:`OverflowReport` for each explained step, oldest first.
         backwards: the micro-batches since the last step.
-        keep_batches: of :func:`explain_overflows`.
     """
 
     def __init__(self, runtime: MixedPrecision) -> None:
         self._runtime = runtime
-        self.keep_batches: Path | None = None
         self.backwards: list[KeptBackward] = []
         self._clean_scale: float | None = None  # the largest one of a step that was applied
         self._unclean_steps = 0  # in a row that called for an explanation
@@ -148,8 +143,6 @@ class OverflowExplainer(StepObserver):
             return replace(place, notes=(f"the replay failed: {type(error).__name__}: {error}",))
         # What was not kept may be why: it is, for the next failure.
         self._keeps_all = self._keeps_all or report.phase == "not found"
-        if self.keep_batches is not None:
-            self._save(self.keep_batches, report, backward)
         return report
 
     def _publish(self, report: OverflowReport) -> None:
@@ -159,21 +152,8 @@ class OverflowExplainer(StepObserver):
         if report.culprit not in known:
             logger.warning(report.to_text())
 
-    def _save(self, directory: Path, report: OverflowReport, backward: KeptBackward) -> None:
-        rank = f"-rank-{report.rank}" if is_running() else ""
-        folder = directory / f"step-{report.step}-micro-batch-{report.micro_batch}{rank}"
-        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in backward.inputs()}
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, folder / "batch.safetensors")
-            (folder / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
-        except (OSError, SafetensorError) as error:
-            logger.warning(f"the failing batch could not be kept in {folder}: {error}")
 
-
-def explain_overflows(
-    model: nn.Module | MixedPrecision, *, keep_batches: str | Path | None = None
-) -> OverflowExplainer:
+def explain_overflows(model: nn.Module | MixedPrecision, *, keep_batches: None = None) -> OverflowExplainer:
     """Explain every skipped step, except the loss scaler's ordinary search for its level.
 
     A clean step only keeps references to its inputs until ``optimizer.step()``, and copies of the random generators'
@@ -182,24 +162,25 @@ def explain_overflows(
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.
-        keep_batches: directory for the tensors of failing batches and their reports (``batch.safetensors``,
-            ``report.json``); default None: what was given before, at first none.
+        keep_batches: withdrawn.
 
     Returns:
         The explainer, with its ``reports``; always the same one for the same model.
 
     Raises:
-        TypeError: if ``model`` is neither.
+        TypeError: if ``model`` is neither, and for ``keep_batches``.
         ValueError: for a model that is not attached, and an FP32 policy.
     """
+    if keep_batches is not None:
+        raise TypeError(
+            "explain_overflows keeps no batches any more: save yours where optimizer.step_was_skipped is True"
+        )
     runtime = runtime_of(model)
     if not runtime.policy.is_mixed:
         raise ValueError(f"precision={str(runtime.policy)!r} skips no steps: there is nothing to explain")
     if (explainer := observing(runtime, OverflowExplainer)) is None:
         explainer = OverflowExplainer(runtime)
         runtime.observers.insert(0, explainer)  # before a recorder, which writes down what is found of the same step
-    if keep_batches is not None:
-        explainer.keep_batches = Path(keep_batches)
     return explainer
 
 

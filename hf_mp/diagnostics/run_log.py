@@ -112,8 +112,9 @@ def read_run(directory: Path) -> RunRecords:
             continue
         # A resumed run takes steps again from its checkpoint on: the later ones count. An overflow is written before
         # its step, so the first of a start need not be a step.
-        events = [one for one in events if not is_new or one.step < event.step] + [event]
-        is_new = False
+        if is_new:
+            events, is_new = [one for one in events if one.step < event.step], False
+        events.append(event)
     run.steps = {one.step: one for one in events if isinstance(one, StepRecord)}
     run.overflows = [one for one in events if isinstance(one, OverflowReport)]
     run.healed = [one for one in events if isinstance(one, Healed)]

@@ -61,7 +61,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         options: by name, those of :class:`MixedPrecisionArguments` that say nothing of how the Trainer steps:
             ``loss_scaler_settings``, ``fp32_head``, ``exact_generation``, ``log_probability_gap_steps``,
             ``on_overflow``, ``max_fp32_share``, ``save_failure``, ``explain_overflows``,
-            ``keep_overflow_batches``, ``check_gradients``, ``histogram_steps``,
+            ``check_gradients``, ``histogram_steps``,
             ``precision_report``, ``precision_contract``, ``save_dtype``.
             Default, or None: what the Trainer's arguments say, else as there.
 

@@ -42,7 +42,6 @@ if TYPE_CHECKING:  # what not every training asks for is imported where it does
 logger = logging.get_logger(__name__)
 
 STATE_NAME = "mixed_precision.json"  # in each checkpoint directory
-OVERFLOWS_NAME = "overflows"  # in the output directory
 
 
 class TrainerSession:
@@ -125,8 +124,7 @@ class TrainerSession:
         if settings.explain_overflows:
             from hf_mp.diagnostics.overflow import explain_overflows
 
-            folder = Path(str(self.args.output_dir), OVERFLOWS_NAME) if settings.keep_overflow_batches else None
-            self.overflow_reports = explain_overflows(runtime, keep_batches=folder).reports
+            self.overflow_reports = explain_overflows(runtime).reports
         if settings.on_overflow == "heal":
             from hf_mp.diagnostics.healing import heal_overflows
 

@@ -91,9 +91,7 @@ class PrecisionOptions:
     explain_overflows: bool = _option(
         True, "Replay the micro-batch of a skipped step and log which module made the first inf or NaN."
     )
-    keep_overflow_batches: bool = _option(
-        False, "Keep failing batches and their reports in OUTPUT_DIR/overflows (safetensors and JSON)."
-    )
+    keep_overflow_batches: bool = _option(False, "Gone: the report names the step that the batch is of.")
     check_gradients: bool = _option(
         True,
         "Compare the gradients of the first micro-batch at several loss scales, between which they must not differ: "
@@ -161,6 +159,11 @@ class SessionSettings(PrecisionOptions):
             check_healing(self.on_overflow, self.policy, self.max_fp32_share, in_backward=in_backward)
         if self.save_in_background:
             raise ValueError("save_in_background=True is gone: leave it out, or save less often (save_steps)")
+        if self.keep_overflow_batches:
+            raise ValueError(
+                "keep_overflow_batches=True is gone: leave it out, and save the inputs in a training_step of your own; "
+                "the overflow report names the step"
+            )
         for name, choices in (("save_failure", SAVE_FAILURES), ("save_dtype", SAVE_DTYPES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")

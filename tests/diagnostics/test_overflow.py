@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 from autograd_functions import Identity, LargeFactor
 from op_log import OpLog
 from planted_faults import Mlp, gpt2, put, tokens, vectors
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from trainer_runs import arguments, callback_of, make_trainer, poisoned, tiny_gpt2, token_rows
 from transformers import Trainer
@@ -383,35 +381,10 @@ def test_several_optimizers_over_one_model() -> None:
     assert len(explainer.reports) == 1
 
 
-# What it keeps on disk
-
-
-def test_the_failing_batch_is_kept(tmp_path: Path) -> None:
-    loop = Loop(scaler=StaticLossScaler(2.0**8), keep_batches=tmp_path / "kept")
-    loop.step(vectors(0))
-    batch = bad()
-    loop.step(batch)
-    (folder,) = (tmp_path / "kept").iterdir()
-    assert folder.name == "step-2-micro-batch-1"
-    assert sorted(path.name for path in folder.iterdir()) == ["batch.safetensors", "report.json"]
-    assert load_file(folder / "batch.safetensors")["x"].isnan().all()
-    written = json.loads((folder / "report.json").read_text())
-    assert written == json.loads(loop.reports[0].to_json())
-    assert (written["phase"], written["tensor"]) == ("input", "x")
-
-
-def test_a_directory_that_goes_away_costs_a_warning(tmp_path: Path, caplog: Any) -> None:
-    loop = Loop(scaler=StaticLossScaler(2.0**8), keep_batches=tmp_path / "kept")
-    (tmp_path / "kept").write_text("in the way")
-    assert loop.step(bad())
-    assert "could not be kept" in caplog.text
-    assert loop.reports[0].phase == "input"
-
-
 # Bad input
 
 
-def test_bad_input_is_refused_and_the_explainer_of_a_model_is_one(tmp_path: Path) -> None:
+def test_bad_input_is_refused_and_the_explainer_of_a_model_is_one() -> None:
     with pytest.raises(TypeError, match=r"the model is of type SGD: pass the nn\.Module that is trained"):
         explain_overflows(torch.optim.SGD(Mlp().parameters()))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no mixed precision is attached to this Mlp"):
@@ -420,7 +393,8 @@ def test_bad_input_is_refused_and_the_explainer_of_a_model_is_one(tmp_path: Path
         explain_overflows(MixedPrecision("fp32"))
     loop = Loop()
     assert explain_overflows(loop.model) is explain_overflows(loop.runtime) is loop.explainer
-    assert explain_overflows(loop.model, keep_batches=tmp_path).keep_batches == tmp_path
+    with pytest.raises(TypeError, match=r"keeps no batches any more: save yours where optimizer\.step_was_skipped"):
+        explain_overflows(loop.model, keep_batches="overflows")  # type: ignore[arg-type]
 
 
 # Trainer and callback
@@ -429,7 +403,7 @@ def test_bad_input_is_refused_and_the_explainer_of_a_model_is_one(tmp_path: Path
 @pytest.mark.parametrize("contender", ["subclass", "callback"])
 @pytest.mark.parametrize("asked", [None, False])
 def test_both_adapters_explain_by_default(contender: str, asked: bool | None, tmp_path: Path) -> None:
-    named = {"keep_overflow_batches": True} if asked is None else {"explain_overflows": asked}
+    named = {} if asked is None else {"explain_overflows": asked}
     args = arguments(tmp_path, MixedPrecisionArguments, **named)
     base, rows = poisoned(Trainer, (2,)), token_rows()
     trainer: Any = make_trainer(contender, "fp16", tiny_gpt2(), args, base, train_dataset=rows)
@@ -437,4 +411,3 @@ def test_both_adapters_explain_by_default(contender: str, asked: bool | None, tm
     reports = (trainer if contender == "subclass" else callback_of(trainer)).overflow_reports
     expected = [("loss outside of the model", 3)] if asked is None else []
     assert [(report.phase, report.step) for report in reports] == expected
-    assert len(list(tmp_path.glob("overflows/step-3-micro-batch-1/report.json"))) == len(reports)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -37,6 +38,10 @@ def test_the_text_names_place_culprit_ranges_and_way_out() -> None:
         "  No smaller loss scale helps. In FP32 the same micro-batch is finite. Give it "
         "rules={'h.0.mlp': 'fp32'} or train in bf16.",
     ]
+
+
+def test_a_report_comes_back_from_json() -> None:
+    assert OverflowReport.from_dict(json.loads(REPORT.to_json())) == REPORT
 
 
 @pytest.mark.parametrize(

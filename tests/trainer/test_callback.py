@@ -93,14 +93,9 @@ def test_a_damaged_checkpoint_is_not_trained_on(tmp_path: Path) -> None:
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
 
-@pytest.mark.parametrize("asked", [None, True])
-def test_failing_batches_are_kept_when_asked(tmp_path: Path, asked: bool | None) -> None:
-    model = tiny_gpt2()
-    with torch.no_grad():
-        model.transformer.h[0].mlp.c_fc.bias[0] = torch.nan
-    callback = MixedPrecisionCallback("fp16", keep_overflow_batches=asked)
-    trainer_with(callback, tmp_path, model, max_steps=2).train()
-    assert bool(list(tmp_path.glob("overflows/*/*.safetensors"))) is bool(asked)
+def test_failing_batches_are_kept_no_more() -> None:
+    with pytest.raises(ValueError, match="keep_overflow_batches=True is gone: leave it out"):
+        MixedPrecisionCallback("fp16", keep_overflow_batches=True)
 
 
 def lower_precision_products(trainer: Trainer, call: str) -> bool:
