@@ -24,9 +24,8 @@ finetune: $(INSTALLED) ## fine-tune a small GPT-2 in FP16, in minutes (ARGS="--h
 loops: $(INSTALLED) ## the loops of the tutorials, with torch.amp and with hf_mp (ARGS="--scale small" takes seconds)
 	@GOMP_SPINCOUNT=$${GOMP_SPINCOUNT:-3000} $(BIN)/python recipes/plain_loops.py $(ARGS)
 
-memory: $(INSTALLED) ## show what GPT-2 takes in memory, as tables and a page (ARGS="--help")
-	@mkdir -p outputs
-	@$(BIN)/hf-mp memory gpt2 --config-only --train --gpu 24GiB --html outputs/memory.html $(ARGS)
+memory: $(INSTALLED) ## show what GPT-2 takes in memory (ARGS="--help")
+	@$(BIN)/hf-mp memory gpt2 --train --gpu 24GiB $(ARGS)
 
 # The variable silences a notice about the end of MkDocs' support, which comes at each build.
 docs: $(INSTALLED) ## build the documentation site in site/ (python -m http.server -d site shows it)

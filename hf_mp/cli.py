@@ -18,6 +18,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_GONE = {  # options of `hf-mp memory`
+    "html": "send what it prints to a file",
+    "measure": "hf_mp.measure_training_memory(MODEL, PRESET) takes the step here",
+    "bandwidth": "divide what each rank sends, which the table has, by it",
+}
+
 WithTraceback = Annotated[
     bool, typer.Option("--traceback", help="Where something fails, show the traceback, not one sentence.")
 ]
@@ -75,7 +81,6 @@ def memory(
         str, typer.Argument(help="Directory, config.json, model on the Hub, or gpt2, gpt2-medium, gpt2-large, gpt2-xl.")
     ],
     train: Annotated[bool, typer.Option("--train", help="Also predict a training step.")] = False,
-    measure: Annotated[bool, typer.Option("--measure", help="Also take that step and measure it here.")] = False,
     batch_size: Annotated[int, typer.Option(help="Sequences in one forward.")] = 1,
     seq_len: Annotated[int | None, typer.Option(help="Tokens in a sequence. Default: up to 1024.")] = None,
     accumulation_steps: Annotated[int, typer.Option(help="Micro-batches in one update.")] = 1,
@@ -84,25 +89,27 @@ def memory(
     precision: Annotated[
         list[str] | None, typer.Option(help="Preset to train in; repeatable, or all. Default: four.")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cuda or cpu. Default: cuda; with --measure, the device of this machine.")
-    ] = None,
+    device: Annotated[str, typer.Option(help="To train on, cuda or cpu; needs neither here.")] = "cuda",
     gpu: Annotated[
         str | None, typer.Option(help="Memory of a GPU, as 24GiB: shows what fits, and the largest batch.")
     ] = None,
     ranks: Annotated[int, typer.Option(help="Plan a step for one of so many ranks, up to 4096.")] = 1,
     parallel: Annotated[str, typer.Option(help="How they train together: fsdp2, hsdp, ddp or tp.")] = "fsdp2",
     node_size: Annotated[int, typer.Option(help="Ranks on one machine.")] = 8,
-    bandwidth: Annotated[str | None, typer.Option(hidden=True)] = None,
-    config_only: Annotated[bool, typer.Option("--config-only", help="Count without loading any weights.")] = False,
+    config_only: Annotated[bool, typer.Option("--config-only", hidden=True)] = False,  # no other way is left
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Also write the tables as an HTML page.")] = None,
+    html: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    measure: Annotated[bool, typer.Option("--measure", hidden=True)] = False,
+    bandwidth: Annotated[str | None, typer.Option(hidden=True)] = None,
     traceback: WithTraceback = False,
 ) -> None:
     """Show the memory that MODEL takes: loaded in six precisions and, with --train, during fine-tuning."""
-    options = {name: value for name, value in locals().items() if name != "traceback"}
+    options = {name: value for name, value in locals().items() if name not in ("config_only", "traceback")}
+    gone = {name: instead for name, instead in _GONE.items() if options.pop(name)}
 
     with _errors_in_one_line("memory", traceback):
+        for name, instead in gone.items():
+            raise ValueError(f"--{name} is gone: {instead}")
         from hf_mp.memory.command import run
 
         typer.echo(run(**options), nl=False)

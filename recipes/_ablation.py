@@ -1,19 +1,14 @@
-"""What an ablation came to: its rows, their verdicts, a table and a picture."""
+"""What an ablation came to: its rows, their verdicts, and a table."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
-import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from torch import Tensor
-
-from _pictures import new_picture, save_picture
 
 
 @dataclass(frozen=True)
@@ -44,14 +39,12 @@ class FineTuning:
         held_out_loss: of the trained weights on held-out text, computed in FP32 for every variant.
         lost: means over the steps that were looked at.
         skipped_steps: updates not applied for an overflow.
-        step_seconds: median of the steps; see :func:`seconds_on`.
     """
 
     losses: list[float]
     held_out_loss: float
     lost: Shares
     skipped_steps: int
-    step_seconds: float
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,6 @@ class Row:
         difference: to FP32, mean over the seeds (each against FP32 under the same seed); None without FP32.
         lost: means over the seeds.
         skipped_steps: under all seeds.
-        time: CPU seconds (on a GPU: seconds) of a step as a multiple of FP32's; None without FP32.
         verdict: how the difference compares with what another order of the data does to FP32 itself.
     """
 
@@ -73,7 +65,6 @@ class Row:
     difference: float | None
     lost: Shares
     skipped_steps: int
-    time: float | None
     verdict: str
 
 
@@ -94,7 +85,6 @@ def summarize(runs: Mapping[str, list[FineTuning]], variants: Mapping[str, Any])
     for name, of_seeds in runs.items():
         pairs = list(zip(of_seeds, runs.get("fp32", ()), strict=False))
         differences = [run.held_out_loss - other.held_out_loss for run, other in pairs]
-        times = [run.step_seconds / other.step_seconds for run, other in pairs]
         difference = statistics.mean(differences) if pairs else None
         row = Row(
             variant=name,
@@ -103,7 +93,6 @@ def summarize(runs: Mapping[str, list[FineTuning]], variants: Mapping[str, Any])
             difference=difference,
             lost=mean_shares([run.lost for run in of_seeds]),
             skipped_steps=sum(run.skipped_steps for run in of_seeds),
-            time=statistics.median(times) if times else None,
             verdict="" if name == "fp32" else verdict(difference, seed_spread(runs)),
         )
         rows.append(row)
@@ -122,7 +111,7 @@ def ablation_table(rows: Sequence[Row]) -> Table:
     table = Table(title="What each technique is worth", title_justify="left", box=SIMPLE_HEAD, padding=0)
     table.add_column("variant", no_wrap=True)
     lost = ("activation gradients lost", "updates lost")
-    for heading in ("loss, held out", "to FP32", *lost, "steps skip- ped", "CPU time"):
+    for heading in ("loss, held out", "to FP32", *lost, "steps skip- ped"):
         table.add_column(heading, justify="right")
     table.add_column("")
     for row in rows:
@@ -133,32 +122,6 @@ def ablation_table(rows: Sequence[Row]) -> Table:
             f"{row.lost.activation_gradients:.2%}",
             f"{row.lost.updates:.2%}",
             str(row.skipped_steps),
-            "–" if row.time is None else f"{row.time:.2f}",
             row.verdict,
         )
     return table
-
-
-COLOURS = ("#4c566a", "#5e81ac", "#d08770", "#bf616a", "#b48ead", "#ebcb8b", "#a3be8c")
-
-
-def draw(found: Mapping[str, Any], path: Path, window: int = 10) -> None:
-    """Training losses, and their differences to FP32 on the same batches, as a PNG.
-
-    A point is the mean over the seeds and over ten steps, of which it stands at the first.
-    """
-
-    def curve(name: str) -> Tensor:
-        mean = torch.tensor([run["losses"] for run in found["runs"][name]]).mean(0)
-        return mean.unfold(0, min(window, len(mean)), 1).mean(1)
-
-    figure, (losses, differences) = new_picture(1, 2, figsize=(10, 4))
-    for name, colour in zip(found["runs"], COLOURS, strict=False):
-        losses.plot(curve(name), color=colour, label=name)
-        if "fp32" in found["runs"]:
-            differences.plot(curve(name) - curve("fp32"), color=colour)
-    losses.set(ylabel="training loss", xlabel="step")
-    differences.set(ylabel="difference to FP32 on the same batches", xlabel="step")
-    differences.set_yscale("symlog", linthresh=1e-3)
-    figure.legend(loc="outside upper center", ncols=7, frameon=False)
-    save_picture(figure, path)

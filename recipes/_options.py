@@ -1,7 +1,8 @@
-"""The command line of a recipe, from the fields of a dataclass."""
+"""The command line of a recipe, from the fields of a dataclass, and the numbers that it leaves."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,3 +29,10 @@ def check_training(seeds: int, learning_rate: float) -> None:
         raise ValueError(f"--seeds {seeds}: train under one seed at least, under two to see their spread")
     if learning_rate <= 0:
         raise ValueError(f"--learning_rate {learning_rate} must be positive")
+
+
+def save_numbers(found: dict[str, Any], directory: Path) -> None:
+    """Write all numbers of a run into ``directory``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    Path(directory, "numbers.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    print(f"All numbers are in {directory}.")

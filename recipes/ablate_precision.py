@@ -11,7 +11,7 @@ scaling small gradients become zero in FP16 (section 3.2), and without FP32 mast
 spacing of FP16 numbers around its weight does nothing (section 3.1). A fine-tuning has just such updates: with AdamW
 one is about as large as the learning rate, and the spacing around a weight of 0.1 is 6e-5.
 
-The table and the picture show what came out, whatever it is.
+The table shows what came out, whatever it is.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from __future__ import annotations
 import hf_mp.trainer  # isort: skip  before transformers: it imports bitsandbytes without a remark
 
 import copy
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -38,9 +36,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel, set_
 from transformers.pytorch_utils import Conv1D
 
 import hf_mp
-from _ablation import FineTuning, Shares, ablation_table, draw, mean_shares, seed_spread, summarize
-from _options import check_training, parse_options
-from _pictures import save_run
+from _ablation import FineTuning, Shares, ablation_table, mean_shares, seed_spread, summarize
+from _options import check_training, parse_options, save_numbers
 from _text import make_blocks, python_documents, train_tokenizer, without_repetition
 
 Batch = dict[str, Tensor]
@@ -249,14 +246,6 @@ def pretrain(scale: Scale, library: Dataset, device: torch.device) -> PreTrained
 # The fine-tunings, and what is measured in them
 
 
-def seconds_on(device: torch.device) -> float:
-    """A clock. On a CPU it counts the time that this program computed, which others on the machine hardly lengthen."""
-    if device.type == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 class Fp32Twin:
     """The model in FP32: it takes the weights of a training over, to say what its gradients and its loss should be."""
 
@@ -316,28 +305,23 @@ class Progress:
     def __init__(self, training: Training) -> None:
         self.training = training
         self.losses: list[float] = []
-        self.seconds: list[float] = []
         self.shares: list[Shares] = []
 
     def step(self, batch: Batch, twin: Fp32Twin | None = None) -> None:
-        """One step; with a ``twin`` it is looked at, and not timed."""
-        training, began = self.training, seconds_on(batch["input_ids"].device)
+        """One step; with a ``twin`` it is looked at."""
+        training = self.training
         loss = training.backward(batch)
         if twin is None:
             training.update()
         else:
             self.shares.append(update_and_look(training, twin, batch))
         training.optimizer.zero_grad()
-        if twin is None:
-            self.seconds.append(seconds_on(loss.device) - began)
         self.losses.append(loss.item())
 
     def finish(self, held_out_loss: float) -> FineTuning:
         scaler = self.training.scaler
         skipped = 0 if scaler is None else scaler.state.skipped_steps
-        return FineTuning(
-            self.losses, held_out_loss, mean_shares(self.shares), skipped, statistics.median(self.seconds)
-        )
+        return FineTuning(self.losses, held_out_loss, mean_shares(self.shares), skipped)
 
 
 @dataclass(frozen=True)
@@ -382,7 +366,7 @@ class Options:
     seeds: int = field(default=3, metadata={"help": "Orders of the data to train on."})
     learning_rate: float = field(default=2e-5, metadata={"help": "Of the fine-tuning."})
     scale: str = field(default="full", metadata={"choices": list(SCALES), "help": "Of model and training."})
-    output_dir: str = field(default="outputs/ablate_precision", metadata={"help": "For the picture and the numbers."})
+    output_dir: str = field(default="outputs/ablate_precision", metadata={"help": "For the numbers."})
 
     def __post_init__(self) -> None:
         check_training(self.seeds, self.learning_rate)
@@ -415,7 +399,7 @@ def run(options: Options, console: Console) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(Options, arguments)
-    save_run(run(options, Console(highlight=False)), draw, Path(options.output_dir))
+    save_numbers(run(options, Console(highlight=False)), Path(options.output_dir))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ one draws the tokens, one by one with cached keys, the other is trained on them.
 bits they differ, more so in BF16 than in FP16 (Qi et al. 2025, arXiv 2510.26788). And a BF16 model that is loaded by
 default is trained without FP32 masters.
 
-The table and the picture show what came out, whatever it is.
+The table shows what came out, whatever it is.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 import hf_mp
-from _options import check_training, parse_options
-from _pictures import new_picture, save_picture, save_run
+from _options import check_training, parse_options, save_numbers
 
 LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
@@ -300,30 +299,6 @@ def table_of(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     return table
 
 
-COLOURS = {"fp32": "#4c566a", "bf16-stock": "#5e81ac", "bf16": "#8fae6e", "fp16": "#d08770", "fp16-head": "#bf616a"}
-
-
-def draw(found: Mapping[str, Any], path: Path, window: int = 10) -> None:
-    """Rewards, gaps, shares that would be clipped and slopes of log r over the steps: means over the seeds."""
-    figure, grid = new_picture(2, 2, figsize=(10, 6.5))
-    for name, of_seeds in found["rewards"].items():
-        rewards, style = torch.tensor(of_seeds).mean(0), {"color": COLOURS[name], "label": name}
-        width = min(window, len(rewards))
-        grid[0, 0].plot(range(width, len(rewards) + 1), rewards.unfold(0, width, 1).mean(1), **style)
-        gaps = found["gaps"][name]
-        for axes, key in ((grid[0, 1], "mean"), (grid[1, 0], "clipped"), (grid[1, 1], "beta")):
-            values = torch.tensor([[gap[key] for gap in of_seed] for of_seed in gaps]).mean(0)
-            axes.plot([gap["step"] for gap in gaps[0]], values, **style)
-    titles = (f"reward, mean of {window} steps", "mean |log r|", "share of tokens that r alone would clip", "β")
-    for axes, title in zip(grid.flat, titles, strict=True):
-        axes.set(title=title, xlabel="step")
-    grid[0, 1].set_yscale("log")
-    grid[1, 0].set_ylim(bottom=0.0)
-    handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
-    save_picture(figure, path)
-
-
 # The program
 
 
@@ -337,7 +312,7 @@ class Options:
     seeds: int = field(default=1, metadata={"help": "Orders of the prompts, and draws of the tokens, to train on."})
     learning_rate: float = field(default=2e-4, metadata={"help": "Of GRPO."})
     scale: str = field(default="full", metadata={"choices": list(SCALES), "help": "Of model and training."})
-    output_dir: str = field(default="outputs/grpo_fp16", metadata={"help": "For the picture and the numbers."})
+    output_dir: str = field(default="outputs/grpo_fp16", metadata={"help": "For the numbers."})
 
     def __post_init__(self) -> None:
         check_training(self.seeds, self.learning_rate)
@@ -371,7 +346,7 @@ def run(options: Options, console: Console) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(Options, arguments)
-    save_run(run(options, Console(highlight=False)), draw, Path(options.output_dir))
+    save_numbers(run(options, Console(highlight=False)), Path(options.output_dir))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from hf_mp.environment.machine import describe_hardware, package_versions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "scripts" / "results"
-# What recipes share (pictures, peaks, options) is used by scripts too, and neither is an installed package.
+# What recipes share (peaks, options) is used by scripts too, and neither is an installed package.
 sys.path.insert(0, str(ROOT / "recipes"))
 
 

@@ -6,7 +6,6 @@ import json
 import re
 import statistics
 import textwrap
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ class Regions:
         jinja = Environment(undefined=StrictUndefined, autoescape=False, trim_blocks=True, lstrip_blocks=True)
         jinja.filters |= {
             "f": _format, "mib": lambda size: size / 2**20, "gib": lambda size: size / 2**30, "by": _by,
-            "median": statistics.median, "collectives": _collectives, "at": _at,
+            "median": statistics.median, "at": _at,
             "having": lambda rows, key: [row for row in rows if key in row],
             "and_last": lambda rows, name, row: {**rows, name: row},
         }  # fmt: skip
@@ -104,21 +103,6 @@ def _by(rows: Sequence[Mapping[str, Any]], *keys: str) -> dict[str, Any]:
         for key in keys[:-1]:
             place = place.setdefault(row[key], {})
         place[row[keys[-1]]] = row
-    return found
-
-
-# FSDP2's gathers are buffers of bytes, in which weights lie in FP16 and those of norms in FP32.
-_DTYPES = {"float32": "FP32", "float16": "FP16", "uint8": "FP16"}
-
-
-def _collectives(plans: Mapping[str, Any]) -> dict[str, Counter[str]]:
-    """Bytes that a rank sends in each collective, by number of ranks; without agreements on one number and the like."""
-    found: dict[str, Counter[str]] = {}
-    for ranks, plan in plans.items():
-        for one in plan.get("communication", ()):
-            if one["sent_bytes"] >= 2**20:
-                name = f"{one['name']}, {_DTYPES[one['dtype']]}"
-                found.setdefault(name, Counter())[ranks] += one["sent_bytes"]
     return found
 
 

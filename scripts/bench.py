@@ -40,8 +40,6 @@ def command(what: str) -> Callable[..., None]:
         pprint(payload, max_length=20)
         for contender, reason in payload.get("left_out", {}).items():
             print(f"not here: {contender}: {reason}")
-        if hasattr(module, "draw"):
-            module.draw(payload, path.with_suffix(".png"))
         print(f"stored in {path.name}")
 
     shared = list(inspect.signature(run).parameters.values())[:2]

@@ -4,7 +4,7 @@
     python scripts/make_tables.py --check     # changes nothing; fails where a page is not of these results
 
 A region lies between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``. What is in it says
-``scripts/tables.jinja``. Pictures are drawn when their result is stored.
+``scripts/tables.jinja``.
 """
 
 from __future__ import annotations

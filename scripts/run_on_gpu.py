@@ -52,7 +52,7 @@ TINY = {
     "step": (*_TINY_MODEL, "--batch", "2", "--seq", "16", "--rounds", "1"),
     "update": (*_TINY_MODEL, "--rounds", "2"),
     "loss": ("--rows", "8", "--vocab", "100", "--rounds", "2"),
-    "autocast": (*_TINY_MODEL, "--dtype", "bf16", "--seq", "16", "--rounds", "1", "--calls", "100", "--tokens", "2"),
+    "autocast": (*_TINY_MODEL, "--dtype", "bf16", "--seq", "16", "--rounds", "1", "--calls", "100"),
 }
 
 

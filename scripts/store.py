@@ -6,21 +6,17 @@
     python scripts/store.py precisions                         # finetune_gpt2.py in FP32, ours, and torch.autocast
     python scripts/store.py precisions --name compare_precisions_768 --width 768 --layers 4 --heads 12 \\
         --max_steps 300 --learning_rate 6e-4 --per_device_train_batch_size 2
-    python scripts/store.py scalers                            # which steps are wasted, where the scale goes
 
 All flags but ``--name`` are those of the recipe. Runs of finetune_gpt2.py have the same seed and order of the data.
-torch's defaults try a larger scale every 2000 steps only, so a run of 1000 does not show them probing. The last scaler
-probes every 100 steps instead, and shows in 1000 steps what they do in 20,000.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -38,30 +34,16 @@ from _results import RESULTS, save_result
 # isort: split
 import finetune_gpt2
 from _options import parse_options
-from _pictures import new_picture, save_picture
+from hf_mp.policy import mixed_presets
 
 NAMES = {
     "ablate_precision": "ablate_precision",
     "grpo_fp16": "grpo_fp16",
     "plain_loops": "compare_loops",
     "precisions": "compare_precisions",
-    "scalers": "compare_scalers",
 }
 STOCK_BF16 = "torch.autocast bf16"
-PRECISIONS = {  # with the colours of their curves
-    "fp32": "#4c566a",
-    "hf_mp fp16": "#d08770",
-    "hf_mp fp16-lean": "#bf616a",
-    "hf_mp bf16": "#8fae6e",
-    "hf_mp bf16-lean": "#b48ead",
-    STOCK_BF16: "#5e81ac",
-}
-SCALERS = {
-    "headroom": ["--loss_scale", "headroom"],
-    "dynamic": ["--loss_scale", "dynamic"],
-    "static": ["--loss_scale", "128"],
-    "dynamic, growth_interval=100": ["--loss_scale", "dynamic", "--loss_scaler_settings", '{"growth_interval": 100}'],
-}
+PRECISIONS = ("fp32", *(f"hf_mp {preset}" for preset in mixed_presets()), STOCK_BF16)
 
 
 @functools.cache
@@ -112,69 +94,26 @@ def train_precision(name: str, flags: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def train_scaler(flags: Sequence[str]) -> dict[str, Any]:
-    """One run in FP16, from its log of each step: the scale over the run, and the steps that it wasted.
-
-    ``scale_changes`` are pairs of a step, counted from 1, and the scale that it and the following ones used.
-    """
-    trainer, found = train(["--max_steps", "1000", "--precision", "fp16", *flags, "--logging_steps", "1"])
-    logs = [entry for entry in trainer.state.log_history if "loss_scale" in entry]
-    # A log holds what the step has left: the scale of the next one.
-    used = [trainer.mixed_precision.stats.loss_scale_first, *(entry["loss_scale"] for entry in logs[:-1])]
-    skipped = [0, *(int(entry["skipped_steps"]) for entry in logs)]
-    return {
-        "skipped_steps": skipped[-1],
-        "first_scale": used[0],
-        "last_scale": used[-1],
-        "smallest_scale": min(used),
-        "largest_scale": max(used),
-        "steps": trainer.state.global_step,
-        "skipped_at": [step for step, (a, b) in enumerate(itertools.pairwise(skipped), 1) if b > a],
-        "scale_changes": [(step, scale) for step, scale in enumerate(used, 1) if step == 1 or scale != used[step - 2]],
-        "final_eval_loss": found["eval_loss"],
-        "train_seconds": found["train_seconds"],
-    }
-
-
-def draw_losses(result: Mapping[str, Any], path: Path) -> None:
-    """Training losses over the steps, and how far they are from those of ``fp32``."""
-    figure, (top, bottom) = new_picture(2, 1, figsize=(8, 6.5), sharex=True, height_ratios=(3, 1))
-    reference = result["fp32"]["losses"]
-    for name, curve in result.items():
-        label = f"{name}: {curve['eval_loss']:.4f} held out"
-        top.plot(curve["steps"], curve["losses"], label=label, color=PRECISIONS[name])
-        difference = [100 * (ours / theirs - 1) for ours, theirs in zip(curve["losses"], reference, strict=True)]
-        bottom.plot(curve["steps"], difference, color=PRECISIONS[name])
-    top.set(ylabel="training loss")
-    top.legend(frameon=False)
-    bottom.set(ylabel="off FP32, %", xlabel="step")
-    save_picture(figure, path)
-
-
-def run(what: str, flags: list[str]) -> tuple[dict[str, Any], Any]:
-    """What a recipe comes to, and what draws it."""
+def run(what: str, flags: list[str]) -> dict[str, Any]:
+    """What a recipe comes to."""
     if what == "precisions":
-        return {name: train_precision(name, flags) for name in PRECISIONS}, draw_losses
-    if what == "scalers":
-        return {name: train_scaler([*flags, *choice]) for name, choice in SCALERS.items()}, None
+        return {name: train_precision(name, flags) for name in PRECISIONS}
     recipe = import_module(what)
     found = recipe.run(parse_options(recipe.Options, flags), Console(highlight=False))
     found["options"].pop("output_dir", None)  # where it lies means nothing on another machine
-    return {"threads": torch.get_num_threads(), **found}, getattr(recipe, "draw", None)
+    return {"threads": torch.get_num_threads(), **found}
 
 
 def main(argv: Sequence[str], directory: Path = RESULTS) -> None:
-    """Run, store and show the numbers; draw what is a picture on a page."""
+    """Run, store and show the numbers."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("what", choices=NAMES)
     parser.add_argument("--name", help="of the result; default: one for each")
     arguments, flags = parser.parse_known_args(argv)
-    payload, draw = run(arguments.what, flags)
+    payload = run(arguments.what, flags)
     path = save_result(arguments.name or NAMES[arguments.what], payload, directory=directory)
-    if draw is not None:
-        draw(payload, path.with_suffix(".png"))
     pprint(payload, max_length=20)
     print(f"stored in {path.name}")
 

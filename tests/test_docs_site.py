@@ -235,8 +235,8 @@ def test_the_presets_are_those_that_there_are() -> None:
 def test_bytes_a_parameter_are_those_of_a_step(name: str, gpt2_config: Any) -> None:
     gpt2_config.update({"n_embd": 512, "vocab_size": 2, "n_positions": 2})
     memory = estimate_training_memory(gpt2_config, name, batch_size=1, seq_len=2, device="cpu")
-    begin = next(moment for moment in memory.timeline if moment.phase is Phase.UPDATE)
+    update = memory.by_phase[Phase.UPDATE]
     kept = (Category.MASTER_WEIGHTS, Category.WORKING_COPIES, Category.GRADIENTS, Category.OPTIMIZER_STATE)
-    counted = sum(begin.bytes_by_category[category] for category in kept) / memory.parameters
+    counted = sum(update[category] for category in kept) / memory.parameters
     (row,) = (row for row in table("precision_presets.md", "preset") if row["preset"] == name)
     assert counted == pytest.approx(float(row["bytes a parameter"]), rel=0.01)

@@ -80,11 +80,6 @@ class MemoryFootprint:
         """Bytes of each :class:`Kind` that occurs."""
         return self._total_by("kind")
 
-    @property
-    def by_device(self) -> dict[str, int]:
-        """Bytes on each device."""
-        return self._total_by("device")
-
     def _total_by(self, field: str) -> dict[str, int]:
         totals: Counter[str] = Counter()
         for row in self.rows:

@@ -48,17 +48,6 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Moment:
-    position: float  # from 0 to 1, among the events of the step
-    phase: Phase
-    bytes_by_category: dict[Category, int]  # zeros included
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.bytes_by_category.values())
-
-
-@dataclass(frozen=True)
 class StepProfile:
     """The memory of one training step; fields as in :class:`hf_mp.TrainingMemory`."""
 
@@ -66,7 +55,7 @@ class StepProfile:
     peak_phase: Phase
     peak_op: str
     bytes_by_category: dict[Category, int]
-    timeline: tuple[Moment, ...]
+    by_phase: dict[Phase, dict[Category, int]]
 
 
 @dataclass
@@ -95,24 +84,19 @@ class Ledger:
         self.events.append(Event(allocation, -1, self.phase, ""))
 
 
-def profile_step(events: Sequence[Event], moments: int = 240) -> StepProfile:
-    """Add up the events of one step, in at most ``moments`` moments: each the highest use in its stretch of events."""
+def profile_step(events: Sequence[Event]) -> StepProfile:
+    """Add up the events of one step: its highest use, and that of each of its parts."""
     # In a second pass, since a storage's category may be known only when it is a gradient, or freed by forward.
     in_use = dict.fromkeys(Category, 0)
     total = 0
-    first = next((index for index, event in enumerate(events) if event.phase is not Phase.SETUP), len(events) - 1)
-    length = max(1, len(events) - first)
-    highest: dict[int, tuple[int, str, Moment]] = {}
-    for index, event in enumerate(events):
+    highest: dict[Phase, tuple[int, str, dict[Category, int]]] = {}
+    for event in events:
         change = event.sign * event.allocation.size_bytes
         in_use[event.allocation.category] += change
         total += change
-        # Storages from before the step count in each of its moments, and are no moment of their own.
-        if index < first:
-            continue
-        bucket = (index - first) * moments // length
-        if bucket not in highest or total > highest[bucket][0]:
-            highest[bucket] = (total, event.op, Moment((index - first) / length, event.phase, dict(in_use)))
-    peak_bytes, peak_op, peak = max(highest.values(), key=lambda entry: entry[0])
-    timeline = tuple(moment for _, _, moment in highest.values())
-    return StepProfile(peak_bytes, peak.phase, peak_op, peak.bytes_by_category, timeline)
+        if event.phase not in highest or total > highest[event.phase][0]:
+            highest[event.phase] = (total, event.op, dict(in_use))
+    # What is older than the step counts in each of its parts, and is none itself.
+    highest.pop(Phase.SETUP, None)
+    phase, (peak_bytes, op, at_peak) = max(highest.items(), key=lambda entry: entry[1][0])
+    return StepProfile(peak_bytes, phase, op, at_peak, {part: found for part, (_, _, found) in highest.items()})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import tempfile
 from typing import Any
 
@@ -12,16 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_mp.memory.models import ModelLike, find_config, load, model_class
 from hf_mp.memory.precisions import parse_precision, parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
-from hf_mp.memory.training import (
-    MOST_STEPS,
-    Trainee,
-    TrainingMemory,
-    make_settings,
-    make_trainee,
-    prepare_model,
-    record_steps,
-    train_one_step,
-)
+from hf_mp.memory.training import TrainingMemory, make_settings, make_trainee, prepare_model, record_steps
 
 
 def measure_training_memory(
@@ -29,7 +19,6 @@ def measure_training_memory(
     precision: str | torch.dtype = "fp16",
     *,
     device: str | None = None,
-    ask_allocator: bool | None = None,
     **settings: Any,
 ) -> TrainingMemory:
     """Measure the memory of fine-tuning with real steps on this machine.
@@ -41,13 +30,11 @@ def measure_training_memory(
         model: as for :func:`hf_mp.estimate_training_memory`.
         precision: one of :data:`hf_mp.memory.precisions.TRAINING_PRESETS`; default ``"fp16"``.
         device: ``"cuda"`` or ``"cpu"``; default: the GPU if there is one.
-        ask_allocator: also train unobserved steps and take the peak from the allocator: CUDA's statistics, or torch's
-            profiler on a CPU. Default: on a GPU.
         settings: ``batch_size``, ``seq_len``, ``accumulation_steps``, ``gradient_checkpointing``, ``optimizer`` and
             ``free_gradients``, as for :func:`hf_mp.estimate_training_memory`.
 
     Returns:
-        As :func:`hf_mp.estimate_training_memory`, for real tensors.
+        As :func:`hf_mp.estimate_training_memory`, for real tensors; on a GPU with the allocator's own peak, too.
 
     Raises:
         ValueError: as for :func:`hf_mp.estimate_training_memory`, and for several ranks.
@@ -57,15 +44,14 @@ def measure_training_memory(
     config = find_config(model)
     asked = make_settings(config, precision, **settings)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    before = torch.cuda.memory_allocated() if place.type == "cuda" else 0
+    on_gpu = place.type == "cuda"
+    before = torch.cuda.memory_allocated() if on_gpu else 0
     real = _real_model(config, parse_preset(precision).loaded, place)
     kind, parameters = type(real), real.num_parameters()
     trainee = make_trainee(prepare_model(real, asked).to(place), kind, asked, place)
-    recorder = MemoryRecorder(place)
-    profile = record_steps(trainee, recorder)
-    allocator_peak = None
-    if ask_allocator or (ask_allocator is None and place.type == "cuda"):
-        allocator_peak = _cuda_peak(trainee) - before if place.type == "cuda" else _cpu_peak(trainee, recorder)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    profile = record_steps(trainee, MemoryRecorder(place))
     return TrainingMemory(
         **vars(profile),
         model=kind.__name__,
@@ -73,7 +59,7 @@ def measure_training_memory(
         settings=asked,
         device=place.type,
         measured=True,
-        allocator_peak_bytes=allocator_peak,
+        allocator_peak_bytes=torch.cuda.max_memory_allocated() - before if on_gpu else None,
     )
 
 
@@ -89,36 +75,3 @@ def _real_model(config: PreTrainedConfig, precision: str, device: torch.device) 
         model.save_pretrained(directory)
         del model
         return load(directory, precision, device_map={"": str(device)})
-
-
-def _cuda_peak(trainee: Trainee) -> int:
-    torch.cuda.reset_peak_memory_stats()
-    _train_until_updated(trainee)
-    _train_until_updated(trainee)
-    return torch.cuda.max_memory_allocated()
-
-
-def _cpu_peak(trainee: Trainee, recorder: MemoryRecorder) -> int:
-    """The peak of one more update as torch's CPU allocator reports it to the profiler, plus what was live before."""
-    from torch.profiler import ProfilerActivity, profile
-
-    # What cycles hold would be freed under the profiler, which never saw it made.
-    gc.collect()
-    in_use = peak = sum(allocation.size_bytes for allocation in recorder.ledger.live.values())
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        _train_until_updated(trainee)
-    # The public tables of the profiler add bytes up by op, and have no order.
-    results: Any = profiler.profiler
-    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        in_use += event.nbytes()
-        peak = max(peak, in_use)
-    return int(peak)
-
-
-def _train_until_updated(trainee: Trainee) -> None:
-    for _ in range(MOST_STEPS):
-        updated = train_one_step(trainee)
-        trainee.optimizer.zero_grad()
-        if updated:
-            return

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -12,8 +10,7 @@ from typing import Any, TypeVar
 from hf_mp.environment.machine import describe_hardware, package_versions
 from hf_mp.memory.fitting import LargestBatch, largest_batch_size
 from hf_mp.memory.footprint import MemoryFootprint, memory_footprint
-from hf_mp.memory.measuring import measure_training_memory
-from hf_mp.memory.models import ModelLike, find_config, load, skeleton
+from hf_mp.memory.models import ModelLike, find_config, skeleton
 from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS, parse_preset
 from hf_mp.memory.training import TrainingMemory, estimate_training_memory
 from hf_mp.policy import spell
@@ -25,7 +22,6 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class TrainingRow:
     estimate: TrainingMemory
-    measurement: TrainingMemory | None = None  # the same step measured on this machine, if requested
     largest_batch: LargestBatch | None = None  # for the report's GPU, if given
 
 
@@ -34,7 +30,6 @@ class MemoryReport:
     model: str  # as named by the user
     architecture: str
     parameters: int
-    counted_from: str  # "loaded weights" or "configuration"
     footprints: dict[str, MemoryFootprint]
     training: dict[str, TrainingRow] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)  # the reason for each missing precision
@@ -44,15 +39,12 @@ class MemoryReport:
 def gather_report(
     model: ModelLike,
     *,
-    config_only: bool = False,
-    measure: bool = False,
     gpu_bytes: int | None = None,
-    precisions: Sequence[str] = tuple(PRECISIONS),
     presets: Sequence[str] = (),
     progress: Progress = lambda step: None,
     **settings: Any,
 ) -> MemoryReport:
-    """Count, estimate and measure; ``presets`` are the ways to train, ``"all"`` for every one.
+    """Count and estimate, from the configuration alone; ``presets`` are the ways to train, ``"all"`` for every one.
 
     A precision whose package is missing (bitsandbytes, peft), or that cannot be trained with these settings, is left
     out, with the reason in ``unavailable``.
@@ -60,27 +52,26 @@ def gather_report(
     Raises:
         ValueError: where none of them can, and as :func:`estimate_training_memory`.
     """
-    # First of all: loading takes minutes, a misspelt preset should not.
+    # First of all: a large model takes minutes, a misspelt preset should not.
     labels = {spell(name): parse_preset(name).label for name in (TRAINING_PRESETS if "all" in presets else presets)}
     config = find_config(model)
 
     def count(precision: str) -> MemoryFootprint:
         progress(f"counting the bytes of {PRECISIONS[precision].label}")
-        return _footprint(model, config, precision, config_only)
+        return memory_footprint(skeleton(config, precision), as_if_loaded=True)
 
     def train(preset: str) -> TrainingRow:
         number = f"{list(labels).index(preset) + 1} of {len(labels)}"
         progress(f"taking a training step in {labels[preset]} ({number})")
-        return _training_row(model, preset, measure, gpu_bytes, settings)
+        return _training_row(model, preset, gpu_bytes, settings)
 
-    footprints, not_loaded = _of_each(precisions, count)
+    footprints, not_loaded = _of_each(PRECISIONS, count)
     training, not_trained = _of_each(labels, train)
     planned = skeleton(config, "fp32")
     return MemoryReport(
         model=model if isinstance(model, str) else getattr(model, "name", type(planned).__name__),
         architecture=type(planned).__name__,
         parameters=planned.num_parameters(),
-        counted_from="configuration" if config_only else "loaded weights",
         footprints=footprints,
         training=training,
         unavailable={**not_loaded, **not_trained},
@@ -103,30 +94,16 @@ def _of_each(names: Iterable[str], take: Callable[[str], T]) -> tuple[dict[str, 
     return found, {name: str(error) for name, error in missing.items()}
 
 
-def _footprint(model: ModelLike, config: Any, precision: str, config_only: bool) -> MemoryFootprint:
-    if config_only:
-        return memory_footprint(skeleton(config, precision), as_if_loaded=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the tables say it
-        found = memory_footprint(load(model, precision))  # type: ignore[arg-type]
-    # The next precision must not be loaded beside this one.
-    gc.collect()
-    return found
-
-
-def _training_row(
-    model: ModelLike, preset: str, measure: bool, gpu_bytes: int | None, settings: dict[str, Any]
-) -> TrainingRow:
+def _training_row(model: ModelLike, preset: str, gpu_bytes: int | None, settings: dict[str, Any]) -> TrainingRow:
     asked = dict(settings)
     if TRAINING_PRESETS[preset].optimizer is not None:  # the preset is about its own
         asked.pop("optimizer", None)
     estimate = estimate_training_memory(model, preset, **asked)
-    measurement = measure_training_memory(model, preset, **{"device": "cuda", **asked}) if measure else None
-    # The batch is what the search varies.
     if gpu_bytes is None:
-        return TrainingRow(estimate, measurement)
+        return TrainingRow(estimate)
+    # The batch is what the search varies.
     asked.pop("batch_size", None)
-    return TrainingRow(estimate, measurement, largest_batch_size(model, gpu_bytes, preset, **asked))
+    return TrainingRow(estimate, largest_batch_size(model, gpu_bytes, preset, **asked))
 
 
 def as_json(report: MemoryReport) -> dict[str, Any]:
@@ -135,7 +112,6 @@ def as_json(report: MemoryReport) -> dict[str, Any]:
         "model": report.model,
         "architecture": report.architecture,
         "parameters": report.parameters,
-        "counted_from": report.counted_from,
         "units": "bytes",
         "gpu_bytes": report.gpu_bytes,
         "loaded": {precision: _footprint_json(footprint) for precision, footprint in report.footprints.items()},
@@ -152,7 +128,6 @@ def _footprint_json(footprint: MemoryFootprint) -> dict[str, Any]:
         "total_bytes": footprint.total_bytes,
         "bytes_by_kind": footprint.by_kind,
         "bytes_by_dtype": footprint.by_dtype,
-        "bytes_by_device": footprint.by_device,
         "get_memory_footprint_bytes": footprint.transformers_bytes,
         "tensors": [vars(row) for row in footprint.rows],
     }
@@ -162,7 +137,6 @@ def _training_json(row: TrainingRow) -> dict[str, Any]:
     return {
         "label": TRAINING_PRESETS[row.estimate.settings.precision].label,
         "estimate": asdict(row.estimate),
-        "measurement": row.measurement and asdict(row.measurement),
         "largest_batch_size": row.largest_batch and row.largest_batch.batch_size,
         "largest_batch_peak_bytes": row.largest_batch and row.largest_batch.peak_bytes,
     }

@@ -34,15 +34,10 @@ def loaded_figures(footprint: MemoryFootprint) -> Figures:
 
 
 def training_figures(row: TrainingRow) -> Figures:
-    """What a training step takes at its peak; measured, fitted and sent where the row has that too."""
+    """What a training step takes at its peak; fitted and sent where the row has that too."""
     yield "peak", readable(row.estimate.peak_bytes)
     yield "in", row.estimate.peak_phase.value
     yield from ((category.value, readable(size)) for category, size in row.estimate.bytes_by_category.items())
-    if (measured := row.measurement) is not None:
-        yield "measured peak", readable(measured.peak_bytes)
-        yield "prediction", f"{100 * (row.estimate.peak_bytes / measured.peak_bytes - 1):+.2f}%"
-        if measured.allocator_peak_bytes is not None:
-            yield "allocator's peak", readable(measured.allocator_peak_bytes)
     if (largest := row.largest_batch) is not None:
         fits = row.estimate.peak_bytes <= largest.memory_bytes
         yield f"in {readable(largest.memory_bytes)}", "fits" if fits else "does not fit"
@@ -69,9 +64,7 @@ def in_columns(columns: Mapping[str, Figures]) -> list[tuple[str, ...]]:
 @group()
 def render(report: MemoryReport, width: int) -> Iterator[RenderableType]:
     """The tables of a report, each with as many columns as ``width`` characters have room for; others follow below."""
-    yield Text(
-        f"{report.model}: {report.architecture}, {report.parameters:,} parameters, from its {report.counted_from}"
-    )
+    yield Text(f"{report.model}: {report.architecture}, {report.parameters:,} parameters")
     loaded = {PRECISIONS[name].label: loaded_figures(found) for name, found in report.footprints.items()}
     yield from _tables("Loaded", loaded, width)
     for name, found in report.footprints.items():

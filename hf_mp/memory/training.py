@@ -50,7 +50,7 @@ from hf_mp.weights.ranks.placement import is_dtensor
 DEFAULT_OPTIMIZER = "adamw_torch_fused"  # TrainingArguments'
 _MAX_GRAD_NORM = 1.0  # TrainingArguments'
 _RECORDED_UPDATES = 2  # the first creates the optimizer's state, the second is like all others
-MOST_STEPS = 40  # a real run skips steps at first, until the loss scale has come down
+_MOST_STEPS = 40  # a real run skips steps at first, until the loss scale has come down
 _RECORDED_MICRO_BATCHES = 2  # the second adds to the gradients of the first, like all others
 
 
@@ -97,8 +97,8 @@ class TrainingMemory(StepProfile):
         peak_phase: part of the step at the peak.
         peak_op: op that reached the peak.
         bytes_by_category: bytes of every :class:`Category` at the peak.
-        timeline: the step in moments; the peak is one of them.
-        allocator_peak_bytes: the allocator's own peak, with the workspace of kernels; None if not requested.
+        by_phase: the highest use of forward, backward and update, each by category.
+        allocator_peak_bytes: the allocator's own peak on a GPU, with the workspace of kernels; else None.
         communication: what one of several ranks sends and receives in a step, by collective.
     """
 
@@ -167,8 +167,8 @@ def estimate_training_memory(
         node_size: ranks on one machine; default 8.
 
     Returns:
-        The peak by category, and the timeline of the step, of tensors alone: without CUDA's context, the allocator's
-        fragmentation, and workspaces of kernels.
+        The peak by category, of the step and of each of its parts, of tensors alone: without CUDA's context, the
+        allocator's fragmentation, and workspaces of kernels.
 
     Raises:
         ValueError: for an unknown model, precision, optimizer or device, an impossible batch, sequence or number of
@@ -394,10 +394,8 @@ def _arguments_of_optimizer(name: str) -> Any:
     from transformers import TrainingArguments
     from transformers.training_args import OptimizerNames
 
-    with mock.patch.object(TrainingArguments, "__post_init__", lambda self: None):
-        args = TrainingArguments()
-    args.optim = OptimizerNames(name)
-    args.distributed_state, args._n_gpu = None, 1  # one process
+    args: Any = object.__new__(TrainingArguments)  # whose class has the defaults
+    args.optim, args.distributed_state, args._n_gpu = OptimizerNames(name), None, 1  # one process
     return args
 
 
@@ -409,7 +407,7 @@ def record_steps(trainee: Trainee, recorder: MemoryRecorder) -> StepProfile:
     communication = trainee.communication or contextlib.nullcontext()
     with recorder.following(trainee.model), communication, recorder:
         # A step that the loss scale skips is no update.
-        while updates < _RECORDED_UPDATES and len(profiles) < MOST_STEPS:
+        while updates < _RECORDED_UPDATES and len(profiles) < _MOST_STEPS:
             recorder.ledger.start_step()
             if trainee.communication is not None:
                 trainee.communication.start()

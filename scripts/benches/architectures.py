@@ -8,8 +8,7 @@
 Forward, backward, clipping and a fused AdamW update of models with random weights, made from their Transformers
 configurations; the contenders take turns of two steps, of which the second is timed. The floor is the model in BF16
 throughout: no cast, no FP32 gradient, an update of half the bytes. Medians, spreads, ``bf16`` and the floor over
-``torch.autocast`` in BF16, ``fp16`` over FP32, the same of the peaks of all tensors in two steps, and the time of a
-product alone in each dtype.
+``torch.autocast`` in BF16, ``fp16`` over FP32, and the same of the peaks of all tensors in two steps.
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ PEAKS = {"bf16_peak_to_torch_autocast": ("hf_mp bf16", PEER), "fp16_peak_to_fp32
 BATCHED_PEER = f"{PEER}, {BATCHED}"  # experts multiplied by torch.bmm, and not grouped_mm
 BATCHED_RATIO = {"bf16_to_batched_torch_autocast": ("hf_mp bf16", BATCHED_PEER)}
 VOCABULARY = 8192
-_ROWS, _INNER, _COLUMNS = 256, 768, 3072  # of the products that are timed alone
-_PRODUCTS = 20  # in one timing
 
 
 @dataclass(frozen=True)
@@ -217,24 +214,6 @@ def native_dtypes(device: str) -> list[str]:
     return [name for name, dtype in DTYPES.items() if runs_natively(dtype, device)]
 
 
-def time_products(rounds: int, device: str) -> dict[str, float]:
-    """Seconds of one matrix product of each dtype that ``device`` has, which compiled code calls as torch does."""
-    left, right = torch.randn(_ROWS, _INNER, device=device), torch.randn(_INNER, _COLUMNS, device=device)
-
-    def products(dtype: torch.dtype) -> Callable[[], None]:
-        operands = left.to(dtype), right.to(dtype)
-
-        def multiply() -> None:
-            for _ in range(_PRODUCTS):
-                torch.mm(*operands)
-
-        return multiply
-
-    calls = {name: products(DTYPES[name]) for name in native_dtypes(device)}
-    found = alternate(calls, rounds=rounds, warmup=2)
-    return {name: statistics.median(seconds) / _PRODUCTS for name, seconds in found.items()}
-
-
 def choose(only: str | None, names: Iterable[str]) -> list[str]:
     """The names that begin with one of the comma-separated parts of ``only``; all for None."""
     names = list(names)
@@ -259,5 +238,4 @@ def measure(
         found[name] = compare(models[name], rounds, device, times, batched=mixtures)
     ratios = (*RATIOS, *PEAKS, *(BATCHED_RATIO if mixtures else ()))
     medians = {ratio: statistics.median(row[ratio] for row in found.values()) for ratio in ratios}
-    products = time_products(rounds, device)
-    return {"architectures": found, "medians": medians, "times": times, "product_seconds": products}
+    return {"architectures": found, "medians": medians, "times": times}

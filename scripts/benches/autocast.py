@@ -1,17 +1,16 @@
-"""What autocast costs: an intercepted call, casts of weights, a training forward and backward, generation.
+"""What autocast costs: an intercepted call, casts of weights, a training forward and backward.
 
     python scripts/bench.py autocast                     # bfloat16: ours in turns with torch.autocast
     python scripts/bench.py autocast --layers 2 --width 64 --vocab 500 --seq 32 --rounds 2      # a quick look
 
-The floor of forward and backward is their matrix products at the best rate that this device reached; that of generation
-reads all weights in 16 bits for each token, at the bandwidth of a copy.
+The floor of forward and backward is their matrix products at the best rate that this device reached. What a token of
+``generate()`` takes, ``generate`` measures.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -25,7 +24,6 @@ from transformers import GPT2LMHeadModel
 from _benchmarks import DEFAULT_DEVICE, DTYPES, DeviceRates, Workload, rounded_copies
 from _contenders import BareMode, Step
 from _results import alternate, median_and_spread, rows_of
-from benches.generate import FP32, Case, make_call
 from hf_mp import MixedPrecision, autocast
 from hf_mp.policy import compute_dtype
 
@@ -123,18 +121,6 @@ def training(contender: str, workload: Workload, dtype: torch.dtype) -> Step:
     return step
 
 
-def generation(contender: str, workload: Workload, dtype: torch.dtype, tokens: int) -> Step:
-    """Greedy generation from 8 tokens."""
-    model = make_model(contender, workload, dtype).eval()
-    call = make_call(model, FP32, Case("GPT-2", 1), tokens, workload.device)  # the model is prepared already
-
-    def step() -> None:
-        with context(contender, workload, dtype):
-            call()
-
-    return step
-
-
 class _CastCounter(TorchDispatchMode):
     """Counts the casts of a model's weights to 16 bits."""
 
@@ -168,27 +154,23 @@ def compare(steps: Mapping[str, Step], rounds: int, floor_seconds: float) -> Row
 
 
 def measure(
-    layers: Annotated[int, typer.Option(help="of the model that is trained; generation takes three times as many")] = 4,
+    layers: int = 4,
     width: int = 768,
     heads: int = 12,
     vocab: int = 50257,
     batch: int = 2,
     seq: int = 256,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16")] = "bf16",
-    tokens: Annotated[int, typer.Option(help="generated at a time")] = 32,
     calls: Annotated[int, typer.Option(help="timed at a time, for the cost of one")] = 50_000,
     rounds: int = 10,
     device: str = DEFAULT_DEVICE,
 ) -> Iterator[dict[str, Any]]:
-    """Measure all four, and yield after each."""
+    """Measure all three, and yield after each."""
     workload = Workload(layers, width, heads, vocab, batch, seq, device=device)
-    generating = replace(workload, layers=3 * layers)
     torch_dtype, rates = DTYPES[dtype], DeviceRates.measure(workload)
     described = workload.as_dict()
-    per_token = 2 * generating.parameters() / rates.copy_bytes_per_second
     floors = {
         "forward_backward": described["flops"] / rates.flops_per_second[dtype],
-        "generation": tokens * per_token,
         "cast_all_weights": (4 + 2) * described["parameters"] / rates.copy_bytes_per_second,
     }
     cast_model = workload.model()
@@ -196,8 +178,6 @@ def measure(
     result: dict[str, Any] = {
         "workload": described,
         "dtype": dtype,
-        "generated_tokens": tokens,
-        "generation_layers": generating.layers,
         "threads": torch.get_num_threads(),
         "floor_seconds": floors,
         "cast_all_weights": rows_of(cast)["cast"],
@@ -209,7 +189,4 @@ def measure(
     result["added_to_a_call"] = call_overhead(torch_dtype, device, calls, max(3, rounds))
     yield result
     result["weight_casts_per_forward"] = {c: weight_casts(c, workload, torch_dtype) for c in CONTENDERS}
-    yield result
-    generated = {c: generation(c, generating, torch_dtype, tokens) for c in CONTENDERS}
-    result["generation"] = compare(generated, rounds, floors["generation"])
     yield result

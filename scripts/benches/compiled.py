@@ -34,7 +34,6 @@ from benches.architectures import (
     make_step,
     native_dtypes,
     padded,
-    time_products,
 )
 
 COUNTED_STEPS = 30
@@ -110,4 +109,4 @@ def measure(
     for name in choose(only, MODELS):
         print(f"{name} ...", flush=True)
         found[name] = compare(MODELS[name], rounds, device)
-    return {"models": found, "counted_steps": COUNTED_STEPS, "product_seconds": time_products(rounds, device)}
+    return {"models": found, "counted_steps": COUNTED_STEPS}

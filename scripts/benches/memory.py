@@ -3,22 +3,23 @@
     python scripts/bench.py memory [--quick]
     python scripts/bench.py memory --llama-7b --name memory_llama_7b
 
-Also an estimate for a model of 70 billion parameters, in a process of its own. With ``--llama-7b``, Llama 7B at one
+With ``--llama-7b``, Llama 7B at one
 sequence of 1024 tokens is estimated in each of our presets instead.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import resource
 import time
 import warnings
+from functools import partial
 from typing import Annotated, Any
 
+import torch
 import typer
 from transformers import BertConfig, GPT2Config, LlamaConfig, PreTrainedConfig
 
 import hf_mp
+from _tensor_memory import peak_tensor_bytes
 from hf_mp.memory.command import quiet_libraries
 from hf_mp.memory.precisions import TRAINING_PRESETS
 from hf_mp.policy import PRESETS
@@ -48,16 +49,6 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
 }
 STEP: dict[str, Any] = {"batch_size": 4, "seq_len": 128, "device": "cpu"}
-LARGE: dict[str, Any] = {
-    "num_hidden_layers": 80,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-}
-
 LLAMA_7B: dict[str, Any] = {
     "num_hidden_layers": 32,
     "hidden_size": 4096,
@@ -72,16 +63,14 @@ def measure(
     quick: Annotated[bool, typer.Option("--quick", help="the first model alone")] = False,
     llama_7b: Annotated[bool, typer.Option("--llama-7b", help="Llama 7B, estimated")] = False,
 ) -> dict[str, Any]:
-    """Compare, and estimate the large model; or estimate Llama 7B."""
+    """Compare, or estimate Llama 7B."""
     quiet_libraries()
     warnings.simplefilter("ignore")
     if llama_7b:
         return estimate_llama_7b()
     rows = [compare(name, preset) for name in list(CONFIGS)[: 1 if quick else None] for preset in TRAINING_PRESETS]
     worst = max(abs(row["predicted_bytes"] / row["measured_bytes"] - 1) for row in rows)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        large = pool.apply(estimate_large)
-    return {"step": STEP, "largest_difference": worst, "rows": rows, "large": large}
+    return {"step": STEP, "largest_difference": worst, "rows": rows}
 
 
 def compare(name: str, preset: str) -> dict[str, Any]:
@@ -89,29 +78,17 @@ def compare(name: str, preset: str) -> dict[str, Any]:
     start = time.perf_counter()
     predicted = hf_mp.estimate_training_memory(CONFIGS[name], preset, **STEP)
     seconds = time.perf_counter() - start
-    measured = hf_mp.measure_training_memory(CONFIGS[name], preset, **STEP, ask_allocator=True)
+    measured = hf_mp.measure_training_memory(CONFIGS[name], preset, **STEP)
+    again = partial(hf_mp.measure_training_memory, CONFIGS[name], preset, **STEP)
     return {
         "model": name,
         "precision": preset,
         "parameters": predicted.parameters,
         "predicted_bytes": predicted.peak_bytes,
         "measured_bytes": measured.peak_bytes,
-        "allocator_bytes": measured.allocator_peak_bytes,
+        "allocator_bytes": peak_tensor_bytes(again, torch.device("cpu")),
         "peak_in": predicted.peak_phase.value,
         "estimate_seconds": round(seconds, 2),
-    }
-
-
-def estimate_large() -> dict[str, Any]:
-    """A Llama of 70 billion parameters, in BF16 with FP32 masters, one sequence of 4096 tokens."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    found = hf_mp.estimate_training_memory(LlamaConfig(**LARGE), "bf16", batch_size=1, seq_len=4096)
-    return {
-        "parameters": found.parameters,
-        "peak_bytes": found.peak_bytes,
-        "seconds": round(time.perf_counter() - wall, 1),
-        "cpu_seconds": round(time.process_time() - cpu, 1),
-        "process_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
 
 

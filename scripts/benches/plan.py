@@ -1,7 +1,6 @@
 """What a rank holds and sends, for models and numbers of ranks that no laptop has.
 
     python scripts/bench.py plan                               # GPT-2 774M and Llama 70B on 8, 64 and 1,024 ranks
-    python scripts/bench.py plan --ranks 8 --layers 2 --only Llama --output-dir /tmp           # a quick look
 
 Computed by ``hf_mp.estimate_training_memory(..., ranks=...)``: the code of one rank, on fake tensors and torch's fake
 process group.
@@ -16,13 +15,21 @@ import typer
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
 import hf_mp
-from benches.memory import LARGE
 from hf_mp.memory.parallel import Parallel
 
 NAME = "plan_scaling"
+LLAMA_70B: dict[str, Any] = {
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
 MODELS: dict[str, PreTrainedConfig] = {
     "GPT-2 774M": GPT2Config(n_layer=36, n_embd=1280, n_head=20),
-    "Llama 70B": LlamaConfig(**LARGE),
+    "Llama 70B": LlamaConfig(**LLAMA_70B),
 }
 PRESETS: dict[Parallel, tuple[str, ...]] = {
     "fsdp2": ("trainer-bf16", "fp16"), "hsdp": ("fp16",), "ddp": ("fp16",), "tp": ("fp16",)
@@ -52,20 +59,15 @@ def plan(config: PreTrainedConfig, preset: str, ranks: int, parallel: Parallel) 
 
 def measure(
     ranks: Annotated[list[int], typer.Option(help="Numbers of ranks.")] = [8, 64, 1024],  # noqa: B006
-    layers: Annotated[int | None, typer.Option(help="Of each model, for a quick look.")] = None,
-    only: Annotated[str, typer.Option(help="Beginning of the name of a model. Default: all.")] = "",
 ) -> dict[str, Any]:
     """Plan each model in each preset on each number of ranks."""
-    results: dict[str, Any] = {}
-    for name, config in MODELS.items():
-        if not name.startswith(only):
-            continue
-        if layers is not None:
-            config.num_hidden_layers = layers
-        results[name] = {
+    results: dict[str, Any] = {
+        name: {
             parallel: {
                 preset: {str(count): plan(config, preset, count, parallel) for count in ranks} for preset in presets
             }
             for parallel, presets in PRESETS.items()
         }
+        for name, config in MODELS.items()
+    }
     return {"seq_len": SEQ_LEN, "bandwidth": BANDWIDTH, "models": results}

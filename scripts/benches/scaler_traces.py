@@ -22,15 +22,13 @@ The constants of ``HeadroomLossScaler`` were chosen on seeds from 1000 on; the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from _pictures import new_picture, save_picture
 from hf_mp import DynamicLossScaler, HeadroomLossScaler
 from hf_mp.scaling.rules import FP16_MAX, ScaleRule, StepReport
 
@@ -48,7 +46,6 @@ PEERS: dict[str, ScaleRule] = {
     }.items()
 }
 CONTENDERS: dict[str, ScaleRule] = {OURS: HeadroomLossScaler().state, **PEERS}
-COLOURS = ("#bf616a", "#5e81ac", "#4c566a", "#a3be8c", "#b48ead", "#ebcb8b")
 SPREAD_MEAN, SPREAD_DEVIATION = 16.0, 8.0
 ROUNDED_TO_ZERO = 25  # FP16's smallest number is 2**-24; half of it is rounded to 0
 
@@ -241,25 +238,3 @@ def of_family(family: str, traces: Sequence[Trace]) -> dict[str, Any]:
 
 def _mean(outcomes: Sequence[Outcome]) -> dict[str, float]:
     return {field: float(np.mean([getattr(one, field) for one in outcomes])) for field in Outcome.__dataclass_fields__}
-
-
-def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Skipped steps and underflow of every rule in each family, and what the best constants reach with hindsight.
-
-    A rule is first on both counts in a family if nothing lies left of it or below it.
-    """
-    figure, grid = new_picture(2, 3, figsize=(11, 7))
-    for axes, (family, found) in zip(grid.flat, result["families"].items(), strict=True):
-        for name, row, colour in zip(found["contenders"], found["contenders"].values(), COLOURS, strict=True):
-            style = {"s": 130, "marker": "*", "zorder": 3} if name == OURS else {"s": 30}
-            avoidable = row["skipped_steps"] - found["unavoidable_skips"]
-            axes.scatter(avoidable, 100 * row["underflow"], color=colour, label=name, **style)
-        if found["best_constants"]:
-            skips, underflow = np.array(found["best_constants"]).T
-            label = "best constant scales, with hindsight"
-            axes.plot(skips - found["unavoidable_skips"], 100 * underflow, ":", color=COLOURS[2], label=label)
-        axes.set_xscale("symlog", linthresh=10)
-        axes.set(yscale="log", xlim=(-0.5, 150), title=family)
-        axes.set(xlabel="avoidable skipped steps a run", ylabel="underflow, %")
-    figure.legend(*grid.flat[1].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    save_picture(figure, path)

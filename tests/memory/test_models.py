@@ -64,7 +64,7 @@ def test_an_unknown_name_tells_the_ways_out(no_network):
 
 def test_loading_without_weights_tells_the_way_out(no_network, monkeypatch):
     monkeypatch.chdir("/")
-    with pytest.raises(ValueError, match=r"gpt2-xl cannot be loaded.*--config-only"):
+    with pytest.raises(ValueError, match=r"gpt2-xl cannot be loaded.*for `hf-mp memory`, which needs no weights"):
         hf_mp.load("gpt2-xl")
 
 

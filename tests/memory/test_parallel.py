@@ -151,7 +151,6 @@ class TestCommand:
             ("--ranks 1 --parallel ddp", "--parallel is for several ranks: say how many, as --ranks 64"),
             ("--precision int8-lora", "int8-lora is missing: parallel='fsdp2' cannot shard"),
             ("--parallel tp", "error: parallel='tp' needs a model with a tp_plan in Transformers, and GPT2LMHeadModel"),
-            ("--measure", "error: ranks=4 cannot be measured: a step is taken in this process alone"),
         ],
     )
     def test_what_ranks_cannot_do_is_told(self, tmp_path: object, arguments: str, sentence: str) -> None:

@@ -43,5 +43,4 @@ def test_the_recipe_runs_all_variants_and_reports(tmp_path: Path, capsys: pytest
     assert rows["bf16-stock"]["moved_norms"] == 0.0
     assert all(rows[name]["moved_norms"] > 0.9 for name in rows if name != "bf16-stock")
     assert rows["fp16"]["gap"] < 1e-3
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-    assert "all numbers are in" in capsys.readouterr().out
+    assert "All numbers are in" in capsys.readouterr().out

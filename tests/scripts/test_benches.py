@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
-from transformers import GPT2Config
 
 import bench
 from _contenders import COMPILED, PARTS
 from _tables import Regions
-from benches import architectures, autocast, compiled, footprints, generate, update
+from benches import architectures, autocast, compiled, generate, update
 from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
 
 STEPS = "fp32,torch.autocast bf16,Trainer fp16=True,hf_mp fp16,hf_mp fp16-lean,hf_mp bf16,hf_mp bf16-lean"
@@ -140,15 +139,14 @@ def test_a_loss_is_stored_with_its_floor(quick_rates, run, tmp_path):
 
 
 def test_autocast_is_stored_with_calls_casts_and_floors(shape, quick_rates, run, tmp_path):
-    result = run("autocast", **shape, tokens=2, calls=50, rounds=1, device="cpu")
+    result = run("autocast", **shape, calls=50, rounds=1, device="cpu")
     casts = {name: row["casts"] for name, row in result["weight_casts_per_forward"].items()}
     # four products with bias in a block, and the output layer
     assert casts[autocast.PEER] == casts[autocast.PER_FORWARD] == 4 * 2 + 1
     assert casts[autocast.OURS] == casts[autocast.WHOLE] == 0
-    assert set(result["floor_seconds"]) == {"forward_backward", "generation", "cast_all_weights"}
-    for part in ("forward_backward", "generation"):
-        assert result[part][autocast.PEER]["ratio_to_torch_autocast"] == 1.0
-        assert all(row["ratio_to_floor"] > 0 for row in result[part].values())
+    assert set(result["floor_seconds"]) == {"forward_backward", "cast_all_weights"}
+    assert result["forward_backward"][autocast.PEER]["ratio_to_torch_autocast"] == 1.0
+    assert all(row["ratio_to_floor"] > 0 for row in result["forward_backward"].values())
     assert "a mode that does nothing" in Regions(tmp_path)("autocast")
 
 
@@ -178,7 +176,6 @@ def test_ratios_peaks_and_the_floor_of_an_architecture(monkeypatch, run):
     }
     assert row["bf16_to_torch_autocast_spread"] > 0 and result["times"] == 3
     assert tiny().batch(3)["input_ids"].shape == (3, 8)
-    assert set(result["product_seconds"]) == set(architectures.native_dtypes("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -234,7 +231,7 @@ def test_a_layer_costs_no_more_calls_for_a_token(kind, limit, monkeypatch):
     assert ours - whole <= limit
 
 
-# Contracts, memory, and small updates
+# Contracts, and experts
 
 
 def test_the_contract_of_a_stock_training_loses_updates_and_ours_does_not(run, tmp_path):
@@ -248,35 +245,7 @@ def test_the_contract_of_a_stock_training_loses_updates_and_ours_does_not(run, t
     assert sum(line.startswith("| stock Trainer |") for line in lines) == len(stock["rows"])
 
 
-@pytest.mark.slow
-def test_the_quoted_footprints_come_out_of_real_loads(tmp_path):
-    rows = footprints.footprints(tmp_path, GPT2Config())
-    assert {row["precision"]: (row["with_masks_mib"], row["mib"]) for row in rows} == {
-        "fp32": (486.70, 474.70),
-        "fp16": (249.35, 237.35),
-        "bf16": (249.35, 237.35),
-        "int8": (168.35, 156.35),
-        "nf4": (127.85, 115.85),
-        "fp4": (127.85, 115.85),
-    }
-    assert [row["quantization_state_bytes"] for row in rows] == [0, 0, 0, 331_776, 5_311_488, 5_311_488]
-
-
 def test_mixtures_of_experts_are_trained_in_each_way(run):
     row = run("expert_training", steps=5, seeds=1, kinds=["Olmoe"], workers=1)["kinds"]["Olmoe"]
     assert list(row["losses"]) == ["FP32", *row["off"]] and len(row["off"]) == 5
     assert row["losses"]["FP32"] == [row["fp32"]] and all(off < 0.02 for off in row["off"].values())
-
-
-@pytest.mark.exhaustive
-def test_what_becomes_of_small_updates(run):
-    pytest.importorskip("trl")
-    from benches.small_updates import CONTENDERS, FP32, STOCK
-
-    rows = run("small_updates", steps=2, kinds=["sft"])["kinds"]["sft"]
-    assert list(rows) == list(CONTENDERS)
-    assert rows[STOCK]["norms"] == rows["stock, resumed"]["norms"] == 0.0
-    assert rows[STOCK]["lost_share_told"] > 0.95 > 0.01 > rows["hf_mp bf16"]["lost_share_told"]
-    for name in (name for name in rows if name.startswith("hf_mp")):
-        assert rows[name]["norms"] == pytest.approx(rows[FP32]["norms"], abs=0.01)
-        assert rows[name]["loss_off"] < 0.01

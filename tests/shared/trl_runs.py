@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from trainer_runs import make_trainer, quick_arguments
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from _trl_tasks import KINDS, load_default, named_for, save_tiny_qwen, shares_moved, tokenizer
+from trl_tasks import KINDS, load_default, named_for, save_tiny_qwen, shares_moved, tokenizer
 
 __all__ = ["KINDS", "load_default", "named_for", "save_tiny_qwen", "shares_moved", "tokenizer", "trl_trainer"]
 
