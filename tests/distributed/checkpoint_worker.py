@@ -87,16 +87,6 @@ def load(folder: Path, wrap: str) -> dict[str, Any]:
     return found
 
 
-def others(folder: Path, wrap: str) -> dict[str, Any]:
-    """A checkpoint of the lean layout in the default one, and the other way round."""
-    found = {}
-    for saved, now in (("fp16", "fp16-lean"), ("fp16-lean", "fp16")):
-        parts = made(now, wrap, seed=7)
-        hf_mp.load_checkpoint(folder / saved, parts[0], parts[1])
-        found[saved] = state(*parts)
-    return found
-
-
 def damaged(folder: Path, wrap: str) -> dict[str, Any]:
     """What is said of damaged checkpoints, which the first rank makes; nothing is loaded of them."""
     parts = made("fp16", wrap)

@@ -34,8 +34,6 @@ def _command(launcher: str, processes: int) -> list[str]:
         return [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", *network]
     network = ["--main_process_ip=127.0.0.1", f"--main_process_port={_free_port()}"]
     config = [f"--config_file={HERE.parents[1] / 'recipes' / launcher}", f"--num_processes={processes}"]
-    if launcher == "accelerate":
-        config[0] = "--multi_gpu"  # on CPUs all the same, as ACCELERATE_USE_CPU says
     shards = ["--parallelism_config_dp_shard_size=2"] if launcher == "hsdp.yaml" else []
     # No --cpu, with which accelerate starts one process, or asks for MPI.
     return [sys.executable, "-m", "accelerate.commands.launch", *config, *network, *shards]
@@ -52,7 +50,7 @@ def start(
 ) -> Results:
     """Run a worker script of this folder on several processes, and read what each of them saved in ``folder``.
 
-    ``launcher`` is ``"fork"`` (``forked.py``: the fastest), ``"torchrun"``, ``"accelerate"``, or a file of recipes/ for
+    ``launcher`` is ``"fork"`` (``forked.py``: the fastest), ``"torchrun"``, or a file of recipes/ for
     ``accelerate launch --config_file``.
     """
     # Else gloo resolves the host's name, which a container may not know.

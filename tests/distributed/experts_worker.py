@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from loop_worker import batches, named, said_of, whole, write_results
-from tensor_parallel_worker import clip
+from loop_worker import named, said_of, whole, write_results
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
@@ -30,9 +29,8 @@ SPREADS = {
     "expert parallel": {"tp_size": 2, "ep_size": 2},
     "expert parallel, all-reduce": {"tp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"},
 }
-WAYS = [(kind, way) for kind in KINDS for way in ("FSDP2", "expert parallel")]
+WAYS = [(kind, "expert parallel") for kind in KINDS] + [(kind, "FSDP2") for kind in KINDS if kind != "Olmoe"]
 WAYS += [("Mixtral", "tensor parallel"), ("GptOss", "tensor parallel"), ("Mixtral", "expert parallel, all-reduce")]
-STEPS = 8
 
 
 def loaded(folder: str, kind: str, **sizes: Any) -> nn.Module:
@@ -54,7 +52,7 @@ def spread(folder: str, kind: str, way: str, precision: str) -> Any:
     """A model with mixed precision over both processes, and its optimizer."""
     model: Any = make(kind) if way == "FSDP2" else loaded(folder, kind, **SPREADS[way])
     runtime = hf_mp.MixedPrecision(precision)
-    is_first = kind in ("Olmoe", "GptOss") and not runtime.policy.is_lean  # sharded, then attached
+    is_first = kind == "GptOss" and not runtime.policy.is_lean  # sharded, then attached
     if way == "FSDP2" and is_first:
         shard(model)
     runtime.attach(model)
@@ -104,22 +102,6 @@ def routers(folder: str) -> dict[str, list[bool]]:
     return found
 
 
-def losses(folder: str) -> dict[str, list[float]]:
-    found = {}
-    for way, precision in (("FSDP2", "fp16"), ("expert parallel", "fp16")):
-        model, optimizer = spread(folder, "Qwen3Moe", way, precision)
-        steps = []
-        for ids in batches(STEPS) % 96:
-            loss = torch.tensor(backward(model, mine(ids, way)))
-            clip(model, 1.0) if way != "FSDP2" else torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            dist.all_reduce(loss)
-            steps.append(loss.item() / 2)
-        found[f"{way} {precision}"] = steps
-    return found
-
-
 def refusals(folder: str) -> dict[str, str]:
     def attach(precision: str, **sizes: Any) -> None:
         hf_mp.MixedPrecision(precision).attach(loaded(folder, "Mixtral", **sizes))
@@ -134,4 +116,4 @@ def refusals(folder: str) -> dict[str, str]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore", FutureWarning)
-    write_results(named([gradients, routers, losses, refusals], sys.argv[1]))
+    write_results(named([gradients, routers, refusals], sys.argv[1]))

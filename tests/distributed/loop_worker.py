@@ -186,18 +186,6 @@ def ddp_around_prepared_model() -> dict[str, Any]:
     return train(model, optimizer, batches(6), runtime=model.forward.runtime, plant=overflow_at(3, rank=0))
 
 
-def ddp_wrapped_after_a_forward() -> dict[str, Any]:
-    """Working copies made before DDP broadcast the weights of rank 0."""
-    model = tiny_gpt2(seed=dist.get_rank())
-    hf_mp.MixedPrecision("fp16").attach(model)
-    ids = batches(1)[0]
-    with torch.no_grad():
-        before = model(input_ids=ids).logits
-        model_after = DistributedDataParallel(model)
-        after = model_after(input_ids=ids).logits
-    return {"before": before, "after": after}
-
-
 def processes_of_their_own() -> dict[str, Any]:
     """Models that are no one else's: processes step as often as they like."""
     model, optimizer = prepared()
@@ -404,7 +392,7 @@ def fsdp_detach() -> dict[str, Any]:
 
 
 CASES = [
-    ddp, ddp_headroom_differs, ddp_around_prepared_model, ddp_wrapped_after_a_forward, processes_of_their_own,
+    ddp, ddp_headroom_differs, ddp_around_prepared_model, processes_of_their_own,
     averaged_by_hand, ddp_join, fsdp, fsdp_of_fp16_model, fsdp_before_prepare, fsdp_checkpointing, compiled,
     fsdp_without_resharding, fsdp_of_frozen_fp16, fsdp_hybrid, fsdp_outside_of_model, fsdp_custom_function,
     fsdp_saves_no_copies, fsdp_detach, deferred_outputs,
@@ -431,4 +419,4 @@ def write_results(cases: dict[str, Callable[[], Any]]) -> None:
 
 
 if __name__ == "__main__":
-    write_results(named(CASES if RANKS > 1 else [fsdp_of_frozen_fp16]))
+    write_results(named(CASES))

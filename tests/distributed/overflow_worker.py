@@ -5,7 +5,6 @@ Usage: torchrun ... overflow_worker.py FOLDER; writes FOLDER/rankN.pt, a dict of
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -51,7 +50,6 @@ def train(
     plant: Callable[[nn.Module], Any] = lambda model: None,
     spoil: Callable[[Batch], Batch] = lambda batch: batch,
     wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel,
-    micro_batches: int = 1,
     explained: bool = True,
     on_overflow: str = "skip",
 ) -> dict[str, Any]:
@@ -65,13 +63,10 @@ def train(
     for step in range(4):
         if step == 1:
             plant(model)
-        for number in range(micro_batches):
-            last = number == micro_batches - 1
-            batch = batch_of(100 * dist.get_rank() + 10 * step + number)
-            with contextlib.nullcontext() if last else wrapped.no_sync():
-                outputs = wrapped(**(spoil(batch) if step == 1 and number == 0 else batch))
-                loss = outputs.square().mean() if isinstance(outputs, Tensor) else outputs.loss
-                loss.backward()
+        batch = batch_of(100 * dist.get_rank() + 10 * step)
+        outputs = wrapped(**(spoil(batch) if step == 1 else batch))
+        loss = outputs.square().mean() if isinstance(outputs, Tensor) else outputs.loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         skipped.append(runtime.step_was_skipped)
@@ -109,7 +104,6 @@ def checkpointed() -> nn.Module:
 CASES: dict[str, Callable[[bool], dict[str, Any]]] = {
     "forward": lambda on: train(without_statistics(), vectors, spoil=bad_on_rank_1, explained=on),
     "backward": lambda on: train(without_statistics(), vectors, plant=put_faulty("act"), explained=on),
-    "first_of_two": lambda on: train(without_statistics(), vectors, spoil=bad_on_rank_1, micro_batches=2, explained=on),
     "reentrant": lambda on: train(checkpointed(), tokens, plant=put_faulty("transformer.h.0.mlp.act"), explained=on),
     "fsdp": lambda on: train(
         without_statistics(), vectors, spoil=bad_on_rank_1, wrap=lambda model: fully_shard(model), explained=on

@@ -40,7 +40,7 @@ MODELS: dict[str, Any] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=8)),  # its norms of heads see the heads of one rank
 }
-STEPS = 20
+STEPS = 8
 
 
 def loaded(folder: str, kind: str = "llama", **settings: Any) -> nn.Module:
@@ -141,26 +141,6 @@ def follows_writes(folder: str) -> dict[str, Any]:
     runtime.detach()
     with torch.no_grad():
         return {"first": first, "written": written, "read": read, "detached": model(input_ids=ids).logits}
-
-
-def fifty_steps(folder: str) -> dict[str, list[float]]:
-    """Losses by precision: without any, in torch's autocast alone, and in ours."""
-    found: dict[str, list[float]] = {}
-    for precision in ("FP32", "torch.autocast", "bf16", "fp16"):
-        model: Any = loaded(folder)
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        if precision in ("bf16", "fp16"):
-            model, optimizer = hf_mp.prepare(model, optimizer, precision)
-        found[precision] = []
-        for ids in batches(50):
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "torch.autocast"):
-                loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            clip(model, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            found[precision].append(loss.item())
-    return found
 
 
 def refusals(folder: str) -> dict[str, str]:

@@ -11,13 +11,16 @@ import torch
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
-LOOPS = ["ddp", "ddp in bf16", "ddp with a hook that compresses", "fsdp2", "fsdp2 in bf16"]
-LOOPS += ["fsdp2 that reduces in bf16", "fsdp2 that reduces in fp32", "ours over fsdp2"]
 
 
 @pytest.fixture(scope="module")
-def loops(tmp_path_factory: pytest.TempPathFactory, launch: Any) -> Any:
-    return launch("contract_worker.py", tmp_path_factory.mktemp("loops"), *LOOPS)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("contracts")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, launch: Any) -> Any:
+    return launch("contract_worker.py", folder)
 
 
 @pytest.mark.parametrize(
@@ -33,16 +36,15 @@ def loops(tmp_path_factory: pytest.TempPathFactory, launch: Any) -> Any:
         ("ours over fsdp2", "fp32", "fp32"),
     ],
 )
-def test_what_travels_is_seen(loops: Any, case: str, stored: str, reduced: str) -> None:
-    for rank in loops:
+def test_what_travels_is_seen(two: Any, case: str, stored: str, reduced: str) -> None:
+    for rank in two:
         assert rank[case]["stored"] == {stored} and rank[case]["reduced"] == {reduced}
 
 
-def test_fsdp2_saves_in_the_dtype_that_was_asked_for(tmp_path: Path, launch: Any) -> None:
-    results = launch("contract_worker.py", tmp_path, "saved original", "saved fp16")
+def test_fsdp2_saves_in_the_dtype_that_was_asked_for(folder: Path, two: Any) -> None:
     for name, dtype, short in (("original", torch.bfloat16, "bf16"), ("fp16", torch.float16, "fp16")):
-        saved = load_file(tmp_path / name / "model.safetensors")
+        saved = load_file(folder / name / "model.safetensors")
         assert {value.dtype for value in saved.values()} == {dtype}
-        assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
-        assert all(rank[f"saved {name}"]["saved"] == {short} for rank in results)
-        assert all(rank[f"saved {name}"]["stored"] == {"fp32"} for rank in results)
+        assert json.loads((folder / name / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+        assert all(rank[f"saved {name}"]["saved"] == {short} for rank in two)
+        assert all(rank[f"saved {name}"]["stored"] == {"fp32"} for rank in two)

@@ -49,12 +49,6 @@ def test_two_ranks(launch: Callable[..., Any], tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_two_tensor_parallel_ranks(launch: Callable[..., Any], tmp_path: Path) -> None:
-    compare(launch("plan_worker.py", tmp_path, "tp:qwen3", launcher="torchrun"), "tp:qwen3", peak=0.01)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
 def test_four_ranks(launch: Callable[..., Any], tmp_path: Path) -> None:
     counted = launch("plan_worker.py", tmp_path, "fsdp2", "hsdp", "ddp", processes=4, launcher="torchrun")
     for parallel in ("fsdp2", "hsdp", "ddp"):

@@ -201,25 +201,7 @@ def test_fp16_and_fp16_lean_resume_each_other_under_fsdp(two: Results, saved: st
         assert after[key] == found["at_once"][key][4:], key
 
 
-@pytest.mark.parametrize(
-    ("case", "said"),
-    [
-        (
-            "fp16",
-            "ValueError: fp16=True switches accelerate's mixed precision on.* remove fp16 and say precis",
-        ),
-        (
-            "launched",
-            "ValueError: ACCELERATE_MIXED_PRECISION='fp16' .*start with .accelerate launch --mixed_p",
-        ),
-        (
-            "mixed layouts",
-            "ValueError: ranks that train one model .*: rank 0 has precision=fp16; rank 1 has precision=fp16-lean",
-        ),
-        ("too large", "RuntimeError: Mesh should not be bigger than default world size 2, but found 4 ranks"),
-    ],
-)
-def test_what_cannot_train_is_refused_by_each(two: Results, case: str, said: str) -> None:
+def test_what_cannot_train_is_refused_by_each(two: Results) -> None:
+    said = "ValueError: ranks that train one model .*: rank 0 has precision=fp16; rank 1 has precision=fp16-lean"
     for rank in two:
-        found = (rank["refused"] | rank["mixed_layouts"])[case]
-        assert re.match(said, found), found
+        assert re.match(said, rank["mixed_layouts"]["mixed layouts"])

@@ -36,13 +36,8 @@ def two(launch: Callable[..., Results], folder: Path) -> Results:
     return launch("wire_worker.py", folder, processes=2)
 
 
-@pytest.fixture(scope="module")
-def four(launch: Callable[..., Results], tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch("wire_worker.py", tmp_path_factory.mktemp("four"), processes=4)
-
-
 def assert_trains_alike(losses: list[float], expected: list[float], way: str) -> None:
-    assert len(losses) == 20 and expected[-1] < 0.95 * expected[0]  # it learns, so that equal losses say something
+    assert len(losses) == 8 and expected[-1] < 0.95 * expected[0]  # it learns, so that equal losses say something
     # FSDP2's shards are FP32: norms read FP32 weights, and ties are rounded to even, as a lean layout does not.
     is_other_layout = way.endswith("bf16-lean") and "ddp" not in way
     assert losses == pytest.approx(expected, rel=3e-4 if is_other_layout else 1e-4)
@@ -54,16 +49,6 @@ def test_two_processes_train_as_one(one: dict[str, Any], two: Results, wrap: str
     for rank in two:
         expected = one["one"]["fp16" if precision == IN_16_BITS else precision]
         assert_trains_alike(rank["losses"][f"{wrap} {precision}"], expected, f"{wrap} {precision}")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_four_processes_train_as_one(one: dict[str, Any], four: Results, precision: str) -> None:
-    for rank in four:
-        for wrap in ("ddp", "fsdp"):
-            assert_trains_alike(rank["losses"][f"{wrap} {precision}"], one["one"][precision], f"{wrap} {precision}")
-        assert_trains_alike(rank["hybrid"][precision], one["one"][precision], f"hybrid {precision}")
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])

@@ -5,13 +5,11 @@ Usage: torchrun (or accelerate launch) ... trainer_worker.py FOLDER [CASE ...]; 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -19,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, ParallelismConfig
+from accelerate.utils import DistributedType
 from loop_worker import said_of, tiny_gpt2, weights, whole
 from safetensors.torch import load_file
 from torch import Tensor
@@ -233,31 +231,6 @@ def callback_evaluated_before(folder: Path) -> dict[str, Any]:
     return found
 
 
-def refused(folder: Path) -> dict[str, str]:
-    """Another mixed precision, and a mesh that does not fit: said by each rank, before the first step."""
-    large = ParallelismConfig(dp_shard_size=4)
-
-    def launched() -> None:
-        """As ``accelerate launch`` has it, of its configuration's ``mixed_precision: fp16``."""
-        os.environ["ACCELERATE_MIXED_PRECISION"] = "fp16"
-        trainer(folder)
-
-    @contextlib.contextmanager
-    def alone() -> Iterator[None]:
-        try:
-            yield
-        finally:
-            os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
-            AcceleratorState._reset_state()
-
-    cases: dict[str, Callable[[], Any]] = {
-        "fp16": lambda: trainer(folder, fp16=True),
-        "launched": launched,
-        "too large": lambda: trainer(folder, parallelism_config=large, **fsdp())[0].train(),
-    }
-    return said_of(cases, context=alone)
-
-
 def mixed_layouts(folder: Path) -> dict[str, str]:
     layout = ("fp16", "fp16-lean")[dist.get_rank()]
     return said_of({"mixed layouts": lambda: trainer(folder, precision=layout)[0].train()})
@@ -305,7 +278,7 @@ TWO_PROCESSES = [
     *(name for name, settings in (RUNS | RESUMED).items() if "fsdp" not in settings),
     *("mixed_layouts", "evaluated_before", "callback_evaluated_before", "recipe"),
     *(name for name, settings in (RUNS | RESUMED).items() if "fsdp" in settings),
-    *("fsdp_saved_model", "fsdp_lean", "other_layout", "refused"),
+    *("fsdp_saved_model", "fsdp_lean", "other_layout"),
 ]
 
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from gpu_shapes import COSTS, MODELS, NO_DRIVER, PEERS, PRESETS, STORED, counts_of, without_driver
 
 DEVICE = torch.device("cuda" if NO_DRIVER in os.environ else "meta")
@@ -33,8 +35,10 @@ def counted(model: str, precision: str) -> dict[str, dict[str, int]]:
         return counts_of(model, precision, DEVICE)
 
 
-@by_model
-@pytest.mark.parametrize("precision", (*PRESETS, *PEERS) if IS_CUDA else ("fp16", "bf16-lean"))
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    product(MODELS, (*PRESETS, *PEERS)) if IS_CUDA else covering(MODELS, ["fp16", "bf16-lean"], together=1),
+)
 def test_a_step_computes_in_the_stored_dtypes_and_casts_no_more(model: str, precision: str, counted: Any) -> None:
     expected = stored[model][precision]
     for phase in PHASES:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from torch import Tensor
 from transformers import GPT2Config
 
@@ -38,8 +39,10 @@ def without_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "AnswerAsIfAllWentWell", RefusesFP64)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_torch_fused", "adamw_torch"])
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp16-lean", "bf16-lean"])
+@pytest.mark.parametrize(
+    ("precision", "optimizer"),
+    covering(["fp16", "bf16", "fp16-lean", "bf16-lean"], ["adamw_torch_fused", "adamw_torch"], together=1),
+)
 def test_a_step_needs_no_fp64(precision: str, optimizer: str) -> None:
     hf_mp.estimate_training_memory(CONFIG, precision=precision, batch_size=2, seq_len=8, optimizer=optimizer)
     lower = torch.bfloat16 if precision.startswith("bf16") else torch.float16

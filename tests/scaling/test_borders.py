@@ -97,22 +97,6 @@ def test_the_scale_at_the_time_of_backward_counts() -> None:
     assert x.grad is not None and x.grad.item() == 8.0 and factor.entering == [8.0]
 
 
-def test_second_derivatives_are_unscaled_once() -> None:
-    def penalised(parameter: nn.Parameter, scaled: bool) -> Tensor:
-        x = torch.tensor([0.5, -1.5, 2.0])
-        inside = parameter_border(parameter, None, Crossings()) if scaled else parameter
-        loss = ((inside * x) ** 3).sum()
-        outside = output_border(loss, Crossings()) if scaled else loss
-        (gradient,) = torch.autograd.grad(outside, parameter, create_graph=True)
-        return outside + gradient.pow(2).sum()
-
-    plain, scaled = nn.Parameter(torch.tensor([0.3, 0.7, -0.2])), nn.Parameter(torch.tensor([0.3, 0.7, -0.2]))
-    penalised(plain, False).backward()
-    penalised(scaled, True).backward()
-    assert plain.grad is not None and scaled.grad is not None
-    assert torch.equal(plain.grad, scaled.grad)
-
-
 @torch.jit.script
 def scripted_product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.tanh(x * weight)

@@ -121,7 +121,7 @@ RUNS = st.lists(st.tuples(st.sampled_from(GRADIENTS_AND_CALLS), st.integers(1, 4
 
 @pytest.mark.filterwarnings("ignore:.*no power of two")
 class TestEquivalence:
-    @settings(deadline=None, derandomize=True, max_examples=60)
+    @settings(deadline=None, derandomize=True, max_examples=25)
     @given(
         runs=RUNS,
         init_scale=st.one_of(st.integers(0, 30).map(lambda exponent: 2.0**exponent), st.floats(1.0, 1e6)),

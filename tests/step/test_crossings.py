@@ -8,7 +8,6 @@ import functools
 import gc
 import threading
 import types
-import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -346,23 +345,6 @@ def test_an_autograd_function_of_ones_own_is_given_a_weight(way: str) -> None:
     assert all(isinstance(weight, nn.Parameter) for weight in model.parameters())
 
 
-def test_a_state_that_is_carried_from_one_forward_to_the_next() -> None:
-    def use(m: Any, x: Tensor) -> Tensor:
-        m.state = hidden(m, x if m.state is None else x + m.state)
-        return m.second(m.state)
-
-    model = body(use, state=None)
-
-    def loss() -> Tensor:
-        model.state = None
-        model(X)
-        return squared(model(X)) + model(X).float().abs().sum()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_gradients(model, loss)
-
-
 def test_weights_that_a_forward_writes_are_honoured() -> None:
     def use(m: Any, x: Tensor) -> Tensor:
         m.first.weight.data.clamp_(-0.1, 0.1)
@@ -562,18 +544,6 @@ def test_a_state_that_was_carried_on_and_not_returned_leads_outside() -> None:
     def loss() -> Tensor:
         model.state = None
         return squared(model(X)) + squared(model(X)) + squared(model(X))
-
-    check_gradients(model, loss, [gate])
-
-
-def test_a_tensor_from_outside_that_is_used_there_too() -> None:
-    gate = torch.full((6,), 0.5, requires_grad=True)
-    made: list[Tensor] = []
-    model = body(lambda m, x: m.second(hidden(m, x) * made[-1]))
-
-    def loss() -> Tensor:
-        made.append(gate.sigmoid())
-        return squared(model(X)) + made[-1].square().sum()
 
     check_gradients(model, loss, [gate])
 

@@ -27,7 +27,6 @@ from hf_mp.casting.mode import active_autocast
 from hf_mp.scaling.scalers import DynamicLossScaler, LossScaleError, StaticLossScaler
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights import layout as layout_module
 
 Batch = dict[str, Tensor]
 
@@ -332,15 +331,6 @@ class TestMeasuring:
             optimizer.step()
             outcomes.append(optimizer.step_was_skipped)
         assert outcomes[0] is outcomes[1] is (factor == torch.inf)
-
-    def test_gradients_that_nobody_touched_are_read_once(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        scans: list[int] = []
-        original = layout_module.largest_magnitude
-        monkeypatch.setattr(
-            layout_module, "largest_magnitude", lambda found: original(scans.append(len(t := list(found))) or t)
-        )
-        take_step(run.loss(), run.optimizer)
-        assert scans == [len(list(run.model.parameters()))]
 
     def test_the_norm_is_that_of_all_gradients_until_one_changes(self, run: Any) -> None:
         check, parameters = run.runtime.check, list(run.model.parameters())

@@ -15,8 +15,6 @@ from trainer_runs import logged, make_trainer, quick_arguments, same, weights
 from transformers import Trainer
 from trl_runs import load_default, save_tiny_qwen, shares_moved, trl_trainer
 
-import hf_mp
-
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
 
@@ -143,12 +141,3 @@ def test_the_best_adapter_comes_back_with_all_its_bits(tmp_path: Path, saved: Pa
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")  # the loss falls, and the largest is wanted
     assert stored.keys() == loaded.keys()
     assert all(torch.equal(stored[name], loaded[name]) for name in stored)
-
-
-def test_the_loss_of_updates_is_told_before_training(tmp_path: Path, saved: Path) -> None:
-    stock = trainer_for("sft", "stock", "", saved, tmp_path)
-    check = hf_mp.check_training(stock.model, stock.create_optimizer())
-    assert check.lost_share > 0.95 and len(check.without_masters) == len(check.parameters) == 25
-    ours = trainer_for("sft", "callback", "bf16", saved, tmp_path)
-    check = hf_mp.check_training(ours.model, ours.create_optimizer())
-    assert check.lost_share < 0.01 and check.without_masters == ()

@@ -80,16 +80,6 @@ def test_fp16_follows_the_stock_trainer_in_fp32(tmp_path: Path, saved: Path, kin
     assert {p.dtype for p in ours.model.parameters() if p.requires_grad} == {torch.float32}
 
 
-@pytest.mark.parametrize(("kind", "lora"), cases(("sft", False), ("dpo", True)))
-def test_the_callback_at_fp32_is_the_stock_trainer(tmp_path: Path, saved: Path, kind: str, lora: bool) -> None:
-    ends = []
-    for contender in ("stock", "callback"):
-        trainer = trainer_of(kind, contender, "fp32", lora, saved, tmp_path, max_steps=2)
-        trainer.train()
-        ends.append((weights(trainer.model), logged(trainer, "loss")))
-    assert same(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1]
-
-
 def test_the_reference_of_the_callback_is_as_small_as_its_settings_say(tmp_path: Path) -> None:
     """Without them TRL makes it in the dtype of the policy, which has FP32 masters by then."""
     saved = save_tiny_qwen(tmp_path / "saved", torch.bfloat16)

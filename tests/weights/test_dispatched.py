@@ -187,14 +187,6 @@ def test_a_late_write_in_place_is_refused() -> None:
     assert torch.equal(model.layer.weight, before)
 
 
-def test_a_module_of_torchscript_keeps_the_mode() -> None:
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU()))
-    model = attached(lambda m, x: m.layer(m.scripted(x)), scripted=scripted)
-    for _ in range(4):
-        model(X).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
 def test_a_function_of_torchscript_has_gradients_of_one_dtype_alone() -> None:
     @torch.jit.script
     def scripted(x: Tensor, weight: Tensor) -> Tensor:
@@ -231,19 +223,6 @@ def test_a_late_write_through_data_is_lost() -> None:
     model.write = lambda weight: weight.data.mul_(0.5)
     model(X)
     assert torch.equal(model.layer.weight, before)
-
-
-def test_gradients_that_are_switched_on_inside_of_a_reading_forward() -> None:
-    def use(model: Any, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            return model.layer(x).sum()
-
-    model = attached(use)
-    with torch.no_grad():
-        model(X)
-        loss = model(X)
-    loss.backward()
-    assert model.layer.weight.grad is not None and model.layer.weight.grad.abs().sum() > 0
 
 
 def test_a_function_that_is_compiled_late_has_the_mode_from_then_on() -> None:

@@ -12,33 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_mp import MixedPrecision
-from hf_mp.scaling.rules import StepReport
-from hf_mp.weights.ranks.agreement import Ranks
 from hf_mp.weights.ranks.placement import (
-    ALONE,
-    check_placement,
     is_dtensor,
-    is_running,
     is_sharded,
-    local_part,
     placement_of,
 )
-
-
-def test_a_single_process_agrees_with_itself() -> None:
-    ranks, report = Ranks(str), StepReport(False, 2.0)
-    ranks.note_forward(nn.Linear(2, 2), ALONE)
-    assert not is_running()
-    assert ranks.agree(report, [nn.Parameter(torch.ones(2))]) is report
-
-
-def test_a_plain_model_is_neither_sharded_nor_refused() -> None:
-    model = nn.Linear(2, 2).half()
-    assert placement_of(model) is ALONE
-    check_placement(model, ALONE)
-    assert not is_sharded(model)
-    assert not is_dtensor(model.weight)
-    assert local_part(model.weight) is model.weight
 
 
 @pytest.fixture

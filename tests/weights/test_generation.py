@@ -181,7 +181,8 @@ def test_a_rule_that_comes_later_counts() -> None:
         runtime.add_rules({"*.self_attn:scaled_dot_product_attention": "fp32"})
 
 
-def test_flex_attention_has_one_dtype() -> None:
+def test_flex_attention_has_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)  # it takes seconds
     model = small("Llama", attn_implementation="flex_attention")()
     attached(model)
     with torch.no_grad():

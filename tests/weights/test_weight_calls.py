@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import Dispatched, Using, gradients_of, linear, same
+from tiny import Using, gradients_of, linear, same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import hf_mp
 from hf_mp.step.mixed_precision import MixedPrecision
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
@@ -58,27 +57,6 @@ def test_a_write_reaches_the_parameter_and_its_copy(precision: str, write: str, 
         found.sum().backward()
         assert (model.layer.weight.grad is None) == (kind == "frozen")
     assert type(vars(model.layer)["_parameters"]["weight"]).__name__ == "WatchedParameter"
-
-
-def test_a_momentum_encoder_follows_after_an_evaluation_came_first() -> None:
-    def use(m: Any, x: Tensor) -> Tensor:
-        if m.training:
-            with torch.no_grad():
-                for query, key in zip(m.query.parameters(), m.key.parameters(), strict=True):
-                    key.mul_(0.999).add_(query, alpha=0.001)
-        return (m.query(x) * m.key(x)).mean()
-
-    keys = []
-    for precision in ("fp32", "fp16"):
-        model: Any = Using(use, query=linear(), key=nn.Linear(8, 8).requires_grad_(False))
-        model, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.query.parameters(), 0.0), precision)
-        model.eval()(X)
-        model.train()
-        for _ in range(5):
-            model(X).backward()
-            optimizer.step()
-        keys.append(model.key.weight.clone())
-    assert torch.equal(*keys)
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -205,20 +183,6 @@ def test_a_weight_that_a_reading_forward_thaws_is_trained() -> None:
         model(X)
     model(X).backward()
     assert model.layer.weight.grad.any()
-
-
-def test_doras_norm_is_that_of_fp32_weights() -> None:
-    from peft import LoraConfig, get_peft_model
-    from peft.tuners.lora.dora import DoraLinearLayer
-
-    settings = LoraConfig(target_modules=["0"], use_dora=True, r=4, init_lora_weights=False)
-    model = get_peft_model(nn.Sequential(linear()), settings)
-    assert any(isinstance(module, DoraLinearLayer) for module in model.modules())
-    MixedPrecision("bf16").attach(model)
-    with Dispatched("linalg_vector_norm") as norms:
-        for _ in range(3):
-            model(X).sum().backward()
-    assert {args[0].dtype for _, args in norms.calls} == {torch.float32}
 
 
 def test_a_weight_whose_dtype_a_forward_reads_is_the_same_from_the_first_forward_on() -> None:

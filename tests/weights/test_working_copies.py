@@ -1,4 +1,3 @@
-import copy
 import gc
 import io
 import pickle
@@ -253,18 +252,6 @@ class TestWatching:
             unwatch(made)
             unwatch(made)
             assert type(made) is kind
-
-    @pytest.mark.parametrize("requires_grad", [True, False])
-    @pytest.mark.parametrize("read", [True, False], ids=["data was read", "data was not read"])
-    def test_a_deep_copy_is_an_ordinary_parameter(self, read: bool, requires_grad: bool) -> None:
-        parameter = nn.Parameter(random(3, 5).t(), requires_grad)
-        watch(parameter)
-        if read:
-            _ = parameter.data
-        one, other = copy.deepcopy([parameter, parameter])
-        assert type(one) is nn.Parameter and one is other and one.stride() == parameter.stride()
-        assert torch.equal(one, parameter) and one.requires_grad is requires_grad
-        assert one.data_ptr() != parameter.data_ptr() and type(parameter) is WatchedParameter
 
     @pytest.mark.parametrize("requires_grad", [True, False])
     @pytest.mark.parametrize("read", [True, False], ids=["data was read", "data was not read"])
