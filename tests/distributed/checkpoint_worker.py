@@ -1,4 +1,4 @@
-"""Checkpoints of plain loops, saved on some ranks and resumed on others; ranks that die or hang.
+"""Checkpoints of plain loops, saved on some ranks and resumed on others.
 
 Usage: python checkpoint_worker.py FOLDER RUN...; a run is RANKS-CASE-WRAP-PLACE. Writes FOLDER/rank0.pt: by run,
 what each rank found. The processes of each run are forked, so that torch is imported once.
@@ -7,9 +7,7 @@ what each rank found. The processes of each run are forked, so that torch is imp
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -21,12 +19,11 @@ from loop_worker import Wrap, batches, said_of, shard, tiny_gpt2, train, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
-from torch.multiprocessing import get_context, start_processes
+from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_mp
 
-LIMIT_SECONDS = 5
 LAYOUTS = ("fp16", "bf16", "fp16-lean")
 
 
@@ -170,59 +167,18 @@ def refused(folder: Path, wrap: str) -> dict[str, str]:
     return said
 
 
-def lost(folder: Path, how: str) -> dict[str, Any]:
-    """Rank 1 ends, or sleeps, in the third step, after a checkpoint; what rank 0 says and after how many seconds."""
-    ids, parts = batches(1)[0], made("fp16", "ddp")
-    start = time.monotonic()
-    try:
-        steps(*parts, 0, 2)
-        hf_mp.save_checkpoint(folder / "checkpoint-2", parts[0], parts[1], 2)
-        parts[0](input_ids=ids, labels=ids).loss.backward()
-        if dist.get_rank() == 1:
-            time.sleep(60) if how == "asleep" else os.kill(os.getpid(), signal.SIGKILL)
-        start = time.monotonic()
-        parts[1].step()
-    except RuntimeError as error:
-        return {"said": str(error), "seconds": time.monotonic() - start}
-    return {"said": "nothing"}
-
-
-def resumed(folder: Path, how: str) -> dict[str, Any]:
-    parts = made("fp16", "ddp", seed=7)
-    step, _ = hf_mp.load_checkpoint(folder, parts[0], parts[1])
-    return {"step": step, "losses": steps(*parts, 2, 3)}
-
-
 def run(rank: int, ranks: int, case: str, wrap: str, folder: Path, results: Path) -> None:
     """One rank of a run, in a process of its own."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     if ranks > 1:
-        limit = timedelta(seconds=LIMIT_SECONDS if case == "lost" else 60)
+        limit = timedelta(seconds=60)
         store: Any = dist.FileStore(f"{results}.store", ranks)
         store.set_timeout(limit)
         dist.init_process_group("gloo", store=store, timeout=limit, rank=rank, world_size=ranks)
     torch.save(globals()[case](folder, wrap), f"{results}.{rank}")
-    if ranks > 1 and case != "lost":
+    if ranks > 1:
         dist.barrier()
         dist.destroy_process_group()
-
-
-def lose(ways: list[str], folder: Path) -> list[dict[str, Any]]:
-    """Two ranks for each way, all at once, of which the first is waited for; nothing supervises them."""
-    fork, processes = get_context("fork"), []
-    for how in ways:
-        for rank in range(2):
-            where = folder / how
-            where.mkdir(exist_ok=True)
-            arguments = (rank, 2, "lost", how, where, folder / f"lost-{how}")
-            processes.append(fork.Process(target=run, args=arguments))
-            processes[-1].start()
-    for process in processes[::2]:
-        process.join(100)
-    for process in processes:
-        process.kill()
-        process.join()
-    return [torch.load(folder / f"lost-{how}.0", weights_only=False) for how in ways]
 
 
 def main(folder: str, *runs: str) -> None:
@@ -231,11 +187,8 @@ def main(folder: str, *runs: str) -> None:
         ranks, case, wrap, *place = name.split("-")
         where, results = Path(folder, *place), Path(folder, f"run{number}")
         where.mkdir(exist_ok=True)
-        if case == "lost":
-            found[name] = lose(wrap.split("+"), where)
-        else:
-            start_processes(run, (int(ranks), case, wrap, where, results), int(ranks), start_method="fork")
-            found[name] = [torch.load(f"{results}.{rank}", weights_only=False) for rank in range(int(ranks))]
+        start_processes(run, (int(ranks), case, wrap, where, results), int(ranks), start_method="fork")
+        found[name] = [torch.load(f"{results}.{rank}", weights_only=False) for rank in range(int(ranks))]
         torch.save(found, Path(folder, "rank0.pt"))
 
 

@@ -23,7 +23,7 @@ import hf_mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 from autograd_functions import LargeFactor
-from planted_faults import Mlp, gpt2, tokens, vectors
+from planted_faults import Mlp, vectors
 
 Batch = dict[str, Tensor]
 
@@ -94,17 +94,9 @@ def put_faulty(name: str) -> Callable[[nn.Module], None]:
     return lambda model: setattr(model.get_submodule(parent), child, FaultyOnRank1())
 
 
-def checkpointed() -> nn.Module:
-    model = seeded(gpt2)
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    model.enable_input_require_grads()
-    return model
-
-
 CASES: dict[str, Callable[[bool], dict[str, Any]]] = {
     "forward": lambda on: train(without_statistics(), vectors, spoil=bad_on_rank_1, explained=on),
     "backward": lambda on: train(without_statistics(), vectors, plant=put_faulty("act"), explained=on),
-    "reentrant": lambda on: train(checkpointed(), tokens, plant=put_faulty("transformer.h.0.mlp.act"), explained=on),
     "fsdp": lambda on: train(
         without_statistics(), vectors, spoil=bad_on_rank_1, wrap=lambda model: fully_shard(model), explained=on
     ),

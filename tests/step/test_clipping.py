@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -91,24 +90,6 @@ def test_an_infinite_norm_of_finite_gradients_skips_nothing() -> None:
         parameter.grad.fill_(2.0**63)
     model.first.weight.grad.fill_(2.0**63.9)
     assert clip(model, optimizer).isinf()  # which makes zeros of them
-    optimizer.step()
-    assert not optimizer.step_was_skipped
-
-
-def test_gradients_are_not_kept() -> None:
-    model, optimizer = after_backward()
-    clip(model, optimizer)
-    gradients = [weakref.ref(parameter.grad) for parameter in model.parameters()]
-    model.zero_grad()
-    assert all(reference() is None for reference in gradients)
-
-
-def test_compiled_clipping_works() -> None:
-    model, optimizer = after_backward()
-    norm = torch.compile(lambda: clip_grad_norm_(model.parameters(), 1e-3), backend="eager")()
-    expected = get_total_norm([parameter.grad for parameter in model.parameters()])
-    torch.testing.assert_close(expected, torch.tensor(1e-3), rtol=1e-2, atol=0.0)
-    assert norm > expected
     optimizer.step()
     assert not optimizer.step_was_skipped
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-import gc
 import threading
 import types
 from collections.abc import Callable, Iterable
@@ -417,18 +416,6 @@ def test_an_argument_that_another_thread_made_is_outside() -> None:
             return pool.submit(lambda: squared(model(made))).result()
 
     check_gradients(model, loss, before.parameters())
-
-
-def test_a_part_of_a_model_that_is_gone_trains_as_an_ordinary_model() -> None:
-    outer, runtime = nn.Sequential(inner := body()), MixedPrecision("bf16")
-    runtime.attach(outer)
-    del outer
-    gc.collect()
-    for part in (inner, copy.deepcopy(inner)):
-        assert all(gradient is not None for gradient in gradients_of(part, lambda part=part: squared(part(X))))
-    assert runtime.model is None
-    runtime.detach()
-    MixedPrecision("fp16").attach(inner)
 
 
 def test_a_step_in_the_middle_of_a_scaled_backward_is_refused() -> None:

@@ -117,17 +117,6 @@ def test_a_resumed_run_has_its_masters(
     assert shares_moved(again, start).norms > 0.98
 
 
-def test_modules_that_peft_saves_move(tmp_path: Path, saved: Path) -> None:
-    def trained(contender: str, **settings: Any) -> Any:
-        adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm", "lm_head"])
-        return moved_by(trainer_for("sft", contender, "bf16", saved, tmp_path, peft_config=adapter, **settings))
-
-    assert trained("stock").norms == 0.0
-    in_fp32 = trained("stock", loading={"dtype": torch.float32})
-    assert in_fp32.norms > 0.98
-    assert trained("callback") == pytest.approx(in_fp32, abs=0.01)
-
-
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=SLOW), "bf16-lean"])
 def test_the_best_adapter_comes_back_with_all_its_bits(tmp_path: Path, saved: Path, precision: str) -> None:
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"])

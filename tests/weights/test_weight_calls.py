@@ -171,20 +171,6 @@ def test_gradient_checkpointing_changes_no_bit_of_the_first_step(
     assert same(gradients[0], gradients[2]) and same(gradients[1], gradients[3])
 
 
-def test_a_weight_that_a_reading_forward_thaws_is_trained() -> None:
-    def use(m: Any, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            m.layer.requires_grad_(True)
-        return m.head(m.layer(x)).mean()
-
-    model = attached(use, layer=linear().requires_grad_(False), head=linear(8, 1))
-    model(X)
-    with torch.no_grad():
-        model(X)
-    model(X).backward()
-    assert model.layer.weight.grad.any()
-
-
 def test_a_weight_whose_dtype_a_forward_reads_is_the_same_from_the_first_forward_on() -> None:
     dtypes: list[torch.dtype] = []
     model = attached(
@@ -194,15 +180,6 @@ def test_a_weight_whose_dtype_a_forward_reads_is_the_same_from_the_first_forward
     for _ in range(3):
         model(X).sum().backward()
     assert dtypes == [torch.float32] * 3
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_part_that_was_traced_runs() -> None:
-    model = nn.Sequential(torch.jit.trace(linear(), X), linear())
-    MixedPrecision("bf16").attach(model)
-    for _ in range(2):
-        model(X).sum().backward()
-    assert all(parameter.grad.any() for parameter in model.parameters())
 
 
 def test_a_part_that_accelerate_offloads_runs() -> None:

@@ -11,9 +11,6 @@ from tiny import Using
 from torch import Tensor, nn
 from torch.optim import optimizer
 
-import hf_mp
-from hf_mp.casting.cpu import handlers, products
-from hf_mp.weights import working_copies
 from hf_mp.weights.working_copies import WatchedParameter, WorkingCopies, unwatch, watch
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -139,15 +136,6 @@ class TestTheCopyIsTheParameterRounded:
         WRITERS[writer](parameter)
         check_current(copies, parameter)
 
-    def test_of_a_parameter_made_in_inference_mode(self) -> None:
-        copies = WorkingCopies(FP16)
-        with torch.inference_mode():
-            parameter = nn.Parameter(random(3, 5))
-            for _ in range(3):
-                check_current(copies, parameter)
-                parameter.add_(1.0)
-        check_current(copies, parameter)
-
     def test_made_first_in_inference_mode(self) -> None:
         parameter, copies = watched(3, 5), WorkingCopies(FP16)
         with torch.inference_mode():
@@ -270,27 +258,3 @@ class TestWatching:
         assert type(loaded) is nn.Parameter and torch.equal(loaded, parameter)
         assert loaded.requires_grad is requires_grad and loaded.__dict__ == {"note": "mine"}
         assert type(parameter) is WatchedParameter
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_a_product_of_ours_does_not_compare_its_weight_with_the_copy_at_every_step(
-    precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The alias inside shares the weight's memory, which must not look as if somebody could write it unseen.
-    monkeypatch.setattr(products, "OWN_ELEMENTS", 0)
-    monkeypatch.setattr(handlers, "OWN_ELEMENTS", 0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    model, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), precision)
-    compared: list[nn.Parameter] = []
-    refresh = working_copies._refresh_if_changed
-    monkeypatch.setattr(working_copies, "_refresh_if_changed", lambda entry, p: (compared.append(p), refresh(entry, p)))
-    for step in range(4):
-        if step == 2:  # the first that reads it may have to look
-            compared.clear()
-        model(random(3, 4)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert not compared
-    model[0].weight.data.mul_(2.0)
-    model(random(3, 4))
-    assert [id(parameter) for parameter in compared] == [id(model[0].weight)]
