@@ -59,10 +59,9 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         keep_attached: leave the model attached after ``train()``, so that evaluation and ``generate`` run under
             autocast; default False.
         options: by name, those of :class:`MixedPrecisionArguments` that say nothing of how the Trainer steps:
-            ``loss_scaler_settings``, ``fp32_head``, ``exact_generation``, ``log_probability_gap_steps``,
-            ``on_overflow``, ``max_fp32_share``, ``save_failure``, ``explain_overflows``,
-            ``check_gradients``, ``histogram_steps``,
-            ``precision_report``, ``precision_contract``, ``save_dtype``.
+            ``loss_scaler_settings``, ``fp32_head``, ``exact_generation``, ``on_overflow``, ``max_fp32_share``,
+            ``save_failure``, ``explain_overflows``, ``check_gradients``, ``histogram_steps``, ``precision_report``,
+            ``precision_contract``, ``save_dtype``.
             Default, or None: what the Trainer's arguments say, else as there.
 
     Raises:
@@ -171,7 +170,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report the loss scale of the step that has just ended."""
         if self.session is not None:
-            self.session.after_step(kwargs.get("optimizer"), self._callbacks, state.global_step + 1)
+            self.session.after_step(kwargs.get("optimizer"), self._callbacks)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the loss scale and its statistics to a training log, also in the history and for later callbacks."""

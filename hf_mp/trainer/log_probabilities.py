@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,27 +96,26 @@ def log_probability_gap(
         )
     with _without_dropout(model):
         if generated is not None:
-            found = _as_given(model, batch, generated)
-        elif "labels" in batch:
-            found = _of_labels(model, batch, temperature)
+            batch = _as_given(model, batch, generated)
+        elif "labels" not in batch:
+            batch = _drawn(model, batch, 32 if new_tokens is None else new_tokens)
+        counts = _counted(batch)
+        first = int(counts.any(0).nonzero()[0])
+        trained = _trained(model, batch, first)
+        if generated is None:
+            # What TRL's fused head returns is divided by the temperature already.
+            again = _generated_again(model, batch, first, temperature if batch.get("fused_lm_head") else 1.0)
         else:
-            found = _drawn(model, batch, 32 if new_tokens is None else new_tokens)
-    before = found.generated[found.counts].double()
+            again = generated[:, first - counts.shape[1] :]
+    counts = counts[:, first:]
+    before = again[counts].double()
     dtype = _dtype_of(model) if generated is None else generated.dtype
-    return _compare(found.trained[found.counts].double() - before, before, clip, str(dtype).removeprefix("torch."))
+    return _compare(trained[counts].double() - before, before, clip, str(dtype).removeprefix("torch."))
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
     runtime = attached_runtime(model)
     return next(model.parameters()).dtype if runtime is None else runtime.policy.compute
-
-
-class _Found(NamedTuple):
-    """Log-probabilities of the same tokens, (B, N), and which of them count."""
-
-    trained: Tensor
-    generated: Tensor
-    counts: Tensor
 
 
 @contextmanager
@@ -130,60 +129,54 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _as_given(model: Any, batch: Mapping[str, Tensor], generated: Tensor) -> _Found:
+def _as_given(model: Any, batch: Mapping[str, Tensor], generated: Tensor) -> dict[str, Tensor]:
     ids = batch["input_ids"]
     _check(ids, generated)
-    return _Found(_trained(model, ids, _mask(batch), generated.shape[1]), generated, ~generated.isnan())
+    labels = torch.full_like(ids, IGNORED)
+    labels[:, -generated.shape[1] :] = ids[:, -generated.shape[1] :].masked_fill(generated.isnan(), IGNORED)
+    return _labelled(model, ids, _mask(batch), labels)
 
 
-def _drawn(model: Any, batch: Mapping[str, Tensor], new_tokens: int) -> _Found:
+def _drawn(model: Any, batch: Mapping[str, Tensor], new_tokens: int) -> dict[str, Tensor]:
     prompt, mask = batch["input_ids"], _mask(batch)
     restore_random_states = keep_random_states()
     try:
-        drawn = model.generate(
+        ids = model.generate(
             prompt,
             attention_mask=mask,
             min_new_tokens=new_tokens,
             max_new_tokens=new_tokens,
-            output_logits=True,
-            return_dict_in_generate=True,
             do_sample=True,
             top_k=0,  # generate() would leave out all but the 50 likeliest tokens
             use_cache=True,
         )
     finally:
         restore_random_states()
-    logits, ids = torch.stack(drawn.logits, 1), drawn.sequences
-    mask = torch.cat([mask, mask.new_ones(len(mask), new_tokens)], 1)
-    found = _of_chosen(logits, ids[:, -new_tokens:])
-    return _Found(_trained(model, ids, mask, new_tokens), found, torch.ones_like(found, dtype=torch.bool))
+    labels = ids.clone()
+    labels[:, : prompt.shape[1]] = IGNORED
+    return _labelled(model, ids, torch.cat([mask, mask.new_ones(len(mask), new_tokens)], 1), labels)
 
 
-def _of_labels(model: Any, batch: Mapping[str, Any], temperature: float) -> _Found:
-    ids, labels = batch["input_ids"], batch["labels"]
-    check_labels(batch)
-    counts = counted(batch)
-    if not counts.any():
-        raise ValueError(f"labels of shape {tuple(labels.shape)} are {IGNORED} throughout: no token counts")
-    first = int(counts.any(0).nonzero()[0])
+def _labelled(model: Any, ids: Tensor, mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels, **_positions(model, mask)}
+
+
+def _trained(model: Any, batch: Mapping[str, Any], first: int) -> Tensor:
+    """The log-probabilities of the tokens from column ``first`` on, all computed at once."""
     if batch.get("fused_lm_head"):
-        trained = model(**batch).log_probs[:, first - 1 :]
-    else:
-        inputs = {name: value for name, value in batch.items() if name not in ("labels", "logits_to_keep")}
-        logits = model(**{**inputs, "use_cache": False}).logits
-        trained, temperature = _of_chosen(logits[:, first - 1 : -1], ids[:, first:]), 1.0
-    generated = _generated_again(model, ids, _mask(batch), first, temperature)
-    return _Found(trained, generated, counts[:, first:])
+        log_probs: Tensor = model(**batch).log_probs
+        return log_probs[:, first - 1 :]
+    inputs = {name: value for name, value in batch.items() if name not in ("labels", "logits_to_keep")}
+    logits = model(**{**inputs, "use_cache": False}).logits
+    return _of_chosen(logits[:, first - 1 : -1], batch["input_ids"][:, first:])
 
 
-def counted(batch: Mapping[str, Any]) -> Tensor:
-    """Which tokens are compared, of the shape of ``labels``: those with one, but for the first of a row."""
-    labels = batch["labels"]
-    return (labels != IGNORED) & (torch.arange(labels.shape[1], device=labels.device) > 0)
+def _counted(batch: Mapping[str, Any]) -> Tensor:
+    """Which tokens are compared, of the shape of ``labels``: those with one, but for the first of a row.
 
-
-def check_labels(batch: Mapping[str, Any]) -> None:
-    """Raise a ValueError for labels of another shape, and for tensors that generation does not see."""
+    Raises:
+        ValueError: for labels of another shape, for tensors that generation does not see, and where no token counts.
+    """
     ids, labels = batch["input_ids"], batch["labels"]
     if labels.shape != ids.shape:
         raise ValueError(
@@ -199,6 +192,10 @@ def check_labels(batch: Mapping[str, Any]) -> None:
             "one row must be unpacked (packing=False, padding_free=False), and models of more than text are not "
             "measured"
         )
+    counts: Tensor = (labels != IGNORED) & (torch.arange(labels.shape[1], device=labels.device) > 0)
+    if not counts.any():
+        raise ValueError(f"labels are {IGNORED}, or generated is NaN, throughout: no token counts")
+    return counts
 
 
 def _count_padding_alone(batch: Mapping[str, Any]) -> bool:
@@ -207,8 +204,9 @@ def _count_padding_alone(batch: Mapping[str, Any]) -> bool:
     return not ((batch["position_ids"] != positions_of(mask)) & (mask != 0)).any()
 
 
-def _generated_again(model: Any, ids: Tensor, mask: Tensor, first: int, temperature: float) -> Tensor:
+def _generated_again(model: Any, batch: Mapping[str, Any], first: int, temperature: float) -> Tensor:
     """The log-probabilities of the tokens from column ``first`` on, one by one with a cache, as ``generate()`` does."""
+    ids, mask = batch["input_ids"], _mask(batch)
     columns, cache, start = [], None, 0
     # generate() has ones for all that follows the prompt, and hides padding on the left. Tokens behind the zeros on
     # the right do not count.
@@ -225,12 +223,6 @@ def _generated_again(model: Any, ids: Tensor, mask: Tensor, first: int, temperat
 def _mask(batch: Mapping[str, Tensor]) -> Tensor:
     mask = batch.get("attention_mask")
     return torch.ones_like(batch["input_ids"]) if mask is None else mask
-
-
-def _trained(model: Any, ids: Tensor, mask: Tensor, tokens: int) -> Tensor:
-    """The log-probabilities of the last ``tokens``, all computed at once."""
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **_positions(model, mask)).logits
-    return _of_chosen(logits[:, -tokens - 1 : -1], ids[:, -tokens:])
 
 
 def _positions(model: Any, mask: Tensor, start: int = 0) -> dict[str, Tensor]:
@@ -260,8 +252,6 @@ def _check(ids: Tensor, found: Tensor) -> None:
             "generated has values above 0 or infinite ones, which are no log-probabilities of tokens that were drawn: "
             "give them as the engine returned them, and NaN for padding"
         )
-    if found.isnan().all():
-        raise ValueError("generated is NaN throughout: no token counts")
 
 
 def _compare(log_r: Tensor, before: Tensor, clip: float, dtype: str) -> LogProbabilityGap:

@@ -37,7 +37,6 @@ from hf_mp.weights.reading_layout import ReadingLayout
 if TYPE_CHECKING:  # what not every training asks for is imported where it does
     from hf_mp.diagnostics.healing import Healer
     from hf_mp.diagnostics.overflow_report import OverflowReport
-    from hf_mp.trainer.logged_gap import LoggedGap
 
 logger = logging.get_logger(__name__)
 
@@ -72,7 +71,6 @@ class TrainerSession:
         self._loaded_in: dict[str, torch.dtype] = {}  # dtypes of the model before it was attached, by name
         self._model: weakref.ref[nn.Module] | None = None  # that the runtime was made for
         self._references: list[MixedPrecision] = []
-        self._gap: LoggedGap | None = None  # of the current model
         self._end_check: Callable[[], None] = lambda: None
         self._switch_back: list[Callable[[], None]] = []  # fused heads
 
@@ -130,12 +128,6 @@ class TrainerSession:
 
             self._healer = heal_overflows(runtime, max_fp32_share=settings.max_fp32_share)
             self._healer.clip = functools.partial(self._clip_again, model)
-        if settings.log_probability_gap_steps and self._gap not in runtime.observers:
-            from hf_mp.trainer.logged_gap import LoggedGap
-
-            temperature = getattr(self.args, "temperature", 1.0)
-            self._gap = LoggedGap(runtime, settings.log_probability_gap_steps, temperature)
-            runtime.observers.append(self._gap)
 
     def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer to step from now on."""
@@ -228,8 +220,8 @@ class TrainerSession:
         norm = self.clip_grad_norm(model, optimizer, limit)
         self._norm_again = torch.nn.utils.clip_grad_norm_(model.parameters(), limit) if norm is None else norm
 
-    def after_step(self, optimizer: Any, callbacks: Iterable[TrainerCallback], step: int) -> None:
-        """Show optimizer step ``step``, which has just ended; the first that is not skipped shows the contract."""
+    def after_step(self, optimizer: Any, callbacks: Iterable[TrainerCallback]) -> None:
+        """Show the step that has just ended; the first that is not skipped shows the contract."""
         # A skipped step updated nothing: it does not show in which dtype moments are kept.
         if self._watch is not None and not self._watch.was_skipped:
             model = self._watch.model
@@ -239,15 +231,12 @@ class TrainerSession:
             self.reporting.show_contract(self.contract, risks, self.args)
         if self.runtime is not None:
             self.reporting.after_step(self.runtime.stats, callbacks)
-            if self._gap is not None:
-                self._gap.after_step(step)
 
     def log_entries(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Entries to add to ``logs``: the stats, if these are training logs."""
         if self.runtime is None or "loss" not in logs:
             return {}
-        entries = {**self.runtime.stats.log_entries(), **self.reporting.log_entries(), **self._of_healed_step(logs)}
-        return entries if self._gap is None else {**entries, **self._gap.log_entries()}
+        return {**self.runtime.stats.log_entries(), **self.reporting.log_entries(), **self._of_healed_step(logs)}
 
     def _of_healed_step(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Loss and norm of the last step if it ran again: the Trainer has those of its first try, inf or NaN."""

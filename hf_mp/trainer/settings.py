@@ -25,10 +25,13 @@ SAVE_FAILURES = ("continue", "stop")
 SAVE_DTYPES = {"fp32": torch.float32, "original": None, **{e.name: e.dtype for e in LOWER_PRECISION_DTYPES.values()}}
 
 # What needs a loss that is scaled, or a model that is attached.
-_OF_MIXED: tuple[str, ...] = (
-    *("loss_scale", "loss_scaler_settings", "rules"),
-    *("histogram_steps", "precision_report", "log_probability_gap_steps"),
-)
+_OF_MIXED = ("loss_scale", "loss_scaler_settings", "rules", "histogram_steps", "precision_report")
+# Still fields, so that a script which gives one is told the way out.
+_GONE = {
+    "save_in_background": "save less often (save_steps)",
+    "keep_overflow_batches": "save the inputs in a training_step of your own; the overflow report names the step",
+    "log_probability_gap_steps": "call hf_mp.log_probability_gap on a batch, from a callback's on_step_end",
+}
 
 
 # HfArgumentParser takes help and choices from the metadata of a field.
@@ -59,11 +62,7 @@ class PrecisionOptions:
         "Sum products and attention in FP64, so that generate() and training compute the same log-probabilities, bit "
         "for bit; slow.",
     )
-    log_probability_gap_steps: int = _option(
-        0,
-        "Every how many steps the tokens of a batch are generated again, one by one, for the log entries logp_gap, "
-        "logp_gap_clipped and logp_gap_beta; 0 is never.",
-    )
+    log_probability_gap_steps: int = _option(0, "Gone: call hf_mp.log_probability_gap.")
     free_gradients: str = _option(
         "step",
         "When a lean layout frees a gradient: step (the update has used it) or backward (each parameter is updated "
@@ -146,24 +145,19 @@ class SessionSettings(PrecisionOptions):
 
     def __post_init__(self) -> None:
         self.policy = self.precision_policy
-        for name in ("histogram_steps", "log_probability_gap_steps"):
-            if getattr(self, name) != 0:
-                from hf_mp.diagnostics.precision_recorder import check_interval  # imported where it is asked for
+        if self.histogram_steps != 0:
+            from hf_mp.diagnostics.precision_recorder import check_interval  # imported where it is asked for
 
-                check_interval(name, getattr(self, name))
+            check_interval("histogram_steps", self.histogram_steps)
         check_on_overflow(self.on_overflow)
         if self.on_overflow == "heal" or self.max_fp32_share != MAX_FP32_SHARE:
             from hf_mp.diagnostics.healing import check_healing
 
             in_backward = self.free_gradients == "backward"
             check_healing(self.on_overflow, self.policy, self.max_fp32_share, in_backward=in_backward)
-        if self.save_in_background:
-            raise ValueError("save_in_background=True is gone: leave it out, or save less often (save_steps)")
-        if self.keep_overflow_batches:
-            raise ValueError(
-                "keep_overflow_batches=True is gone: leave it out, and save the inputs in a training_step of your own; "
-                "the overflow report names the step"
-            )
+        for name, instead in _GONE.items():
+            if value := getattr(self, name):
+                raise ValueError(f"{name}={value!r} is gone: leave it out, or {instead}")
         for name, choices in (("save_failure", SAVE_FAILURES), ("save_dtype", SAVE_DTYPES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")

@@ -32,9 +32,7 @@ class _AfterSteps(TrainerCallback):
         self._trainer = trainer
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.session.after_step(
-            kwargs.get("optimizer"), self._trainer.callback_handler.callbacks, state.global_step + 1
-        )
+        self._trainer.session.after_step(kwargs.get("optimizer"), self._trainer.callback_handler.callbacks)
 
 
 class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):

@@ -98,3 +98,21 @@ def test_a_callback_that_comes_when_training_has_begun_is_refused(tmp_path: Path
     trainer.remove_callback(Adds)
     trainer.train()  # from its start, it trains in FP16
     assert added.mixed_precision is not None and added.mixed_precision.stats.steps == 4
+
+
+def test_the_callback_takes_the_options(tmp_path: Path) -> None:
+    options = {"fp32_head": True, "exact_generation": True}
+    callback = MixedPrecisionCallback("bf16", **options)
+    trainer = Trainer(tiny_gpt2(), arguments(tmp_path), train_dataset=token_rows(), callbacks=[callback])
+    session = callback_of(trainer).session
+    assert session is not None
+    assert str(session.settings.policy) == "bf16,fp32_head=true,exact_generation=true"
+    args = arguments(tmp_path, MixedPrecisionArguments, **options)
+    assert str(args.precision_policy) == "fp16,fp32_head=true,exact_generation=true"
+    for name in ("fp32_head", "exact_generation"):  # what the callback was given is above the arguments
+        off = MixedPrecisionCallback(**{name: False})
+        Trainer(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[off])
+        assert off.session is not None and not getattr(off.session.settings.policy, name)
+        assert sum(getattr(off.session.settings.policy, other) for other in ("fp32_head", "exact_generation")) == 1
+        off.detach()
+    callback.detach()

@@ -118,7 +118,7 @@ def test_the_slope() -> None:
         (torch.zeros(3), r"generated has shape \(3,\)"),
         (torch.ones(3, 2), "values above 0 or infinite"),
         (torch.full((3, 2), -math.inf), "values above 0 or infinite"),
-        (torch.full((3, 2), math.nan), "NaN throughout"),
+        (torch.full((3, 2), math.nan), "generated is NaN, throughout"),
     ],
 )
 def test_what_is_no_log_probability(found: Tensor, message: str) -> None:
@@ -197,7 +197,7 @@ NOTHING_DRAWN = "new_tokens would have no effect: nothing is drawn where batch h
     ("labels", "asked", "message"),
     [
         ([1, 1, 1], {}, r"labels have shape \(3,\), and input_ids \(3, 7\): one label for each token"),
-        ([[-100] * 7] * 3, {}, r"labels of shape \(3, 7\) are -100 throughout"),
+        ([[-100] * 7] * 3, {}, r"labels are -100, or generated is NaN, throughout"),
         ([[2] * 7] * 3, {"new_tokens": 4}, NOTHING_DRAWN),
         (None, {"generated": torch.zeros(3, 2), "new_tokens": 4}, NOTHING_DRAWN),
     ],

@@ -178,14 +178,14 @@ def test_wrong_settings_are_refused_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("contender", CONTENDERS)
 def test_what_has_no_effect_in_fp32_is_told(contender: str, tmp_path: Path) -> None:
-    settings = {"histogram_steps": 5, "loss_scale": "dynamic", "log_probability_gap_steps": 1}
+    settings = {"histogram_steps": 5, "loss_scale": "dynamic"}
     args = arguments(tmp_path, MixedPrecisionArguments, precision="fp32", **settings)
     with CaptureLogger(logging.get_logger("hf_mp.trainer.settings")) as captured:
         if contender == "subclass":
             MixedPrecisionTrainer(tiny_gpt2(), args, rules={"lm_head": "fp32"})
         else:
             Trainer(tiny_gpt2(), args, callbacks=[MixedPrecisionCallback(rules={"lm_head": "fp32"})])
-    names = "loss_scale, rules, histogram_steps, log_probability_gap_steps"
+    names = "loss_scale, rules, histogram_steps"
     assert f"no effect with precision='fp32': {names}\n" in captured.out
 
 

@@ -204,7 +204,8 @@ def test_a_full_disk_under_shards_is_a_failed_save(tmp_path: Path, error: Except
     ("settings", "message"),
     [
         ({"save_failure": "ignore"}, "save_failure='ignore': choose one of continue, stop"),
-        ({"save_in_background": True}, "save_in_background=True is gone: leave it out"),
+        ({"save_in_background": True}, "save_in_background=True is gone: leave it out, or save less often"),
+        ({"log_probability_gap_steps": 5}, "log_probability_gap_steps=5 is gone: .* call hf_mp.log_probability_gap"),
     ],
     ids=str,
 )
