@@ -25,7 +25,7 @@ SAVE_FAILURES = ("continue", "stop")
 SAVE_DTYPES = {"fp32": torch.float32, "original": None, **{e.name: e.dtype for e in LOWER_PRECISION_DTYPES.values()}}
 
 # What needs a loss that is scaled, or a model that is attached.
-_OF_MIXED = ("loss_scale", "loss_scaler_settings", "rules", "histogram_steps", "precision_report")
+_OF_MIXED: tuple[str, ...] = ("loss_scale", "loss_scaler_settings", "rules", "histogram_steps", "precision_report")
 # Still fields, so that a script which gives one is told the way out.
 _GONE = {
     "save_in_background": "save less often (save_steps)",

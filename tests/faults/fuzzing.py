@@ -32,7 +32,7 @@ from hf_mp.casting.rules import match_modules, parse_rules
 from hf_mp.policy import parse_loss_scale
 from hf_mp.scaling.scalers import DynamicLossScaler, HeadroomLossScaler, StaticLossScaler, make_loss_scaler
 from hf_mp.trainer.checkpoints.inspection import find_problems
-from hf_mp.trainer.checkpoints.manifest import build_manifest
+from hf_mp.trainer.checkpoints.manifest import finish
 
 SECONDS = 20  # far more than any case takes: one that runs into it hangs
 
@@ -248,7 +248,7 @@ def checkpoint_files(mutator: Mutator) -> None:
         del content[mutator.chance.randrange(len(content) // 2, 4 * len(content)) :]
     file.write_bytes(content)
     if mutator.chance.random() < 0.5:
-        manifest.write_text(build_manifest(folder, step=4, world_size=1, precision="fp16", versions={}).to_json())
+        finish(folder)
     problems = find_problems(folder)
     manifest.unlink(missing_ok=True)
     file.write_bytes(original)

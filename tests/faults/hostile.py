@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_mp import CheckpointError
-from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, build_manifest
+from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, finish
 
 SECONDS = 60
 WEIGHTS, TRAINER_STATE = "model.safetensors", "trainer_state.json"
@@ -158,9 +158,7 @@ def main(output_dir: str, settings: dict[str, Any]) -> None:
     checkpoint, touched = Path(str(get_last_checkpoint(output_dir))), Path(output_dir, "touched")
     make(checkpoint, touched)
     if file != MANIFEST_NAME:
-        (checkpoint / MANIFEST_NAME).unlink()
-        built = build_manifest_of_files(checkpoint)
-        (checkpoint / MANIFEST_NAME).write_text(built)
+        sign(checkpoint)
     trainer = worker.make(output_dir, "ours", [], max_steps=10)
     # what runs into it is told as lost
     limit = _virtual_bytes() + 8 * 2**30
@@ -186,17 +184,16 @@ def resumed(trainer: Any, checkpoint: Path, name: str) -> str | None:
     return None if name in RESUMES else "it was loaded"
 
 
-def build_manifest_of_files(checkpoint: Path) -> str:
-    """A manifest that fits, of what can be read without harm to ourselves."""
+def sign(checkpoint: Path) -> None:
+    """Write a manifest that fits, of what can be read without harm to ourselves."""
     held = [path for path in checkpoint.rglob("*") if path.is_symlink() or not (path.is_file() or path.is_dir())]
     aside = checkpoint.with_name("aside")
     aside.mkdir()
     for path in held:
         path.rename(aside / path.name)
-    manifest = build_manifest(checkpoint, step=8, world_size=1, precision="fp16", versions={})
+    finish(checkpoint)
     for path in held:
         (aside / path.name).rename(path)
-    return manifest.to_json()
 
 
 def _virtual_bytes() -> int:

@@ -16,7 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from hf_mp.trainer.checkpoints import in_place, inspection, loaded_state
 from hf_mp.trainer.checkpoints.lock import lock_directory
-from hf_mp.trainer.checkpoints.manifest import CheckpointError, NoCheckpointError
+from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, CheckpointError, NoCheckpointError
 from hf_mp.trainer.checkpoints.preemption import Preempted, PreemptionCallback, SignalWatch
 from hf_mp.trainer.checkpoints.saves import Saves, largest
 from hf_mp.trainer.checkpoints.shards import gathered, refused_together
@@ -107,7 +107,7 @@ class CrashSafe(_Base):
     def _last_checkpoint(self, *, save: bool) -> Path | None:
         """That of the last step; where it is not there, it is saved or None."""
         step = Path(str(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        is_missing = bool(self._largest(int(not inspection.is_finished(step))))
+        is_missing = bool(self._largest(int(not (step / MANIFEST_NAME).is_file())))
         if is_missing and save:
             assert self.model is not None
             self._save_checkpoint(self.model, None)

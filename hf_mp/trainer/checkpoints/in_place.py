@@ -1,90 +1,138 @@
-"""A checkpoint that is written in its place, file by file: a mark next to it says so until it has its manifest.
+"""A checkpoint that is written in its place, file by file: until it has its manifest, it says that it is unfinished.
 
 ::
 
-    run/checkpoint-20.unfinished            from before the first file of a save to after its manifest
-    run/_saving/replaced-checkpoint-20      meanwhile, an older checkpoint of that name
+    run/checkpoint-20/hf_mp_manifest.json.unfinished    from before its first file until it becomes the manifest
+    run/_saving/checkpoint-20                           meanwhile, an older checkpoint of that name
 
-A kill at any moment leaves a checkpoint with a manifest, or one with that mark alone, which :func:`clear_up` removes.
-It is written in its place, because the Trainer looks for the best checkpoint, and for those to remove, next to it.
+A kill at any moment leaves a checkpoint with a manifest, or one that says that it is unfinished, which
+:func:`clear_up` removes. It is written in its place, because the Trainer looks for the best checkpoint, and for those
+to remove, next to it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from hf_mp.trainer.checkpoints.atomic import (
-    REPLACED,
-    discard,
-    recover,
-    remove,
-    set_aside,
-    staging_folder,
-    sync_folder,
-    write_synced,
-)
-from hf_mp.trainer.checkpoints.inspection import find_problems, is_finished, mark_of, marked_in
-from hf_mp.trainer.checkpoints.manifest import finish
+from hf_mp.trainer.checkpoints.manifest import UNFINISHED_NAME, finish
+from hf_mp.trainer.checkpoints.synced import sync_folder, write_synced
 
 logger = logging.get_logger(__name__)
 
+STAGING_FOLDER = "_saving"  # a name that the Trainer does not push to the hub
+_HALF = "half-"
+
+
+def aside_of(checkpoint: Path) -> Path:
+    """Where an older checkpoint of this name lies while the new one is written: one rename away."""
+    return checkpoint.parent / STAGING_FOLDER / checkpoint.name
+
 
 def begin(checkpoint: Path) -> None:
-    """Make the directory of a checkpoint, marked; an older one of that name is kept until this one is whole.
+    """Make the directory of a checkpoint, unfinished; an older one of that name is kept until this one is whole.
 
     Raises:
         OSError: where the disk fails.
     """
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    clear_up(checkpoint.parent)
-    # Before the mark is there, which after a kill in between would have the older one removed.
-    if checkpoint.exists() or checkpoint.is_symlink():
-        set_aside(checkpoint)
+    restore(checkpoint)
+    half = _make_room(_half_of(checkpoint))
+    half.mkdir()
+    write_synced(half / UNFINISHED_NAME, "")
     # A link of that name in a stranger's directory would lead the writing elsewhere.
-    mark_of(checkpoint).unlink(missing_ok=True)
-    write_synced(mark_of(checkpoint), "")
-    checkpoint.mkdir()
+    if checkpoint.exists() or checkpoint.is_symlink():
+        os.rename(checkpoint, aside_of(checkpoint))
+    # It comes with its mark: there is no moment at which it could be taken for the stock Trainer's.
+    os.rename(half, checkpoint)
 
 
-def complete(checkpoint: Path, *, step: int, world_size: int, precision: str) -> None:
-    """Have all files of a checkpoint on disk, write its manifest, and take its mark off.
+def complete(checkpoint: Path, **about: Any) -> None:
+    """Have all files of a checkpoint on disk, and write its manifest (``about``: as :func:`finish`); an older one goes.
 
     Raises:
         OSError: where the disk fails.
     """
-    finish(checkpoint, step=step, world_size=world_size, precision=precision)
-    # A kill between manifest and mark leaves a whole checkpoint with a mark, which the next start takes off.
+    finish(checkpoint, **about)
     sync_folder(checkpoint.parent)
-    mark_of(checkpoint).unlink(missing_ok=True)
-    discard(staging_folder(checkpoint.parent) / (REPLACED + checkpoint.name))
+    _discard(aside_of(checkpoint))
 
 
 def take_back(checkpoint: Path) -> None:
     """Remove what a failed save has written, and put back what it was to replace; where the disk fails, later."""
-    with contextlib.suppress(OSError):  # the mark stays, and the next save or the next start clears up
-        # Without the mark, the save had not begun: what is there is an older one.
-        if mark_of(checkpoint).exists():
-            shutil.rmtree(checkpoint, ignore_errors=True)
-        if not checkpoint.exists():
-            clear_up(checkpoint.parent)
+    with contextlib.suppress(OSError):  # it still says that it is unfinished, and the next start clears up
+        restore(checkpoint)
 
 
-def clear_up(run_directory: Path) -> None:
-    """Remove what was left half-written in the directory of a run, and say so.
+def restore(checkpoint: Path) -> None:
+    """Remove a checkpoint that is unfinished, and put back the older one that it was to replace; and say so.
 
     Raises:
         OSError: where the disk fails.
     """
-    for checkpoint in marked_in(run_directory):
-        if checkpoint.is_dir() and not is_finished(checkpoint):
-            logger.warning(f"{checkpoint} is half-written by a run that was killed: it is removed")
-            remove(checkpoint)
-            if checkpoint.exists():  # its mark stays, and so nobody resumes from it
-                raise OSError(f"{checkpoint} cannot be removed")
-        mark_of(checkpoint).unlink()
-    for checkpoint in recover(run_directory, lambda path: not find_problems(path)):
+    aside, half = aside_of(checkpoint), _half_of(checkpoint)
+    if aside.parent.is_symlink():  # in a stranger's directory: what lies there is another run's
+        aside.parent.unlink()
+    if (checkpoint / UNFINISHED_NAME).exists():
+        logger.warning(f"{checkpoint} was not finished: it is removed")
+        # First out of the way, in one operation: a kill while it goes file by file could leave it without its mark.
+        os.rename(checkpoint, _make_room(half))
+    # A link in a stranger's directory leads to a checkpoint of another run, which stays there.
+    if aside.is_dir() and not aside.is_symlink() and not checkpoint.exists():
+        os.rename(aside, checkpoint)
         logger.warning(f"{checkpoint} is put back: the save that was to replace it did not come to its end")
+    _discard(half)
+    _discard(aside)
+
+
+def is_clear(run_directory: Path) -> bool:
+    """Whether :func:`clear_up` has nothing to do."""
+    is_left = (run_directory / STAGING_FOLDER).is_dir()
+    return not is_left and not any(run_directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{UNFINISHED_NAME}"))
+
+
+def clear_up(run_directory: Path) -> None:
+    """Remove what was left half-written in the directory of a run, and put back what it was to replace.
+
+    Raises:
+        OSError: where the disk fails.
+    """
+    staging = run_directory / STAGING_FOLDER
+    names = {path.name for folder in (run_directory, staging) for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+    for name in sorted(names):
+        restore(run_directory / name)
+    _remove(staging)
+
+
+def _half_of(checkpoint: Path) -> Path:
+    aside = aside_of(checkpoint)
+    return aside.with_name(_HALF + aside.name)
+
+
+def _make_room(path: Path) -> Path:
+    """``path`` in the staging folder, where nothing is any more."""
+    path.parent.mkdir(exist_ok=True)
+    _remove(path)
+    return path
+
+
+def _discard(path: Path) -> None:
+    """Remove what is in the staging folder, and that folder once it is empty."""
+    _remove(path)
+    with contextlib.suppress(OSError):
+        path.parent.rmdir()
+
+
+def _remove(directory: Path) -> None:
+    """Remove a directory, or a link in its place; what a failing disk keeps there is no checkpoint for anybody."""
+    if directory.is_symlink():
+        with contextlib.suppress(OSError):
+            directory.unlink()
+    else:
+        shutil.rmtree(directory, ignore_errors=True)

@@ -10,35 +10,26 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, CheckpointError, find_damage, read_manifest
+from hf_mp.trainer.checkpoints.manifest import (
+    MANIFEST_NAME,
+    UNFINISHED_NAME,
+    CheckpointError,
+    find_damage,
+    read_manifest,
+)
 from hf_mp.trainer.checkpoints.untrusted import find_flipped_bits, find_hazards, find_out_of_place
 
 logger = logging.get_logger(__name__)
 
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]{{0,17}})")  # \d has the digits of every script
-_MARK = ".unfinished"
-_JIT_MARK = "checkpoint-is-incomplete.txt"  # there while Transformers' JITCheckpointCallback saves
+# The second is there while Transformers' JITCheckpointCallback saves.
+_MARKS = (UNFINISHED_NAME, "checkpoint-is-incomplete.txt")
 
 
 def step_of(checkpoint: Path) -> int | None:
     """The step in the name of a checkpoint; None where it has another name."""
     match = _NAME.fullmatch(checkpoint.name)
     return int(match[1]) if match else None
-
-
-def mark_of(checkpoint: Path) -> Path:
-    """The file that is there while a Trainer of ours writes ``checkpoint``.
-
-    It lies next to the checkpoint, which may be pushed to the hub meanwhile; its own name is among those that the
-    Trainer does not push.
-    """
-    return checkpoint.with_name(checkpoint.name + _MARK)
-
-
-def marked_in(run_directory: Path) -> list[Path]:
-    """The checkpoints of a run that have a mark; they need not be there."""
-    found = (mark.with_suffix("") for mark in run_directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*{_MARK}"))
-    return sorted(checkpoint for checkpoint in found if step_of(checkpoint) is not None)
 
 
 def list_checkpoints(run_directory: Path) -> list[Path]:
@@ -58,14 +49,13 @@ def find_problems(checkpoint: Path) -> list[str]:
         # Before a file is read: a pipe would have the check of its sum wait for ever.
         if out_of_place := find_out_of_place(checkpoint):
             return out_of_place
-        manifest = read_manifest(checkpoint)
+        files = read_manifest(checkpoint)
     except CheckpointError as error:
         return [str(error)]
-    if manifest is not None:
-        return find_damage(checkpoint, manifest) or find_hazards(checkpoint)
-    mark = next((path for path in (mark_of(checkpoint), checkpoint / _JIT_MARK) if path.exists()), None)
-    if mark is not None:
-        return [f"{mark.name} is there: it was never finished"]
+    if files is not None:
+        return find_damage(checkpoint, files) or find_hazards(checkpoint)
+    if marks := [name for name in _MARKS if (checkpoint / name).exists()]:
+        return [f"{marks[0]} is there: it was never finished"]
     if not (checkpoint / TRAINER_STATE_NAME).is_file():
         return [f"{TRAINER_STATE_NAME} is missing, which is written last"]
     return find_hazards(checkpoint) or find_flipped_bits(checkpoint)
@@ -119,12 +109,3 @@ def newest_whole_of(run_directory: Path) -> str:
     if newest is None:
         return f"there is no whole checkpoint in {run_directory} yet"
     return f"the newest whole checkpoint in {run_directory} is {newest.name}"
-
-
-def is_finished(checkpoint: Path) -> bool:
-    """Whether a checkpoint has a manifest and matches it; what is unsafe to load in it is refused there."""
-    try:
-        manifest = read_manifest(checkpoint)
-    except CheckpointError:
-        return False
-    return manifest is not None and not find_damage(checkpoint, manifest)

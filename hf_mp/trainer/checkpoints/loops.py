@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -16,15 +15,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hf_mp.diagnostics.overflow import attached_runtime
-from hf_mp.trainer.checkpoints import inspection, loaded_state, training_state
-from hf_mp.trainer.checkpoints.atomic import make_staging_folder, publish, recover, staging_folder, write_synced
+from hf_mp.trainer.checkpoints import in_place, inspection, loaded_state, training_state
 from hf_mp.trainer.checkpoints.manifest import (
     MANIFEST_NAME,
     CheckpointError,
-    Manifest,
+    FileEntry,
     NoCheckpointError,
     find_damage,
-    finish,
     read_manifest,
 )
 from hf_mp.trainer.checkpoints.optimizer_shards import see_shards
@@ -34,6 +31,7 @@ from hf_mp.trainer.checkpoints.shards import (
     together,
     write_shards,
 )
+from hf_mp.trainer.checkpoints.synced import write_synced
 from hf_mp.trainer.checkpoints.untrusted import find_out_of_place, read_json
 from hf_mp.weights.ranks.placement import get_rank, get_world_size
 
@@ -54,9 +52,9 @@ def save_checkpoint(
     """Save model, optimizer and loss scale of a training loop; any number of processes can resume from it.
 
     All processes call it, each writes its own shards (safetensors), the first one the rest (JSON) and the manifest with
-    the size and checksum of every file. The directory is there whole or not at all; an older one is replaced in one
-    moment. Weights are saved in FP32, in the lean layouts too: a checkpoint resumes in any layout, under DDP, FSDP2 or
-    neither.
+    the size and checksum of every file. Until then it says that it is unfinished, and an older one of that name is
+    kept, which is loaded after a kill. Weights are saved in FP32, in the lean layouts too: a checkpoint resumes in any
+    layout, under DDP, FSDP2 or neither.
 
     Args:
         directory: of this checkpoint, as in ``f"run/checkpoint-{step}"``, on a file system that all processes share.
@@ -76,7 +74,6 @@ def save_checkpoint(
         raise ValueError("asynchronous=True is gone: leave it out, or save less often")
     target = Path(directory).absolute()
     runtime = attached_runtime(model)
-    staged = staging_folder(target.parent) / target.name
     with refused_together():
         see_shards(runtime)
         tensors, plain = training_state.take(model, optimizer)
@@ -84,20 +81,24 @@ def save_checkpoint(
         text = _as_json(
             {"step": step, "extra": _with_str_keys(extra or {}), "optimizer": plain, "mixed_precision": scale}
         )
-    with refused_together(), _as_not_saved(staged):
+    precision = "fp32" if runtime is None else str(runtime.policy)
+    try:
         # refused_together() ends with a collective call: the other ranks write when the folder is there.
+        with refused_together(), _as_not_saved(target):
+            if get_rank() == 0:
+                in_place.begin(target)
+                (target / SHARDS_FOLDER).mkdir()
+        files = write_shards(target / SHARDS_FOLDER, tensors)
+        with refused_together(), _as_not_saved(target):
+            if get_rank() == 0:
+                write_synced(target / STATE_FILE, text)
+                # By each rank of its own files: the first would read all of them once more.
+                known = {f"{SHARDS_FOLDER}/{name}": entry for name, entry in files.items()}
+                in_place.complete(target, known=known, step=step, world_size=get_world_size(), precision=precision)
+    except BaseException:
         if get_rank() == 0:
-            _make_room_for(staged, target)
-
-    files = write_shards(staged / SHARDS_FOLDER, tensors)
-    with refused_together(), _as_not_saved(staged):
-        if get_rank() == 0:
-            write_synced(staged / STATE_FILE, text)
-            precision = "fp32" if runtime is None else str(runtime.policy)
-            # By each rank of its own files: the first would read all of them once more.
-            known = {f"{SHARDS_FOLDER}/{name}": entry for name, entry in files.items()}
-            finish(staged, step=step, world_size=get_world_size(), precision=precision, known=known)
-            publish(staged, target)
+            in_place.take_back(target)
+        raise
 
 
 def load_checkpoint(
@@ -136,18 +137,12 @@ def load_checkpoint(
     return saved["step"], _with_own_keys(saved["extra"])
 
 
-def _make_room_for(staged: Path, target: Path) -> None:
-    if target.parent.is_dir():
-        recover(target.parent, inspection.is_finished)  # also clears what a killed run left half-written
-    (make_staging_folder(target.parent) / target.name / SHARDS_FOLDER).mkdir(parents=True)
-
-
 @contextmanager
-def _as_not_saved(staged: Path) -> Iterator[None]:
+def _as_not_saved(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{staged} could not be saved: rank {get_rank()}: {error}") from error
+        raise CheckpointError(f"{checkpoint} could not be saved: rank {get_rank()}: {error}") from error
 
 
 def _as_json(values: Mapping[str, Any]) -> str:
@@ -183,9 +178,10 @@ def _find(directory: Path) -> Path:
     names: list[str] = []
     with refused_together():
         names = _candidates(directory) if get_rank() == 0 else []
-    found = [directory / name for name in together(names)]
+    found = [Path(name) for name in together(names)]
     if not found:
         raise NoCheckpointError(f"there is no checkpoint in {directory} yet: train from the start")
+    # A stable sort: of one step, the one in the staging folder stays the earlier, and so the second choice.
     found.sort(key=lambda path: inspection.step_of(path) or 0)
     chosen, passed_over = inspection.find_newest_whole(found, lambda checkpoint: together(_problems(checkpoint)))
     if chosen is None:
@@ -196,37 +192,34 @@ def _find(directory: Path) -> Path:
 
 
 def _candidates(directory: Path) -> list[str]:
-    """Names of the checkpoints in the directory of a run; "." where it is itself one."""
-    # Nothing is cleared here otherwise: a program that evaluates checkpoints may read while another one saves.
-    if not directory.is_dir() and directory.parent.is_dir():
-        # A kill between the two renames of publish() has left it in the staging folder.
-        recover(directory.parent, inspection.is_finished)
-    if not directory.is_dir():
-        return []
-    if (directory / MANIFEST_NAME).exists() or (directory / SHARDS_FOLDER).exists():
-        return ["."]
-    return [path.name for path in inspection.list_checkpoints(directory)]
+    """The checkpoints in the directory of a run; it alone where it is itself one."""
+    # Nothing is cleared here: a program that evaluates checkpoints may read while another one saves.
+    aside = in_place.aside_of(directory)
+    itself = [path for path in (directory, aside) if (path / MANIFEST_NAME).exists()]
+    if itself or (directory / SHARDS_FOLDER).exists():
+        return [str(path) for path in itself[:1] or [directory]]
+    folders = [folder for folder in (directory, directory / in_place.STAGING_FOLDER) if folder.is_dir()]
+    return [str(path) for folder in folders for path in inspection.list_checkpoints(folder)]
 
 
 def _problems(checkpoint: Path) -> list[str]:
     """Why not to load a checkpoint, judged by this rank's share of its files."""
     try:
-        manifest = read_manifest(checkpoint)
-        if manifest is None:
+        files = read_manifest(checkpoint)
+        if files is None:
             return [f"{MANIFEST_NAME} is missing: it was never finished, or is of another program"]
-        if STATE_FILE not in manifest.files:
+        if STATE_FILE not in files:
             return [f"{STATE_FILE} is missing: resume a Trainer's checkpoint with train(resume_from_checkpoint=...)"]
-        return find_out_of_place(checkpoint) or _strangers(checkpoint, manifest) or _damage(checkpoint, manifest)
+        return find_out_of_place(checkpoint) or _strangers(checkpoint, files) or _damage(checkpoint, files)
     except (CheckpointError, OSError) as error:
         return [str(error)]
 
 
-def _strangers(checkpoint: Path, manifest: Manifest) -> list[str]:
+def _strangers(checkpoint: Path, files: Mapping[str, FileEntry]) -> list[str]:
     """Shards that the manifest does not list; the reader would find them, because it lists their folder."""
     listed = [f"{SHARDS_FOLDER}/{path.name}" for path in (checkpoint / SHARDS_FOLDER).glob(f"*{SUFFIX}")]
-    return [f"{name} is not in the manifest: remove it" for name in sorted(set(listed) - set(manifest.files))]
+    return [f"{name} is not in the manifest: remove it" for name in sorted(set(listed) - set(files))]
 
 
-def _damage(checkpoint: Path, manifest: Manifest) -> list[str]:
-    mine = dict(sorted(manifest.files.items())[get_rank() :: get_world_size()])
-    return find_damage(checkpoint, replace(manifest, files=mine))
+def _damage(checkpoint: Path, files: Mapping[str, FileEntry]) -> list[str]:
+    return find_damage(checkpoint, dict(sorted(files.items())[get_rank() :: get_world_size()]))

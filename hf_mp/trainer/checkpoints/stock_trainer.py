@@ -8,7 +8,6 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from hf_mp.trainer.checkpoints import in_place, inspection
-from hf_mp.trainer.checkpoints.atomic import staging_folder
 from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
 
@@ -20,8 +19,7 @@ def clear_up(args: TrainingArguments) -> None:
     directory = Path(str(args.output_dir))
     # The others would look checkpoints up while these are removed.
     with args.main_process_first(local=args.save_on_each_node, desc="clearing up checkpoints"):
-        is_left = staging_folder(directory).is_dir() or inspection.marked_in(directory)
-        if not args.should_save or not is_left:
+        if not args.should_save or in_place.is_clear(directory):
             return
         # A run that is alive holds the lock while it saves: what it has half-written stays.
         try:

@@ -116,15 +116,17 @@ def test_no_checkpoint_at_all_and_none_that_is_whole(tmp_path: Path) -> None:
         make(tmp_path / "new").train(resume_from_checkpoint=True)
     make(tmp_path, max_steps=2).train()
     (tmp_path / "checkpoint-2" / MANIFEST_NAME).write_text("{}")
-    with pytest.raises(CheckpointError, match=rf"checkpoint-2: {MANIFEST_NAME}: expected the keys") as found:
+    with pytest.raises(
+        CheckpointError, match=rf"checkpoint-2: {MANIFEST_NAME}: its own checksum does not match"
+    ) as found:
         make(tmp_path).train(resume_from_checkpoint=True)
     assert not isinstance(found.value, NoCheckpointError)
 
 
 def test_a_manifest_says_what_wrote_the_checkpoint(trained: Trained) -> None:
-    manifest = read_manifest(trained()[1] / "checkpoint-2")
-    assert manifest is not None and (manifest.step, manifest.world_size, manifest.precision) == (2, 1, "fp16")
-    assert {"hf_mp", "torch", "transformers"} <= manifest.versions.keys()
+    said = json.loads((trained()[1] / "checkpoint-2" / MANIFEST_NAME).read_text())
+    assert (said["step"], said["world_size"], said["precision"]) == (2, 1, "fp16")
+    assert {"hf_mp", "torch", "transformers"} <= said["versions"].keys()
 
 
 def test_the_best_model_is_not_loaded_where_it_is_damaged(tmp_path: Path) -> None:

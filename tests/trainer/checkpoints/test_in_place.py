@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub.utils import filter_repo_objects
 from kills import Killed, kill_at
 from trainer_runs import arguments, make_trainer, same, tiny_gpt2, token_rows, weights
@@ -24,9 +25,9 @@ import hf_mp.trainer.checkpoints.in_place as in_place
 import hf_mp.trainer.checkpoints.inspection as inspection
 from hf_mp.trainer.checkpoints import stock_trainer
 from hf_mp.trainer.checkpoints.in_place import begin, complete, take_back
-from hf_mp.trainer.checkpoints.inspection import find_problems, mark_of
+from hf_mp.trainer.checkpoints.inspection import find_problems
 from hf_mp.trainer.checkpoints.lock import lock_directory
-from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, read_manifest
+from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, UNFINISHED_NAME, finish, read_manifest
 from hf_mp.trainer.checkpoints.stock_trainer import clear_up
 
 pytestmark = pytest.mark.usefixtures("without_first_check")
@@ -47,6 +48,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module in (in_place, inspection, stock_trainer, callback):
         monkeypatch.setattr(module.logger, "warning", found.append)
     return found
+
+
+NEVER_FINISHED = f"{UNFINISHED_NAME} is there: it was never finished"
 
 
 def entries(folder: Path) -> list[str]:
@@ -105,12 +109,16 @@ def test_a_save_that_fails_puts_back_what_it_was_to_replace(tmp_path: Path) -> N
     take_back(tmp_path / "checkpoint-4")  # of a save that could not begin
     assert "old" in (tmp_path / "checkpoint-4" / "config.json").read_text()
     begin(tmp_path / "checkpoint-4")
-    assert entries(tmp_path / "checkpoint-4") == []
-    assert find_problems(tmp_path / "checkpoint-4") == ["checkpoint-4.unfinished is there: it was never finished"]
+    assert entries(tmp_path / "checkpoint-4") == [UNFINISHED_NAME]
+    assert find_problems(tmp_path / "checkpoint-4") == [NEVER_FINISHED]
     (tmp_path / "checkpoint-4" / "config.json").write_text("{}")
     take_back(tmp_path / "checkpoint-4")
     assert entries(tmp_path) == ["checkpoint-4"] and find_problems(tmp_path / "checkpoint-4") == []
     assert "old" in (tmp_path / "checkpoint-4" / "config.json").read_text()
+
+
+def _fail(*_: Any) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def test_what_a_failing_disk_keeps_stays_marked_until_the_next_save(
@@ -120,6 +128,7 @@ def test_what_a_failing_disk_keeps_stays_marked_until_the_next_save(
     (tmp_path / "checkpoint-4" / "config.json").write_text("{}")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
+        patch.setattr(os, "rename", _fail)
         take_back(tmp_path / "checkpoint-4")
     assert find_problems(tmp_path / "checkpoint-4")
     save(tmp_path, "new")
@@ -132,7 +141,7 @@ def test_what_another_run_is_writing_stays(tmp_path: Path, told: list[str], monk
     with lock_directory(tmp_path):
         clear_up(arguments(tmp_path))
     assert "are left as they are" in told[0] and "in use by another run" in told[0]
-    assert mark_of(tmp_path / "checkpoint-4").exists()
+    assert entries(tmp_path / "checkpoint-4") == [UNFINISHED_NAME]
 
 
 def test_a_directory_without_a_mark_is_not_ours_to_remove(tmp_path: Path) -> None:
@@ -140,6 +149,42 @@ def test_a_directory_without_a_mark_is_not_ours_to_remove(tmp_path: Path) -> Non
     (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
     clear_up(arguments(tmp_path))
     assert entries(tmp_path / "checkpoint-4") == ["config.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("what", ["folder", "entry", "checkpoint"])
+@pytest.mark.usefixtures("told")
+def test_a_link_in_the_place_of_ours_leaves_the_other_directory_alone(tmp_path: Path, what: str) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    run.mkdir()
+    other.mkdir()
+    for name in ("checkpoint-2", "checkpoint-4"):
+        write(other / name, "theirs")
+    staging = run / in_place.STAGING_FOLDER
+    if what == "folder":
+        staging.symlink_to(other)
+    elif what == "entry":
+        staging.mkdir()
+        (staging / "checkpoint-4").symlink_to(other / "checkpoint-4")
+    else:
+        (run / "checkpoint-4").symlink_to(other / "checkpoint-4")
+    if what != "checkpoint":
+        in_place.clear_up(run)
+        assert entries(run) == []
+    save(run, "ours")
+    assert entries(run) == ["checkpoint-4"] and not (run / "checkpoint-4").is_symlink()
+    assert entries(other) == ["checkpoint-2", "checkpoint-4"]
+    assert "theirs" in (other / "checkpoint-4" / "config.json").read_text()
+
+
+@pytest.mark.usefixtures("told")
+def test_a_finished_checkpoint_that_is_unsafe_to_load_is_put_back_after_a_kill(tmp_path: Path) -> None:
+    aside = in_place.aside_of(tmp_path / "checkpoint-5")
+    aside.mkdir(parents=True)
+    torch.save({"state": Path("of no class that a checkpoint may hold unasked")}, aside / "optimizer.pt")
+    finish(aside, step=5)
+    assert find_problems(aside)
+    in_place.clear_up(tmp_path)
+    assert entries(tmp_path) == ["checkpoint-5"]
 
 
 # In a Trainer
@@ -151,9 +196,9 @@ def test_a_checkpoint_is_marked_from_its_first_file_to_its_last(tmp_path: Path, 
     class Look(Trainer):
         def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
             checkpoint = tmp_path / f"checkpoint-{self.state.global_step}"
-            assert mark_of(checkpoint).is_file()
+            assert entries(checkpoint) == [UNFINISHED_NAME]
             super()._save_checkpoint(*args, **kwargs)
-            assert find_problems(checkpoint) == [f"{checkpoint.name}.unfinished is there: it was never finished"]
+            assert find_problems(checkpoint) == [NEVER_FINISHED]
             seen.append(checkpoint.name)
 
     seen: list[str] = []
@@ -173,10 +218,9 @@ def test_resuming_after_a_kill_passes_the_half_written_one_over(tmp_path: Path, 
     straight.train()
     half = tmp_path / "checkpoint-6"
     (half / "trainer_state.json").unlink()
-    (half / MANIFEST_NAME).unlink()
-    mark_of(half).write_text('{"world_size": 1}')
+    (half / MANIFEST_NAME).rename(half / UNFINISHED_NAME)
     resumed = make(tmp_path)
-    assert "checkpoint-6 is half-written by a run that was killed" in told[0]
+    assert "checkpoint-6 was not finished: it is removed" in told[0]
     assert told[1] == f"the newest whole checkpoint in {tmp_path} is checkpoint-4"
     resumed.train(resume_from_checkpoint=True)
     assert same(weights(straight.model), weights(resumed.model))
@@ -210,14 +254,6 @@ def test_a_save_that_raises_leaves_nothing(tmp_path: Path, contender: str, error
     resumed = make(tmp_path, contender)  # while the first one is still there
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 6
-
-
-def test_a_manifest_is_the_last_word_on_a_marked_checkpoint(tmp_path: Path) -> None:
-    """Two nodes with a disk each: the folder of one holds the random numbers of its own processes alone."""
-    make(tmp_path, max_steps=2).train()
-    (tmp_path / "checkpoint-2.unfinished").write_text('{"world_size": 2}')
-    in_place.clear_up(tmp_path)
-    assert entries(tmp_path) == ["checkpoint-2"]
 
 
 def test_saves_in_another_directory_are_whole_too(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from eight_bits import EightBits
 from torch import Tensor, nn
 
 import hf_mp
-from hf_mp.trainer.checkpoints import loops
+from hf_mp.trainer.checkpoints import loops, manifest
 
 LAYOUTS = ("fp16", "bf16", "fp16-lean", "bf16-lean", "fp32")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -107,42 +106,47 @@ def test_nothing_in_it_is_pickled_and_the_manifest_has_every_file(tmp_path: Path
     hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 0)
     files = {path.relative_to(tmp_path / "c").as_posix() for path in (tmp_path / "c").rglob("*") if path.is_file()}
     assert {Path(name).suffix for name in files} == {".json", ".safetensors"}
-    manifest = json.loads((tmp_path / "c/hf_mp_manifest.json").read_text())
-    assert set(manifest["files"]) == files - {"hf_mp_manifest.json"}
+    said = json.loads((tmp_path / "c/hf_mp_manifest.json").read_text())
+    assert set(said["files"]) == files - {"hf_mp_manifest.json"}
 
 
-@pytest.mark.parametrize(("module", "call"), [(loops, "write_synced"), (os, "rename")])
-def test_the_older_one_stays_where_a_save_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, call: str
-) -> None:
+@pytest.mark.parametrize("module", [loops, manifest], ids=["state", "manifest"])
+def test_the_older_one_stays_where_a_save_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
     model, optimizer = made()
     hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 0)
     kept = state(model, optimizer)
     train(model, optimizer, 0, 1)
-    real = getattr(module, call)
 
     def full(path: Path, *given: Any) -> None:
-        if call == "write_synced" or path == tmp_path / "_saving/c":  # the older one has been moved aside by then
-            raise OSError(28, "No space left on device")
-        real(path, *given)
+        raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, call, full)
+        patch.setattr(module, "write_synced", full)
         with pytest.raises(hf_mp.CheckpointError, match=r"could not be saved: rank 0: .*No space left on device"):
             hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 1)
-    assert (tmp_path / "c").is_dir()
-    hf_mp.load_checkpoint(tmp_path / "c", model, optimizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    assert hf_mp.load_checkpoint(tmp_path / "c", model, optimizer)[0] == 0
     assert same(state(model, optimizer)[: len(model.state_dict())], kept[: len(model.state_dict())])
     hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    assert hf_mp.load_checkpoint(tmp_path / "c", model, optimizer)[0] == 1
 
 
-def test_a_kill_between_two_renames_costs_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", ["checkpoint-4", "."], ids=["itself", "its run"])
+def test_after_a_kill_the_older_one_is_loaded_and_nothing_is_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
     model, optimizer = made()
-    hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 4)
-    (tmp_path / "_saving").mkdir()
-    (tmp_path / "c").rename(tmp_path / "_saving/replaced-c")
-    assert hf_mp.load_checkpoint(tmp_path / "c", model, optimizer)[0] == 4
+    hf_mp.save_checkpoint(tmp_path / "checkpoint-4", model, optimizer, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(loops, "write_shards", lambda *_: patch.setattr(loops.in_place, "take_back", id) or 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            hf_mp.save_checkpoint(tmp_path / "checkpoint-4", model, optimizer, 5)
+    before = sorted(tmp_path.rglob("*"))
+    assert hf_mp.load_checkpoint(tmp_path / given, model, optimizer)[0] == 4
+    assert sorted(tmp_path.rglob("*")) == before
+    hf_mp.save_checkpoint(tmp_path / "checkpoint-4", model, optimizer, 6)
+    assert hf_mp.load_checkpoint(tmp_path / given, model, optimizer)[0] == 6
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -169,7 +173,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         hf_mp.save_checkpoint(tmp_path / "c", half, bare, 1)
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer/trainer_state.json").write_text("{}")
-    loops.finish(tmp_path / "trainer", step=1, world_size=1, precision="fp16")
+    manifest.finish(tmp_path / "trainer", step=1, world_size=1, precision="fp16")
     with pytest.raises(hf_mp.CheckpointError, match=r"resume a Trainer's checkpoint with train.resume_from_checkpoint"):
         hf_mp.load_checkpoint(tmp_path / "trainer", model, optimizer)
 
@@ -201,7 +205,7 @@ def test_a_checkpoint_without_all_elements_is_no_checkpoint(tmp_path: Path) -> N
     tensors = {"model/weight": torch.zeros(2, 2), "model/bias": torch.zeros(2)}
     save_file(tensors, shard, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
     (tmp_path / "c/hf_mp_manifest.json").unlink()
-    loops.finish(tmp_path / "c", step=1, world_size=1, precision="fp16")
+    manifest.finish(tmp_path / "c", step=1, world_size=1, precision="fp16")
     with pytest.raises(hf_mp.CheckpointError, match=r"holds 4 of the .* elements of model/weight: files are missing"):
         hf_mp.load_checkpoint(tmp_path / "c", model, optimizer)
 

@@ -14,11 +14,10 @@ from hf_mp import CheckpointError
 from hf_mp.trainer.checkpoints.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
-    Manifest,
-    _checksum,
-    _dump,
-    build_manifest,
+    _with_checksum,
+    entry_of,
     find_damage,
+    finish,
     is_inside,
     read_manifest,
 )
@@ -30,25 +29,21 @@ def checkpoint(tmp_path: Path) -> Path:
     (tmp_path / "weights.bin").write_bytes(bytes(range(200)))
     (tmp_path / "adapter" / "weights.bin").write_bytes(b"inner")
     (tmp_path / "empty").write_bytes(b"")
-    (tmp_path / MANIFEST_NAME).write_text(manifest_of(tmp_path).to_json())
+    finish(tmp_path, step=7, world_size=2, precision="fp16")
     return tmp_path
 
 
-def manifest_of(directory: Path) -> Manifest:
-    return build_manifest(directory, step=7, world_size=2, precision="fp16", versions={"torch": "2"})
-
-
 def damage(checkpoint: Path) -> list[str]:
-    manifest = read_manifest(checkpoint)
-    assert manifest is not None
-    return find_damage(checkpoint, manifest)
+    files = read_manifest(checkpoint)
+    assert files is not None
+    return find_damage(checkpoint, files)
 
 
 def test_what_is_written_is_read_again(checkpoint: Path) -> None:
-    manifest = read_manifest(checkpoint)
-    assert manifest == manifest_of(checkpoint)
-    assert sorted(manifest.files) == ["adapter/weights.bin", "empty", "weights.bin"]
-    assert (manifest.step, manifest.world_size, manifest.precision) == (7, 2, "fp16")
+    names = ["adapter/weights.bin", "empty", "weights.bin"]
+    assert read_manifest(checkpoint) == {name: entry_of(checkpoint / name) for name in names}
+    said = json.loads((checkpoint / MANIFEST_NAME).read_text())
+    assert (said["step"], said["world_size"], said["precision"]) == (7, 2, "fp16") and "torch" in said["versions"]
     (checkpoint / "notes.txt").write_text("added by a callback, which is no damage")
     assert damage(checkpoint) == []
 
@@ -87,11 +82,11 @@ def test_every_flipped_bit_of_the_manifest_is_found(checkpoint: Path) -> None:
             read_manifest(checkpoint)
 
 
-def signed(checkpoint: Path, **changes: Any) -> str:
-    """The text of a manifest that somebody changed and gave the right checksum."""
+def sign(checkpoint: Path, **changes: Any) -> None:
+    """A manifest that somebody changed and gave the right checksum."""
     content = {**json.loads((checkpoint / MANIFEST_NAME).read_text()), **changes}
     del content["manifest_sha256"]
-    return _dump({**content, "manifest_sha256": _checksum(content)})
+    (checkpoint / MANIFEST_NAME).write_text(_with_checksum(content))
 
 
 ENTRY = {"size_bytes": 1, "sha256": "0" * 64}
@@ -103,23 +98,24 @@ ENTRY = {"size_bytes": 1, "sha256": "0" * 64}
         ({"files": {"../outside": ENTRY}}, "'../outside' is not a path inside the checkpoint"),
         ({"files": {"/etc/passwd": ENTRY}}, "'/etc/passwd' is not a path inside"),
         ({"files": {"C:\\x": ENTRY}}, "is not a path inside"),
-        ({"files": {"x": {**ENTRY, "more": 1}}}, "files cannot be .*: expected size_bytes and sha256 of each"),
-        ({"files": {"x": None}}, "files cannot be"),
-        ({"files": ["x"]}, "files cannot be"),
-        ({"format": 2}, "format '2', this version of hf_mp reads format 1"),
-        ({"extra": 1}, "expected the keys"),
+        ({"files": {"x": {**ENTRY, "more": 1}}}, "it is no manifest .*unexpected keyword argument 'more'"),
+        ({"files": {"x": None}}, "it is no manifest"),
+        ({"files": ["x"]}, "it is no manifest"),
+        ({"format": 2}, "format 2, this version of hf_mp reads format 1"),
     ],
     ids=str,
 )
 def test_a_manifest_that_somebody_made_up_is_refused(checkpoint: Path, changes: Any, message: str) -> None:
+    sign(checkpoint, **changes)
     with pytest.raises(CheckpointError, match=message):
-        Manifest.from_json(signed(checkpoint, **changes))
+        read_manifest(checkpoint)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", "null", "", "{}", '"x"'], ids=lambda text: text[:4] or "empty")
-def test_what_is_no_manifest_at_all_is_refused(text: str) -> None:
-    with pytest.raises(CheckpointError):
-        Manifest.from_json(text)
+def test_what_is_no_manifest_at_all_is_refused(checkpoint: Path, text: str) -> None:
+    (checkpoint / MANIFEST_NAME).write_text(text)
+    with pytest.raises(CheckpointError, match=MANIFEST_NAME):
+        read_manifest(checkpoint)
 
 
 def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
@@ -135,21 +131,3 @@ def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
 def test_a_path_that_counts_as_inside_stays_inside(name: str) -> None:
     if is_inside(name):
         assert (Path("/base") / name).resolve().is_relative_to("/base") and name not in ("", ".")
-
-
-@given(
-    st.recursive(
-        st.none() | st.integers() | st.text(max_size=3),
-        lambda inner: (
-            st.lists(inner)
-            | st.dictionaries(
-                st.sampled_from(["format", "files", "step", "versions", "world_size", "precision", "manifest_sha256"]),
-                inner,
-            )
-        ),
-    )
-)
-@settings(max_examples=300, deadline=None)
-def test_only_our_error_comes_from_any_json(value: Any) -> None:
-    with pytest.raises(CheckpointError):
-        Manifest.from_json(json.dumps(value))

@@ -13,9 +13,8 @@ import torch.distributed.checkpoint as dcp
 from trainer_runs import arguments, make_trainer, tiny_gpt2, token_rows
 
 from hf_mp import CheckpointError
-from hf_mp.trainer.checkpoints.atomic import recover
-from hf_mp.trainer.checkpoints.inspection import find_problems, is_finished
-from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, build_manifest, finish
+from hf_mp.trainer.checkpoints.inspection import find_problems
+from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, finish
 from hf_mp.trainer.checkpoints.untrusted import find_hazards
 
 
@@ -50,12 +49,6 @@ def run(saved: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def sign(checkpoint: Path) -> None:
-    """Give a checkpoint a manifest that fits it, as a stranger can."""
-    manifest = build_manifest(checkpoint, step=4, world_size=1, precision="fp16", versions={})
-    (checkpoint / MANIFEST_NAME).write_text(manifest.to_json())
-
-
 def pickled_by_torch(path: Path, touched: Path) -> None:
     torch.save({"state": Touch(touched)}, path)
 
@@ -78,7 +71,7 @@ def test_without_a_manifest_nothing_runs_either(run: Path, tmp_path: Path) -> No
     (checkpoint / "rng_state.pth").unlink()
     with pytest.raises(CheckpointError, match=f"checkpoint-4: optimizer.pt {RUNS_CODE}"):
         trainer(tmp_path / "again").train(resume_from_checkpoint=str(checkpoint))
-    sign(checkpoint)  # and with one, an automatic resume passes it over
+    finish(checkpoint)  # and with one, an automatic resume passes it over
     resumed = trainer(run, max_steps=3)
     resumed.train(resume_from_checkpoint=True)
     assert Path(str(resumed._resumed_from)).name == "checkpoint-2" and not touched.exists()
@@ -97,7 +90,7 @@ def test_the_best_checkpoint_is_one_beside(run: Path, tmp_path: Path, beside: bo
     said = tmp_path / "elsewhere" / ("checkpoint-2" if beside else "checkpoint-99")
     said.mkdir(parents=True)
     path.write_text(json.dumps({**json.loads(path.read_text()), "best_model_checkpoint": str(said)}))
-    sign(path.parent)
+    finish(path.parent)
     resumed = trainer(tmp_path / "again", max_steps=5)
     resumed.train(resume_from_checkpoint=str(path.parent))
     assert resumed.state.best_model_checkpoint == (str(run / "checkpoint-2") if beside else None)
@@ -151,17 +144,3 @@ def test_an_unfinished_checkpoint_of_transformers_is_passed_over(run: Path, unfi
     else:
         (checkpoint / "trainer_state.json").unlink()
     assert any(word in find_problems(checkpoint)[0] for word in ("never finished", "written last"))
-
-
-class Unknown:
-    """Of no class that a checkpoint may hold unasked."""
-
-
-def test_a_finished_checkpoint_that_is_unsafe_to_load_is_put_back_after_a_kill(tmp_path: Path) -> None:
-    staged = tmp_path / "_saving" / "checkpoint-5"
-    staged.mkdir(parents=True)
-    torch.save({"state": Unknown()}, staged / "optimizer.pt")
-    finish(staged, step=5, world_size=1, precision="fp16")
-    assert find_problems(staged) and is_finished(staged)
-    assert recover(tmp_path, is_finished) == [tmp_path / "checkpoint-5"]
-    assert (tmp_path / "checkpoint-5" / "optimizer.pt").is_file()
