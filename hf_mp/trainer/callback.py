@@ -87,7 +87,6 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
             )
         self._given = {"precision": precision, "tables": tables, "rules": rules, **options}
         self.keep_attached = keep_attached
-        self._callbacks: list[TrainerCallback] = []  # of the Trainer, while it trains
         self._trains_with: TrainingArguments | None = None
         settings = SessionSettings.of(None, self._given)
         refuse_lean(settings.policy)
@@ -168,9 +167,9 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
             optimizer.zero_grad()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Report the loss scale of the step that has just ended."""
+        """Show the contract after the first step."""
         if self.session is not None:
-            self.session.after_step(kwargs.get("optimizer"), self._callbacks)
+            self.session.after_step(kwargs.get("optimizer"))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the loss scale and its statistics to a training log, also in the history and for later callbacks."""
@@ -186,7 +185,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         """Write the run's report, if asked; leave an ordinary FP32 model, unless ``keep_attached``."""
         if self.session is not None:
             self.session.end(keep_attached=self.keep_attached)
-        self._callbacks, self._trains_with = [], None
+        self._trains_with = None
 
     def detach(self) -> None:
         """Leave the model as an ordinary FP32 model; a later ``train()`` attaches it again."""
@@ -200,7 +199,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
                 "remove the callback"
             )
         if trainer is not None:
-            self._callbacks = come_first(self, trainer)
+            come_first(self, trainer)
             extend_save(trainer, self)
             Saves(trainer, lambda: _session_of(trainer))
 

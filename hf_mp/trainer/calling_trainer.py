@@ -50,11 +50,8 @@ def _callers() -> Iterator[dict[str, Any]]:
         frame = frame.f_back
 
 
-def come_first(callback: TrainerCallback, trainer: Trainer) -> list[TrainerCallback]:
+def come_first(callback: TrainerCallback, trainer: Trainer) -> None:
     """Move to the front of a Trainer's callbacks, so that those which report see what this one adds to the logs.
-
-    Returns:
-        The Trainer's callbacks.
 
     Raises:
         ValueError: for a second one of its class.
@@ -66,7 +63,6 @@ def come_first(callback: TrainerCallback, trainer: Trainer) -> list[TrainerCallb
         )
     callbacks.remove(callback)
     callbacks.insert(0, callback)
-    return callbacks
 
 
 def forget_prepared(trainer: Trainer | None) -> None:

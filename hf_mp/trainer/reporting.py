@@ -1,18 +1,17 @@
-"""What a Trainer shows of its run's precision: the progress bar's live line, the log, the report."""
+"""What a Trainer shows of its run's precision: the contract, the log of a recorder, the report."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
-from transformers import ProgressCallback, TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 from transformers.utils import logging
 
 from hf_mp.diagnostics.contract.table import PrecisionContract
-from hf_mp.scaling.rules import scale_text
-from hf_mp.step.mixed_precision import MixedPrecision, PrecisionStats
+from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.settings import SessionSettings
 
 if TYPE_CHECKING:  # imported where something is recorded
@@ -28,69 +27,43 @@ _SETTINGS = """
 """
 
 
-class TrainerReporting:
-    """Shows one Trainer's precision; with nothing asked for, only in its progress bar."""
+def start_recording(
+    runtime: MixedPrecision, settings: SessionSettings, args: TrainingArguments
+) -> PrecisionRecorder | None:
+    """Have ``runtime`` recorded if that is asked for, on the first process alone; once for each runtime."""
+    # One log a run: the gradients are the same on every process when they are looked at.
+    if not (settings.histogram_steps or settings.precision_report) or args.process_index != 0:
+        return None
+    from hf_mp.diagnostics.precision_recorder import record_precision
 
-    def __init__(self, settings: SessionSettings) -> None:
-        self.recorder: PrecisionRecorder | None = None
-        self._settings = settings
-        self._line = ""
+    told = {name: value for name in _SETTINGS.split() if (value := getattr(args, name, None)) is not None}
+    return record_precision(
+        runtime,
+        str(args.output_dir),
+        histogram_steps=settings.histogram_steps,
+        settings={name: _readable(value) for name, value in told.items()},
+    )
 
-    def begin(self, runtime: MixedPrecision, args: TrainingArguments) -> None:
-        """Have ``runtime`` recorded if that is asked for, on the first process alone; once for each runtime."""
-        settings = self._settings
-        self.recorder = None
-        # One log a run: the gradients are the same on every process when they are looked at.
-        if settings.records and args.process_index == 0:
-            from hf_mp.diagnostics.precision_recorder import record_precision
 
-            self.recorder = record_precision(
-                runtime,
-                str(args.output_dir),
-                histogram_steps=settings.histogram_steps,
-                settings={
-                    name: _readable(value)
-                    for name in _SETTINGS.split()
-                    if (value := getattr(args, name, None)) is not None
-                },
-            )
+def show_contract(
+    contract: PrecisionContract, risks: str, args: TrainingArguments, recorder: PrecisionRecorder | None
+) -> None:
+    """Print the contract of a run and its risks, and record it for the page; on the first process alone."""
+    if args.process_index == 0:
+        # tqdm writes it above the progress bar; print would tear the bar apart.
+        tqdm.write("\n".join(filter(None, ("precision contract of this run:", str(contract), risks))))
+        if recorder is not None:
+            recorder.note_contract(contract)
 
-    def show_contract(self, contract: PrecisionContract, risks: str, args: TrainingArguments) -> None:
-        """Print the contract of a run and its risks, and record it for the page; on the first process alone."""
-        if args.process_index == 0:
-            # tqdm writes it above the progress bar; print would tear the bar apart.
-            tqdm.write("\n".join(filter(None, ("precision contract of this run:", str(contract), risks))))
-            if self.recorder is not None:
-                self.recorder.note_contract(contract)
 
-    def after_step(self, stats: PrecisionStats, callbacks: Iterable[TrainerCallback]) -> None:
-        """Show the optimizer step that has just ended in the progress bar."""
-        for callback in callbacks:
-            if isinstance(callback, ProgressCallback):
-                self._show_in_progress_bar(callback, stats)
-
-    def _show_in_progress_bar(self, callback: ProgressCallback, stats: PrecisionStats) -> None:
-        bar: Any = callback.training_bar
-        if bar is None or (bar.postfix and bar.postfix != self._line):  # another callback shows its own line
-            return
-        self._line = live_line(stats)
-        bar.set_postfix_str(self._line, refresh=False)  # drawn along with the next step
-
-    def log_entries(self) -> dict[str, float]:
-        """Entries for a training log, in addition to the stats."""
-        latest = None if self.recorder is None else self.recorder.latest
-        return {} if latest is None else latest.log_entries()
-
-    def end(self, args: TrainingArguments) -> None:
-        """Training has come to its end: write the page, if that was asked for."""
-        if self.recorder is None:
-            return
-        self.recorder.end()
-        if self._settings.precision_report:
-            try:
-                logger.info(f"the precision report of this run is {self.recorder.write_report()}")
-            except (OSError, ValueError) as error:  # the training is done: a page is no reason to lose its result
-                logger.warning(f"the precision report of this run could not be written: {error}")
+def end_recording(recorder: PrecisionRecorder, *, with_report: bool) -> None:
+    """Training has come to its end: write the page, if that was asked for."""
+    recorder.end()
+    if with_report:
+        try:
+            logger.info(f"the precision report of this run is {recorder.write_report()}")
+        except (OSError, ValueError) as error:  # the training is done: a page is no reason to lose its result
+            logger.warning(f"the precision report of this run could not be written: {error}")
 
 
 def _readable(value: Any) -> Any:
@@ -100,9 +73,3 @@ def _readable(value: Any) -> Any:
     if isinstance(value, Mapping):
         return ", ".join(f"{key}={item}" for key, item in value.items())
     return str(getattr(value, "value", value))
-
-
-def live_line(stats: PrecisionStats) -> str:
-    """The stats in a few words: ``loss scale 2048, headroom 5.3, skipped 1``."""
-    headroom = [] if stats.headroom is None else [f"headroom {stats.headroom:.1f}"]
-    return ", ".join([f"loss scale {scale_text(stats.loss_scale)}", *headroom, f"skipped {stats.skipped_steps}"])

@@ -7,7 +7,7 @@ import json
 import math
 import pickle
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer import SCALER_NAME
 from transformers.utils import logging
 
@@ -28,7 +28,7 @@ from hf_mp.scaling.events import PrecisionStats
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.first_backward import check_first_backward
 from hf_mp.trainer.fused_head import keep_fused_heads_in_fp32
-from hf_mp.trainer.reporting import TrainerReporting
+from hf_mp.trainer.reporting import end_recording, show_contract, start_recording
 from hf_mp.trainer.settings import SAVE_DTYPES, SessionSettings
 from hf_mp.weights.attachable import check_attachable, runtimes_of
 from hf_mp.weights.ranks.placement import placement_of
@@ -37,6 +37,7 @@ from hf_mp.weights.reading_layout import ReadingLayout
 if TYPE_CHECKING:  # what not every training asks for is imported where it does
     from hf_mp.diagnostics.healing import Healer
     from hf_mp.diagnostics.overflow_report import OverflowReport
+    from hf_mp.diagnostics.precision_recorder import PrecisionRecorder
 
 logger = logging.get_logger(__name__)
 
@@ -53,7 +54,7 @@ class TrainerSession:
     Attributes:
         runtime: the :class:`MixedPrecision` of the current model, also between runs; None for FP32.
         overflow_reports: an :class:`OverflowReport` for each skipped step of that model that was explained.
-        reporting: what shows in the progress bar and the log, and the recorder.
+        recorder: of the run, on the first process; None where nothing is recorded.
         contract: what the first step of the last run that was not skipped showed; None before, and where it is off.
     """
 
@@ -65,7 +66,7 @@ class TrainerSession:
         self._healer: Healer | None = None
         self._norm_again: Tensor | None = None  # of the last step that ran again
         self._logged_steps = 0
-        self.reporting = TrainerReporting(settings)
+        self.recorder: PrecisionRecorder | None = None
         self.contract: PrecisionContract | None = None
         self._watch: ContractWatch | None = None  # until the first step has ended
         self._loaded_in: dict[str, torch.dtype] = {}  # dtypes of the model before it was attached, by name
@@ -111,7 +112,7 @@ class TrainerSession:
             self.runtime.is_of_session = True
         self.runtime.check.measures_norm = measures_norm
         self._observe(self.runtime, model)
-        self.reporting.begin(self.runtime, self.args)
+        self.recorder = start_recording(self.runtime, self.settings, self.args)
         # TRL and PEFT may have put forwards of their own over ours since.
         self.runtime.wrap_forwards()
         self._keep_head(model)
@@ -220,23 +221,23 @@ class TrainerSession:
         norm = self.clip_grad_norm(model, optimizer, limit)
         self._norm_again = torch.nn.utils.clip_grad_norm_(model.parameters(), limit) if norm is None else norm
 
-    def after_step(self, optimizer: Any, callbacks: Iterable[TrainerCallback]) -> None:
-        """Show the step that has just ended; the first that is not skipped shows the contract."""
+    def after_step(self, optimizer: Any) -> None:
+        """A step has just ended: the first that was not skipped shows the contract."""
         # A skipped step updated nothing: it does not show in which dtype moments are kept.
         if self._watch is not None and not self._watch.was_skipped:
             model = self._watch.model
             self.contract = self._watch.contract(optimizer, self.saved_dtypes)
             self._stop_watching()
             risks = check_training(model, optimizer).advice if self.contract.lacks_masters else ""
-            self.reporting.show_contract(self.contract, risks, self.args)
-        if self.runtime is not None:
-            self.reporting.after_step(self.runtime.stats, callbacks)
+            show_contract(self.contract, risks, self.args, self.recorder)
 
     def log_entries(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Entries to add to ``logs``: the stats, if these are training logs."""
         if self.runtime is None or "loss" not in logs:
             return {}
-        return {**self.runtime.stats.log_entries(), **self.reporting.log_entries(), **self._of_healed_step(logs)}
+        latest = None if self.recorder is None else self.recorder.latest
+        recorded = {} if latest is None else latest.log_entries()
+        return {**self.runtime.stats.log_entries(), **recorded, **self._of_healed_step(logs)}
 
     def _of_healed_step(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Loss and norm of the last step if it ran again: the Trainer has those of its first try, inf or NaN."""
@@ -300,7 +301,8 @@ class TrainerSession:
     def end(self, *, keep_attached: bool = False) -> None:
         """The run has ended, or failed: write its report, and let go of model, references and optimizer."""
         try:
-            self.reporting.end(self.args)
+            if self.recorder is not None:
+                end_recording(self.recorder, with_report=self.settings.precision_report)
         finally:
             if not keep_attached:
                 self.detach()

@@ -162,11 +162,6 @@ class SessionSettings(PrecisionOptions):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
 
-    @property
-    def records(self) -> bool:
-        """Whether to record anything."""
-        return bool(self.histogram_steps or self.precision_report)
-
     def warn_of_no_effect(self) -> None:
         """Name the options that were given and change nothing here."""
         given = [] if self.policy.is_mixed else [name for name in _OF_MIXED if getattr(self, name)]

@@ -32,7 +32,7 @@ class _AfterSteps(TrainerCallback):
         self._trainer = trainer
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.session.after_step(kwargs.get("optimizer"), self._trainer.callback_handler.callbacks)
+        self._trainer.session.after_step(kwargs.get("optimizer"))
 
 
 class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
@@ -52,7 +52,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
         rules: own rules of autocast by op and by module name, as for :class:`hf_mp.autocast`; default none.
 
     Attributes:
-        session: the :class:`TrainerSession`, with the ``reporting`` of the run.
+        session: the :class:`TrainerSession`, with the ``contract`` of the run.
 
     Raises:
         ValueError: before anything is written, for an unknown precision, for ``fp16=True``, ``bf16=True`` or

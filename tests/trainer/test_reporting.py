@@ -1,4 +1,4 @@
-"""What a Trainer shows of its precision: the progress bar, TensorBoard, the report; through subclass and callback."""
+"""What a Trainer shows of its precision: log, TensorBoard, report; through subclass and callback."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from trainer_runs import arguments, poisoned, same, tiny_gpt2, token_rows, weights
-from transformers import ProgressCallback, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
 from hf_mp import LossScaleError, MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer
 from hf_mp.diagnostics.report import PAGE_NAME
 from hf_mp.diagnostics.run_log import LOG_NAME, read_run
-from hf_mp.step.mixed_precision import PrecisionStats
-from hf_mp.trainer.reporting import live_line
 
 pytestmark = pytest.mark.usefixtures("without_first_check")
 
@@ -117,41 +115,6 @@ def test_tensorboard_has_the_scalars(contender: str, tmp_path: Path, monkeypatch
     assert [event.value for event in events.Scalars("train/swamped_share")] == pytest.approx(logged)
 
 
-@pytest.mark.parametrize("contender", CONTENDERS)
-def test_the_progress_bar_has_a_live_line(contender: str, tmp_path: Path) -> None:
-    lines: list[str] = []
-
-    class Spy(ProgressCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            super().on_step_end(args, state, control, **kwargs)
-            lines.append(str(self.training_bar))
-
-    train(contender, tmp_path, poisoned(Trainer, (1,)), callbacks=[Spy()], max_steps=3)
-    assert len(lines) == 3
-    assert all("loss scale " in line and "headroom " in line for line in lines)
-    assert [line.rpartition("skipped ")[2].rstrip("]") for line in lines] == ["0", "1", "1"]
-
-
-@pytest.mark.parametrize("contender", CONTENDERS)
-def test_a_line_of_somebody_else_stays(contender: str, tmp_path: Path) -> None:
-    lines: list[str] = []
-
-    class Own(ProgressCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            lines.append(str(self.training_bar.postfix))  # type: ignore[attr-defined]
-            self.training_bar.set_postfix(loss=1.5)  # type: ignore[attr-defined]
-
-    train(contender, tmp_path, callbacks=[Own()], max_steps=3)
-    assert lines[0].startswith("loss scale ") and lines[1:] == ["loss=1.5", "loss=1.5"]
-
-
-def test_the_live_line_says_what_is_known() -> None:
-    assert live_line(PrecisionStats(loss_scale=2048.0, headroom=5.26, skipped_steps=1)) == (
-        "loss scale 2048, headroom 5.3, skipped 1"
-    )
-    assert live_line(PrecisionStats(loss_scale=2.0**-3)) == "loss scale 2^-3, skipped 0"
-
-
 # Settings
 
 
@@ -202,5 +165,5 @@ def test_other_processes_record_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(TrainingArguments, "process_index", property(lambda self: 1))
     args = arguments(tmp_path, MixedPrecisionArguments, histogram_steps=1)
     trainer = MixedPrecisionTrainer(tiny_gpt2(), args, train_dataset=token_rows())
-    assert trainer.session.reporting.recorder is None
+    assert trainer.session.recorder is None
     assert isinstance(trainer.model, nn.Module)

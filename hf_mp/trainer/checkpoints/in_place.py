@@ -27,7 +27,6 @@ from hf_mp.trainer.checkpoints.synced import sync_folder, write_synced
 logger = logging.get_logger(__name__)
 
 STAGING_FOLDER = "_saving"  # a name that the Trainer does not push to the hub
-_HALF = "half-"
 
 
 def aside_of(checkpoint: Path) -> Path:
@@ -43,14 +42,12 @@ def begin(checkpoint: Path) -> None:
     """
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     restore(checkpoint)
-    half = _make_room(_half_of(checkpoint))
-    half.mkdir()
-    write_synced(half / UNFINISHED_NAME, "")
     # A link of that name in a stranger's directory would lead the writing elsewhere.
     if checkpoint.exists() or checkpoint.is_symlink():
+        aside_of(checkpoint).parent.mkdir(exist_ok=True)
         os.rename(checkpoint, aside_of(checkpoint))
-    # It comes with its mark: there is no moment at which it could be taken for the stock Trainer's.
-    os.rename(half, checkpoint)
+    checkpoint.mkdir()
+    write_synced(checkpoint / UNFINISHED_NAME, "")
 
 
 def complete(checkpoint: Path, **about: Any) -> None:
@@ -76,18 +73,22 @@ def restore(checkpoint: Path) -> None:
     Raises:
         OSError: where the disk fails.
     """
-    aside, half = aside_of(checkpoint), _half_of(checkpoint)
+    aside = aside_of(checkpoint)
     if aside.parent.is_symlink():  # in a stranger's directory: what lies there is another run's
         aside.parent.unlink()
-    if (checkpoint / UNFINISHED_NAME).exists():
+    if _is_unfinished(checkpoint):
         logger.warning(f"{checkpoint} was not finished: it is removed")
-        # First out of the way, in one operation: a kill while it goes file by file could leave it without its mark.
-        os.rename(checkpoint, _make_room(half))
+        # Not by a move aside first: a full disk makes no folder to move it to. Its mark goes last, after a kill too.
+        for path in checkpoint.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != UNFINISHED_NAME:
+                path.unlink()
+        shutil.rmtree(checkpoint)
     # A link in a stranger's directory leads to a checkpoint of another run, which stays there.
     if aside.is_dir() and not aside.is_symlink() and not checkpoint.exists():
         os.rename(aside, checkpoint)
         logger.warning(f"{checkpoint} is put back: the save that was to replace it did not come to its end")
-    _discard(half)
     _discard(aside)
 
 
@@ -110,16 +111,11 @@ def clear_up(run_directory: Path) -> None:
     _remove(staging)
 
 
-def _half_of(checkpoint: Path) -> Path:
-    aside = aside_of(checkpoint)
-    return aside.with_name(_HALF + aside.name)
-
-
-def _make_room(path: Path) -> Path:
-    """``path`` in the staging folder, where nothing is any more."""
-    path.parent.mkdir(exist_ok=True)
-    _remove(path)
-    return path
+def _is_unfinished(checkpoint: Path) -> bool:
+    if checkpoint.is_symlink() or not checkpoint.is_dir():
+        return False
+    # Empty where a kill came before its mark, or when all of it was removed.
+    return (checkpoint / UNFINISHED_NAME).exists() or not any(checkpoint.iterdir())
 
 
 def _discard(path: Path) -> None:

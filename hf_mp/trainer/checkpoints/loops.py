@@ -24,7 +24,6 @@ from hf_mp.trainer.checkpoints.manifest import (
     find_damage,
     read_manifest,
 )
-from hf_mp.trainer.checkpoints.optimizer_shards import see_shards
 from hf_mp.trainer.checkpoints.shards import (
     SUFFIX,
     refused_together,
@@ -75,7 +74,6 @@ def save_checkpoint(
     target = Path(directory).absolute()
     runtime = attached_runtime(model)
     with refused_together():
-        see_shards(runtime)
         tensors, plain = training_state.take(model, optimizer)
         scale = None if runtime is None else runtime.state_dict()
         text = _as_json(
@@ -125,7 +123,6 @@ def load_checkpoint(
     checkpoint = _find(Path(directory).absolute())
     runtime = attached_runtime(model)
     with refused_together(), loaded_state.naming(checkpoint, "the state"):
-        see_shards(runtime)
         saved = read_json(checkpoint / STATE_FILE)
     training_state.put(checkpoint / SHARDS_FOLDER, model, optimizer, saved["optimizer"])
     if runtime is not None and saved["mixed_precision"] is not None:

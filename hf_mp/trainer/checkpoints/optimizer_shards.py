@@ -2,8 +2,7 @@
 
 What is saved does not depend on the number of ranks, the memory layout or the wrapper that the optimizer ran with:
 moments are saved as whole FP32 tensors, as the weights are, and sharded by the mesh that loads them.
-torch's ``get_state_dict`` is not used: it takes a step to make the state that it loads into, and asks for an optimizer
-of the model's own parameters, which a lean layout replaces.
+torch's ``get_state_dict`` is not used: it takes a step to make the state that it loads into.
 """
 
 from __future__ import annotations
@@ -17,37 +16,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
-from hf_mp.weights.lean.outside_reads import as_stored
 from hf_mp.weights.ranks.placement import is_dtensor, local_part
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from hf_mp.step.mixed_precision import MixedPrecision
 
 PREFIX = "optimizer/"
 
 
 class _Owned(NamedTuple):
-    """A parameter of an optimizer."""
+    """A parameter of an optimizer, which is the model's own."""
 
     name: str
-    inside: Any  # in the optimizer: of a split shard, this rank's part
-    whole: Any  # in the model
-
-
-def see_shards(runtime: MixedPrecision | None) -> None:
-    """Have a layout convert FSDP2's shards now, as it does when the first forward begins."""
-    if runtime is not None:
-        with torch.no_grad(), as_stored():
-            runtime.begin_forward()
+    parameter: Any
 
 
 def take_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of an optimizer's state by ``optimizer/PARAMETER/KEY``, and all other values, for JSON.
 
     Args:
-        optimizer: of one model's parameters, or of those that a lean layout has replaced them with.
+        optimizer: of one model's parameters.
         names: the model's parameters.
 
     Raises:
@@ -63,7 +52,7 @@ def take_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
     for one in itertools.chain(*groups):
-        entry = optimizer.state.get(one.inside, {})
+        entry = optimizer.state.get(one.parameter, {})
         found = {key: value for key, value in entry.items() if isinstance(value, Tensor)}
         for key, value in found.items():
             tensors[f"{PREFIX}{one.name}/{key}"] = _whole(one, key, value).contiguous()
@@ -145,16 +134,9 @@ def put_state(
         for one in owned:
             settings[-1]["params"].append(number := next(numbers))
             if one.name in entries:
-                state[number] = _inside(one, entries[one.name])
+                state[number] = entries[one.name]
     # By numbers, which is torch's own format: hooks of wrappers and of lean layouts then see what they know.
     optimizer.load_state_dict({"state": state, "param_groups": settings})
-
-
-def _inside(one: _Owned, entry: dict[str, Any]) -> dict[str, Any]:
-    """What this rank's optimizer keeps of the state of a parameter."""
-    if is_dtensor(one.inside):
-        return entry
-    return {key: local_part(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
 
 
 def _parameter_and_key(name: str) -> tuple[str, str]:
@@ -163,19 +145,14 @@ def _parameter_and_key(name: str) -> tuple[str, str]:
 
 
 def _by_group(optimizer: Any, names: Mapping[str, nn.Parameter]) -> list[list[_Owned]]:
-    # Until the first forward, a lean layout's optimizer has FSDP2's shard in the place of this rank's part of it.
-    known = {id(_inside_of(p)): _Owned(name, _inside_of(p), p) for name, p in names.items()}
+    known = {id(p): _Owned(name, p) for name, p in names.items()}
     for number, group in enumerate(optimizer.param_groups):
-        if unknown := [p for p in group["params"] if id(_inside_of(p)) not in known]:
+        if unknown := [p for p in group["params"] if id(p) not in known]:
             raise CheckpointError(
                 f"group {number} of the optimizer has a parameter of shape {tuple(unknown[0].shape)} that the model "
                 "does not have: give both as they are trained together"
             )
-    return [[known[id(_inside_of(p))] for p in group["params"]] for group in optimizer.param_groups]
-
-
-def _inside_of(parameter: Any) -> Any:
-    return getattr(parameter, "local", parameter)
+    return [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def _whole(one: _Owned, key: str, value: Any) -> Tensor:
@@ -187,23 +164,21 @@ def _whole(one: _Owned, key: str, value: Any) -> Tensor:
         )
     if not value.dim():
         return value.full_tensor() if is_dtensor(value) else value
-    if not is_dtensor(one.whole):
+    if not is_dtensor(one.parameter):
         return value
-    if is_dtensor(value):
-        # A partial sum, or one that is sharded otherwise (factored moments), would be split wrongly.
-        if value.shape == one.whole.shape and value.placements == one.whole.placements:
-            return value
-    elif value.shape == local_part(one.whole).shape:
-        return _on_mesh(one.whole, value)
+    # A partial sum, or one that is sharded otherwise (factored moments), would be split wrongly.
+    like = one.parameter
+    if is_dtensor(value) and value.shape == like.shape and value.placements == like.placements:
+        return value
     raise CheckpointError(
         f"{key} of {one.name} has shape {tuple(value.shape)} on this rank, whose part of the parameter has "
-        f"{tuple(local_part(one.whole).shape)}: it cannot be cut for another number of ranks. Use an optimizer with "
-        "state of its parameters' shapes (torch.optim.AdamW), or DDP"
+        f"{tuple(local_part(one.parameter).shape)}: it cannot be cut for another number of ranks. Use an optimizer "
+        "with state of its parameters' shapes (torch.optim.AdamW), or DDP"
     )
 
 
 def _empty(one: _Owned, stored: TensorStorageMetadata) -> Tensor:
-    dtype, like = stored.properties.dtype, one.whole
+    dtype, like = stored.properties.dtype, one.parameter
     if is_dtensor(like) and stored.size:
         if stored.size == like.shape:
             return _on_mesh(like, torch.empty_like(local_part(like), dtype=dtype))

@@ -117,7 +117,7 @@ def test_a_save_that_fails_puts_back_what_it_was_to_replace(tmp_path: Path) -> N
     assert "old" in (tmp_path / "checkpoint-4" / "config.json").read_text()
 
 
-def _fail(*_: Any) -> None:
+def _fail(*_: Any, **__: Any) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
@@ -127,8 +127,7 @@ def test_what_a_failing_disk_keeps_stays_marked_until_the_next_save(
     begin(tmp_path / "checkpoint-4")
     (tmp_path / "checkpoint-4" / "config.json").write_text("{}")
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
-        patch.setattr(os, "rename", _fail)
+        patch.setattr(Path, "unlink", _fail)
         take_back(tmp_path / "checkpoint-4")
     assert find_problems(tmp_path / "checkpoint-4")
     save(tmp_path, "new")
