@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined, TemplateError, UndefinedError
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError, UndefinedError
 
 WIDTH = 120
 TEMPLATE = Path(__file__).with_name("tables.jinja")
@@ -43,18 +43,9 @@ class Regions:
 
     def __init__(self, directory: Path, template: Path = TEMPLATE) -> None:
         self.records = load(directory)
-        jinja = Environment(undefined=StrictUndefined, autoescape=False, trim_blocks=True, lstrip_blocks=True)
-        jinja.filters |= {
-            "f": _format, "mib": lambda size: size / 2**20, "gib": lambda size: size / 2**30, "by": _by,
-            "median": statistics.median, "at": _at,
-            "having": lambda rows, key: [row for row in rows if key in row],
-            "and_last": lambda rows, name, row: {**rows, name: row},
-        }  # fmt: skip
         results = {name: record["result"] for name, record in self.records.items()}
         # Macros, and not blocks: a block that is rendered alone knows nothing of the macros beside it.
-        macros = vars(
-            jinja.from_string(template.read_text(encoding="utf-8")).make_module({**results, "records": self.records})
-        )
+        macros = vars(_JINJA.get_template(str(template)).make_module({**results, "records": self.records}))
         self.regions = {
             name.removeprefix(REGION).replace("_", " "): macro
             for name, macro in macros.items()
@@ -110,3 +101,15 @@ def _at(points: Sequence[tuple[float, float]], x: float) -> float:
     """Between neighbours of ``points``, on a straight line."""
     left, right = zip(*points, strict=True)
     return float(np.interp(x, left, right))
+
+
+# At the end, because it has the functions; one for all, because it keeps what it has compiled.
+_JINJA = Environment(
+    loader=FileSystemLoader("/"), undefined=StrictUndefined, autoescape=False, trim_blocks=True, lstrip_blocks=True
+)
+_JINJA.filters |= {
+    "f": _format, "mib": lambda size: size / 2**20, "gib": lambda size: size / 2**30, "by": _by,
+    "median": statistics.median, "at": _at,
+    "having": lambda rows, key: [row for row in rows if key in row],
+    "and_last": lambda rows, name, row: {**rows, name: row},
+}  # fmt: skip

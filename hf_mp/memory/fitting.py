@@ -63,26 +63,19 @@ def largest_batch_size(
 def search_largest(peak: Callable[[int], int], memory_bytes: int) -> int:
     """The largest n from 1 to :data:`LARGEST_TRIED` with ``peak(n) <= memory_bytes``, or 0.
 
-    ``peak`` must be non-decreasing. Memory is nearly linear in the batch size, so the line through the last two points
+    ``peak`` must be non-decreasing. Memory is nearly linear in the batch size, so the line through two known points
     mostly finds the answer at once; if another part of the step becomes the peak, the search continues from there.
     """
     # Bisection alone would need twice as many estimates.
-    fits, exceeds = 0, LARGEST_TRIED + 1
+    before, fits, exceeds = 0, 0, LARGEST_TRIED + 1
     while exceeds - fits > 1:
-        tried = _next_guess(peak, memory_bytes, fits, exceeds) if fits else 1
+        other = exceeds if exceeds <= LARGEST_TRIED else before
+        slope = (peak(other) - peak(fits)) / (other - fits) if other and fits else 0.0
+        # A slope of 0 is what small batches have where the update, not the activations, is the peak.
+        guess = fits + int((memory_bytes - peak(fits)) / slope) if slope > 0 else 2 * fits
+        tried = max(fits + 1, min(guess, exceeds - 1, _GROWTH * fits))
         if peak(tried) <= memory_bytes:
-            fits = tried
+            before, fits = fits, tried
         else:
             exceeds = tried
     return fits
-
-
-def _next_guess(peak: Callable[[int], int], memory_bytes: int, fits: int, exceeds: int) -> int:
-    """Where the line through two known points meets the limit, clamped to the open interval."""
-    is_known = exceeds <= LARGEST_TRIED
-    other = exceeds if is_known else max(1, fits // 2)
-    slope = (peak(other) - peak(fits)) / (other - fits) if other != fits else 0.0
-    # A slope of 0 is what small batches have where the update, not the activations, is the peak.
-    guess = fits + int((memory_bytes - peak(fits)) / slope) if slope > 0 else 2 * fits
-    highest = exceeds - 1 if is_known else min(LARGEST_TRIED, _GROWTH * fits)
-    return max(fits + 1, min(guess, highest))

@@ -41,7 +41,7 @@ def test_experts_are_predicted_as_they_are_measured(kind: str, precision: str) -
     assert predicted.peak_phase == measured.peak_phase
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["Mixtral", "DeepseekV3"])
 def test_experts_are_predicted_for_a_gpu(kind: str) -> None:
     found = hf_mp.estimate_training_memory(small(kind), "fp16", **STEP)
     assert found.peak_bytes > 16 * found.parameters

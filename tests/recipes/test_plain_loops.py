@@ -69,10 +69,8 @@ def prepared_with_half_the_rate(model, optimizer, precision):
         ("clipping", "DynamicLossScaler", forgetting_to_scale(hf_mp.DynamicLossScaler)),
         ("clipping", "prepare", prepared_with_half_the_rate),
         ("accumulation", "DynamicLossScaler", forgetting_to_scale(hf_mp.DynamicLossScaler)),
-        ("accumulation", "prepare", prepared_with_half_the_rate),
         ("masters", "StaticLossScaler", forgetting_to_scale(hf_mp.StaticLossScaler)),
         ("masters", "MasterWeightOptimizer", RemembersNoMaster),
-        ("masters", "prepare", prepared_with_half_the_rate),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", "").strip("<>"),
 )

@@ -52,7 +52,8 @@ def test_reads_that_no_dispatcher_hears_of_are_counted() -> None:
     assert bench_host.count(step)["host_reads"] == 4
 
 
-def test_the_counts_are_stored_with_the_times(tmp_path: Path) -> None:
+def test_the_counts_are_stored_with_the_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_host, "CONTENDERS", ("fp32", bench_host.PEER, "hf_mp bf16"))
     bench.command("host")(layers=1, width=32, tokens=8, rounds=1, output_dir=tmp_path)
     stored = json.loads((tmp_path / "bench_host.json").read_text())["result"]
     assert stored["counts"].keys() == stored["contenders"].keys() == set(bench_host.CONTENDERS)

@@ -86,18 +86,11 @@ def test_everything_runs_from_a_bare_checkout(bare, tmp_path):
         assert json.loads((out / f"{piece.name}.json").read_text())["result"], piece.name
 
 
-@pytest.mark.parametrize(
-    ("code", "outcome"),
-    [
-        ("import pytest\n\ndef test_it(): pytest.skip('no GPU')\n", r"failed: no test ran"),
-        ("def test_a(): pass\n\ndef test_b(): assert 0\n", r"failed with exit code 1, 1 tests passed"),
-    ],
-    ids=["skipped", "failed"],
-)
-def test_tests_that_do_not_run_or_fail_are_no_success(code, outcome, tmp_path):
-    (tmp_path / "test_few.py").write_text(code)
+def test_tests_that_do_not_run_are_no_success(tmp_path):
+    (tmp_path / "test_few.py").write_text("import pytest\n\ndef test_it(): pytest.skip('no GPU')\n")
     tests = Piece("tests", (*PYTEST, str(tmp_path / "test_few.py")), 60)
-    assert re.match(outcome, run_piece(tests, tiny=False, device="cpu", directory=tmp_path, seconds=60))
+    found = run_piece(tests, tiny=False, device="cpu", directory=tmp_path, seconds=60)
+    assert found.startswith("failed: no test ran")
 
 
 def app_of(function) -> typer.Typer:

@@ -17,15 +17,9 @@ def stored(recipe: str, *flags: str, directory: Path, name: str) -> dict:
 
 
 def test_what_the_loops_came_to(tmp_path):
-    flags = ("--loops", "masters", "mlp", "--scale", "small")
-    result = stored("plain_loops", *flags, directory=tmp_path, name="compare_loops")
-    assert result["options"] == {"loops": ["masters", "mlp"], "scale": "small"}
-    loops = {row["loop"] for row in result["agreements"]}
-    assert loops == {"masters, whole", "masters, split", "masters, prepared", "MLP"}
-    assert all(row["agrees"] for row in result["agreements"])
-    assert set(result["mlp"]) == {"fp32", "fp16"}
-    assert len(result["mlp"]["fp16"]["losses"]) == 7
-    assert result["mlp"]["fp16"]["peak_bytes"] > 2**20
+    result = stored("plain_loops", "--loops", "autocast", "--scale", "small", directory=tmp_path, name="compare_loops")
+    assert result["options"] == {"loops": ["autocast"], "scale": "small"}
+    assert all(row["agrees"] for row in result["agreements"]) and result["threads"] == 1
 
 
 @pytest.mark.exhaustive
