@@ -41,8 +41,6 @@ class Healed:
         module, op: where values left FP16's range.
         largest: their largest magnitude; FP16 ends at 65504.
         fp32_share: share of the forward's floating point operations that are out of 16 bits since.
-        expert: of stacked experts, the one whose rows left it, such as
-            ``"model.layers.3.mlp.experts.gate_up_proj[5]"``; else ``""``.
     """
 
     step: int
@@ -52,12 +50,10 @@ class Healed:
     op: str
     largest: float
     fp32_share: float
-    expert: str = ""
 
     def __str__(self) -> str:
         where = f"{self.op!r} in {f'module {self.module!r}' if self.module else 'the model itself'}"
         rules = ", ".join(f"{key!r}: {value!r}" for key, value in self.rules.items())
-        where += f", {self.expert}," if self.expert else ""
         return f"{where} came to {self.largest:g}, and FP16 ends at {FP16_MAX:g}: {self.remedy} ({{{rules}}})"
 
 
@@ -158,7 +154,7 @@ class Healer(StepObserver):
         step, share, new = self._runtime.stats.steps + 1, cure.fp32_share, list[Healed]()
         for remedy, rules, found in cure.remedies:
             largest = math.inf if found.cuts and not found.is_origin else found.largest
-            new.append(Healed(step, remedy, rules, found.module, found.op, largest, share, found.expert))
+            new.append(Healed(step, remedy, rules, found.module, found.op, largest, share))
         self.healed += new
         lines = "\n".join(f"  {one}" for one in new)
         logger.warning(

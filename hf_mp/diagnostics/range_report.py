@@ -62,8 +62,8 @@ class RangeReport:
 
     def __str__(self) -> str:
         shown = [op for op in self.ops if op.overflows or op.is_within(CLOSE_DOUBLINGS)]
-        header = ("module or expert", "op", "largest", "headroom", "largest gradient", "in FP16")
-        rows = [(op.expert or op.module, op.op, *_cells(op)) for op in shown]
+        header = ("module", "op", "largest", "headroom", "largest gradient", "in FP16")
+        rows = [(op.module, op.op, *_cells(op)) for op in shown]
         title = f"{self.model} in {self.precision}, {self.batches} batches"
         text = printed(title, table(header, rows, names=2), width=150) if rows else ""
         return text + "".join(f"{sentence}\n" for sentence in self.sentences())  # rules are to be copied: no line ends

@@ -11,14 +11,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
-from hf_mp.casting.experts import ExpertCall, ExpertCalls
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import SCALABLE, WITH_WEIGHTS, Product
 from hf_mp.casting.tables import CastRule
@@ -28,6 +27,8 @@ from hf_mp.kernels.gradient_scan import real_values
 from hf_mp.scaling.rules import FP16_MAX
 
 STAND_IN = torch.bfloat16  # for FP16
+# Of stacked experts, weights are weights too, though this product cannot be divided.
+_WEIGHTED = {**WITH_WEIGHTS, "_grouped_mm": Product((0, "input"))}
 MASK = -1e37  # what lies below was written to mask, as finfo(dtype).min is
 
 
@@ -47,8 +48,6 @@ class OpRange:
             results in 16 bits and, for a product, of what it reads; None without one.
         cuts: whether rounding to 16 bits made -inf of a finite number, as of ``finfo(float32).min`` in a mask.
         flops: floating point operations of all calls.
-        expert: of stacked experts, whose rows it is about, by the weight of the last product, such as
-            ``"model.layers.3.mlp.experts.gate_up_proj[5]"``; ``""`` for all other calls.
     """
 
     module: str
@@ -61,7 +60,6 @@ class OpRange:
     fp16_gradient: float | None = None
     cuts: bool = False
     flops: int = 0
-    expert: str = ""
 
     @property
     def headroom(self) -> float:
@@ -103,14 +101,13 @@ class RangeRecorder:
 
     def __init__(self, limit: float = FP16_MAX, *, backward: bool = False) -> None:
         self._limit, self._backward = limit, backward
-        self._found: dict[tuple[str, str, str], OpRange] = {}  # by module, op and expert
+        self._found: dict[tuple[str, str], OpRange] = {}  # by module and op
         self._flops = FlopCounterMode(display=False)
         self._hooks: list[RemovableHandle] = []
 
     @contextmanager
     def recording(self, mode: Any, model: nn.Module) -> Iterator[None]:
         """To run forwards of ``model`` and backwards in, under the autocast ``mode``."""
-        self._experts = ExpertCalls(model)
         # Counted op by op, since a rule may move one op of a module out of 16 bits.
         with watching(dict(model.named_modules()), mode, self._record), self._flops:
             yield
@@ -127,138 +124,67 @@ class RangeRecorder:
         # What was not written yet may hold any bits, inf among them.
         if (name := call.name) is None or name in UNINITIALISED:
             return call.make()
-        experts = self._experts.of(call.module, call.func, call.args, call.kwargs)
         is_product = call.rule is CastRule.LOWER_PRECISION and call.mode.dtype is STAND_IN
+        given = call.args, call.kwargs
         with torch._C.DisableTorchFunction(), torch.no_grad():
             # Below torch functions: what this looks with is not to be cast, counted or recorded itself.
-            given = _Given.of(name, call.args, call.kwargs, experts, is_product)
-            operands = given.largest_operands()  # before they are written to
+            read = list(tensors_in(_activations(name, given)))
+            operands = _operands(name, given) if is_product else (0.0, 0.0)  # before they are written to
         flops = self._flops.get_total_flops()
         result = call.make()
-        self._experts.made(call.module, call.func, call.args, result)
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            outputs = _made(result, () if is_in_place(name) else (call.args, call.kwargs))
+            outputs = _made(result, () if is_in_place(name) else given)
             if outputs or is_product:
-                flops = self._flops.get_total_flops() - flops
-                # Not strict: results of other rows than the experts' are one part, whose operands come first.
-                for part, largest in zip(given.parts_of(outputs), operands, strict=False):
-                    key = call.module, name, part.name
-                    found = self._range_of(key, given, part, largest, outputs, flops)
-                    self._found[key] = self._found[key].with_call(found) if key in self._found else found
-                    if self._backward:
-                        self._watch_gradients(key, given, part, outputs)
+                held = [output for output in outputs if output.dtype is STAND_IN]
+                made = _largest(held)
+                largest = max_of([*operands, made])
+                is_fp16 = is_product or bool(held)
+                found = OpRange(
+                    call.module,
+                    name,
+                    largest=largest if is_fp16 else _largest(outputs),
+                    is_fp16=is_fp16,
+                    least=made,
+                    largest_weight=operands[1],
+                    # NaN is not within the limit. What the call is given is looked at only where it is beyond.
+                    is_origin=not largest <= self._limit
+                    and _largest(tensor for tensor in read if tensor.dtype is STAND_IN) <= self._limit,
+                    cuts=_has_minus_inf(held) and not _has_minus_inf(_floating(given)),
+                    flops=self._flops.get_total_flops() - flops,
+                )
+                key = call.module, name
+                self._found[key] = self._found[key].with_call(found) if key in self._found else found
+                if self._backward:
+                    self._watch_gradients(key, [*held, *_floating(given)] if is_product else held)
         return result
 
-    def _range_of(
-        self,
-        key: tuple[str, str, str],
-        given: _Given,
-        part: _Part,
-        operands: tuple[float, float],
-        outputs: list[Tensor],
-        flops: int,
-    ) -> OpRange:
-        """One call."""
-        found = [part.of(output) for output in outputs]
-        in_16_bits = [output for output in found if output.dtype is STAND_IN]
-        made = _largest(in_16_bits)
-        held = max_of([*operands, made])
-        is_fp16 = given.is_product or bool(in_16_bits)
-        return OpRange(
-            *key[:2],
-            largest=held if is_fp16 else _largest(found),
-            is_fp16=is_fp16,
-            least=made,
-            largest_weight=operands[1],
-            # NaN is not within the limit. What the call is given has to be looked at only where it is beyond.
-            is_origin=not held <= self._limit
-            and _largest(part.of(read) for read in given.computed if read.dtype is STAND_IN) <= self._limit,
-            cuts=_has_minus_inf(in_16_bits) and not _has_minus_inf(given.floating),
-            flops=round(flops * part.share),
-            expert=part.name,
-        )
-
-    def _watch_gradients(self, key: tuple[str, str, str], given: _Given, part: _Part, outputs: list[Tensor]) -> None:
+    def _watch_gradients(self, key: tuple[str, str], tensors: Iterable[Tensor]) -> None:
         """Take down gradients of results and, for a product, of what it reads."""
-        held = [output for output in outputs if output.dtype is STAND_IN]
-        for tensor in [*held, *given.floating] if given.is_product else held:
+        for tensor in tensors:
             if tensor.requires_grad:
-                take = functools.partial(self._take_gradient, key, part, tensor is part.weight)
-                self._hooks.append(tensor.register_hook(take))
+                self._hooks.append(tensor.register_hook(functools.partial(self._take_gradient, key)))
 
-    def _take_gradient(self, key: tuple[str, str, str], part: _Part, of_weight: bool, gradient: Tensor | None) -> None:
+    def _take_gradient(self, key: tuple[str, str], gradient: Tensor | None) -> None:
         if gradient is not None:
             with torch._C.DisableTorchFunction(), torch.no_grad():
-                largest = _largest([part.of(gradient, of_weight=of_weight)])
+                largest = _largest([gradient])
             before = self._found[key].fp16_gradient or 0.0
             self._found[key] = replace(self._found[key], fp16_gradient=max_of([before, largest]))
 
 
-class _Part(NamedTuple):
-    """All of a call, or in one of stacked experts what belongs to one of them."""
-
-    name: str = ""  # full one of the expert's weight
-    expert: int = 0
-    rows: Tensor | None = None  # bool: which are the expert's; None for all of the call
-    share: float = 1.0  # of the rows
-    weight: Tensor | None = None  # that the call is given for all experts
-
-    def of(self, tensor: Tensor, *, of_weight: bool = False) -> Tensor:
-        """What belongs to it of ``tensor``: an operand, a result or a gradient; ``of_weight``: of ``weight``."""
-        if self.rows is None:
-            return tensor
-        if of_weight or tensor is self.weight:
-            return tensor[self.expert]
-        return tensor[self.rows] if len(tensor) == len(self.rows) else tensor
+def _operands(op: str, given: tuple[Any, Any]) -> tuple[float, float]:
+    """The largest magnitudes of a product's input, and of its other factors; 0 where they cannot be divided."""
+    floating = _floating(given)
+    if op not in SCALABLE:
+        return _largest(floating), 0.0
+    read = {id(tensor) for tensor in tensors_in(_activations(op, given, SCALABLE))}
+    return (
+        _largest(tensor for tensor in floating if id(tensor) in read),
+        _largest(tensor for tensor in floating if id(tensor) not in read),
+    )
 
 
-class _Given(NamedTuple):
-    """What a call is given."""
-
-    floating: list[Tensor]
-    computed: list[Tensor]  # by the model: not the weights of products
-    factors: list[Tensor]  # of a product that can be divided, all but its input
-    parts: list[_Part]
-    is_product: bool
-
-    @classmethod
-    def of(cls, op: str, args: Any, kwargs: Mapping[str, Any], experts: ExpertCall | None, is_product: bool) -> _Given:
-        floating = _floating((args, kwargs))
-        if experts is None or not len(experts.rows.experts):
-            read = _activations(op, (args, kwargs), SCALABLE)
-            factors = [tensor for tensor in floating if tensor is not read] if op in SCALABLE else []
-            return cls(floating, [*tensors_in(_activations(op, (args, kwargs)))], factors, [_Part()], is_product)
-        place = experts.place
-        weight = None if place is None else args[place] if isinstance(place, int) else kwargs[place]
-        computed = [tensor for tensor in floating if tensor is not weight]
-        return cls(floating, computed, [] if weight is None else [weight], _parts_of(experts, weight), is_product)
-
-    def largest_operands(self) -> list[tuple[float, float]]:
-        """Of each part, the largest magnitudes of what a product reads: of its input, and of all else; 0 for another
-        call."""
-        if not self.is_product:
-            return [(0.0, 0.0)] * len(self.parts)
-        factors = {id(tensor) for tensor in self.factors}
-        read = [tensor for tensor in self.computed if id(tensor) not in factors]
-        return [(_largest(map(part.of, read)), _largest(map(part.of, self.factors))) for part in self.parts]
-
-    def parts_of(self, outputs: list[Tensor]) -> list[_Part]:
-        """The parts in which results are to be looked at: of other rows than the experts', all of them together."""
-        are_rows = all(part.rows is None or len(output) == len(part.rows) for part in self.parts for output in outputs)
-        return self.parts if are_rows else [_Part()]
-
-
-def _parts_of(call: ExpertCall, weight: Tensor | None) -> list[_Part]:
-    """What belongs to each expert of a call, which is given ``weight``."""
-    parts, rows = [], call.rows
-    for expert in rows.experts[rows.experts >= 0].unique().tolist():
-        its = rows.experts == expert
-        share, whole = its.double().mean().item(), weight if rows.is_whole else None
-        parts.append(_Part(call.expert(expert), expert, its, share, whole))
-    return parts
-
-
-def _activations(op: str, inputs: tuple[Any, Any], products: Mapping[str, Product] = WITH_WEIGHTS) -> Any:
+def _activations(op: str, inputs: tuple[Any, Any], products: Mapping[str, Product] = _WEIGHTED) -> Any:
     """What an op is given; of ``products`` the input alone, without the weight and bias."""
     if op not in products:
         return inputs

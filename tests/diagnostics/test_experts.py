@@ -42,7 +42,10 @@ def in_backward(layer: nn.Module, expert: int) -> None:
 
 def beyond_fp16(layer: nn.Module, *experts: int) -> None:
     """One half of what the first product of these experts gives leaves FP16's range, and the second brings it back."""
-    held = layer.mlp.experts
+    held, inputs = layer.mlp.experts, 300.0  # weights are in range, and so are their inputs
+    layer.post_attention_layernorm.weight.data *= inputs
+    getattr(layer.mlp, "router" if hasattr(held, "limit") else "gate").weight.data /= inputs
+    held.gate_up_proj.data /= inputs
     for expert in experts:
         weight = held.gate_up_proj.data[expert]
         (weight if hasattr(held, "limit") else weight[len(weight) // 2 :]).mul_(3e5)
@@ -150,37 +153,23 @@ def test_the_products_of_a_layer_are_healed_where_its_experts_overflow(kind: str
         optimizer.zero_grad()
     healer = hf_mp.heal_overflows(runtime)
     assert runtime.stats.skipped_steps == 0 and loss.isfinite()
-    assert [healed.expert for healed in healer.healed] == [f"{EXPERTS}.gate_up_proj[{expert}]" for expert in (1, 2)]
     assert runtime.remedies == rules_of(kind, implementation)
     assert healer.healed[-1].fp32_share < 0.02
-    assert f"module {EXPERTS!r}, {EXPERTS}.gate_up_proj[1], came to" in str(healer.healed[0])
+    assert f"in module {EXPERTS!r} came to" in str(healer.healed[0])
 
 
 @ALL
-def test_calibrate_tells_the_experts_apart(kind: str, implementation: str) -> None:
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_calibrate_finds_a_rule_for_the_experts_of_a_layer(kind: str, implementation: str, is_compiled: bool) -> None:
     model = make(kind, implementation)
     beyond_fp16(model.model.layers[1], 2)
+    if is_compiled:
+        model.compile(backend="aot_eager")  # a diagnosis runs it as it is written
     report = hf_mp.calibrate(model, [{"input_ids": batch(), "labels": batch()}])
-    names = [f"{EXPERTS}.gate_up_proj[{expert}]" for expert in range(4)]
-    products = [op for op in report.ops if op.module == EXPERTS and op.expert in names]
-    assert {op.expert for op in products} == {*names}
-    assert {op.expert for op in report.overflows if op.expert} == {names[2]}
-    assert all(
-        hasattr(model.get_submodule(op.expert.rpartition(".")[0]), "down_proj") for op in report.ops if op.expert
-    )
-    largest = {op.expert: op.largest for op in products if op.op in ("_grouped_mm", "bmm", "linear", "matmul")}
-    assert largest[names[2]] > 65504 > 1000 > max(largest[name] for name in names if name != names[2])
-    assert all(op.fp16_gradient is not None for op in products if op.op in ("_grouped_mm", "bmm", "linear", "matmul"))
     assert report.rules.keys() == rules_of(kind, implementation).keys()
-    assert f"{EXPERTS}.gate_up_proj[2]" in str(report)
+    ((module, op),) = (key.split(":") for key in report.rules)
+    (found,) = (one for one in report.ops if (one.module, one.op) == (module, op))
+    assert found.overflows and found.fp16_gradient is not None
     runtime = hf_mp.MixedPrecision("fp16", rules=report.rules)
     runtime.attach(model)
     assert model(input_ids=batch(), labels=batch()).loss.isfinite()
-
-
-def test_experts_of_a_compiled_model_are_looked_at_as_they_are_written() -> None:
-    model = make("Mixtral")
-    beyond_fp16(model.model.layers[1], 2)
-    model.compile(backend="aot_eager")
-    report = hf_mp.calibrate(model, [{"input_ids": batch(), "labels": batch()}])
-    assert {op.expert for op in report.overflows if op.expert} == {f"{EXPERTS}.gate_up_proj[2]"}

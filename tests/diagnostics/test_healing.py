@@ -271,7 +271,7 @@ def found(module: str, op: str, largest: float = 4 * 65504.0, weight: float = 1.
     return OpRange(module, op, largest, is_fp16=True, largest_weight=weight, is_origin=True)
 
 
-OF_EXPERT = OpRange("experts", "_grouped_mm", largest=4 * 65504.0, expert="experts.gate_up_proj[5]")
+OF_EXPERT = OpRange("experts", "_grouped_mm", largest=4 * 65504.0)
 
 
 def remedy(place: OpRange, rules: dict[str, str] | None = None, **situation: Any) -> dict[str, str]:
