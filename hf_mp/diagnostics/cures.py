@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hf_mp.diagnostics.kept_state import KeptBackward
-from hf_mp.diagnostics.looks import look
+from hf_mp.diagnostics.looks import Rerun, look
 from hf_mp.diagnostics.ranges import OpRange
 from hf_mp.diagnostics.remedies import (
     CannotHealError,
@@ -70,7 +70,9 @@ def find_cure(runtime: MixedPrecision, backward: KeptBackward) -> Cure:
                 runtime, seen.ranges, lambda rules: look(runtime, backward, rules=rules).ranges, places
             )
             if placed:
-                return replace(cure, remedies=tuple(placed), fp32_share=fp32_share(after), scale=scale)
+                return replace(
+                    cure, remedies=tuple(placed), fp32_share=fp32_share(after), scale=runtime.scaler.get_scale()
+                )
             if seen.is_finite:  # a mask that nothing comes of is none of our business
                 break
         else:
@@ -78,8 +80,10 @@ def find_cure(runtime: MixedPrecision, backward: KeptBackward) -> Cure:
             return replace(cure, reason=reason)
     except CannotHealError as error:
         return replace(cure, error=str(error))
-    if not with_gradients:
-        return cure
+    return _with_scale(runtime, cure, seen, scale) if with_gradients else cure
+
+
+def _with_scale(runtime: MixedPrecision, cure: Cure, seen: Rerun, scale: float) -> Cure:
     fits = fitting_scale(seen.ranges, scale)
     if runtime.policy.is_lean:  # the weights' gradients themselves are in 16 bits
         fits = min(fits, scale_with_headroom(seen.largest_gradient or 1.0, 1.0))

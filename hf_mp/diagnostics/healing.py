@@ -116,13 +116,16 @@ class Healer(StepObserver):
                 torch.compiler.reset()  # what was compiled has no hook for the new rules
         if not self._can_run_again(is_healed=bool(rules)):
             return False
-        scaler = runtime.scaler
-        before = scaler.get_scale()
-        scale = min([before, *(cure.scale or before for cure in found)])
+        return self._backs_off(cures, is_healed=bool(rules)) or bool(rules)
+
+    def _backs_off(self, cures: list[Cure | None], *, is_healed: bool) -> bool:
+        """Whether the loss scale goes down to what all ranks have found, or by half as a guess."""
+        before = self._runtime.scaler.get_scale()
+        scale = min([before, *(cure.scale or before for cure in cures if cure is not None)])
         # One rank that does not know what helps would overflow again. Without a reason seen, by half: BF16, in which it
         # is looked at, has 3 bits less than FP16.
-        is_lower = None not in cures and (scale < before or not rules)
-        return (is_lower and scaler.back_off(min(scale, before / 2.0))) or bool(rules)
+        is_lower = None not in cures and (scale < before or not is_healed)
+        return is_lower and self._runtime.scaler.back_off(min(scale, before / 2.0))
 
     def _can_run_again(self, *, is_healed: bool) -> bool:
         check = self._runtime.check

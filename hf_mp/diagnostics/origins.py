@@ -56,7 +56,8 @@ class Origin:
     is_mask: bool = False  # whether it is only -inf, written on purpose
 
 
-_UNKNOWN = Origin("not found", 0, is_mask=True)  # of what was not finite before: nobody's fault, as a mask is
+# Of what was not finite before, and of memory that nobody has written: nobody's fault, as a mask is.
+_UNKNOWN, _UNWRITTEN = Origin("not found", 0, is_mask=True), Origin("not found", 0, is_mask=True)
 
 
 class OriginTracker:
@@ -72,7 +73,7 @@ class OriginTracker:
         self._running = [names.get(id(entry), "")]  # modules, innermost last
         self._experts, self._counts = ExpertCalls(model), expert_counts(model)
         self._parameters: dict[tuple[int, torch.Size], str] = {}
-        self._origins: dict[int, Origin | None] = {}  # by storage; None: uninitialized memory
+        self._origins: dict[int, Origin] = {}  # by storage
         self._made = 0
         self.of_gradients: list[Origin | None] = []
 
@@ -134,12 +135,21 @@ class OriginTracker:
         self._mark(result, site)
         with torch._C.DisableTorchFunction():
             # An assignment, x[0] = y, returns nothing.
-            self._look(site, given, before, made, [*tensors_in(args[:1] if result is None else result)])
+            outputs = [*tensors_in(args[:1] if result is None else result)]
+            if name in UNINITIALISED:
+                self._origins.update(dict.fromkeys(map(_memory, outputs), _UNWRITTEN))
+            else:
+                self._look(site, given, before, made, outputs)
         return result
 
     def _state(self, tensor: Tensor) -> Finiteness | None:
         """How finite a tensor is; None where nobody has written its memory."""
-        return None if self._origins.get(_memory(tensor), _UNKNOWN) is None else finiteness(tensor)
+        return None if self._origins.get(_memory(tensor)) is _UNWRITTEN else finiteness(tensor)
+
+    def _read(self, before: Mapping[int, Finiteness | None]) -> Origin | None:
+        """The origin of what a call has read: of the worst, the first; of a mask only where there is no other."""
+        tainted = [(self._origins.get(memory, _UNKNOWN), state) for memory, state in before.items() if state]
+        return min(tainted, key=lambda pair: (pair[0].is_mask, -pair[1], pair[0].order), default=(None,))[0]
 
     def _look(
         self,
@@ -150,23 +160,17 @@ class OriginTracker:
         outputs: list[Tensor],
     ) -> None:
         """Note the origins of ``outputs``, of a call before which ``made`` origins were known."""
-        if site.op in UNINITIALISED:
-            self._origins.update(dict.fromkeys(map(_memory, outputs)))
-            return
-        tainted = [(state, self._origins.get(memory) or _UNKNOWN) for memory, state in before.items() if state]
-        guilty = [pair for pair in tainted if not pair[1].is_mask]
-        # Of the worst, the first.
-        origin = min(guilty, key=lambda pair: (-pair[0], pair[1].order))[1] if guilty else None
+        origin = self._read(before)
+        is_known = origin is not None and not origin.is_mask
         for output in outputs:
             memory, state = _memory(output), finiteness(output)
-            known, was = self._origins.get(memory), before.get(memory, Finiteness.FINITE)
-            if known is not None and known.order > made:  # by a call inside of this one
+            was = before.get(memory, Finiteness.FINITE)
+            if self._origins.get(memory, _UNKNOWN).order > made:  # by a call inside of this one
                 continue
             # Memory that is written in part holds whatever was there; a view says nothing new.
-            if origin is not None if was is None else state > was:
-                if origin is None and state is Finiteness.MINUS_INF and tainted:
-                    origin = tainted[0][1]
-                origin = origin or self._of_call(site, given, outputs, state)
+            if is_known if was is None else state > was:
+                if origin is None or (origin.is_mask and state is not Finiteness.MINUS_INF):
+                    origin = self._of_call(site, given, outputs, state)
                 self._origins[memory] = origin
             elif memory not in before:
                 self._origins.pop(memory, None)

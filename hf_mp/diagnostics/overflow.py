@@ -93,10 +93,7 @@ class OverflowExplainer(StepObserver):
         self._unclean_steps += 1
         # A run that fails at every step is not to spend its time on replays.
         if suspects and self._unclean_steps & (self._unclean_steps - 1) == 0:  # the 1st, 2nd, 4th, 8th, ... in a row
-            explained = self._explain(suspects, backwards)
-            # The inf came from another process, which explains it: all replay at the same time.
-            if explained.phase != "not found" or explained.notes or not is_running():
-                self._publish(explained)
+            self._publish(self._explain(suspects, backwards))
 
     def detached(self) -> None:
         self.backwards.clear()
@@ -146,6 +143,9 @@ class OverflowExplainer(StepObserver):
         return report
 
     def _publish(self, report: OverflowReport) -> None:
+        # An inf that came from another process is explained there: all replay at the same time.
+        if is_running() and report.phase == "not found" and not report.notes:
+            return
         known = {earlier.culprit for earlier in self.reports}
         self.reports.append(report)
         # The same place overflows at many steps: it is one message.

@@ -23,6 +23,15 @@ from hf_mp.policy import needs_loss_scale
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.ranks.placement import is_dtensor, is_running, is_sharded
 
+_NOT_KEPT = (
+    "a gradient that came into an output was too large to keep, so this backward could not be replayed; from now on it "
+    "is kept, for the next failure"
+)
+_TOO_LARGE = (
+    "a gradient is finite and its square is not (2**64 or more), so that the step is skipped for it as for inf: scale "
+    "the loss down, or look for what multiplies it"
+)
+
 
 def replay(runtime: MixedPrecision, backward: KeptBackward, report: OverflowReport) -> OverflowReport:
     """``report``, completed by a forward and backward of one micro-batch without side effects.
@@ -30,13 +39,9 @@ def replay(runtime: MixedPrecision, backward: KeptBackward, report: OverflowRepo
     Raises:
         RuntimeError: where it would take the other processes.
     """
-    model, scale, notes = runtime.model, runtime.scaler.get_scale(), list[str]()
+    model, scale = runtime.model, runtime.scaler.get_scale()
     assert model is not None  # it was called
-    # A replay happens where a step failed, which the other processes do not know of.
-    if is_running() and any(isinstance(module, SyncBatchNorm) for module in model.modules()):
-        raise RuntimeError("SyncBatchNorm communicates with the other processes, which do not replay")
-    if is_sharded(model) or any(map(is_dtensor, model.parameters())):
-        raise RuntimeError("its weights are sharded, and gathering them needs the other processes")
+    _refuse_what_takes_others(model)
     tracker = OriginTracker(model, backward.calls[0].forward.module())
 
     @contextmanager
@@ -47,11 +52,9 @@ def replay(runtime: MixedPrecision, backward: KeptBackward, report: OverflowRepo
 
     dtype, is_kept = runtime.policy.compute, backward.is_kept()
     rerun = run_again(runtime, backward, watching, dtype=dtype, scale=scale, with_gradients=is_kept)
-    if any(call.versions != call.versions_now() for call in backward.calls):
-        notes.append("the batch was modified in place since the forward: the replay may differ")
     if difference := _difference(backward, rerun.outputs):
         # Nothing below is valid for another forward than the one that failed.
-        return replace(report, notes=(*notes, difference))
+        return replace(report, notes=(difference,))
     experts = expert_counts(model)
     too_large = [
         part
@@ -61,21 +64,31 @@ def replay(runtime: MixedPrecision, backward: KeptBackward, report: OverflowRepo
     report = replace(report, nonfinite_gradients=tuple(too_large))
     # What comes first in a step is the origin of what comes later.
     origin = _first(map(tracker.of, rerun.outputs)) or _of_entry(backward, rerun.outputs, scale)
-    if (origin := origin or _first(tracker.of_gradients)) is None:
-        if not is_kept:
-            notes.append(
-                "a gradient that came into an output was too large to keep, so this backward could not be replayed; "
-                "from now on it is kept, for the next failure"
-            )
-        if too_large:
-            notes.append(
-                "a gradient is finite and its square is not (2**64 or more), so that the step is skipped for it as for "
-                "inf: scale the loss down, or look for what multiplies it"
-            )
-        return replace(report, notes=tuple(notes))
+    if origin := origin or _first(tracker.of_gradients):
+        return _with_origin(runtime, backward, report, origin)
+    if not is_kept:
+        return replace(report, notes=(_NOT_KEPT,))
+    return replace(report, notes=(_TOO_LARGE,)) if too_large else report
+
+
+def _refuse_what_takes_others(model: nn.Module) -> None:
+    # A replay happens where a step failed, which the other processes do not know of.
+    if is_running() and any(isinstance(module, SyncBatchNorm) for module in model.modules()):
+        raise RuntimeError("SyncBatchNorm communicates with the other processes, which do not replay")
+    if is_sharded(model) or any(map(is_dtensor, model.parameters())):
+        raise RuntimeError("its weights are sharded, and gathering them needs the other processes")
+
+
+def _with_origin(
+    runtime: MixedPrecision, backward: KeptBackward, report: OverflowReport, origin: Origin
+) -> OverflowReport:
+    assert runtime.model is not None
     found = {name: getattr(origin, name) for name in ("phase", "module", "op", "tensor", "inputs", "outputs")}
-    report = replace(report, **found, smaller_scale_helps=False)
-    spoiled = [name for name, buffer in model.named_buffers() if finiteness(buffer) is Finiteness.NOT_FINITE]
+    report, notes = replace(report, **found, smaller_scale_helps=False), list[str]()
+    if any(call.versions != call.versions_now() for call in backward.calls):
+        notes.append("the batch was modified in place since the forward: the replay may differ")
+    buffers = runtime.model.named_buffers()
+    spoiled = [name for name, buffer in buffers if finiteness(buffer) is Finiteness.NOT_FINITE]
     if spoiled and origin.phase != "weight":  # one that is itself the origin needs no note
         notes.append(f"the forward has left inf or NaN in {', '.join(spoiled[:5])}, which no skip takes back")
     if origin.phase in ("forward", "backward"):
@@ -119,8 +132,8 @@ def _blame_what_is_there(tracker: OriginTracker, model: nn.Module, backward: Kep
             tracker.blame(tensor, Origin("input", 0, tensor=name, inputs=ranges_of([(name, tensor)])))
     experts = expert_counts(model)
     # In training, batch normalization only writes the statistics of its batches.
-    norms = [module for module in model.modules() if isinstance(module, _NormBase) and module.training]
-    written = {id(buffer) for module in norms for buffer in module.buffers()}
+    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+    written = {id(buffer) for module in norms for buffer in module.buffers() if module.training}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         # A buffer may be a mask, which holds -inf on purpose; a parameter may not.
         least = Finiteness.MINUS_INF if isinstance(tensor, nn.Parameter) else Finiteness.NOT_FINITE

@@ -96,9 +96,28 @@ def read_run(directory: Path) -> RunRecords:
             f"{directory} holds no run: no file {LOG_NAME} is in it. "
             "MixedPrecisionArguments(precision_report=True) or hf_mp.record_precision(model, RUN_DIR) writes one"
         )
-    run, events, damaged = RunRecords(directory), list[Any](), []
+    run, lines = RunRecords(directory), [line for line in path.read_bytes().splitlines() if line.strip()]
+    events, damaged = _events(run, lines)
+    run.steps = {one.step: one for one in events if isinstance(one, StepRecord)}
+    run.overflows = [one for one in events if isinstance(one, OverflowReport)]
+    run.healed = [one for one in events if isinstance(one, Healed)]
+    run.magnitudes = next((one for one in reversed(events) if isinstance(one, StepMagnitudes)), None)
+    more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+    wanted = {
+        f"line {min(damaged, default=0)} of {len(lines)}{more} is half-written or damaged, and left out": not damaged,
+        "no record of the run's start: settings and versions are missing": run.start,
+        "the run has not ended: it was killed, an error stopped it, or it is still running (in your own loop, call "
+        "recorder.end())": run.has_ended,
+        "there are no histograms: histogram_steps=50 takes one every 50 steps": run.magnitudes,
+    }
+    run.missing = [sentence for sentence, is_there in wanted.items() if not is_there]
+    return run
+
+
+def _events(run: RunRecords, lines: list[bytes]) -> tuple[list[Any], list[int]]:
+    """What happened, step by step, and the numbers of damaged lines; the rest is in ``run``."""
+    events, damaged = list[Any](), []
     is_new = False  # whether no step of the last start was read yet
-    lines = [line for line in path.read_bytes().splitlines() if line.strip()]
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
@@ -115,20 +134,7 @@ def read_run(directory: Path) -> RunRecords:
         if is_new:
             events, is_new = [one for one in events if one.step < event.step], False
         events.append(event)
-    run.steps = {one.step: one for one in events if isinstance(one, StepRecord)}
-    run.overflows = [one for one in events if isinstance(one, OverflowReport)]
-    run.healed = [one for one in events if isinstance(one, Healed)]
-    run.magnitudes = next((one for one in reversed(events) if isinstance(one, StepMagnitudes)), None)
-    more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-    wanted = {
-        f"line {min(damaged, default=0)} of {len(lines)}{more} is half-written or damaged, and left out": not damaged,
-        "no record of the run's start: settings and versions are missing": run.start,
-        "the run has not ended: it was killed, an error stopped it, or it is still running (in your own loop, call "
-        "recorder.end())": run.has_ended,
-        "there are no histograms: histogram_steps=50 takes one every 50 steps": run.magnitudes,
-    }
-    run.missing = [sentence for sentence, is_there in wanted.items() if not is_there]
-    return run
+    return events, damaged
 
 
 def _take(run: RunRecords, record: Mapping[str, Any]) -> bool:

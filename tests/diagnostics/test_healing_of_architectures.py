@@ -42,10 +42,6 @@ def check(name: str, place: str, steps: int, last: int) -> None:
     wanted, found = (sum(one[-last:]) / last for one in (expected, losses))
     assert healer is not None and healer.healed, "nothing left the range"
     places = {key.partition("[")[0] for healed in healer.healed for key in healed.rules}  # experts of a layer are one
-    print(
-        f"\n{name:9} {place:17} FP32 {wanted:.4f} healed {found:.4f} ({found / wanted - 1:+.2%}), {len(places)} "
-        f"remedies, {healer.healed[-1].fp32_share:.1%} of FLOPs in FP32"
-    )
     assert found == pytest.approx(wanted, rel=5e-3)
     assert len(places) <= 2 and healer.healed[-1].fp32_share <= 0.1
 
@@ -59,7 +55,6 @@ def test_a_few_steps(name: str, place: str) -> None:
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(("name", "place"), CASES)
 def test_a_hundred_steps(name: str, place: str) -> None:
-    """`make exhaustive ARGS="-s tests/diagnostics/test_healing_of_architectures.py"` prints the table."""
     check(name, place, steps=100, last=20)
 
 

@@ -105,7 +105,7 @@ def test_the_culprit_is_named_and_the_run_is_unchanged(fault: Fault) -> None:
     )
     assert (report.step, report.micro_batch, report.micro_batches) == (2, fault.bad, fault.micro_batches)
     assert not any(note.startswith("the replay failed") for note in report.notes)
-    assert not any(note.startswith("not tried in FP32") for note in report.notes)
+    assert not any(note.startswith("not tried in") for note in report.notes)
     if fault.name == "cast-to-half-bert":  # the cast is the model's own: it overflows without autocast too
         assert report.finite_in_fp32 is False
     assert report.nonfinite_gradients or fault.phase == "loss outside of the model"

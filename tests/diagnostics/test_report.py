@@ -125,7 +125,6 @@ def test_too_many_layers_are_folded_and_counted(tmp_path: Path) -> None:
     assert swamped.index("<code>h.0</code>") < swamped.index("<code>h.1</code>")
     assert page.count("times the loss scale</li>") == 2  # of the gradients' kinds alone
     assert len(page) < 2**20
-    assert "more layers" not in render_report(RunRecords(tmp_path, magnitudes=many_layers(OPEN_ROWS)))
 
 
 # Sentences
@@ -181,12 +180,6 @@ def test_a_long_run_is_drawn_with_few_points() -> None:
         assert len(chart["curve"].split()) <= charts.MOST_POINTS
         assert (chart["first_step"], chart["last_step"]) == (1, 20_000)
     assert (scale["bottom"], scale["top"], headroom["bottom"], headroom["top"]) == (0, 7, 3, 9)
-
-
-def test_charts_of_one_step_and_of_none() -> None:
-    scale, headroom = charts.scale_charts({4: StepRecord(4, 8.0, None, False, "")})
-    assert scale is not None and scale["curve"] == "4,-3.000 5,-3.000" and headroom is None
-    assert charts.scale_charts({}) == (None, None)
 
 
 # The command

@@ -17,9 +17,9 @@ REMEDIES = {"up:linear": "scaled/256", "down:linear": "scaled/256"}
 
 
 def arguments(folder: Path, kind: type[TrainingArguments] = TrainingArguments, **settings: Any) -> Any:
-    return quick_arguments(
-        folder, kind, **{"max_steps": 4, "learning_rate": 1e-4, "max_grad_norm": 0.1, "seed": 0, **settings}
-    )
+    # By SGD: Adam makes a whole step of a gradient that is rounding alone, whichever sign it has.
+    given = {"max_steps": 4, "learning_rate": 1e-2, "optim": "sgd", "max_grad_norm": 0.1, "seed": 0}
+    return quick_arguments(folder, kind, **{**given, **settings})
 
 
 def rows() -> list[dict[str, torch.Tensor]]:
@@ -60,11 +60,11 @@ def test_no_step_is_lost_and_gradients_are_clipped(kind: str, tmp_path: Path) ->
     before = model()
     for (name, one), other in zip(healing.model.named_parameters(), reference.model.parameters(), strict=True):
         start = before.get_parameter(name)
-        assert (one - other).norm() <= 0.1 * (other - start).norm(), name
+        assert (one - other).norm() <= 0.05 * (other - start).norm(), name
     assert healing.evaluate(rows()[:4])["eval_loss"] < 10.0  # which follows the remedies
 
 
-@pytest.mark.parametrize("kind", ["fp16", "callback"])
+@pytest.mark.parametrize("kind", ["fp16", "callback", "fp16-lean"])
 def test_the_remedies_are_in_the_checkpoint(kind: str, tmp_path: Path) -> None:
     whole = trainer(tmp_path / "whole", kind, save_strategy="steps", save_steps=2)
     whole.train()
