@@ -26,19 +26,13 @@ _SMALL_ELEMENTS = 2**16  # parameters up to this size are joined: each call cost
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """The hyperparameters of one step, as in ``torch.optim.AdamW``; not decoupled, the decay goes into the gradient."""
+    """The hyperparameters of one step, as in ``torch.optim.AdamW``."""
 
     lr: float | Tensor  # a tensor of shape () on the device of the parameters is read there
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 1e-2
-    decoupled: bool = True
-
-    @property
-    def lerps_from_gradient(self) -> bool:
-        """Whether torch's ``lerp`` to the gradient starts from there: its weight is at least one half."""
-        return not 1.0 - self.beta1 < 0.5
 
 
 class AdamWTensors(NamedTuple):
@@ -85,15 +79,8 @@ def adamw_reference(
         gradient = tensors.gradient.float()
         if factor is not None:
             gradient = gradient * factor.squeeze()
-        if settings.decoupled:
-            decayed = master * (1.0 - lr * settings.weight_decay)
-        else:
-            decayed, gradient = master, gradient + master * settings.weight_decay
-        weight = 1.0 - settings.beta1
-        difference = gradient - tensors.exp_avg
-        if settings.lerps_from_gradient:
-            weight = (torch.tensor(weight, dtype=torch.float32, device="cpu") - 1.0).item()
-        tensors.exp_avg.copy_((gradient if settings.lerps_from_gradient else tensors.exp_avg) + difference * weight)
+        decayed = master * (1.0 - lr * settings.weight_decay)
+        tensors.exp_avg.copy_(tensors.exp_avg + (gradient - tensors.exp_avg) * (1.0 - settings.beta1))
         square = gradient * (1.0 - settings.beta2) * gradient
         tensors.exp_avg_sq.copy_(tensors.exp_avg_sq * settings.beta2 + square)
         root = tensors.exp_avg_sq.double().sqrt().float()  # torch's FP32 root on a CPU may be off by one ulp
@@ -173,13 +160,12 @@ def _whole_master(tensors: AdamWTensors) -> Tensor:
 
 def _fused(parts: Sequence[AdamWTensors], master: Tensor, gradient: Tensor, settings: AdamWSettings) -> None:
     """torch's fused step of ``parts``, whose masters and gradients lie one after the other."""
-    numbers = {name: value for name, value in vars(settings).items() if name != "decoupled"}
-    step: Any = torch._fused_adamw_ if settings.decoupled else torch._fused_adam_
+    step: Any = torch._fused_adamw_
     moments = [part.exp_avg for part in parts], [part.exp_avg_sq for part in parts]
     whole = [[master], [gradient]]
     if len(parts) > 1:  # each by itself, so that torch's scalar loop for the rest begins where it would
         whole = [list(_unflatten_dense_tensors(joined, moments[0])) for joined in (master, gradient)]
-    step(*whole, *moments, [], [part.step for part in parts], amsgrad=False, maximize=False, **numbers)
+    step(*whole, *moments, [], [part.step for part in parts], amsgrad=False, maximize=False, **vars(settings))
 
 
 def _has_blocks(tensors: AdamWTensors) -> bool:

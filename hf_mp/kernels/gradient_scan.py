@@ -36,8 +36,7 @@ def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
     """The largest absolute value in all tensors, which is finite if and only if every element is.
 
     Tensors are floating, of any dtype and device; sparse ones count by their values. FP32, of shape (), on the first's
-    device: 0 for no elements, ``inf`` or ``nan`` if there is one (``nan`` wins), FP32's largest number for finite FP64
-    values beyond it.
+    device: 0 for no elements, ``inf`` or ``nan`` if there is one (``nan`` wins), ``inf`` for FP64 values beyond FP32.
     """
     if not (values := _filled(tensors)):
         return torch.zeros((), dtype=torch.float32, device="cpu")
@@ -52,7 +51,7 @@ def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
     else:
         extremes = list(torch._foreach_norm(values, float("inf")))
     device = values[0].device
-    return torch.stack([_to_fp32(extreme.abs()).to(device) for extreme in extremes]).max()
+    return torch.stack([extreme.abs().to(device, torch.float32) for extreme in extremes]).max()
 
 
 def _filled(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -124,13 +123,6 @@ def norm_of_one(tensor: Tensor) -> Tensor:
     scratch = torch.empty(size, dtype=torch.float32, device=tensor.device)
     blocks = (scratch[: block.numel()].copy_(block) for block in tensor.view(-1).split(size))
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(block) for block in blocks]))
-
-
-def _to_fp32(magnitude: Tensor) -> Tensor:
-    if magnitude.dtype is not torch.float64:
-        return magnitude.to(torch.float32)
-    largest = torch.finfo(torch.float32).max
-    return torch.where(magnitude.isfinite(), magnitude.clamp(max=largest), magnitude).to(torch.float32)
 
 
 def real_values(tensor: Tensor) -> Tensor:

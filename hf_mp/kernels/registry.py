@@ -23,8 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 VARIABLE = "HF_MP_KERNELS"
 SETTINGS = ("auto", "triton", "reference")
-_SMALLEST_CAPABILITY = (7, 0)  # of a CUDA GPU that Triton compiles for; BF16 is read as integers
-
 
 # The launcher of each, in hf_mp.kernels.triton_<name>; check(device) there says what differs from the reference.
 KERNELS = {"gradient_scan": "scan", "adamw": "adamw_", "cross_entropy": "RowKernels"}
@@ -42,14 +40,13 @@ def chosen(name: str, tensors: Sequence[Tensor]) -> Any:
     # The environment is read at each call, so that a test or a user may change it in a running program.
     if asked == "reference" or torch.compiler.is_compiling() or not any(tensor.numel() for tensor in tensors):
         return None
-    if asked == "auto":  # all are on one device, or there is no kernel for them
-        device = tensors[0].device
+    device = tensors[0].device
+    if asked == "auto":
+        # Where the first tensor is on a CPU, as in each step there, the others need no look.
         is_right = device.type == "cuda" and why_not(tensors) is None and _is_right_on(name, device)
-        return launcher(name) if is_right else None
-    if (reason := why_not(tensors)) is None:
-        return launcher(name)
-    _warn_once(f"{VARIABLE}=triton: the reference of {name} is used, because {reason}")
-    return None
+    elif not (is_right := (reason := why_not(tensors)) is None):
+        _warn_once(f"{VARIABLE}=triton: the reference of {name} is used, because {reason}")
+    return launcher(name) if is_right else None
 
 
 def why_not(tensors: Sequence[Tensor]) -> str | None:
@@ -58,29 +55,21 @@ def why_not(tensors: Sequence[Tensor]) -> str | None:
         return "triton is not installed"
     device = tensors[0].device
     for tensor in tensors:
-        if (reason := _why_unread(tensor, device)) is not None:
-            return reason
-    if is_interpreting() and device.type == "cpu":
-        return None
-    if device.type != "cuda" or torch.version.cuda is None:
-        return f"the device is {device}, not a CUDA GPU"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _SMALLEST_CAPABILITY:
-        return f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, below 7.0"
-    return None
+        if not _is_readable(tensor, device):
+            return (
+                f"it reads contiguous FP32, FP16 and BF16 tensors of one device, and one is a {type(tensor).__name__} "
+                f"of shape {tuple(tensor.shape)}, {tensor.dtype}, {tensor.layout}, on {tensor.device}"
+            )
+    is_interpreted = is_interpreting() and device.type == "cpu"
+    is_gpu = device.type == "cuda" and torch.version.cuda is not None  # ROCm calls its devices cuda as well
+    return None if is_gpu or is_interpreted else f"the device is {device}, not a CUDA GPU"
 
 
-def _why_unread(tensor: Tensor, device: torch.device) -> str | None:
-    is_plain = type(tensor) is Tensor or isinstance(tensor, nn.Parameter)
-    if not is_plain or isinstance(tensor, FakeTensor):  # a DTensor; a fake parameter is a parameter too
-        return f"a tensor is a {type(tensor).__name__}"
-    if tensor.layout is not torch.strided:
-        return f"a tensor is {tensor.layout}"
-    if tensor.dtype not in _DTYPES:
-        return f"a tensor is {tensor.dtype}"
-    if tensor.device != device:
-        return f"the tensors are on {device} and {tensor.device}"
-    return None if tensor.is_contiguous() else f"a tensor of shape {tuple(tensor.shape)} is not contiguous"
+def _is_readable(tensor: Tensor, device: torch.device) -> bool:
+    if not (type(tensor) is Tensor or isinstance(tensor, nn.Parameter)) or isinstance(tensor, FakeTensor):
+        return False  # a DTensor; a fake parameter is a parameter too
+    is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
+    return is_dense and tensor.dtype in _DTYPES and tensor.device == device
 
 
 @functools.cache

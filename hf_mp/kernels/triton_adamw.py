@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -15,14 +16,14 @@ from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_reference
 from hf_mp.kernels.split import split
 from hf_mp.kernels.triton_tables import (
     BLOCKS,
-    DTYPE_CODES,
+    DTYPES,
     WARPS,
     load_as_fp32,
     on,
     on_device,
     place_of,
     places,
-    round_to_bf16,
+    stream_of,
     tables_of,
 )
 
@@ -106,9 +107,9 @@ def advance_kernel(
 @triton.jit(do_not_specialize=["tensors", "counted"])
 def adamw_kernel(
     columns, blocks, numbers, factor, found_inf,
-    beta1, beta2, weight1, weight2, eps, weight_decay, tensors, counted,
-    GRADIENT: tl.constexpr, WORKING: tl.constexpr, SPLIT: tl.constexpr, DECOUPLED: tl.constexpr,
-    FROM_GRADIENT: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_FOUND_INF: tl.constexpr,
+    beta2, weight1, weight2, eps, tensors, counted,
+    GRADIENT: tl.constexpr, WORKING: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, HAS_FOUND_INF: tl.constexpr,
     NUMELS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program updates one block; the order of operations is that of ``adamw_reference``.
@@ -131,7 +132,7 @@ def adamw_kernel(
     if SPLIT:
         second_at = places(second_address, offsets, ALIGNED, tl.pointer_type(tl.int16))
         remainder = tl.load(second_at, mask=mask, other=0)
-        if WORKING == 1:
+        if WORKING.is_fp16():
             halves_at = places(first_address, offsets, ALIGNED, tl.pointer_type(tl.float16))
             master = merge_fp16(tl.load(halves_at, mask=mask, other=0.0), remainder)
         else:
@@ -141,16 +142,9 @@ def adamw_kernel(
         master_at = places(first_address, offsets, ALIGNED, tl.pointer_type(tl.float32))
         master = tl.load(master_at, mask=mask, other=0.0)
 
-    if DECOUPLED:
-        master = master * tl.load(numbers + 2 * counted)
-    else:
-        gradient = gradient + master * weight_decay
+    master = master * tl.load(numbers + 2 * counted)
     exp_avg = tl.load(exp_avg_at, mask=mask, other=0.0)
-    difference = gradient - exp_avg
-    if FROM_GRADIENT:  # noqa: SIM108  (Triton decides this when it compiles)
-        exp_avg = gradient + (weight1 - 1.0) * difference
-    else:
-        exp_avg = exp_avg + weight1 * difference
+    exp_avg = exp_avg + weight1 * (gradient - exp_avg)
     exp_avg_sq = tl.load(exp_avg_sq_at, mask=mask, other=0.0) * beta2 + weight2 * gradient * gradient
     denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), tl.load(numbers + counted)) + eps
     master = master + tl.div_rn(tl.load(numbers) * exp_avg, denominator)
@@ -158,7 +152,7 @@ def adamw_kernel(
     tl.store(exp_avg_at, exp_avg, mask=mask)
     tl.store(exp_avg_sq_at, exp_avg_sq, mask=mask)
     if SPLIT:
-        if WORKING == 1:
+        if WORKING.is_fp16():
             working, remainder = split_fp16(master)
         else:
             working, remainder = split_bf16(master)
@@ -166,12 +160,9 @@ def adamw_kernel(
         tl.store(second_at, remainder, mask=mask)
     else:
         tl.store(master_at, master, mask=mask)
-        if WORKING == 1:
-            copies_at = places(second_address, offsets, ALIGNED, tl.pointer_type(tl.float16))
-            tl.store(copies_at, master.to(tl.float16), mask=mask)
-        if WORKING == 2:
-            copies_at = places(second_address, offsets, ALIGNED, tl.pointer_type(tl.int16))
-            tl.store(copies_at, round_to_bf16(master), mask=mask)
+        if WORKING is not None:
+            copies_at = places(second_address, offsets, ALIGNED, tl.pointer_type(WORKING))
+            tl.store(copies_at, master.to(WORKING), mask=mask)
 
 
 @torch.no_grad()
@@ -189,17 +180,17 @@ def adamw_(
     found_inf = None if found_inf is None else found_inf.to(device)
     numbers = torch.empty((3, len(parameters)), dtype=torch.float32, device=device)
     rate_at = settings.lr if isinstance(settings.lr, Tensor) else None
-    kinds: dict[tuple[int, int, bool], list[int]] = {}
+    kinds: dict[tuple[Any, ...], list[int]] = {}
     for number, tensors in enumerate(parameters):
         if tensors.gradient.numel():
-            working = 0 if tensors.working is None else DTYPE_CODES[tensors.working.dtype]
-            kind = (DTYPE_CODES[tensors.gradient.dtype], working, tensors.remainder is not None)
+            working = None if tensors.working is None else DTYPES[tensors.working.dtype]
+            kind = (DTYPES[tensors.gradient.dtype], working, tensors.remainder is not None)
             kinds.setdefault(kind, []).append(number)
     has = {"HAS_FOUND_INF": found_inf is not None, "num_warps": WARPS}
     not_there = numbers  # in the place of a tensor that a kernel is not to read
     with on(device):
         advance_kernel[(triton.cdiv(len(parameters), STEPS),)](
-            on_device(tuple(tensors.step.data_ptr() for tensors in parameters), device), numbers,
+            on_device(tuple(t.step.data_ptr() for t in parameters), device, stream_of(device)), numbers,
             not_there if rate_at is None else rate_at, not_there if found_inf is None else found_inf,
             0.0 if rate_at is not None else settings.lr, settings.weight_decay, settings.beta1, settings.beta2,
             len(parameters), HAS_LR_AT=rate_at is not None, BLOCK=STEPS, enable_fp_fusion=False, **has,
@@ -209,12 +200,11 @@ def adamw_(
             for table in tables_of(rows, device, group):
                 adamw_kernel[(len(table.blocks),)](
                     table.columns, table.blocks, numbers, not_there if factor is None else factor,
-                    not_there if found_inf is None else found_inf, settings.beta1, settings.beta2,
-                    1.0 - settings.beta1, 1.0 - settings.beta2, settings.eps, settings.weight_decay,
+                    not_there if found_inf is None else found_inf, settings.beta2,
+                    1.0 - settings.beta1, 1.0 - settings.beta2, settings.eps,
                     table.columns.shape[1], len(parameters),
-                    **dict(zip(("GRADIENT", "WORKING", "SPLIT"), kind, strict=True)), DECOUPLED=settings.decoupled,
-                    FROM_GRADIENT=settings.lerps_from_gradient,
-                    HAS_FACTOR=factor is not None, **table.constants(), **has,
+                    **dict(zip(("GRADIENT", "WORKING", "SPLIT"), kind, strict=True)), HAS_FACTOR=factor is not None,
+                    **table.constants(), **has,
                     enable_fp_fusion=False,  # each product and sum is rounded, as the reference does
                 )  # fmt: skip
 
@@ -227,21 +217,16 @@ def check(device: torch.device) -> str | None:
     master = torch.empty_like(sizes).normal_(generator=generator) * sizes
     gradient = torch.empty_like(sizes).normal_(generator=generator).half()
     gradient[7] = math.nan
-    samples = []
+    factor = master.new_full((1,), 0.37 / 1024)
+    moments = (torch.zeros_like(master), torch.zeros_like(master), master.new_zeros(()))
     for dtype in (torch.float16, torch.bfloat16):
-        moments = (torch.zeros_like(master), torch.zeros_like(master), master.new_zeros(()))
-        samples.append(AdamWTensors(gradient.to(dtype), *moments, None, *split(master, dtype)))
-        samples.append(AdamWTensors(gradient.to(dtype), *moments, master, master.to(dtype)))
-    for sample in samples:
-        ours = sample.map(lambda tensor: tensor.to(device, copy=True))
-        reference = sample.map(Tensor.clone)
-        factor = master.new_full((1,), 0.37 / 1024)
-        for _ in range(2):
-            adamw_([ours], settings, factor.to(device))
-            adamw_reference([reference], settings, factor)
-        for name, found, expected in zip(sample._fields, ours, reference, strict=True):
-            if found is None or expected is None:
-                continue
-            if not torch.equal(found.cpu().nan_to_num(), expected.nan_to_num()):
-                return f"{name} of {sample.working.dtype} differs"  # type: ignore[union-attr]
+        for weight in ((None, *split(master, dtype)), (master, master.to(dtype))):
+            sample = AdamWTensors(gradient.to(dtype), *moments, *weight)
+            ours, reference = sample.map(lambda tensor: tensor.to(device, copy=True)), sample.map(Tensor.clone)
+            for _ in range(2):
+                adamw_([ours], settings, factor.to(device))
+                adamw_reference([reference], settings, factor)
+            pairs = zip((ours.step, *ours.state()), (reference.step, *reference.state()), strict=True)
+            if not all(torch.equal(found.cpu().nan_to_num(), expected.nan_to_num()) for found, expected in pairs):
+                return f"the update of {dtype} weights differs"
     return None

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_mp.kernels.cross_entropy import Rows
-from hf_mp.kernels.triton_tables import BF16, DTYPE_CODES, on, round_to_bf16
+from hf_mp.kernels.triton_tables import DTYPES, on
 
 BLOCK = 4096
 WARPS = 8
@@ -20,13 +20,9 @@ WARPS = 8
 
 
 @triton.jit
-def load_logits(address, mask, DTYPE: tl.constexpr):
+def load_logits(address, mask):
     """FP32; what is masked is -inf."""
-    if DTYPE == 2:
-        bits = tl.load(address, mask=mask, other=-128)  # BF16's -inf
-        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return tl.load(address, mask=mask, other=-float("inf")).to(tl.float32)
+    return tl.load(address, mask=mask, other=-float("inf")).to(tl.float32)
 
 
 @triton.jit
@@ -58,9 +54,7 @@ def take_in(largest, total, values):
 
 
 @triton.jit
-def forward_kernel(
-    logits, targets, denominators, losses, CLASSES: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
-):
+def forward_kernel(logits, targets, denominators, losses, CLASSES: tl.constexpr, BLOCK: tl.constexpr):
     """Each program: the logarithm of the softmax's denominator of a row, and its loss; one read of the row."""
     row = tl.program_id(0)
     first, end, body, body_end = whole_vectors(row, CLASSES)
@@ -68,37 +62,32 @@ def forward_kernel(
     total = tl.full((), 0.0, tl.float32)
     if CLASSES % 16 != 0:
         edge, mask = edges(first, end, body, body_end)
-        largest, total = take_in(largest, total, load_logits(logits + edge, mask, DTYPE))
+        largest, total = take_in(largest, total, load_logits(logits + edge, mask))
     for start in range(0, CLASSES, BLOCK):
         place = body + start + tl.arange(0, BLOCK)
-        largest, total = take_in(largest, total, load_logits(logits + place, place < body_end, DTYPE))
+        largest, total = take_in(largest, total, load_logits(logits + place, place < body_end))
     denominator = tl.log(total) + tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
     target = tl.load(targets + row)
     # a label outside of the classes makes the loss NaN
     is_class = (target >= 0) & (target < CLASSES)
-    expected = load_logits(logits + first + tl.where(is_class, target, 0), True, DTYPE)
+    expected = load_logits(logits + first + tl.where(is_class, target, 0), True)
     expected = tl.where(is_class, expected, float("nan"))
     tl.store(denominators + row, denominator)
     tl.store(losses + row, denominator - expected)
 
 
 @triton.jit
-def write_gradient(result, logits, place, mask, target, denominator, factor, DTYPE: tl.constexpr):
+def write_gradient(result, logits, place, mask, target, denominator, factor):
     """``target``: the place of the row's label."""
-    values = tl.exp(load_logits(logits + place, mask, DTYPE) - denominator)
+    values = tl.exp(load_logits(logits + place, mask) - denominator)
     values = tl.where(place == target, values - 1.0, values) * factor
-    if DTYPE == 0:
-        tl.store(result + place, values, mask=mask)
-    elif DTYPE == 1:
-        tl.store(result + place, values.to(tl.float16), mask=mask)
-    else:
-        tl.store(result + place, round_to_bf16(values), mask=mask)
+    tl.store(result + place, values.to(result.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def backward_kernel(
-    result, logits, targets, denominators, factors, CLASSES: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
-):
+    result, logits, targets, denominators, factors, CLASSES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Each program: the gradient of a row of logits, which ``result`` may be; rounded once."""
     row = tl.program_id(0)
     first, end, body, body_end = whole_vectors(row, CLASSES)
@@ -108,10 +97,10 @@ def backward_kernel(
     factor = tl.where(is_class, tl.load(factors + row), float("nan"))  # as its loss
     if CLASSES % 16 != 0:
         edge, mask = edges(first, end, body, body_end)
-        write_gradient(result, logits, edge, mask, first + target, denominator, factor, DTYPE)
+        write_gradient(result, logits, edge, mask, first + target, denominator, factor)
     for start in range(0, CLASSES, BLOCK):
         place = body + start + tl.arange(0, BLOCK)
-        write_gradient(result, logits, place, place < body_end, first + target, denominator, factor, DTYPE)
+        write_gradient(result, logits, place, place < body_end, first + target, denominator, factor)
 
 
 class RowKernels:
@@ -125,8 +114,8 @@ class RowKernels:
         losses = torch.empty_like(denominators)
         with on(logits.device):
             forward_kernel[(rows,)](
-                _as_read(logits), targets, denominators, losses, CLASSES=classes, DTYPE=DTYPE_CODES[logits.dtype],
-                BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=True,
+                logits, targets, denominators, losses, CLASSES=classes, BLOCK=BLOCK, num_warps=WARPS,
+                enable_fp_fusion=True,
             )  # fmt: skip
         return denominators, losses
 
@@ -136,19 +125,15 @@ class RowKernels:
         rows, classes = logits.shape
         with on(logits.device):
             backward_kernel[(rows,)](
-                _as_read(result), _as_read(logits), targets, denominators, factors, CLASSES=classes,
-                DTYPE=DTYPE_CODES[logits.dtype], BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=True,
+                result, logits, targets, denominators, factors, CLASSES=classes, BLOCK=BLOCK, num_warps=WARPS,
+                enable_fp_fusion=True,
             )  # fmt: skip
-
-
-def _as_read(logits: Tensor) -> Tensor:
-    return logits.view(torch.int16) if DTYPE_CODES[logits.dtype] == BF16 else logits
 
 
 def check(device: torch.device) -> str | None:
     """Compare the kernels with their references on ``device``; what differs, or None."""
     generator = torch.Generator("cpu").manual_seed(0)
-    for dtype in DTYPE_CODES:
+    for dtype in DTYPES:
         normal = torch.randn(3, BLOCK + 5, generator=generator, dtype=torch.float32, device="cpu")
         logits = (normal * 4).to(device, dtype)
         targets = torch.tensor([0, BLOCK + 4, 7], device=device)

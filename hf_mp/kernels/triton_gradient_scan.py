@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_mp.kernels.gradient_scan import Scan, scan_reference
-from hf_mp.kernels.triton_tables import BLOCKS, DTYPE_CODES, WARPS, load_as_fp32, on, place_of, tables_of
+from hf_mp.kernels.triton_tables import BLOCKS, DTYPES, WARPS, load_as_fp32, on, place_of, tables_of
 
 # Partial results that the last kernel takes at once.
 PARTS = 4096
@@ -56,7 +56,7 @@ def scan(tensors: Sequence[Tensor]) -> Scan:
     for tensor in tensors:
         if tensor.numel():
             by_dtype.setdefault(tensor.dtype, []).append((tensor,))
-    launches = [(table, DTYPE_CODES[dtype]) for dtype, rows in by_dtype.items() for table in tables_of(rows, device)]
+    launches = [(table, DTYPES[dtype]) for dtype, rows in by_dtype.items() for table in tables_of(rows, device)]
     count = sum(len(table.blocks) for table, _ in launches)
     largest_bits = torch.empty(count, dtype=torch.int32, device=device)
     squares, result = (torch.empty(size, dtype=torch.float32, device=device) for size in (count, 2))
@@ -75,7 +75,7 @@ def scan(tensors: Sequence[Tensor]) -> Scan:
 def check(device: torch.device) -> str | None:
     """Compare the kernel with its reference on ``device``; what differs, or None."""
     generator = torch.Generator("cpu").manual_seed(0)
-    for dtype in DTYPE_CODES:
+    for dtype in DTYPES:
         make = functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
         sample = [make(size).to(device, dtype) for size in (3, 2 * BLOCKS[True], 2 * BLOCKS[False] + 1)]
         for poison in (None, float("inf"), float("nan")):

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FP32, FP16, BF16 = 0, 1, 2  # how the kernels are told a dtype
-DTYPE_CODES = {torch.float32: FP32, torch.float16: FP16, torch.bfloat16: BF16}
+DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 VECTOR = 16  # elements: 16 bytes of the smallest dtype, twice
 WARPS = 8
 # Elements of a program, by whether it reads whole vectors: element by element, more than 4 a thread cost registers.
@@ -48,10 +47,11 @@ def tables_of(rows: Iterable[Sequence[Tensor]], device: torch.device, *numbers: 
         addresses, numel = [tensor.data_ptr() for tensor in row], row[0].numel()
         is_aligned = not any([number % VECTOR for number in (numel, *addresses)])
         parts[is_aligned].append((*addresses, *of_row, numel))
+    stream = stream_of(device)
     return [
         Table(
-            on_device(tuple(zip(*part, strict=True)), device),
-            _blocks(tuple(entry[-1] for entry in part), BLOCKS[is_aligned], device, _stream(device)),
+            on_device(tuple(zip(*part, strict=True)), device, stream),
+            _blocks(tuple(entry[-1] for entry in part), BLOCKS[is_aligned], device, stream),
             is_aligned,
         )
         for is_aligned, part in parts.items()
@@ -59,19 +59,15 @@ def tables_of(rows: Iterable[Sequence[Tensor]], device: torch.device, *numbers: 
     ]
 
 
-def on_device(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
-    """Integers as an int64 tensor on ``device``: the one of an earlier call where they are the same."""
-    return _on_device(numbers, device, _stream(device))
-
-
-def _stream(device: torch.device) -> int:
-    """A table is copied on the current stream, so that another one would have to wait for it."""
+def stream_of(device: torch.device) -> int:
+    """The current stream: a table is copied on it, so that another one would have to wait."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 # What has the addresses of the last steps has their table: a step that is captured in a graph copies nothing.
 @functools.lru_cache(maxsize=64)
-def _on_device(numbers: tuple[Any, ...], device: torch.device, stream: int) -> Tensor:
+def on_device(numbers: tuple[Any, ...], device: torch.device, stream: int) -> Tensor:
+    """Integers as an int64 tensor on ``device``: the one of an earlier call where they are the same."""
     return _copied(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
 
 
@@ -110,21 +106,5 @@ def places(address, offsets, ALIGNED: tl.constexpr, POINTER: tl.constexpr):
 
 @triton.jit
 def load_as_fp32(address, offsets, mask, ALIGNED: tl.constexpr, DTYPE: tl.constexpr):
-    """FP32 values from an address of FP32, FP16 or BF16 ones; 0 where masked. BF16 is the upper half of FP32."""
-    if DTYPE == 0:
-        return tl.load(places(address, offsets, ALIGNED, tl.pointer_type(tl.float32)), mask=mask, other=0.0)
-    elif DTYPE == 1:
-        halves = tl.load(places(address, offsets, ALIGNED, tl.pointer_type(tl.float16)), mask=mask, other=0.0)
-        return halves.to(tl.float32)
-    else:
-        upper = tl.load(places(address, offsets, ALIGNED, tl.pointer_type(tl.int16)), mask=mask, other=0)
-        return (upper.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def round_to_bf16(value):
-    """The bits of ``value`` rounded to nearest, ties to even; a NaN keeps its upper half, quiet."""
-    bits = value.to(tl.int32, bitcast=True)
-    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where(is_nan, (bits >> 16) | 0x40, rounded).to(tl.int16)
+    """FP32 values from an address of those of ``DTYPE``; 0 where masked."""
+    return tl.load(places(address, offsets, ALIGNED, tl.pointer_type(DTYPE)), mask=mask, other=0.0).to(tl.float32)

@@ -106,7 +106,7 @@ def check_layout(model: nn.Module, placement: Placement, policy: PrecisionPolicy
 
 def _refuse_shared_lean_parameters(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, SplitParameter) and parameter.is_saved_in_full:
+        if isinstance(parameter, SplitParameter):
             raise ValueError(
                 f"{name} is in the lean layout of another model that mixed precision is attached to, and its gradients "
                 "would be mixed up: attach one model with both parts, or use a default layout (fp16, bf16) for both"

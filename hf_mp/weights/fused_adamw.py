@@ -18,8 +18,6 @@ from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_fact
 from hf_mp.weights.lean.unwrapped_steps import has_hooks
 from hf_mp.weights.working_copies import WorkingCopies
 
-Given = tuple[AdamWTensors, Tensor | None]
-
 
 class Clipping(NamedTuple):
     """What an update is to scale down to a 2-norm of ``max_norm``, from ``norm``, FP32 of shape ()."""
@@ -28,17 +26,18 @@ class Clipping(NamedTuple):
     max_norm: float
     norm: Tensor
 
-    def factor(self) -> Tensor:
-        """What ``torch.nn.utils.clip_grads_with_norm_`` multiplies gradients with, FP32 of shape ()."""
-        return (self.max_norm / (self.norm + 1e-6)).clamp(max=1.0)
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What ``torch.nn.utils.clip_grad_norm_`` multiplies gradients of 2-norm ``norm`` with, FP32 of shape ()."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def step_split(optimizer: Optimizer, parameters: list[nn.Parameter], found_inf: Tensor | None = None) -> set[int]:
     """Update those split ``parameters`` of which :func:`hf_mp.kernels.adamw.adamw_` does what ``optimizer`` would.
 
-    That is ``torch.optim.AdamW`` and ``Adam`` with ``fused=True``, without ``amsgrad`` or ``maximize``: on a CPU large
-    ones one by one, each gradient freed at once; on a GPU in one launch of the Triton kernel. Gives the identities of
-    those that were.
+    That is ``torch.optim.AdamW`` with ``fused=True``, and ``Adam`` without decay, neither with ``amsgrad`` or
+    ``maximize``: on a CPU large ones one by one, each gradient freed at once; on a GPU in one launch of the Triton
+    kernel. Gives the identities of those that were.
     With ``found_inf``, FP32 of shape (), nothing is written where it is not 0, and gradients stay.
     """
     stepped = set[int]()
@@ -50,9 +49,9 @@ def step_split(optimizer: Optimizer, parameters: list[nn.Parameter], found_inf: 
         for parameter in group:
             if not isinstance(parameter, SplitParameter) or id(parameter) not in wanted:
                 continue
-            if (given := _split_tensors(optimizer, parameter)) is None:
+            gradient, factor = gradient_and_factor(parameter)
+            if gradient is None or (tensors := _split_tensors(optimizer, parameter, gradient)) is None:
                 continue
-            tensors, factor = given
             stepped.add(id(parameter))
             if parameter.device.type == "cpu" and not is_small(tensors.gradient):
                 adamw_([tensors], settings, factor, found_inf)
@@ -71,9 +70,9 @@ def can_skip(optimizer: Optimizer, replaced_step: Callable[..., Any] | None) -> 
     """Whether the step of ``optimizer`` skips by itself where its ``found_inf`` is 1, and nobody hears of a step.
 
     ``replaced_step`` is what stood in the place of its class's ``step`` before it was guarded. Of a
-    :class:`~hf_mp.weights.lean.optimizer.MasterWeightOptimizer` with split masters, the wrapped one skips.
+    :class:`~hf_mp.weights.lean.optimizer.MasterWeightOptimizer`, the wrapped one skips.
     """
-    if replaced_step is None and getattr(optimizer, "layout", None) == "split" and not has_hooks(optimizer):
+    if replaced_step is None and hasattr(optimizer, "keeps_masters") and not has_hooks(optimizer):
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
         replaced_step = vars(optimizer).get("step")
     is_fused = _is_fused_adam(optimizer, replaced_step) and all(group.get("fused") for group in optimizer.param_groups)
@@ -106,21 +105,18 @@ def step_whole(
         return False
     if not _is_fused_adam(optimizer, replaced_step) or has_hooks(optimizer):
         return False
-    gradients = [parameter.grad for parameter in stepping]
-    if chosen("adamw", [*stepping, *gradients]) is None:  # before any state is made
+    if chosen("adamw", [*stepping, *[parameter.grad for parameter in stepping]]) is None:  # before any state is made
         return False
-    batches: list[tuple[AdamWSettings, list[AdamWTensors]]] = []
-    for settings, group in _groups(optimizer):
-        given = [_whole_tensors(optimizer, parameter, copies) for parameter in group if parameter.grad is not None]
-        batches.append((settings, [tensors for tensors in given if tensors is not None]))
-    written = [tensor for _, batch in batches for tensors in batch for tensor in tensors.floating_state()]
+    batches = [(settings, _whole_tensors(optimizer, group, copies)) for settings, group in _groups(optimizer)]
+    given = [tensors for _, batch in batches for tensors in batch]
     # Asked again with the state, which a checkpoint may have brought in another dtype or order.
-    kernel = chosen("adamw", written) if written else None
-    if kernel is None or sum(len(batch) for _, batch in batches) != len(stepping):
+    kernel = chosen("adamw", [tensor for tensors in given for tensor in tensors.floating_state()]) if given else None
+    if kernel is None or len(given) != len(stepping):
         return False
+    factor = None if clipping is None else clip_factor(clipping.norm, clipping.max_norm)
     for settings, batch in batches:
         if batch:
-            kernel(batch, settings, None if clipping is None else clipping.factor(), found_inf)
+            kernel(batch, settings, factor, found_inf)
     copies.note_written(stepping)
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return True
@@ -151,31 +147,32 @@ def _groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequence[nn.P
         if group.get("fused") and is_known and not is_elsewhere:
             beta1, beta2, eps, weight_decay = map(float, numbers[1:])
             lr = group["lr"] if on_device[0] else float(group["lr"])  # the host does not read it
-            decoupled = group["decoupled_weight_decay"]
-            yield AdamWSettings(lr, beta1, beta2, eps, weight_decay, decoupled), group["params"]
+            # Adam's decay goes into the gradient, which no kernel does; without decay it is AdamW.
+            if group["decoupled_weight_decay"] or weight_decay == 0.0:
+                yield AdamWSettings(lr, beta1, beta2, eps, weight_decay), group["params"]
 
 
-def _split_tensors(optimizer: Optimizer, parameter: SplitParameter) -> Given | None:
-    """What the kernel needs of ``parameter``, and the factor of its gradient; None where the optimizer is to step."""
-    gradient, factor = gradient_and_factor(parameter)
-    if gradient is None:
-        return None
+def _split_tensors(optimizer: Optimizer, parameter: SplitParameter, gradient: Tensor) -> AdamWTensors | None:
+    """What the kernel needs of ``parameter``; None where the optimizer is to step."""
     halves = halves_of(parameter)
     if gradient.device.type != "cpu" and chosen("adamw", [gradient, halves.working]) is None:
         return None
-    if (moments := _moments(optimizer, parameter, gradient)) is None:
-        return None
-    return AdamWTensors(gradient, *moments, working=halves.working, remainder=halves.remainder), factor
+    moments = _moments(optimizer, parameter, gradient)
+    return None if moments is None else AdamWTensors(gradient, *moments, None, *halves)
 
 
-def _whole_tensors(optimizer: Optimizer, parameter: nn.Parameter, copies: WorkingCopies) -> AdamWTensors | None:
-    gradient, copy = parameter.grad, copies.copy_of(parameter)
-    is_elsewhere = copy is not None and copy.device != parameter.device
-    if gradient is None or parameter.dtype is not torch.float32 or is_elsewhere:
-        return None
-    if (moments := _moments(optimizer, parameter, gradient)) is None:
-        return None
-    return AdamWTensors(gradient, *moments, master=parameter.detach(), working=copy)
+def _whole_tensors(
+    optimizer: Optimizer, parameters: Sequence[nn.Parameter], copies: WorkingCopies
+) -> list[AdamWTensors]:
+    """What the kernel needs of each of ``parameters`` that has a gradient and that it can update."""
+    found = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None or parameter.dtype is not torch.float32:
+            continue
+        if (moments := _moments(optimizer, parameter, gradient)) is not None:
+            found.append(AdamWTensors(gradient, *moments, parameter.detach(), copies.copy_of(parameter)))
+    return found
 
 
 def _moments(optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -198,10 +195,8 @@ def _moments(optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor) ->
                 "optimizer is that of another model"
             )
     moments = state["exp_avg"], state["exp_avg_sq"], state["step"]
-    for moment in moments:
-        if moment.dtype is not torch.float32 or moment.device != device:
-            return None
-    return moments
+    is_usable = all([moment.dtype is torch.float32 and moment.device == device for moment in moments])
+    return moments if is_usable else None
 
 
 def _finish_split(parameters: Sequence[SplitParameter], *, keeps_gradients: bool) -> None:

@@ -176,7 +176,7 @@ def runtime_state(mutator: Mutator) -> None:
 
 def optimizer_state(mutator: Mutator) -> None:
     parameter = nn.Parameter(torch.ones(3, dtype=torch.float16))
-    optimizer = MasterWeightOptimizer(torch.optim.SGD([parameter], lr=0.1), layout="whole")
+    optimizer = MasterWeightOptimizer(torch.optim.SGD([parameter], lr=0.1))
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     state = optimizer.state_dict()

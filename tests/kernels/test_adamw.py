@@ -109,11 +109,10 @@ def test_whatever_the_default_device(dtype: torch.dtype) -> None:
     "settings",
     [
         replace(SETTINGS, weight_decay=0.0),
-        replace(SETTINGS, decoupled=False),
         replace(SETTINGS, lr=0.0),
         replace(SETTINGS, beta1=0.0, beta2=0.5, eps=1e-3),
     ],
-    ids=["no decay", "adam", "no lr", "betas"],
+    ids=["no decay", "no lr", "betas"],
 )
 def test_settings(settings: AdamWSettings, dtype: torch.dtype) -> None:
     check(split_tensors(weights(200), torch.randn(200).to(dtype), dtype), settings)

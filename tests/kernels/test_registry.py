@@ -66,14 +66,17 @@ class Odd(torch.Tensor):
     pass
 
 
+READS = "it reads contiguous FP32, FP16 and BF16 tensors of one device, and one is a"
+
+
 @pytest.mark.parametrize(
     ("tensors", "reason"),
     [
-        ([torch.ones(3), torch.ones(3, device="meta")], "the tensors are on cpu and meta"),
-        ([torch.ones(4, 2).t()], r"a tensor of shape \(2, 4\) is not contiguous"),
-        ([torch.ones(3, dtype=torch.float64)], "a tensor is torch.float64"),
-        ([torch.ones(3).as_subclass(Odd)], "a tensor is a Odd"),
-        ([torch.eye(3).to_sparse()], "a tensor is torch.sparse_coo"),
+        ([torch.ones(3), torch.ones(3, device="meta")], f"{READS} Tensor of .*, on meta"),
+        ([torch.ones(4, 2).t()], rf"{READS} Tensor of shape \(2, 4\), .*"),
+        ([torch.ones(3, dtype=torch.float64)], f"{READS} Tensor of .*, torch.float64, .*"),
+        ([torch.ones(3).as_subclass(Odd)], f"{READS} Odd of .*"),
+        ([torch.eye(3).to_sparse()], f"{READS} Tensor of .*, torch.sparse_coo, on cpu"),
         ([nn.Parameter(torch.ones(3))], "the device is cpu, not a CUDA GPU"),
         ([torch.ones(())], "the device is cpu, not a CUDA GPU"),
     ],
@@ -96,7 +99,7 @@ print(why_not([tensor]))
 dist.destroy_process_group()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert "a tensor is a DTensor" in done.stdout, done.stderr
+    assert "and one is a DTensor" in done.stdout, done.stderr
 
 
 def test_without_triton_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

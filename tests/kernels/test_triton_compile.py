@@ -20,6 +20,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
 
+import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
@@ -28,8 +29,7 @@ from hf_mp.kernels import triton_adamw, triton_cross_entropy, triton_gradient_sc
 # GPUs of T4, A100, H100 and B200: what torch's own builds run on.
 ARCHITECTURES = (75, 80, 90, 100)
 ON_EACH = pytest.mark.parametrize("sm", ARCHITECTURES)
-POINTERS = {0: "*fp32", 1: "*fp16", 2: "*i16"}
-NAMES = {0: "fp32", 1: "fp16", 2: "bf16"}
+DTYPES = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
 SCAN = {
     "columns": "*i64",
     "blocks": "*i64",
@@ -47,25 +47,17 @@ ADVANCE = {
 ADAMW = {
     **{"columns": "*i64", "blocks": "*i64"},
     **dict.fromkeys(("numbers", "factor", "found_inf"), "*fp32"),
-    **dict.fromkeys(("beta1", "beta2", "weight1", "weight2", "eps", "weight_decay"), "fp32"),
+    **dict.fromkeys(("beta2", "weight1", "weight2", "eps"), "fp32"),
     **{"tensors": "i32", "counted": "i32"},
 }
-FLAGS = {
-    "DECOUPLED": True,
-    "FROM_GRADIENT": False,
-    "HAS_FACTOR": True,
-    "HAS_FOUND_INF": True,
-}
-OTHER_FLAGS = {**FLAGS, "DECOUPLED": False, "FROM_GRADIENT": True}
-ALGORITHMS = {"adamw": FLAGS, "adam": OTHER_FLAGS}
 ALIGNED = {"aligned": True, "unaligned": False}
 # whether the weight is split, the dtype that it computes in, and the columns of its table
 LAYOUTS = {
-    "whole": (False, 0, 5),
-    "whole-fp16": (False, 1, 6),
-    "whole-bf16": (False, 2, 6),
-    "split-fp16": (True, 1, 6),
-    "split-bf16": (True, 2, 6),
+    "whole": (False, None, 5),
+    "whole-fp16": (False, tl.float16, 6),
+    "whole-bf16": (False, tl.bfloat16, 6),
+    "split-fp16": (True, tl.float16, 6),
+    "split-bf16": (True, tl.bfloat16, 6),
 }
 MOST_REGISTERS = 128  # a thread: 2048 threads of an SM share 65,536, so two blocks of 8 warps are there at once
 
@@ -116,10 +108,10 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 @ON_EACH
 @pytest.mark.parametrize("aligned", ALIGNED)
-@pytest.mark.parametrize("dtype", POINTERS, ids=NAMES.get)
-def test_gradient_scan(dtype: int, aligned: str, sm: int) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradient_scan(dtype: str, aligned: str, sm: int) -> None:
     is_aligned = ALIGNED[aligned]
-    constants = {"DTYPE": dtype, "NUMELS": 1, "ALIGNED": is_aligned, "BLOCK": triton_tables.BLOCKS[is_aligned]}
+    constants = {"DTYPE": DTYPES[dtype], "NUMELS": 1, "ALIGNED": is_aligned, "BLOCK": triton_tables.BLOCKS[is_aligned]}
     ptx = compiled(triton_gradient_scan.scan_kernel, SCAN, constants, sm, enable_fp_fusion=True)
     assert ("ld.global.v4.b32" in ptx) == is_aligned  # 16 bytes a load where the addresses allow it
 
@@ -138,15 +130,12 @@ def test_the_count_of_steps(rate: str, sm: int) -> None:
     assert "fma.rn.f64" not in ptx and "div.rn.f64" in ptx and "sqrt.rn.f64" in ptx
 
 
-@pytest.mark.parametrize(
-    ("sm", "gradient", "layout", "algorithm", "aligned"),
-    covering(ARCHITECTURES, NAMES.values(), LAYOUTS, ALGORITHMS, ALIGNED),
-)
-def test_adamw(sm: int, gradient: str, layout: str, algorithm: str, aligned: str) -> None:
+@pytest.mark.parametrize(("sm", "gradient", "layout", "aligned"), covering(ARCHITECTURES, DTYPES, LAYOUTS, ALIGNED))
+def test_adamw(sm: int, gradient: str, layout: str, aligned: str) -> None:
     (split, working, columns), is_aligned = LAYOUTS[layout], ALIGNED[aligned]
-    dtype = {name: number for number, name in NAMES.items()}[gradient]
     table = {"NUMELS": columns, "ALIGNED": is_aligned, "BLOCK": triton_tables.BLOCKS[is_aligned]}
-    constants = {"GRADIENT": dtype, "WORKING": working, "SPLIT": split, **ALGORITHMS[algorithm], **table}
+    kind = {"GRADIENT": DTYPES[gradient], "WORKING": working, "SPLIT": split}
+    constants = {**kind, "HAS_FACTOR": True, "HAS_FOUND_INF": True, **table}
     ptx = compiled(triton_adamw.adamw_kernel, ADAMW, constants, sm, enable_fp_fusion=False)
     assert ("ld.global.v4.b32" in ptx) == ("st.global.v4.b32" in ptx) == is_aligned
     assert "fma.rn.f32" not in ptx  # the order of operations is that of the reference
@@ -154,21 +143,14 @@ def test_adamw(sm: int, gradient: str, layout: str, algorithm: str, aligned: str
 
 
 @ON_EACH
-@pytest.mark.parametrize("dtype", POINTERS, ids=NAMES.get)
-def test_cross_entropy(dtype: int, sm: int) -> None:
-    floats = dict.fromkeys(("denominators", "losses", "factors"), "*fp32")
-    forward = {"logits": POINTERS[dtype], "targets": "*i64", **floats}
-    del forward["factors"]
-    constants = {"CLASSES": 50257, "DTYPE": dtype, "BLOCK": triton_cross_entropy.BLOCK}
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cross_entropy(dtype: str, sm: int) -> None:
+    forward = {"logits": f"*{dtype}", "targets": "*i64", "denominators": "*fp32", "losses": "*fp32"}
+    constants = {"CLASSES": 50257, "BLOCK": triton_cross_entropy.BLOCK}
     ptx = compiled(triton_cross_entropy.forward_kernel, forward, constants, sm, enable_fp_fusion=True)
     assert "ld.global.v4.b32" in ptx  # though a row begins at any address
-    backward = {
-        "result": POINTERS[dtype],
-        "logits": POINTERS[dtype],
-        "targets": "*i64",
-        "denominators": "*fp32",
-        "factors": "*fp32",
-    }
+    backward = {**forward, "result": f"*{dtype}", "factors": "*fp32"}
+    del backward["losses"]
     ptx = compiled(triton_cross_entropy.backward_kernel, backward, constants, sm, enable_fp_fusion=True)
     assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
 

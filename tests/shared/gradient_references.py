@@ -11,12 +11,10 @@ from hf_mp.kernels.gradient_scan import real_values
 
 
 def largest_magnitude_reference(tensors: Iterable[Tensor]) -> Tensor:
-    """FP32, of shape (), on the CPU; finite FP64 values beyond FP32 count as its largest number."""
+    """FP32, of shape (), on the CPU."""
     largest = torch.zeros((), dtype=torch.float32, device="cpu")
     for tensor in tensors:
         values = real_values(tensor).detach().abs()
         if values.numel():
-            found = values.max().double().to("cpu")
-            bounded = found.clamp(max=torch.finfo(torch.float32).max) if found.isfinite() else found
-            largest = torch.maximum(largest, bounded.float())
+            largest = torch.maximum(largest, values.max().to("cpu", torch.float32))
     return largest

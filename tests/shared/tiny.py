@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_mp
+from hf_mp.weights.lean.split_parameter import make_split
 
 
 class Using(nn.Module):
@@ -69,6 +70,14 @@ def attached(
     runtime = hf_mp.MixedPrecision(precision, loss_scaler=scaler, **settings)
     runtime.attach(model)
     return runtime
+
+
+def masters_around(optimizer: torch.optim.Optimizer, layout: str) -> hf_mp.MasterWeightOptimizer:
+    """Masters of whole FP32 tensors, or, where ``layout`` is ``"split"``, as a lean layout has them."""
+    for parameter in [p for group in optimizer.param_groups for p in group["params"]] if layout == "split" else ():
+        if parameter.dtype in (torch.float16, torch.bfloat16):
+            make_split(parameter, parameter.dtype)
+    return hf_mp.MasterWeightOptimizer(optimizer)
 
 
 def gradients_of(model: nn.Module, loss: Callable[[], Tensor], others: Iterable[Tensor] = ()) -> list[Tensor | None]:

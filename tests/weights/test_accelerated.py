@@ -69,7 +69,7 @@ class Loop:
         return [value.clone() for value in self.plain.state_dict().values()]
 
 
-@each_precision
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @both_orders
 def test_pickling(order: str, precision: str) -> None:
     loop = Loop(order, precision, optim=torch.optim.AdamW)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import masters_around
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 import hf_mp
-from hf_mp import MasterWeightOptimizer
 from hf_mp.weights import fused_adamw
 from hf_mp.weights.fused_adamw import step_split, step_whole
 from hf_mp.weights.lean import optimizer as module
@@ -29,7 +29,7 @@ def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
 def run(make: Callable[[list[nn.Parameter]], Optimizer], dtype: torch.dtype, steps: int = 3) -> list[Tensor]:
     """Masters and state after some steps."""
     weights = parameters(dtype)
-    optimizer = MasterWeightOptimizer(make(weights), layout="split")
+    optimizer = masters_around(make(weights), "split")
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         for weight in weights:
@@ -47,7 +47,7 @@ def run(make: Callable[[list[nn.Parameter]], Optimizer], dtype: torch.dtype, ste
     "make",
     [
         lambda p: AdamW(p, lr=1e-2, fused=True),
-        lambda p: Adam(p, lr=torch.tensor(1e-2), weight_decay=0.1, fused=True),
+        lambda p: Adam(p, lr=torch.tensor(1e-2), fused=True),
         lambda p: AdamW([{"params": p[:2], "lr": 1e-3}, {"params": p[2:], "betas": (0.4, 0.9)}], fused=True),
     ],
     ids=["AdamW", "Adam", "groups"],
@@ -74,14 +74,15 @@ def test_bit_for_bit_the_optimizers_own_step(make: Any, dtype: torch.dtype, monk
         lambda p: AdamW(p),
         lambda p: AdamW(p, fused=True, amsgrad=True),
         lambda p: AdamW(p, fused=True, maximize=True),
+        lambda p: Adam(p, fused=True, weight_decay=0.1),
         lambda p: torch.optim.SGD(p, fused=True),
         lambda p: type("OwnAdamW", (AdamW,), {})(p, fused=True),
     ],
-    ids=["not fused", "amsgrad", "maximize", "SGD", "subclass"],
+    ids=["not fused", "amsgrad", "maximize", "Adam with decay", "SGD", "subclass"],
 )
 def test_what_the_kernel_does_not_compute_is_left_to_the_optimizer(make: Any) -> None:
     weights = parameters(torch.float16)
-    optimizer = MasterWeightOptimizer(make(weights), layout="split")
+    optimizer = masters_around(make(weights), "split")
     for weight in weights:
         weight.grad = torch.ones(weight.shape)
     assert not step_split(optimizer.optimizer, weights)
@@ -93,7 +94,7 @@ def test_what_is_not_contiguous_is_read_by_its_shape(what: str) -> None:
     results, values = [], torch.arange(12.0).view(4, 3).t()
     for given in (values, values.contiguous()):
         weight = nn.Parameter(torch.ones(3, 4).half())
-        optimizer = MasterWeightOptimizer(AdamW([weight], lr=1e-2, fused=True), layout="split")
+        optimizer = masters_around(AdamW([weight], lr=1e-2, fused=True), "split")
         weight.take_scaled_gradient(given.half() if what == "gradient" else torch.ones(3, 4).half())  # type: ignore[attr-defined]
         optimizer.step()
         if what == "moments":
@@ -149,7 +150,7 @@ def test_a_scheduler_that_was_there_before_the_guard() -> None:
 @pytest.mark.parametrize("shape", [(3,), (4, 3, 2)])
 def test_moments_of_another_model_are_refused(shape: tuple[int, ...]) -> None:
     parameter = torch.nn.Parameter(torch.ones(4, 3).half())
-    optimizer = MasterWeightOptimizer(torch.optim.AdamW([parameter], fused=True), layout="split")
+    optimizer = masters_around(torch.optim.AdamW([parameter], fused=True), "split")
     parameter.grad = torch.ones(4, 3).half()
     moments = {"exp_avg": torch.zeros(4, 3), "exp_avg_sq": torch.zeros(shape)}
     optimizer.state[parameter].update(step=torch.tensor(1.0), **moments)

@@ -12,7 +12,7 @@ from trainer_runs import arguments, tiny_gpt2, token_rows
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_mp
-from hf_mp.weights.lean.split_parameter import master_value, raw_gradient
+from hf_mp.weights.lean.split_parameter import gradient_and_factor, master_value
 
 SETTINGS: dict[str, Any] = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "use_cache": False}
 CONFIG = GPT2Config(
@@ -129,14 +129,14 @@ class TestMemory:
         first = next(iter(run.model.transformer.h[0].parameters()))
 
         def count(*_: Any) -> None:
-            alive.append(sum(raw_gradient(p) is not None for p in run.model.parameters()))
+            alive.append(sum(gradient_and_factor(p)[0] is not None for p in run.model.parameters()))
 
         handle = torch.autograd.graph.get_gradient_edge(first).node.register_hook(count)
         run.backward()
         handle.remove()
         # the first block's norm is nearly the last in backward; the tied embedding still waits for its second gradient
         assert alive and max(alive) <= 2
-        assert all(raw_gradient(p) is None for p in run.model.parameters())
+        assert all(gradient_and_factor(p)[0] is None for p in run.model.parameters())
 
     def test_a_parameter_that_was_replaced_is_freed(self) -> None:
         run = Run(free_gradients="backward")

@@ -20,7 +20,7 @@ import hf_mp
 from hf_mp import MasterWeightOptimizer
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.lean.split_model import restore_parameters, split_trainable_parameters
-from hf_mp.weights.lean.split_parameter import SplitParameter, master_value, raw_gradient
+from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor, master_value
 
 every_lean = pytest.mark.parametrize("precision", ["fp16-lean", "bf16-lean"])
 Batch = dict[str, Tensor]
@@ -165,7 +165,7 @@ def test_compiled(precision: str) -> None:
 def test_a_static_scale_of_one_leaves_gradients_unscaled(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
     attached(gpt2, "fp16-lean", 1.0)
     gpt2(**batch).loss.backward()
-    raw = raw_gradient(gpt2.lm_head.weight)
+    raw = gradient_and_factor(gpt2.lm_head.weight)[0]
     assert raw is not None and torch.equal(raw.float(), gpt2.lm_head.weight.grad)  # type: ignore[arg-type]
 
 
@@ -213,7 +213,7 @@ def test_bytes_per_parameter(
         take_step(model(x).square().mean(), optimizer)
     after_step = live_bytes(tensors_alive())
     model(x).square().mean().backward()
-    gradients = [raw_gradient(p) for p in model.parameters()]
+    gradients = [gradient_and_factor(p)[0] for p in model.parameters()]
     lean = precision.endswith("lean")
     found = tensors_alive()
     at_update = live_bytes([*found, *[gradient for gradient in gradients if gradient is not None]])
@@ -222,7 +222,7 @@ def test_bytes_per_parameter(
     del gradients, found
     optimizer.step()
     if lean:
-        assert all(raw_gradient(p) is None for p in model.parameters())  # freed without zero_grad
+        assert all(gradient_and_factor(p)[0] is None for p in model.parameters())  # freed without zero_grad
 
 
 # The Trainer
@@ -251,4 +251,4 @@ def test_8_bit_states_through_the_trainer(tmp_path: Path, precision: str, max_gr
     assert isinstance(wrapper, MasterWeightOptimizer)
     assert wrapper.state[model.transformer.h[0].mlp.c_fc.weight]["state1"].dtype is torch.uint8
     assert wrapper.state[model.transformer.wte.weight]["state1"].dtype is torch.float32  # the Trainer's override
-    assert all(raw_gradient(p) is None for p in model.parameters())
+    assert all(gradient_and_factor(p)[0] is None for p in model.parameters())

@@ -22,7 +22,6 @@ from hf_mp.weights.lean.split_parameter import (
     make_split,
     master_value,
     multiply_gradients,
-    raw_gradient,
     unsplit,
 )
 
@@ -338,7 +337,7 @@ def test_a_gradient_is_lower_precision_and_scaled_until_it_is_read(pair: Pair) -
         assert parameter.grad is not None and parameter.grad.dtype is torch.float32
         true = parameter.grad.clone()
         parameter.grad.data.mul_(2)  # unseen by a version counter
-        assert raw_gradient(parameter) is parameter.grad and torch.equal(parameter.grad, 2 * true)
+        assert gradient_and_factor(parameter)[0] is parameter.grad and torch.equal(parameter.grad, 2 * true)
         assert gradient_and_factor(parameter)[1] is None
 
 
@@ -348,7 +347,7 @@ def test_tied_weights_add_up_in_fp32(pair: Pair) -> None:
         each.second.weight = each.first.weight
         each(X).square().mean().backward()
     assert isinstance(model.first.weight, SplitParameter)
-    assert raw_gradient(model.first.weight).dtype is torch.float32  # type: ignore[union-attr]
+    assert gradient_and_factor(model.first.weight)[0].dtype is torch.float32  # type: ignore[union-attr]
     assert_gradients_match(model, reference, tolerance)
 
 
@@ -361,7 +360,7 @@ def test_sparse_gradients() -> None:
         for each in (model, reference):
             each(ids).square().mean().backward()
         if micro_batch == 0:
-            assert raw_gradient(model[0].weight).is_sparse  # type: ignore[union-attr]
+            assert gradient_and_factor(model[0].weight)[0].is_sparse  # type: ignore[union-attr]
     assert model[0].weight.grad.is_sparse and model[0].weight.grad.dtype is torch.float32
     torch.testing.assert_close(
         model[0].weight.grad.to_dense(), reference[0].weight.grad.to_dense(), rtol=5e-3, atol=1e-5
@@ -387,7 +386,7 @@ def test_setting_and_deleting_gradients(pair: Pair) -> None:
     ):
         model(X).square().mean().backward()
         drop()
-        assert all(p.grad is None and raw_gradient(p) is None for p in model.parameters())
+        assert all(p.grad is None and gradient_and_factor(p)[0] is None for p in model.parameters())
     model(X).square().mean().backward()
     model.zero_grad(set_to_none=False)
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
@@ -412,7 +411,7 @@ def test_multiply_gradients(kind: str) -> None:
         assert parameter.grad is None
         return
     if kind == "scaled":
-        assert raw_gradient(parameter) is gradient  # nothing was written
+        assert gradient_and_factor(parameter)[0] is gradient  # nothing was written
     assert parameter.grad.dtype is torch.float32
     torch.testing.assert_close(parameter.grad, gradient.float() * 0.3 * 0.3, rtol=1e-6, atol=0)
     parameter.grad = None

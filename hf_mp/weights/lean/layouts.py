@@ -74,7 +74,7 @@ class SplitLayout(WeightLayout):
 
     def wrap(self, optimizer: Optimizer) -> Optimizer:
         is_wrapped = isinstance(optimizer, MasterWeightOptimizer)
-        return optimizer if is_wrapped else MasterWeightOptimizer(optimizer, layout="split")
+        return optimizer if is_wrapped else MasterWeightOptimizer(optimizer)
 
     def step(self, *given: Any) -> bool:
         return False

@@ -8,7 +8,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +19,17 @@ from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.attachable import check_closure
 from hf_mp.weights.early_state import state_to_fp32
-from hf_mp.weights.fused_adamw import replaces_step, skipping, step_split
+from hf_mp.weights.fused_adamw import clip_factor, replaces_step, skipping, step_split
 from hf_mp.weights.lean.outside_reads import as_stored, stores_16_bits
 from hf_mp.weights.lean.split_parameter import (
     SplitParameter,
     gradient_and_factor,
     has_gradient,
-    make_split,
     master_value,
     multiply_gradients,
     unscaled,
 )
 from hf_mp.weights.working_copies import seen, watch
-
-MasterLayout = Literal["whole", "split"]
 
 # Split masters are put together for as many parameters at once as have this many elements: 16 MiB in FP32.
 _BUCKET_ELEMENTS = 2**22
@@ -69,38 +66,31 @@ class MasterWeightOptimizer(Optimizer):
     With loss scaling in the explicit style (``scaler.unscale_``, ``scaler.step``), gradients become FP32 when they are
     unscaled.
 
+    Each FP16/BF16 parameter has an FP32 tensor for its master. Those of a model in a lean layout have 16 bits more
+    instead (:mod:`hf_mp.kernels.split`), and their masters are put together for the step only.
+
     Args:
         optimizer: over floating parameters; state that it has already is cast to FP32. Step this wrapper from now on,
             not it.
-        layout: ``"whole"`` (default) keeps an FP32 tensor per parameter; ``"split"`` keeps the 16 bits that the
-            parameter lacks (:mod:`hf_mp.kernels.split`), and puts masters together for the step only.
+        layout: ``"whole"``, as above.
 
     Raises:
-        TypeError: for parameters that are not floating, and for anything but an optimizer.
-        ValueError: for an unknown layout, and an optimizer that calls its closure several times (LBFGS).
+        TypeError: for parameters that are not floating, for anything but an optimizer, and for a copy or a pickle.
+        ValueError: for another layout, and an optimizer that calls its closure several times (LBFGS).
     """
 
     keeps_masters = True  # its FP16 gradients may be unscaled: they become FP32
     _step_supports_amp_scaling = False  # unlike a fused one inside: torch.amp.GradScaler is to unscale by itself
     optimizer: Optimizer
-    layout: MasterLayout
 
-    def __init__(self, optimizer: Optimizer, *, layout: MasterLayout = "whole") -> None:
+    def __init__(self, optimizer: Optimizer, *, layout: Literal["whole"] = "whole") -> None:
         _check_wrappable(optimizer, layout)
         # Before parameters become masters: torch would cast state to the 16 bits of what it belongs to.
         state_to_fp32(optimizer)
-        self._wrap(optimizer, layout)
-        if hasattr(optimizer, "check_overrides"):
-            optimizer.check_overrides()  # bitsandbytes knows parameters with settings of their own by identity
-        for group in optimizer.param_groups:
-            self._adopt(group["params"])
-        if not any(_needs_master(parameter) for parameter in self._parameters()):
-            warnings.warn("MasterWeightOptimizer has nothing to do: no parameter is FP16 or BF16", stacklevel=2)
-
-    def _wrap(self, optimizer: Optimizer, layout: MasterLayout) -> None:
-        self.optimizer, self.layout = optimizer, layout
-        self._masters: dict[nn.Parameter, _WholeMaster] = {}
-        self._loaded: dict[nn.Parameter, Tensor] = {}  # FP32 masters of a checkpoint, not taken over yet
+        self.optimizer = optimizer
+        # The FP32 master of each 16-bit parameter that is not split, and what was seen of that when it was written;
+        # None for a master of a checkpoint.
+        self._masters: dict[nn.Parameter, tuple[Tensor, tuple[int, int] | None]] = {}
         self._is_stepping = False
         # Not Optimizer.__init__, which would make param_groups of its own: those are the wrapped one's.
         super().__setstate__({})  # hooks, and the step that calls them
@@ -108,14 +98,18 @@ class MasterWeightOptimizer(Optimizer):
             if name.startswith("_optimizer_") and name.endswith("_hooks"):
                 setattr(self, name, value)
         optimizer.register_step_pre_hook(self._refuse_direct_step)
+        if hasattr(optimizer, "check_overrides"):
+            optimizer.check_overrides()  # bitsandbytes knows parameters with settings of their own by identity
+        for group in optimizer.param_groups:
+            self._adopt(group["params"])
+        if not any(_needs_master(parameter) for parameter in self._parameters()):
+            warnings.warn("MasterWeightOptimizer has nothing to do: no parameter is FP16 or BF16", stacklevel=2)
 
-    def __getstate__(self) -> dict[str, Any]:
-        masters = {p: self.master(p) for p in self._parameters() if p in self._masters or p in self._loaded}
-        return {"optimizer": self.optimizer, "layout": self.layout, "masters": masters}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._wrap(state["optimizer"], state["layout"])
-        self._loaded = state["masters"]
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        # torch's way would leave out what is wrapped, and the masters with it.
+        raise TypeError(
+            "a MasterWeightOptimizer is not copied or pickled: wrap another optimizer, and load state_dict()"
+        )
 
     def _refuse_direct_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # A model that was detached has no masters any more.
@@ -135,8 +129,6 @@ class MasterWeightOptimizer(Optimizer):
                     f"master weights are for floating parameters, not for one of {parameter.dtype} and shape "
                     f"{tuple(parameter.shape)}: leave it out of the optimizer"
                 )
-            if self.layout == "split" and _needs_master(parameter) and not isinstance(parameter, SplitParameter):
-                make_split(parameter, parameter.dtype)
             if isinstance(parameter, SplitParameter):
                 parameter.has_optimizer = True
 
@@ -169,16 +161,26 @@ class MasterWeightOptimizer(Optimizer):
         return result
 
     def __repr__(self) -> str:
-        return f"MasterWeightOptimizer({self.optimizer!r}, layout={self.layout!r})"
+        return f"MasterWeightOptimizer({self.optimizer!r})"
 
     def master(self, parameter: nn.Parameter) -> Tensor:
         """The FP32 master weight of ``parameter``, detached, of its shape; write through the parameter."""
-        self._take_over_loaded(parameter)
         if isinstance(parameter, SplitParameter):
             return master_value(parameter)
-        if not _needs_master(parameter):
-            return parameter.detach()
-        return self._whole(parameter).open().detach()
+        return self._whole(parameter) if _needs_master(parameter) else parameter.detach()
+
+    @torch.no_grad()
+    def _whole(self, parameter: nn.Parameter) -> Tensor:
+        """The FP32 master of a 16-bit parameter, with what was written into that from outside."""
+        if parameter not in self._masters:
+            watch(parameter)
+            self._masters[parameter] = parameter.float(), seen(parameter)
+        master, when_written = self._masters[parameter]
+        unseen = getattr(parameter, "may_have_changed_unseen", bool)()
+        if unseen or when_written != seen(parameter):
+            master = _where_rounded(master.to(parameter.device), parameter.detach(), parameter.float())
+            self._masters[parameter] = master, seen(parameter)
+        return master
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the wrapped optimizer's; FP16/BF16 parameters get masters as well."""
@@ -206,7 +208,7 @@ class MasterWeightOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the masters, and the parameters with them; returns what the wrapped optimizer's ``step`` returns.
 
-        In the split layout, gradients are freed as they are used, unless a ``found_inf`` tells the device to skip.
+        In a lean layout, gradients are freed as they are used, unless a ``found_inf`` tells the device to skip.
         ``closure`` recomputes the loss and calls ``backward``: once, before the update; its result is returned.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
@@ -220,8 +222,6 @@ class MasterWeightOptimizer(Optimizer):
         Where ``found_inf`` is not 0 the device skips, also torch's fused step of what no kernel has; gradients stay,
         for reports of an overflow.
         """
-        for parameter in parameters if self._loaded else ():
-            self._take_over_loaded(parameter)
         with as_stored():
             stepped = step_split(self.optimizer, parameters, found_inf)
             left = [p for p in parameters if id(p) not in stepped and has_gradient(p)]
@@ -262,24 +262,18 @@ class MasterWeightOptimizer(Optimizer):
 
     def _open(self, parameter: nn.Parameter) -> nn.Parameter:
         """What the wrapped optimizer updates in the place of ``parameter``."""
-        self._take_over_loaded(parameter)
-        if isinstance(parameter, SplitParameter):
-            return nn.Parameter(parameter.fp32_value(), requires_grad=parameter.requires_grad)
-        return self._whole(parameter).open() if _needs_master(parameter) else parameter
+        if not _needs_master(parameter):
+            return parameter
+        value = parameter.fp32_value() if isinstance(parameter, SplitParameter) else self._whole(parameter)
+        return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
     def _close(self, masters: dict[nn.Parameter, nn.Parameter]) -> None:
         for parameter, master in masters.items():
             if isinstance(parameter, SplitParameter):
                 parameter.write_fp32(master.detach())
             elif master is not parameter:
-                self._masters[parameter].round_into_parameter()
-            if master is not parameter:
-                master.grad = None
-
-    def _whole(self, parameter: nn.Parameter) -> _WholeMaster:
-        if parameter not in self._masters:
-            self._masters[parameter] = _WholeMaster(parameter)
-        return self._masters[parameter]
+                parameter.copy_(master)
+                self._masters[parameter] = master.detach(), seen(parameter)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -287,18 +281,16 @@ class MasterWeightOptimizer(Optimizer):
     def _buckets(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         if not steps_by_parameter(self.optimizer):
             return [parameters]
-        parameters = [p for p in parameters if has_gradient(p)]
-        if self.layout == "whole":
-            return [parameters]
         # A whole FP32 master for as few parameters at once as keeps the number of the optimizer's launches low.
         buckets: list[list[nn.Parameter]] = [[]]
         elements = 0
-        for parameter in parameters:
-            if elements and elements + parameter.numel() > _BUCKET_ELEMENTS:
+        for parameter in filter(has_gradient, parameters):
+            added = parameter.numel() if isinstance(parameter, SplitParameter) else 0  # others are there already
+            if elements and elements + added > _BUCKET_ELEMENTS:
                 buckets.append([])
                 elements = 0
             buckets[-1].append(parameter)
-            elements += parameter.numel()
+            elements += added
         return buckets
 
     @contextlib.contextmanager
@@ -328,27 +320,21 @@ class MasterWeightOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, and under ``masters`` the FP32 masters that no model's ``state_dict()`` holds.
 
-        ``masters`` maps the index of a parameter (as in ``state``) to an FP32 tensor of its shape, in either layout.
-        Models in a lean layout save their masters themselves. Other optimizers can load the state, without masters.
+        ``masters`` maps the index of a parameter (as in ``state``) to an FP32 tensor of its shape. Models in a lean
+        layout save their masters themselves. Other optimizers can load the state, without masters.
         """
-        saved = {}
-        for index, parameter in enumerate(self._parameters()):
-            if isinstance(parameter, SplitParameter):
-                if not parameter.is_saved_in_full:
-                    saved[index] = self.master(parameter)
-            elif parameter in self._masters or parameter in self._loaded:
-                saved[index] = self.master(parameter)
+        saved = {index: self.master(p) for index, p in enumerate(self._parameters()) if p in self._masters}
         return {**self.optimizer.state_dict(), "masters": saved}
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` gave, in either layout, bit for bit.
+        """Take over a state that :meth:`state_dict` gave, bit for bit.
 
         The model's weights may be loaded before or after: until the first step, a master comes into force where the
-        parameter is its rounding. The state of the wrapped optimizer alone is taken as well: the parameters are then
-        their own masters.
+        parameter is its rounding; in a lean layout at once, so that the weights go before. The state of the wrapped
+        optimizer alone is taken as well: the parameters are then their own masters.
 
         Raises:
-            TypeError: for masters that are no tensors.
             ValueError: for masters of another shape or dtype, and as ``torch.optim.Optimizer.load_state_dict``.
         """
         parameters = self._parameters()
@@ -362,24 +348,15 @@ class MasterWeightOptimizer(Optimizer):
         with self._in_place_of_parameters(shown):
             self.optimizer.load_state_dict({key: state_dict[key] for key in state_dict if key != "masters"})
         self._masters.clear()
-        self._loaded = {parameters[index]: tensor.detach().clone() for index, tensor in given.items()}
-
-    @torch.no_grad()
-    def _take_over_loaded(self, parameter: nn.Parameter) -> None:
-        if parameter not in self._loaded:
-            return
-        loaded = self._loaded.pop(parameter).to(parameter.device)
-        if not _needs_master(parameter):
-            return
-        working = parameter.detach()
-        # Layouts round ties differently, and either may have been saved.
-        is_rounding = (loaded.to(working.dtype) == working) | (split(loaded, working.dtype).working == working)
-        value = torch.where(is_rounding, loaded, self.master(parameter))
-        if isinstance(parameter, SplitParameter):
-            parameter.write_fp32(value)
-        else:
-            self._whole(parameter).open().copy_(value)
-            self._whole(parameter).round_into_parameter()
+        for index, tensor in given.items():
+            parameter, master = parameters[index], tensor.detach().clone()
+            if isinstance(parameter, SplitParameter):
+                parameter.write_fp32(
+                    _where_rounded(master.to(parameter.device), parameter.detach(), self.master(parameter))
+                )
+            elif _needs_master(parameter):
+                watch(parameter)
+                self._masters[parameter] = master, None
 
 
 def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
@@ -391,8 +368,8 @@ def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tens
             by_factor.setdefault((gradient.device, factor), []).append(real_values(gradient))
     norms = {factor: total_norm(values) for factor, values in by_factor.items()}
     total = norm_of([norm if factor is None else norm * factor.squeeze() for (_, factor), norm in norms.items()])
-    if (clip_by := clip_factor(total, max_norm)) is not None:
-        multiply_gradients(parameters, clip_by)
+    if math.isfinite(max_norm):
+        multiply_gradients(parameters, clip_factor(total, max_norm))
     return total
 
 
@@ -403,36 +380,32 @@ def norm_of(norms: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
-def clip_factor(total: Tensor, max_norm: float) -> Tensor | None:
-    """What ``torch.nn.utils.clip_grad_norm_`` multiplies gradients of norm ``total`` with; None for no bound."""
-    return (max_norm / (total + 1e-6)).clamp(max=1.0) if math.isfinite(max_norm) else None
-
-
 def _check_wrappable(optimizer: Any, layout: str) -> None:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"MasterWeightOptimizer wraps an optimizer, not {optimizer!r}: give it "
             "torch.optim.AdamW(model.parameters()) or the like"
         )
-    if layout not in get_args(MasterLayout):
-        raise ValueError(f"layout={layout!r} is not known: use one of {', '.join(get_args(MasterLayout))}")
+    if layout != "whole":
+        raise ValueError(
+            f"layout={layout!r} is not known: leave it out, or prepare(model, optimizer, 'fp16-lean') for masters of "
+            "16 bits beside the weights (layout='split' of former releases)"
+        )
     if isinstance(optimizer, MasterWeightOptimizer):
         raise TypeError("this optimizer is a MasterWeightOptimizer already: wrap one only once")
     check_closure(optimizer)
 
 
 def _check_masters(given: Any, parameters: Sequence[nn.Parameter]) -> None:
-    """Raise a TypeError or ValueError for masters of a checkpoint that are none of these parameters'."""
-    if not isinstance(given, Mapping):
-        raise TypeError(f"masters must map indices of parameters to FP32 tensors, and is a {type(given).__name__}")
+    """Raise a ValueError for masters of a checkpoint that are none of these parameters'."""
     for index, tensor in given.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"masters[{index!r}] must be a FP32 tensor, not {tensor!r:.200}")
-        if index not in range(len(parameters)) or tensor.shape != parameters[index].shape:
-            shape = tuple(parameters[index].shape) if index in range(len(parameters)) else "no parameter"
-            raise ValueError(f"masters[{index}] has shape {tuple(tensor.shape)}, but there is {shape} here")
-        if tensor.dtype is not torch.float32:
-            raise ValueError(f"masters[{index}] is {tensor.dtype}, but a master weight is torch.float32")
+        shape = tuple(parameters[index].shape) if index in range(len(parameters)) else None
+        found = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Tensor) else (type(tensor), None)
+        if found != (shape, torch.float32):
+            raise ValueError(
+                f"masters[{index!r}] is {found[1]} of shape {found[0]}, but the parameter of that number here has an "
+                f"FP32 master of shape {shape}: load the state of this model's own optimizer"
+            )
 
 
 def _hand_over_gradient(parameter: nn.Parameter, master: nn.Parameter) -> None:
@@ -443,33 +416,13 @@ def _hand_over_gradient(parameter: nn.Parameter, master: nn.Parameter) -> None:
         master.grad = unscaled(gradient, factor, like=master)
 
 
-class _WholeMaster:
-    """The FP32 tensor of one parameter in the whole layout."""
+def _where_rounded(master: Tensor, working: Tensor, otherwise: Tensor) -> Tensor:
+    """``master`` where ``working`` is its rounding, element by element: a row that was written costs no other its bits.
 
-    def __init__(self, parameter: nn.Parameter) -> None:
-        watch(parameter)
-        self._parameter: Any = parameter
-        self._master = nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
-        self._seen = seen(parameter)
-
-    @torch.no_grad()
-    def open(self) -> nn.Parameter:
-        """The master, with what was written into the parameter from outside."""
-        parameter, master = self._parameter, self._master
-        if master.device != parameter.device:
-            master.data = master.data.to(parameter.device)
-        unseen = getattr(parameter, "may_have_changed_unseen", bool)()
-        if unseen or self._seen != seen(parameter):
-            # Element by element: a row that was written does not cost the others their bits.
-            is_rounding = master.to(parameter.dtype) == parameter
-            master.copy_(torch.where(is_rounding, master, parameter.float()))
-            self._seen = seen(parameter)
-        return master
-
-    @torch.no_grad()
-    def round_into_parameter(self) -> None:
-        self._parameter.copy_(self._master)
-        self._seen = seen(self._parameter)
+    Its ties may have been rounded as torch does, or as split masters are.
+    """
+    is_rounding = (master.to(working.dtype) == working) | (split(master, working.dtype).working == working)
+    return torch.where(is_rounding, master, otherwise)
 
 
 def _needs_master(parameter: Tensor) -> bool:

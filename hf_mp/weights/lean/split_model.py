@@ -29,7 +29,7 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
     model and its parts save is FP32 then, and so is what code outside of a forward reads of the parameters.
     """
     is_known = put_masters_into_state_dict in model._state_dict_hooks.values()
-    others = [p for p in parameters_of(model) if p.requires_grad and not getattr(p, "is_saved_in_full", False)]
+    others = [p for p in parameters_of(model) if p.requires_grad and not isinstance(p, SplitParameter)]
     if is_known and not others:
         return False
     with_statistics = trained_with_statistics(model)
@@ -40,7 +40,6 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
     check_splittable(new)  # before anything is changed
     for parameter in new:
         make_split(parameter, dtype)
-        parameter.is_saved_in_full = True  # type: ignore[attr-defined]
     for parameter in with_statistics:
         parameter.data = parameter.data.float()
     widen_buffers(model)

@@ -49,7 +49,6 @@ class SplitParameter(nn.Parameter):
     __torch_function__: ClassVar[Any] = OutsideReads()
 
     remainder_bits: Tensor
-    is_saved_in_full: bool = False
     has_optimizer: bool = False  # whether a MasterWeightOptimizer updates the master
     _scaled: ScaledGradient | None = None
     _read: Tensor | None = None  # the true gradient that a reader of .grad was given
@@ -276,8 +275,6 @@ _notice_writes()
 
 def make_split(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     """Turn a leaf into a :class:`SplitParameter` of ``dtype``, FP16/BF16, in place; its FP32 value stays its master."""
-    if isinstance(parameter, SplitParameter):
-        return
     check_splittable([parameter])
     unwatch(parameter)
     halves = split(parameter.detach().float(), dtype)
@@ -370,11 +367,6 @@ def has_gradient(parameter: nn.Parameter) -> bool:
     if isinstance(parameter, SplitParameter):
         return parameter._scaled is not None or _GRAD.__get__(parameter) is not None
     return parameter.grad is not None
-
-
-def raw_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """The gradient as backward left it."""
-    return gradient_and_factor(parameter)[0]
 
 
 def unscaled(gradient: Tensor, factor: Tensor | None, *, like: Tensor) -> Tensor:

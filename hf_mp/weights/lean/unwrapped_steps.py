@@ -51,4 +51,4 @@ _refuse.only_refuses = True  # type: ignore[attr-defined]
 
 
 def _lacks_master(parameter: Any) -> bool:
-    return isinstance(parameter, SplitParameter) and parameter.is_saved_in_full and not parameter.has_optimizer
+    return isinstance(parameter, SplitParameter) and not parameter.has_optimizer
