@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from hf_mp.kernels.registry import chosen
-from hf_mp.kernels.split import merge, split_into
+from hf_mp.kernels.split import cache_blocks, merge, split_into
 
 # Small enough that what one operation leaves is in a core's cache for the next, large enough for some 20 calls a block.
 _BLOCK_ELEMENTS_PER_THREAD = 2**17
@@ -49,10 +48,6 @@ class AdamWTensors(NamedTuple):
     def map(self, function: Callable[[Tensor], Tensor]) -> AdamWTensors:
         """``function`` of each tensor that there is."""
         return AdamWTensors(*[None if tensor is None else function(tensor) for tensor in self])  # type: ignore[arg-type]
-
-    def floating_state(self) -> list[Tensor]:
-        """As :meth:`state`, without a remainder."""
-        return [tensor for tensor in self.state() if tensor.is_floating_point()]
 
     def state(self) -> list[Tensor]:
         """What the update writes, without ``step``."""
@@ -130,7 +125,7 @@ def adamw_(
     shape (), is not 0.
     """
     if chosen("adamw", [tensors.gradient for tensors in parameters]) is not None:
-        read = [tensor for tensors in parameters for tensor in (tensors.gradient, *tensors.floating_state())]
+        read = [one for tensors in parameters for one in tensors if one is not None and one.is_floating_point()]
         if (kernel := chosen("adamw", read)) is not None:
             kernel(parameters, settings, factor, found_inf)
             return
@@ -185,7 +180,7 @@ def is_small(gradient: Tensor) -> bool:
 def _batches(parameters: Sequence[AdamWTensors]) -> Iterator[list[AdamWTensors]]:
     """The parameters one by one; small ones of the same dtypes together, up to the size of a block."""
     joined: dict[tuple[torch.dtype, ...], tuple[list[AdamWTensors], int]] = {}  # with their number of elements
-    most = _block_elements()
+    most = _BLOCK_ELEMENTS_PER_THREAD * torch.get_num_threads()
     for tensors in parameters:
         if len(parameters) == 1 or not (is_small(tensors.gradient) and _has_blocks(tensors)):
             yield [tensors]
@@ -200,10 +195,6 @@ def _batches(parameters: Sequence[AdamWTensors]) -> Iterator[list[AdamWTensors]]
         joined[kind] = batch, size + count
     for batch, _ in joined.values():
         yield batch
-
-
-def _block_elements() -> int:
-    return _BLOCK_ELEMENTS_PER_THREAD * torch.get_num_threads()
 
 
 def _blocks(batch: Sequence[AdamWTensors], factor: Tensor | None) -> Iterator[tuple[Any, ...]]:
@@ -222,12 +213,11 @@ def _blocks(batch: Sequence[AdamWTensors], factor: Tensor | None) -> Iterator[tu
 
 def _blocks_of_one(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[tuple[Any, ...]]:
     # whole vectors, so that torch's scalar loop for the rest begins where it would in the whole tensor
-    elements = _block_elements()
-    given: Any = (tensors.gradient, tensors.exp_avg, tensors.exp_avg_sq, tensors.working, tensors.remainder)
-    flat = [tensor.reshape(-1) for tensor in given]
-    if is_fake(tensors.gradient):  # it has no values, and one block stands for the memory of all
-        flat = [tensor[:elements] for tensor in flat]
-    for gradient, exp_avg, exp_avg_sq, working, remainder in zip(*(t.split(elements) for t in flat), strict=True):
+    elements = _BLOCK_ELEMENTS_PER_THREAD * torch.get_num_threads()
+    given: Any = (tensors.exp_avg, tensors.exp_avg_sq, tensors.working, tensors.remainder)
+    for gradient, exp_avg, exp_avg_sq, working, remainder in cache_blocks(
+        tensors.gradient.contiguous(), *given, elements=elements
+    ):
         part = tensors._replace(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
         yield [part], working, remainder, _unscaled(gradient, factor)
 

@@ -24,7 +24,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 VARIABLE = "HF_MP_KERNELS"
 SETTINGS = ("auto", "triton", "reference")
 
-# The launcher of each, in hf_mp.kernels.triton_<name>; check(device) there says what differs from the reference.
+# What a kernel gave, by name, what its reference gives, and by how much they may differ, relatively.
+Pair = tuple[str, Tensor, Tensor, float]
+
+# The launcher of each, in hf_mp.kernels.triton_<name>; pairs(device) there compares it with its reference.
 KERNELS = {"gradient_scan": "scan", "adamw": "adamw_", "cross_entropy": "RowKernels"}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # that they read
 
@@ -88,14 +91,23 @@ def launcher(name: str) -> Any:
 
 
 def module_of(name: str) -> Any:
-    """Where the kernel ``name`` and its check are."""
+    """Where the kernel ``name`` and its comparison are."""
     return importlib.import_module(f".triton_{name}", __package__)
+
+
+def difference(name: str, device: torch.device) -> str | None:
+    """What the kernel ``name`` computes otherwise than its reference on ``device``; None for nothing."""
+    for what, found, expected, allowed in module_of(name).pairs(device):
+        values = found.cpu().float(), expected.cpu().float()
+        if not torch.allclose(*values, rtol=allowed, atol=allowed, equal_nan=True):
+            return f"{what} differs"
+    return None
 
 
 @functools.cache
 def _is_right_on(name: str, device: torch.device) -> bool:
     try:
-        problem = module_of(name).check(device)
+        problem = difference(name, device)
     except Exception as error:
         # Whatever Triton's compiler or the driver raises: training goes on without it, and says so.
         problem = f"it failed with {type(error).__name__}: {error}"

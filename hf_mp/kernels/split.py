@@ -73,15 +73,15 @@ def merge(working: Tensor, remainder: Tensor) -> Tensor:
     return value
 
 
-def cache_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def cache_blocks(*tensors: Tensor, elements: int = _BLOCK_ELEMENTS) -> Iterator[tuple[Tensor, ...]]:
     """The tensors a block at a time, so that temporaries stay in a CPU's cache; elsewhere in one."""
     if not all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors):
         yield tensors
         return
     flat = [tensor.view(-1) for tensor in tensors]
     if is_fake(tensors[0]):  # it has no values, and one block stands for the memory of all
-        flat = [tensor[:_BLOCK_ELEMENTS] for tensor in flat]
-    yield from zip(*(tensor.split(_BLOCK_ELEMENTS) for tensor in flat), strict=True)
+        flat = [tensor[:elements] for tensor in flat]
+    yield from zip(*(tensor.split(elements) for tensor in flat), strict=True)
 
 
 def _is_ordinary(value: Tensor) -> bool:

@@ -110,7 +110,8 @@ def step_whole(
     batches = [(settings, _whole_tensors(optimizer, group, copies)) for settings, group in _groups(optimizer)]
     given = [tensors for _, batch in batches for tensors in batch]
     # Asked again with the state, which a checkpoint may have brought in another dtype or order.
-    kernel = chosen("adamw", [tensor for tensors in given for tensor in tensors.floating_state()]) if given else None
+    read = [tensor for tensors in given for tensor in tensors if tensor is not None]
+    kernel = chosen("adamw", read) if given else None
     if kernel is None or len(given) != len(stepping):
         return False
     factor = None if clipping is None else clip_factor(clipping.norm, clipping.max_norm)

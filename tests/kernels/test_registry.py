@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -31,7 +32,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_entry_names_what_exists(name: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     assert callable(registry.launcher(name))
-    assert callable(registry.module_of(name).check)
+    assert callable(registry.module_of(name).pairs)
 
 
 @pytest.mark.parametrize("setting", [None, "auto", "reference"])
@@ -107,24 +108,31 @@ def test_without_triton_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not([torch.ones(3)]) == "triton is not installed"
 
 
+def _two(what: str, found: float) -> list[registry.Pair]:
+    nan = torch.tensor(math.nan)
+    return [("the norm", nan, nan, 0.0), (what, torch.tensor(found), torch.tensor(0.0), 0.0)]
+
+
 @pytest.mark.parametrize(
-    ("check", "message"),
+    ("pairs", "message"),
     [
-        (Mock(return_value="the norm differs"), "the Triton kernel odd is not used on cpu: the norm differs"),
+        (Mock(return_value=_two("the norm of odd", 2.0)), "odd is not used on cpu: the norm of odd differs"),
+        (Mock(return_value=_two("the norm of odd", math.nan)), "odd is not used on cpu: the norm of odd differs"),
         (Mock(side_effect=RuntimeError("no PTX")), "not used on cpu: it failed with RuntimeError: no PTX"),
     ],
+    ids=["differs", "NaN", "fails"],
 )
-def test_a_kernel_that_is_wrong_here_is_not_used(check: Mock, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "module_of", lambda name: SimpleNamespace(check=check))
+def test_a_kernel_that_is_wrong_here_is_not_used(pairs: Mock, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "module_of", lambda name: SimpleNamespace(pairs=pairs))
     with pytest.warns(UserWarning, match=message):
         assert not registry._is_right_on("odd", torch.device("cpu"))
 
 
 def test_a_kernel_that_is_right_here_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = Mock(return_value=None)
-    monkeypatch.setattr(registry, "module_of", lambda name: SimpleNamespace(check=check))
+    pairs = Mock(return_value=_two("the norm", 0.0))
+    monkeypatch.setattr(registry, "module_of", lambda name: SimpleNamespace(pairs=pairs))
     assert all(registry._is_right_on("odd", torch.device("cpu")) for _ in range(2))
-    assert check.call_count == 1
+    assert pairs.call_count == 1
 
 
 def test_nothing_imports_triton_before_it_is_used() -> None:

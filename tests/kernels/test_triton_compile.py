@@ -125,7 +125,7 @@ def test_the_sum_of_scans(sm: int) -> None:
 @ON_EACH
 @pytest.mark.parametrize("rate", ["float", "tensor"])
 def test_the_count_of_steps(rate: str, sm: int) -> None:
-    constants = {"HAS_LR_AT": rate == "tensor", "HAS_FOUND_INF": True, "BLOCK": triton_adamw.STEPS}
+    constants = {"HAS_LR_AT": rate == "tensor", "BLOCK": triton_adamw.STEPS}
     ptx = compiled(triton_adamw.advance_kernel, ADVANCE, constants, sm, enable_fp_fusion=False)
     assert "fma.rn.f64" not in ptx and "div.rn.f64" in ptx and "sqrt.rn.f64" in ptx
 
@@ -134,8 +134,7 @@ def test_the_count_of_steps(rate: str, sm: int) -> None:
 def test_adamw(sm: int, gradient: str, layout: str, aligned: str) -> None:
     (split, working, columns), is_aligned = LAYOUTS[layout], ALIGNED[aligned]
     table = {"NUMELS": columns, "ALIGNED": is_aligned, "BLOCK": triton_tables.BLOCKS[is_aligned]}
-    kind = {"GRADIENT": DTYPES[gradient], "WORKING": working, "SPLIT": split}
-    constants = {**kind, "HAS_FACTOR": True, "HAS_FOUND_INF": True, **table}
+    constants = {"GRADIENT": DTYPES[gradient], "WORKING": working, "SPLIT": split, **table}
     ptx = compiled(triton_adamw.adamw_kernel, ADAMW, constants, sm, enable_fp_fusion=False)
     assert ("ld.global.v4.b32" in ptx) == ("st.global.v4.b32" in ptx) == is_aligned
     assert "fma.rn.f32" not in ptx  # the order of operations is that of the reference
