@@ -169,7 +169,7 @@ def gradients_of(parameter: nn.Parameter) -> list[Tensor]:
     """The gradients of a parameter as stored: reading ``.grad`` of a split parameter would convert them."""
     # Its getter would convert a scaled gradient to FP32, and keep what it made.
     scaled, read = (vars(parameter).get(name) for name in _GRADIENTS)
-    held = [_GRAD.__get__(parameter), None if scaled is None else scaled.value, read]
+    held = [_GRAD.__get__(parameter), None if scaled is None else scaled[0], read]
     return [gradient for gradient in held if gradient is not None]
 
 

@@ -14,7 +14,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_, is_small
 from hf_mp.kernels.identity import is_on_host, is_ordinary
 from hf_mp.kernels.registry import chosen
-from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor, halves_of, note_written_halves
+from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor, halves_of
 from hf_mp.weights.lean.unwrapped_steps import has_hooks
 from hf_mp.weights.working_copies import WorkingCopies
 
@@ -201,6 +201,6 @@ def _moments(optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor) ->
 
 
 def _finish_split(parameters: Sequence[SplitParameter], *, keeps_gradients: bool) -> None:
-    note_written_halves(*parameters)
+    SplitParameter.note_written(*parameters)
     for parameter in () if keeps_gradients else parameters:
         parameter.grad = None

@@ -34,12 +34,9 @@ from hf_mp.weights.working_copies import seen, watch
 # Split masters are put together for as many parameters at once as have this many elements: 16 MiB in FP32.
 _BUCKET_ELEMENTS = 2**22
 
-# Optimizers that treat each parameter by itself, so that their step may be taken in parts.
-STEPS_BY_PARAMETER = {
-    "torch.optim": "Adadelta Adagrad Adam AdamW Adamax ASGD Muon NAdam RAdam RMSprop Rprop SGD SparseAdam Adafactor",
-    "bitsandbytes.optim": "*",
-    "transformers.optimization": "Adafactor",
-}
+# Whose optimizers treat each parameter by itself, so that their step may be taken in parts (LBFGS, which needs a
+# closure, is refused before).
+_STEP_BY_PARAMETER = ("torch.optim", "bitsandbytes.optim", "transformers.optimization")
 
 
 def _of_wrapped(name: str, doc: str) -> Any:
@@ -431,10 +428,6 @@ def _needs_master(parameter: Tensor) -> bool:
 
 def steps_by_parameter(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` is known to treat each parameter by itself."""
-    kind: Any
-    for kind in type(optimizer).__mro__:
-        for module, names in STEPS_BY_PARAMETER.items():
-            if kind.__module__.startswith(module) and (names == "*" or kind.__name__ in names.split()):
-                # A subclass with a step of its own may look at all parameters together.
-                return inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
-    return False
+    theirs: Any = next(kind for kind in type(optimizer).__mro__ if kind.__module__.startswith(_STEP_BY_PARAMETER))
+    # A subclass with a step of its own may look at all parameters together; the last of theirs is Optimizer itself.
+    return inspect.unwrap(type(optimizer).step) is inspect.unwrap(theirs.step)

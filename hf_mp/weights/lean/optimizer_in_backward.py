@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, largest_magnitude, norm_of_one, real_values
+from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite
 from hf_mp.scaling.borders import accumulates
 from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.fused_adamw import clip_factor
-from hf_mp.weights.lean.optimizer import norm_of, steps_by_parameter
+from hf_mp.weights.layout import largest_true_magnitude
+from hf_mp.weights.lean.optimizer import clip_grad_norm_, norm_of, steps_by_parameter
 from hf_mp.weights.lean.split_parameter import (
     SplitParameter,
     gradient_and_factor,
@@ -43,8 +44,8 @@ class _Backward:
     task: int
     phase: Literal["measure", "update", "discard"]
     norms: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    largest: list[Tensor] = field(default_factory=list)
-    updated: set[nn.Parameter] = field(default_factory=set)
+    largest: Tensor | None = None
+    done: set[nn.Parameter] = field(default_factory=set)  # in this phase
     norm: Tensor | None = None
     clip_factor: Tensor | None = None
 
@@ -153,21 +154,19 @@ class OptimizerInBackward(StepObserver):
 
     def _conclude(self, backward: _Backward) -> None:
         """Decide what the second pass does."""
-        if not backward.largest:
-            backward.phase = "update"
+        backward.phase, backward.done = "update", set()
+        if backward.largest is None:
             return
-        largest = torch.stack([found.to(backward.largest[0].device) for found in backward.largest]).max()
-        backward.largest = [largest]
-        self._on_measured(largest)
-        # a norm that leaves FP32 would clip everything to nothing
-        is_sound = bool(largest < SQUARES_BELOW) and all_finite(backward.norms.values())
-        backward.phase = "update" if is_sound else "discard"
+        self._on_measured(backward.largest)
         if self.max_grad_norm is not None and backward.norms:
             # in the optimizer's order, as it adds them up itself
             order = [p for group in self._optimizer.param_groups for p in group["params"] if p in backward.norms]
             backward.norm = norm_of([backward.norms[parameter] for parameter in order])
             if math.isfinite(self.max_grad_norm):
                 backward.clip_factor = clip_factor(backward.norm, self.max_grad_norm)
+        # a norm that leaves FP32 would clip everything to nothing
+        if not (backward.largest < SQUARES_BELOW and (backward.norm is None or backward.norm.isfinite())):
+            backward.phase = "discard"
 
     @torch.no_grad()
     def _complete(self, parameter: SplitParameter | None) -> None:
@@ -175,34 +174,34 @@ class OptimizerInBackward(StepObserver):
         backward = self._backward
         if parameter is None or backward is None or not has_gradient(parameter):
             return
-        if backward.phase == "measure":
-            if parameter in backward.norms:
+        is_own = id(parameter) in self._own
+        if backward.phase == "measure" or (is_own and backward.phase == "update"):
+            if parameter in backward.done:
                 raise RuntimeError(_MORE_THAN_ONCE)
-            if id(parameter) in self._own:
-                backward.norms[parameter] = _of_gradient(parameter, norm_of_one)
-            backward.largest.append(_of_gradient(parameter, _largest))
+            # In both passes: a hook may make the second one's gradients others than those that were measured.
+            largest = largest_true_magnitude([gradient_and_factor(parameter)])  # type: ignore[list-item]
+            if backward.phase == "update":
+                self._update(parameter, largest.item(), backward)
+            else:
+                known = backward.largest
+                backward.largest = largest if known is None else torch.maximum(known, largest.to(known.device))
+                if is_own and self.max_grad_norm is not None:
+                    backward.norms[parameter] = clip_grad_norm_([parameter], math.inf)
+            backward.done.add(parameter)
+        # Gradients of parameters that another optimizer has come again in the second pass, and stay.
+        if is_own or backward.phase == "measure":
             parameter.grad = None
-        elif id(parameter) in self._own and backward.phase == "discard":
-            parameter.grad = None
-        elif id(parameter) in self._own:
-            self._update(parameter, backward)
 
-    def _update(self, parameter: SplitParameter, backward: _Backward) -> None:
-        if parameter in backward.updated:
-            raise RuntimeError(_MORE_THAN_ONCE)
-        # Also in a second pass, whose gradients a hook may have made others than those that were measured.
-        largest = _of_gradient(parameter, _largest).item()
+    def _update(self, parameter: SplitParameter, largest: float, backward: _Backward) -> None:
         if not largest < SQUARES_BELOW:
             raise RuntimeError(
                 f"the largest gradient of a parameter of shape {tuple(parameter.shape)} is {largest:g}; "
-                f"{len(backward.updated)} parameters are updated already. Go back to a checkpoint, and use "
+                f"{len(backward.done)} parameters are updated already. Go back to a checkpoint, and use "
                 "free_gradients='step', or max_grad_norm=inf where gradients may become inf or NaN"
             )
         if backward.clip_factor is not None:
             multiply_gradients([parameter], backward.clip_factor)
         self._optimizer.step_on([parameter])
-        parameter.grad = None
-        backward.updated.add(parameter)
 
     def report(self) -> StepReport | None:
         """What the gradients of the last backward were like; None if there was none since the last step."""
@@ -210,23 +209,11 @@ class OptimizerInBackward(StepObserver):
         if backward is None:
             return None
         overflow = backward.phase == "discard"
-        known = self._is_scaled and backward.largest and not overflow
-        return StepReport(overflow, backward.largest[0].item() if known else None)
+        is_known = self._is_scaled and backward.largest is not None and not overflow
+        return StepReport(overflow, backward.largest.item() if is_known else None)  # type: ignore[union-attr]
 
     def stepped(self, report: StepReport) -> None:
         self._backward = None
-
-
-def _largest(values: Tensor) -> Tensor:
-    return largest_magnitude([values])
-
-
-def _of_gradient(parameter: nn.Parameter, measure: Callable[[Tensor], Tensor]) -> Tensor:
-    """What ``measure`` gives of the values of a gradient, which there is: FP32 of shape (), unscaled."""
-    gradient, factor = gradient_and_factor(parameter)
-    assert gradient is not None
-    found = measure(real_values(gradient))
-    return found if factor is None else found * factor.squeeze()
 
 
 _MORE_THAN_ONCE = (

@@ -183,10 +183,14 @@ def _needs_graph(tensor: Any) -> bool:
 
 def _targets(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """The split parameters, and views of them, that ``func`` writes values into."""
-    name = getattr(func, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
+    in_place = writes_in_place(getattr(func, "__name__", ""))
     written = (args[:1] if in_place else (), kwargs.get("tensor") if in_place else None, kwargs.get("out"))
     return list({id(tensor): tensor for tensor in tensors_in(written) if _is_split(tensor)}.values())
+
+
+def writes_in_place(name: str) -> bool:
+    """Whether torch names so what writes into its first tensor."""
+    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
 
 
 def _named(names: str) -> frozenset[Callable[..., Any]]:
@@ -207,26 +211,19 @@ _VIEWS = (
 )
 
 
-def _of_the_tensor_itself() -> frozenset[Callable[..., Any]]:
-    """Calls that carry no gradient, or mean the tensor that they are given: properties, writers, hooks."""
-    names = """
-        register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad backward set_ share_memory_
-        size dim ndimension stride numel nelement element_size data_ptr storage untyped_storage storage_offset
-        is_contiguous is_floating_point is_complex is_shared is_pinned get_device type __len__ __hash__ __repr__
-        __format__ __deepcopy__ __reduce_ex__ __setstate__ __dir__ detach
-    """
-    calls = {getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name)}
-    carries_gradient = {"T", "mT", "H", "mH", "real", "imag"}
-    for name in dir(Tensor):
-        descriptor = getattr(Tensor, name)
-        if hasattr(descriptor, "__set__") and not callable(descriptor):
-            calls.add(descriptor.__set__)
-            if name not in carries_gradient:
-                calls.add(descriptor.__get__)
-    return frozenset(calls | {torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel})
-
-
-OF_THE_TENSOR_ITSELF = _of_the_tensor_itself()
+_PROPERTIES = {n: d for n in dir(Tensor) if hasattr(d := getattr(Tensor, n), "__set__") and not callable(d)}
+# Calls that carry no gradient, or mean the tensor that they are given: properties, writers, hooks.
+OF_THE_TENSOR_ITSELF = (
+    _named(
+        "register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad backward set_ share_memory_ "
+        "size dim ndimension stride numel nelement element_size data_ptr storage untyped_storage storage_offset "
+        "is_contiguous is_floating_point is_complex is_shared is_pinned get_device type __len__ __hash__ __repr__ "
+        "__format__ __deepcopy__ __reduce_ex__ __setstate__ __dir__ is_tensor"
+    )
+    | {Tensor.detach}
+    | {descriptor.__set__ for descriptor in _PROPERTIES.values()}
+    | {_PROPERTIES[name].__get__ for name in _PROPERTIES.keys() - {"T", "mT", "H", "mH", "real", "imag"}}
+)
 _OF_THE_TENSOR_ITSELF = OF_THE_TENSOR_ITSELF | {
     torch.autograd.grad,
     torch.autograd.backward,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,17 @@ from torch import Tensor, nn
 from hf_mp.kernels.identity import is_shared, version_of
 from hf_mp.kernels.split import REMAINDER_DTYPE, Split, cache_blocks, merge, split, split_into
 from hf_mp.policy import LOWER_PRECISION_DTYPES
-from hf_mp.weights.lean.outside_reads import MasterView, OutsideReads, as_stored, stores_16_bits, view_of
+from hf_mp.weights.lean.outside_reads import (
+    OutsideReads,
+    as_stored,
+    stores_16_bits,
+    view_of,
+    writes_in_place,
+)
 from hf_mp.weights.working_copies import WatchedParameter, let_optimizers_be_fast, unwatch
 
 _DATA: Any = Tensor.data  # the properties themselves, which the class below overrides
 _GRAD: Any = Tensor.grad
-
-
-class ScaledGradient(NamedTuple):
-    """A gradient as backward left it, FP16/BF16, and what makes it true: FP32 of shape (1,), None for 1."""
-
-    value: Tensor
-    factor: Tensor | None
 
 
 class SplitParameter(nn.Parameter):
@@ -50,7 +49,8 @@ class SplitParameter(nn.Parameter):
 
     remainder_bits: Tensor
     has_optimizer: bool = False  # whether a MasterWeightOptimizer updates the master
-    _scaled: ScaledGradient | None = None
+    # A gradient as backward left it, FP16/BF16, and what makes it true: FP32 of shape (1,), None for 1.
+    _scaled: tuple[Tensor, Tensor | None] | None = None
     _read: Tensor | None = None  # the true gradient that a reader of .grad was given
     _version_seen: int
     _snapshot: Tensor | None = None
@@ -96,7 +96,8 @@ class SplitParameter(nn.Parameter):
                 _GRAD.__set__(self, gradient)
             if self._scaled is None:
                 return gradient
-            self._read = self._true_gradient()
+            true = unscaled(*self._scaled, like=self)
+            self._read = true if gradient is None else gradient.detach() + true
         return self._read
 
     @grad.setter
@@ -108,11 +109,6 @@ class SplitParameter(nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
-
-    def _true_gradient(self) -> Tensor:
-        assert self._scaled is not None
-        true, gradient = unscaled(*self._scaled, like=self), _GRAD.__get__(self)
-        return true if gradient is None else gradient.detach() + true
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         """As ``Tensor.register_hook``; from now on backward leaves true FP32 gradients, which the hook sees."""
@@ -135,7 +131,7 @@ class SplitParameter(nn.Parameter):
         if self._wants_true_gradients or gradient.dtype not in LOWER_PRECISION_DTYPES:
             return False
         if self._scaled is None and _GRAD.__get__(self) is None:
-            self._scaled = ScaledGradient(gradient, factor)
+            self._scaled = gradient, factor
             return True
         with torch.no_grad():
             total = self.grad
@@ -143,23 +139,8 @@ class SplitParameter(nn.Parameter):
             total = _add_unscaled(total, gradient, factor, like=self)
             # DDP fills .grad from its buckets in 16 bits, so an FP32 sum there would be refused.
             self.grad = None if beside_grad else total
-            self._scaled = ScaledGradient(total, None) if beside_grad else None
+            self._scaled = (total, None) if beside_grad else None
         return True
-
-    @stores_16_bits
-    def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
-        """As ``Tensor.copy_``; the bits of an FP32, FP64 or split ``source`` are kept in the remainder."""
-        if isinstance(source, (SplitParameter, MasterView)):
-            source = source.fp32_value()
-        if source.dtype not in (torch.float32, torch.float64):
-            return _noticed("copy_")(self, source, non_blocking)
-        value = source.detach().to(self.device, torch.float32).expand(self.shape).contiguous()
-        # Rounded here and not by torch: BF16's ties go away from zero, or the remainder could not hold the rest.
-        halves = split(value, self.dtype)
-        Tensor.copy_(self, halves.working)
-        self.remainder_bits.copy_(halves.remainder)
-        _mark_seen(self)
-        return self
 
     @stores_16_bits
     def put_gradient_into(self, bucket: Tensor, factor: Tensor | None, inverse: Tensor | None) -> None:
@@ -184,7 +165,7 @@ class SplitParameter(nn.Parameter):
         gradient = _GRAD.__get__(self)
         if gradient is not None and gradient.dtype in LOWER_PRECISION_DTYPES:
             self.grad = None
-            self._scaled = ScaledGradient(gradient, inverse)
+            self._scaled = gradient, inverse
 
     @stores_16_bits
     def mark_used(self) -> None:
@@ -205,11 +186,13 @@ class SplitParameter(nn.Parameter):
     def write_fp32(self, value: Tensor) -> None:
         """Set the FP32 master weight, and with it the parameter."""
         split_into(value, _DATA.__get__(self), self.remainder_bits)
-        note_written_halves(self)
+        self.note_written()
 
-    def note_written(self) -> None:
-        """Take in that both halves were written."""
-        note_written_halves(self)
+    def note_written(self, *others: SplitParameter) -> None:
+        """Take in that both halves of this master weight and of ``others`` were written."""
+        # A kernel raises no version counter, and graphs that saved the old weights must notice.
+        torch.autograd.graph.increment_version((self, *others))
+        _mark_seen(self, *others)
 
     def reconcile(self) -> None:
         """Let writes from outside win."""
@@ -260,17 +243,11 @@ def _noticed(name: str) -> Callable[..., Any]:
     return write
 
 
-def _notice_writes() -> None:
-    keeps_values = {"requires_grad_", "share_memory_", "retain_grad_", "rename_", "names_"}
-    in_place = {name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")} - keeps_values
-    operators = {name for name in dir(Tensor) if name.startswith("__i") and name not in ("__init__", "__int__")}
-    for name in (in_place | operators | {"__setitem__"}) - set(vars(SplitParameter)):
-        if callable(getattr(Tensor, name)) and name not in vars(object) and name not in _NOT_WRITERS:
-            setattr(SplitParameter, name, _noticed(name))
-
-
-_NOT_WRITERS = {"__index__", "__invert__", "__init_subclass__", "__iter__"}
-_notice_writes()
+# In a forward torch asks no __torch_function__ of ours, and these methods are what still tells which elements change.
+_NOT_WRITERS = {"requires_grad_", "share_memory_", "retain_grad_", "rename_", *vars(object), *vars(SplitParameter)}
+_NOT_WRITERS |= {"__index__", "__int__", "__invert__", "__iter__"}
+for _name in filter(writes_in_place, set(dir(Tensor)) - _NOT_WRITERS):
+    setattr(SplitParameter, _name, _noticed(_name))
 
 
 def make_split(parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -279,30 +256,24 @@ def make_split(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     unwatch(parameter)
     halves = split(parameter.detach().float(), dtype)
     parameter.data = halves.working
-    become_split(parameter, halves.remainder)
+    # torch.optim takes its multi-tensor path for exact types only, and ours is none of those that it lists.
+    let_optimizers_be_fast(SplitParameter)
+    parameter.__class__ = SPLIT_CLASSES[type(parameter)]
+    assert isinstance(parameter, SplitParameter)
+    parameter.remainder_bits = halves.remainder
+    parameter._wants_true_gradients = bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    parameter._version_seen = version_of(parameter)
+    parameter.grad_dtype = None  # FP16 as well as FP32
 
 
 def check_splittable(parameters: Iterable[nn.Parameter]) -> None:
     """Raise ``TypeError`` for a subclass of ``nn.Parameter``."""
     for parameter in parameters:
-        if type(parameter) not in (*SPLIT_CLASSES, *SPLIT_CLASSES.values(), WatchedParameter):
+        if type(parameter) not in (*SPLIT_CLASSES, WatchedParameter):
             raise TypeError(
                 f"a {type(parameter).__name__} of shape {tuple(parameter.shape)} cannot be split into working copy and "
                 "remainder, only nn.Parameter itself: freeze it, or use the default layout"
             )
-
-
-def become_split(parameter: nn.Parameter, remainder: Tensor) -> SplitParameter:
-    """Turn a leaf in FP16/BF16 into a :class:`SplitParameter` with these 16 bits more, in place."""
-    # torch.optim takes its multi-tensor path for exact types only, and ours is none of those that it lists.
-    let_optimizers_be_fast(SplitParameter)
-    parameter.__class__ = SPLIT_CLASSES[type(parameter)]
-    assert isinstance(parameter, SplitParameter)
-    parameter.remainder_bits = remainder
-    parameter._wants_true_gradients = bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-    parameter._version_seen = version_of(parameter)
-    parameter.grad_dtype = None  # FP16 as well as FP32
-    return parameter
 
 
 def unsplit(parameter: SplitParameter) -> None:
@@ -338,23 +309,14 @@ def master_sample(parameter: nn.Parameter, select: Callable[[Tensor], Tensor]) -
 
 
 def halves_of(parameter: SplitParameter) -> Split:
-    """The halves of the master weight, to write to; then call :func:`note_written_halves`."""
+    """The halves of the master weight, to write to; then call its ``note_written``."""
     parameter.reconcile()
     return Split(_DATA.__get__(parameter), parameter.remainder_bits)
 
 
-def note_written_halves(*parameters: SplitParameter) -> None:
-    """Take in that both halves of their master weights were written."""
-    # A kernel raises no version counter, and graphs that saved the old weights must notice.
-    torch.autograd.graph.increment_version(parameters)
-    _mark_seen(*parameters)
-
-
 def gradient_and_factor(parameter: nn.Parameter) -> tuple[Tensor | None, Tensor | None]:
     """The gradient as backward left it, and the FP32 factor, of shape (1,), that makes it true; None for 1."""
-    if not isinstance(parameter, SplitParameter):
-        return parameter.grad, None
-    if parameter._scaled is None:
+    if not isinstance(parameter, SplitParameter) or parameter._scaled is None:
         return parameter.grad, None
     if parameter._read is None and _GRAD.__get__(parameter) is None:
         return parameter._scaled
@@ -405,7 +367,7 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> No
         if isinstance(parameter, SplitParameter) and parameter._scaled is not None:
             if inverse is not None and inverse not in factors:
                 factors[inverse] = inverse * here
-            parameter._scaled = ScaledGradient(gradient, here if inverse is None else factors[inverse])
+            parameter._scaled = gradient, here if inverse is None else factors[inverse]
         elif gradient.dtype in LOWER_PRECISION_DTYPES:
             parameter.grad_dtype = None
             parameter.grad = unscaled(gradient, here, like=parameter)
@@ -420,7 +382,7 @@ def keep_scale_of_gradients(parameters: Iterable[nn.Parameter]) -> None:
         if isinstance(parameter, SplitParameter) and parameter._scaled is not None:
             value, factor = parameter._scaled
             if factor is not None:
-                parameter._scaled = ScaledGradient(value, kept.setdefault(factor, factor.clone()))
+                parameter._scaled = value, kept.setdefault(factor, factor.clone())
 
 
 def put_masters_into_state_dict(

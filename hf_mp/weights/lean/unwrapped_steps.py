@@ -12,7 +12,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from hf_mp.weights.lean.split_parameter import SplitParameter
 from hf_mp.weights.working_copies import WatchedParameter
 
 _ORDINARY = (Tensor, nn.Parameter, WatchedParameter)
@@ -39,7 +38,7 @@ def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
         return
     for group in optimizer.param_groups:
         # Every step of any optimizer comes here: no call for ordinary parameters.
-        if any([type(p) not in _ORDINARY and _lacks_master(p) for p in group["params"]]):
+        if any([type(p) not in _ORDINARY and not getattr(p, "has_optimizer", True) for p in group["params"]]):
             raise RuntimeError(
                 f"this {type(optimizer).__name__} would round its updates to the 16 bits in which a lean layout stores "
                 "weights: step what attach_optimizer(optimizer) or prepare(model, optimizer, ...) returns, or call "
@@ -48,7 +47,3 @@ def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 _refuse.only_refuses = True  # type: ignore[attr-defined]
-
-
-def _lacks_master(parameter: Any) -> bool:
-    return isinstance(parameter, SplitParameter) and not parameter.has_optimizer
