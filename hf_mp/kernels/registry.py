@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import os
 import warnings
 from collections.abc import Sequence
@@ -54,8 +53,6 @@ def chosen(name: str, tensors: Sequence[Tensor]) -> Any:
 
 def why_not(tensors: Sequence[Tensor]) -> str | None:
     """Why no kernel can run on these tensors; None where they can."""
-    if not _has_triton():
-        return "triton is not installed"
     device = tensors[0].device
     for tensor in tensors:
         if not _is_readable(tensor, device):
@@ -73,11 +70,6 @@ def _is_readable(tensor: Tensor, device: torch.device) -> bool:
         return False  # a DTensor; a fake parameter is a parameter too
     is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
     return is_dense and tensor.dtype in _DTYPES and tensor.device == device
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def is_interpreting() -> bool:
@@ -109,7 +101,7 @@ def _is_right_on(name: str, device: torch.device) -> bool:
     try:
         problem = difference(name, device)
     except Exception as error:
-        # Whatever Triton's compiler or the driver raises: training goes on without it, and says so.
+        # Whatever Triton's compiler or the driver raises, also where there is no Triton: training goes on, and says so.
         problem = f"it failed with {type(error).__name__}: {error}"
     if problem is not None:
         _warn_once(f"the Triton kernel {name} is not used on {device}: {problem}")

@@ -52,13 +52,13 @@ def split_into(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     """As :func:`split`, into tensors that exist, of the shape of ``value``."""
     if value.dtype is not torch.float32:
         raise TypeError(f"only FP32 values are split, not {value.dtype}: cast with .float() first")
-    form = _format(working.dtype)
+    split_block, _, most = _format(working.dtype)
     for whole, upper, lower in cache_blocks(value, working, remainder):
         if whole.device.type == "cpu" and _is_ordinary(whole):
-            form.split(whole, upper, lower)
+            split_block(whole, upper, lower)
             continue
         is_odd = ~whole.isfinite()
-        form.split(whole.clamp(-form.largest, form.largest), upper, lower)
+        split_block(whole.clamp(-most, most), upper, lower)
         upper.copy_(torch.where(is_odd, whole.to(upper.dtype), upper))
         lower.masked_fill_(is_odd, 0)
 
@@ -66,10 +66,10 @@ def split_into(value: Tensor, working: Tensor, remainder: Tensor) -> None:
 @torch.no_grad()
 def merge(working: Tensor, remainder: Tensor) -> Tensor:
     """The FP32 value of two halves, of their shape; a TypeError for a ``working`` that is neither FP16 nor BF16."""
-    form = _format(working.dtype)
+    _, merge_block, _ = _format(working.dtype)
     value = torch.empty_like(working, dtype=torch.float32, memory_format=torch.contiguous_format)
     for block in cache_blocks(value, working, remainder):
-        form.merge_into(*block)
+        merge_block(*block)
     return value
 
 
@@ -122,15 +122,11 @@ def _merge_into_fp16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     value.addcmul_(remainder.neg().float(), exponent.view(torch.float32), value=-1)
 
 
-class _Format(NamedTuple):
-    split: Callable[..., None]  # in place, of finite values up to `largest`
-    merge_into: Callable[..., None]
-    largest: float
-
-
-_FORMATS = {
-    torch.bfloat16: _Format(_split_bf16, _merge_into_bf16, torch.inf),
-    torch.float16: _Format(_split_fp16, _merge_into_fp16, FP16_LARGEST_MASTER),
+# How to split finite values, up to the largest one, and how to merge them, in place.
+_Format = tuple[Callable[..., None], Callable[..., None], float]
+_FORMATS: dict[torch.dtype, _Format] = {
+    torch.bfloat16: (_split_bf16, _merge_into_bf16, torch.inf),
+    torch.float16: (_split_fp16, _merge_into_fp16, FP16_LARGEST_MASTER),
 }
 
 

@@ -42,13 +42,6 @@ MIXED = [torch.tensor(-3.0), torch.full((2, 2), 2.5, dtype=torch.float16), torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_reference_is_torchs_infinity_norm(dtype: torch.dtype) -> None:
-    tensors = [torch.randn(5, 7, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(3)]
-    joined = torch.cat([tensor.flatten() for tensor in tensors])
-    assert largest_magnitude_reference(tensors) == torch.linalg.vector_norm(joined, math.inf).float()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("number", NUMBERS)
 def test_one_number(number: float, dtype: torch.dtype) -> None:
     tensor = torch.tensor([number], dtype=dtype)
@@ -133,8 +126,8 @@ def test_finite_if_and_only_if_every_element_is(parts: list[tuple[torch.dtype, l
 
 
 class TestWithNorm:
-    @pytest.mark.parametrize("count", [0, 1, 7, 30])
-    @pytest.mark.parametrize("place", [None, *range(0, 30, 3)])
+    @pytest.mark.parametrize("count", [0, 1, 30])
+    @pytest.mark.parametrize("place", [None, *range(0, 30, 7)])
     def test_both_are_bit_for_bit_those_of_their_own_functions(self, place: int | None, count: int) -> None:
         tensors = [torch.randn(11 * index + 1, 5) * 10.0 ** (index % 7 - 3) for index in range(count)]
         if place is not None:  # torch sums lane by lane: a norm of 0 in the list moves the others to other lanes

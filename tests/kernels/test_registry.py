@@ -88,26 +88,6 @@ def test_what_a_kernel_cannot_read_is_named(tensors: Any, reason: str) -> None:
     assert re.fullmatch(reason, str(why_not(tensors)))
 
 
-def test_a_dtensor_is_named() -> None:
-    script = """
-import os, torch, torch.distributed as dist
-from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
-from hf_mp.kernels.registry import why_not
-store = dist.HashStore()
-dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-tensor = distribute_tensor(torch.ones(4), DeviceMesh("cpu", [0]), [Replicate()])
-print(why_not([tensor]))
-dist.destroy_process_group()
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert "and one is a DTensor" in done.stdout, done.stderr
-
-
-def test_without_triton_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_has_triton", lambda: False)
-    assert why_not([torch.ones(3)]) == "triton is not installed"
-
-
 def _two(what: str, found: float) -> list[registry.Pair]:
     nan = torch.tensor(math.nan)
     return [("the norm", nan, nan, 0.0), (what, torch.tensor(found), torch.tensor(0.0), 0.0)]
@@ -119,8 +99,9 @@ def _two(what: str, found: float) -> list[registry.Pair]:
         (Mock(return_value=_two("the norm of odd", 2.0)), "odd is not used on cpu: the norm of odd differs"),
         (Mock(return_value=_two("the norm of odd", math.nan)), "odd is not used on cpu: the norm of odd differs"),
         (Mock(side_effect=RuntimeError("no PTX")), "not used on cpu: it failed with RuntimeError: no PTX"),
+        (Mock(side_effect=ModuleNotFoundError("triton")), "it failed with ModuleNotFoundError: triton"),
     ],
-    ids=["differs", "NaN", "fails"],
+    ids=["differs", "NaN", "fails", "no Triton"],
 )
 def test_a_kernel_that_is_wrong_here_is_not_used(pairs: Mock, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "module_of", lambda name: SimpleNamespace(pairs=pairs))
@@ -135,13 +116,17 @@ def test_a_kernel_that_is_right_here_is_looked_at_once(monkeypatch: pytest.Monke
     assert pairs.call_count == 1
 
 
-def test_nothing_imports_triton_before_it_is_used() -> None:
+def test_a_dtensor_is_named_and_nothing_imports_triton_before_it_is_used() -> None:
     script = """
-import sys
-import hf_mp.kernels.adamw, hf_mp.kernels.cross_entropy, hf_mp.kernels.gradient_scan, hf_mp.kernels.registry
-import torch
+import sys, torch, torch.distributed as dist
+from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
+import hf_mp.kernels.adamw, hf_mp.kernels.cross_entropy, hf_mp.kernels.gradient_scan
+from hf_mp.kernels.registry import why_not
 hf_mp.kernels.gradient_scan.largest_magnitude([torch.ones(3)])
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+print(why_not([distribute_tensor(torch.ones(4), DeviceMesh("cpu", [0]), [Replicate()])]))
+dist.destroy_process_group()
 print(sorted(name for name in sys.modules if name.startswith("hf_mp.kernels.triton")))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "[]", done.stderr
+    assert "and one is a DTensor" in done.stdout and done.stdout.splitlines()[-1] == "[]", done.stderr

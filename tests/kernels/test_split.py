@@ -1,4 +1,4 @@
-"""The split representation: its exactness over all working copies, and the fast form against the reference."""
+"""The split representation: its exactness over all working copies, by blocks and in any shape."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check(value: Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(lower=st.integers(0, 2**16 - 1))
 def test_values_with_every_upper_half_and_any_lower_half(dtype: torch.dtype, lower: int) -> None:
     upper = torch.arange(2**16, dtype=torch.int64)
@@ -77,7 +77,7 @@ def test_values_with_every_upper_half_and_any_lower_half(dtype: torch.dtype, low
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(offset=st.integers(-(2**15), 2**15))
 def test_values_around_every_working_copy(dtype: torch.dtype, offset: int) -> None:
     working = every_working(dtype).float()
@@ -86,7 +86,7 @@ def test_values_around_every_working_copy(dtype: torch.dtype, offset: int) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(remainder=st.integers(-(2**15), 2**15 - 1))
 def test_every_working_copy_with_any_remainder(dtype: torch.dtype, remainder: int) -> None:
     working = every_working(dtype)
@@ -123,54 +123,13 @@ def test_all_fp32_values(dtype: torch.dtype) -> None:
         check(fp32_of_bits(torch.arange(start, start + 2**24, dtype=torch.int64)), dtype)
 
 
-# The fast form in place of the reference
-
-
-def merged(working: Tensor, remainder: Tensor) -> Tensor:
-    if working.dtype is torch.bfloat16:
-        return ((working.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
-    rounded = working.float()
-    unit = ((rounded.view(torch.int32) & 0x7F800000).clamp(0x38800000, 0x47000000) - (25 << 23)).view(torch.float32)
-    return (rounded + remainder.float() * unit).copysign(rounded)
-
-
-def reference(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The halves and what they merge to, by operations that make new tensors."""
-    finite = value.isfinite()
-    if dtype is torch.bfloat16:
-        upper = (value.view(torch.int32) + 0x8000) >> 16
-        working = torch.where(value.isnan(), value.to(dtype), upper.to(torch.int16).view(dtype))
-        remainder = (value.view(torch.int32) - (upper << 16)).to(torch.int16).masked_fill_(value.isnan(), 0)
-        return working, remainder, merged(working, remainder)
-    bounded = value.clamp(-FP16_LARGEST_MASTER, FP16_LARGEST_MASTER)
-    rounded = bounded.half().float()
-    unit = ((rounded.view(torch.int32) & 0x7F800000).clamp(0x38800000, 0x47000000) - (25 << 23)).view(torch.float32)
-    remainder = ((bounded - rounded) / unit).masked_fill_(~finite, 0).to(torch.int16)
-    working = torch.where(finite, rounded, value).half()
-    return working, remainder, merged(working, remainder)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("extra", [None, math.nan, math.inf, -math.inf, 1e5, -1e5, -0.0], ids=str)
-def test_fast_equals_the_reference(dtype: torch.dtype, extra: float | None) -> None:
+@pytest.mark.parametrize("extra", [1.0, math.nan, math.inf, 1e5, -0.0], ids=str)
+def test_several_blocks_of_which_one_goes_the_slow_way(dtype: torch.dtype, extra: float) -> None:
     scales = torch.pow(2.0, torch.arange(-45, 16).float())
-    values = (torch.randn(4001, 61) * scales).clamp(-65519, 65519).flatten()  # several blocks, the last one short
-    if extra is not None:
-        values[100_000] = extra  # in one block, so that another takes the fast way
-    working, remainder, expected = reference(values, dtype)
-    halves = split(values, dtype)
-    assert same_bits(halves.working, working) and torch.equal(halves.remainder, remainder)
-    assert same_bits(merge(*halves), expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_fast_equals_the_reference_on_merging_any_halves_of_a_split(dtype: torch.dtype) -> None:
-    working = every_working(dtype).repeat(4)
-    remainder = torch.randint(-(2**15), 2**15, working.shape, dtype=torch.int16)
-    if dtype is torch.float16:  # half a unit in the last place of the working copy is 2**14, and a zero keeps its sign
-        remainder = remainder.div(2, rounding_mode="trunc")
-        remainder = torch.where(working == 0, remainder.abs().float().copysign(working), remainder).to(torch.int16)
-    assert same_bits(merge(working, remainder), merged(working, remainder))
+    values = (torch.randn(9001, 61) * scales).clamp(-65519, 65519).flatten()  # the last block is short
+    values[100_000] = extra
+    check(values, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

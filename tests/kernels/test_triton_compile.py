@@ -106,10 +106,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2]) + int(found[3])
 
 
-@ON_EACH
-@pytest.mark.parametrize("aligned", ALIGNED)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradient_scan(dtype: str, aligned: str, sm: int) -> None:
+@pytest.mark.parametrize(("sm", "dtype", "aligned"), covering(ARCHITECTURES, DTYPES, ALIGNED))
+def test_gradient_scan(sm: int, dtype: str, aligned: str) -> None:
     is_aligned = ALIGNED[aligned]
     constants = {"DTYPE": DTYPES[dtype], "NUMELS": 1, "ALIGNED": is_aligned, "BLOCK": triton_tables.BLOCKS[is_aligned]}
     ptx = compiled(triton_gradient_scan.scan_kernel, SCAN, constants, sm, enable_fp_fusion=True)

@@ -282,8 +282,8 @@ def test_a_step_of_gradients_on_two_devices_is_read_first(devices: tuple[str, st
 def test_lean_weights_without_a_kernel_are_skipped_as_well(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = prepared(fused, "fp16-lean")
     whole = model[0].weight
-    monkeypatch.setattr(fused_adamw, "_split_tensors", lambda optimizer, parameter: (
-        None if parameter is whole else split_tensors(optimizer, parameter)
+    monkeypatch.setattr(fused_adamw, "_split_tensors", lambda optimizer, parameter, gradient: (
+        None if parameter is whole else split_tensors(optimizer, parameter, gradient)
     ))  # fmt: skip
     before = [optimizer.master(parameter).clone() for parameter in model.parameters()]
     backward(model, 0, factor)

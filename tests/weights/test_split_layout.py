@@ -192,11 +192,8 @@ def adamw_in_8_bits(parameters: Any) -> Any:
     ("precision", "make", "bytes_per_parameter"),
     [
         ("fp16", AdamW, 18),
-        ("bf16", AdamW, 18),
-        ("fp16-lean", AdamW, 14),
         ("bf16-lean", AdamW, 14),
         ("fp16-lean", adamw_in_8_bits, 8),
-        ("bf16-lean", adamw_in_8_bits, 8),
     ],
 )
 def test_bytes_per_parameter(
@@ -228,8 +225,7 @@ def test_bytes_per_parameter(
 # The Trainer
 
 
-@every_lean
-@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+@pytest.mark.parametrize(("precision", "max_grad_norm"), [("fp16-lean", 1.0), ("bf16-lean", 0.0)])
 @pytest.mark.usefixtures("without_first_check")
 def test_8_bit_states_through_the_trainer(tmp_path: Path, precision: str, max_grad_norm: float) -> None:
     pytest.importorskip("bitsandbytes")
