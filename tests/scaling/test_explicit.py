@@ -220,7 +220,6 @@ GRADIENTS: dict[str, tuple[list[Tensor | None], bool]] = {
     "no dimension": ([torch.tensor(4.0)], True),
     "no element": ([torch.ones(0), torch.ones(3, 0)], True),
     "several dtypes": ([torch.ones(2, 3).to(dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)], True),
-    "beyond FP32": ([torch.tensor([4e300], dtype=torch.float64)], True),
     "strides": ([torch.arange(6.0).view(3, 2).t()], True),
     "sparse with duplicates": ([SPARSE, torch.ones(2)], True),
     "sparse and empty": ([torch.zeros(3, 1).to_sparse(1)], True),
