@@ -158,6 +158,7 @@ def test_a_compiled_model_is_one_graph_that_routes_alike(kind: str) -> None:
     torch._dynamo.reset()
     ids = token_ids()
     model = make(kind, "batched_mm")  # without a product that stops the compiler on a CPU
+    del model.model.layers[:-1]  # the last has experts
     hf_mp.MixedPrecision("bf16").attach(model)
     model(input_ids=ids)
     expected = model(input_ids=ids).logits
@@ -213,9 +214,9 @@ def test_qlora_trains_beside_experts_in_16_bits(tmp_path: Path, kind: str, quant
     assert {weight.dtype for weight in frozen.values()} == {torch.float16}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     before = [parameter.detach().clone() for parameter in trained]
-    model, optimizer = hf_mp.prepare(model, torch.optim.AdamW(trained, 1e-2), precision)
+    model, optimizer = hf_mp.prepare(model, torch.optim.AdamW(trained, 3e-2), precision)
     losses, ids = [], token_ids()
-    for _ in range(20):
+    for _ in range(8):
         with Dispatched("_grouped_mm") as found:
             losses.append(model(input_ids=ids, labels=ids).loss)
             losses[-1].backward()

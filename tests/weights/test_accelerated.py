@@ -5,7 +5,6 @@ Ported by behaviour, in both orders: ``hf_mp.prepare`` before ``accelerator.prep
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,17 +69,6 @@ class Loop:
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@both_orders
-def test_pickling(order: str, precision: str) -> None:
-    loop = Loop(order, precision, optim=torch.optim.AdamW)
-    loop.step()
-    again = pickle.loads(pickle.dumps(loop.optimizer))
-    assert isinstance(again, AcceleratedOptimizer)
-    states = [optimizer.state_dict()["state"][0]["exp_avg"] for optimizer in (loop.optimizer, again)]
-    assert torch.equal(*states)
-
-
-@each_precision
 @both_orders
 def test_step_was_skipped_and_the_scheduler_stands_still(order: str, precision: str) -> None:
     loop = Loop(order, precision)

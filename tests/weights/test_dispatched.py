@@ -198,21 +198,6 @@ def test_a_function_of_torchscript_has_gradients_of_one_dtype_alone() -> None:
             model(X).sum().backward()
 
 
-def test_a_copy_that_somebody_else_refreshes_was_not_written_by_the_forward() -> None:
-    def use(model: Any, x: Tensor) -> Tensor:
-        out = model.layer(x)
-        model.between()
-        return out
-
-    model = attached(use, between=lambda: None)
-    optimizer = model.forward.runtime.attach_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    model(X).sum().backward()
-    model.between = optimizer.step
-    with torch.no_grad():
-        model(X)
-        model(X)
-
-
 def test_a_late_write_through_data_is_lost() -> None:
     def use(model: Any, x: Tensor) -> Tensor:
         model.write(model.layer.weight)
