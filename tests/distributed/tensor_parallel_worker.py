@@ -128,21 +128,6 @@ def overflow(folder: str) -> dict[str, Any]:
     return {"before": before, "after": after, "scale": scale, "skipped": [skipped, runtime.step_was_skipped]}
 
 
-def follows_writes(folder: str) -> dict[str, Any]:
-    """A weight that is written unseen, evaluation, and what detaching leaves."""
-    model, _, runtime = made(folder, "fp16")
-    ids = batches(1)[0]
-    first = model(input_ids=ids).logits.detach()
-    for parameter in model.parameters():
-        parameter.data.mul_(1.5)
-    written = model(input_ids=ids).logits.detach()
-    with torch.no_grad():
-        read = model.eval()(input_ids=ids).logits
-    runtime.detach()
-    with torch.no_grad():
-        return {"first": first, "written": written, "read": read, "detached": model(input_ids=ids).logits}
-
-
 def refusals(folder: str) -> dict[str, str]:
     ranks = dist.get_world_size()
 
@@ -183,7 +168,7 @@ def refused_doors(folder: str) -> dict[str, str]:
 # The Trainer of Transformers 5.17 fails on CPUs with such a model.
 HAS_DOORS = hasattr(PreTrainedModel, "is_distributed_loading_by_transformers")
 ONE_PROCESS = [losses, gradients, *([front_doors] if HAS_DOORS else [])]
-CASES = [losses, gradients, overflow, follows_writes, refusals, *([front_doors, refused_doors] if HAS_DOORS else [])]
+CASES = [losses, gradients, overflow, refusals, *([front_doors, refused_doors] if HAS_DOORS else [])]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import torch
 LAYOUTS = ("fp16", "bf16", "fp16-lean")
 Results = dict[str, list[dict[str, Any]]]
 
-FOUR = ("2-save-fsdp-two", "4-load-fsdp-two", "4-save-fsdp-four", "2-load-fsdp-four")
 SHARD = r"shards/shard-00002-model-00001-of-00001\.safetensors"
 
 
@@ -94,18 +93,6 @@ def test_what_cannot_be_saved_or_loaded_is_refused_by_all(two: Results, case: st
     for rank in two["2-refused-fsdp-refused"]:
         assert re.match(said, rank[case], flags=re.DOTALL), rank[case]
         assert rank["files"] == "checkpoint-1"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_four_and_two_resume_each_other_in_each_layout(
-    launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("each")
-    found = launch("checkpoint_worker.py", folder, *FOUR, processes=1, timeout_seconds=280)[0]
-    for precision in LAYOUTS:
-        assert_resumed(found, "2-save-fsdp-two", "4-load-fsdp-two", precision)
-        assert_resumed(found, "4-save-fsdp-four", "2-load-fsdp-four", precision)
 
 
 @pytest.mark.exhaustive

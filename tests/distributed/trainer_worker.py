@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+from collections import defaultdict
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -48,22 +49,17 @@ class Log(TrainerCallback):
 
     def __init__(self) -> None:
         self.trainer: Any = None
-        self.losses: list[float] = []
-        self.skipped: list[bool] = []
-        self.scales: list[float] = []
-        self.learning_rates: list[float] = []
-        self.grad_norms: list[float] = []
+        self.seen: dict[str, list[Any]] = defaultdict(list)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         runtime = self.trainer.mixed_precision
-        self.skipped.append(runtime.step_was_skipped)
-        self.scales.append(runtime.stats.loss_scale)
-        self.learning_rates.append(self.trainer.lr_scheduler.get_last_lr()[0])
+        self.seen["skipped"].append(runtime.step_was_skipped)
+        self.seen["scale"].append(runtime.stats.loss_scale)
+        self.seen["learning_rate"].append(self.trainer.lr_scheduler.get_last_lr()[0])
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "loss" in logs:
-            self.losses.append(float(logs["loss"]))
-            self.grad_norms.append(float(logs["grad_norm"]))
+        for name in ("loss", "grad_norm") if "loss" in logs else ():
+            self.seen[name].append(float(logs[name]))
 
 
 class Planting(MixedPrecisionTrainer):
@@ -108,11 +104,7 @@ def run(folder: Path, resume: str | None = None, **settings: Any) -> dict[str, A
     made, log = trainer(folder, **settings)
     made.train(resume_from_checkpoint=resume)
     return {
-        "loss": log.losses,
-        "skipped": log.skipped,
-        "scale": log.scales,
-        "learning_rate": log.learning_rates,
-        "grad_norm": log.grad_norms,
+        **log.seen,
         "weights": weights(made.model),
         "momentum": [whole(s["momentum_buffer"]) for s in made.optimizer.state_dict()["state"].values() if s]
         if settings.get("optim_args")
@@ -203,7 +195,7 @@ def evaluated_before(folder: Path) -> dict[str, Any]:
     made, log = trainer(folder, max_steps=20)
     made.evaluate()
     made.train()
-    return {"loss": log.losses, "grad_norm": log.grad_norms, "wrapper": type(made.model_wrapped).__name__}
+    return {**log.seen, "wrapper": type(made.model_wrapped).__name__}
 
 
 def callback_evaluated_before(folder: Path) -> dict[str, Any]:
