@@ -20,8 +20,7 @@ from hf_mp.trainer.calling_trainer import (
     refuse_compiled_whole,
     resumed_checkpoint,
 )
-from hf_mp.trainer.checkpoints.saves import Saves
-from hf_mp.trainer.checkpoints.stock_trainer import check_resumed, clear_up
+from hf_mp.trainer.checkpoints.saves import Saves, check_resumed, clear_up
 from hf_mp.trainer.refusals import (
     refuse_late_masters,
     refuse_lean,

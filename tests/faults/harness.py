@@ -310,16 +310,6 @@ class Cases:
             return Outcome("signal", seed, where, f"no checkpoint of step {run.steps}")
         return self._resumed("signal", seed, where, folder, ranks)
 
-    def terminate_twice(self) -> Run:
-        """A second SIGTERM while the step is still running in which the first one came."""
-        run = self._harness.start(self._new("twice"), step_seconds=20.0, **self._settings)
-        run.wait_for("step 1")
-        run.signal(signal.SIGTERM)
-        run.wait_for("SIGTERM: saving")
-        run.signal(signal.SIGTERM)
-        run.wait()
-        return run
-
     def full_disk(self, *, ranks: int = 1, struck: int = 0, fault: str = "ENOSPC") -> list[Outcome]:
         """The disk full (or gone, or read-only) at every operation of a save, one save after the other in one run.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import signal
 from typing import Any
 
 import pytest
@@ -54,12 +53,6 @@ def test_a_damaged_file_is_named_and_the_previous_checkpoint_taken(cases: Cases,
 
 def test_a_signal_ends_the_run_in_a_checkpoint(cases: Cases) -> None:
     assert cases.terminate(0).lost is None
-
-
-def test_a_second_signal_ends_at_once(cases: Cases) -> None:
-    run = cases.terminate_twice()
-    assert run.exit_codes == [-signal.SIGTERM] and run.steps == 1
-    assert "a second signal, ending at once" in run.text
 
 
 @pytest.mark.parametrize(

@@ -139,19 +139,6 @@ def test_wrong_settings_are_refused_at_once(tmp_path: Path) -> None:
         MixedPrecisionCallback("fp16", histogram_steps=1, histogram_layers=["lm_head"])
 
 
-@pytest.mark.parametrize("contender", CONTENDERS)
-def test_what_has_no_effect_in_fp32_is_told(contender: str, tmp_path: Path) -> None:
-    settings = {"histogram_steps": 5, "loss_scale": "dynamic"}
-    args = arguments(tmp_path, MixedPrecisionArguments, precision="fp32", **settings)
-    with CaptureLogger(logging.get_logger("hf_mp.trainer.settings")) as captured:
-        if contender == "subclass":
-            MixedPrecisionTrainer(tiny_gpt2(), args, rules={"lm_head": "fp32"})
-        else:
-            Trainer(tiny_gpt2(), args, callbacks=[MixedPrecisionCallback(rules={"lm_head": "fp32"})])
-    names = "loss_scale, rules, histogram_steps"
-    assert f"no effect with precision='fp32': {names}\n" in captured.out
-
-
 def test_the_callback_takes_them_from_the_arguments(tmp_path: Path) -> None:
     args = arguments(tmp_path, MixedPrecisionArguments, histogram_steps=2)
     with CaptureLogger(logging.get_logger("hf_mp.trainer.settings")) as captured:

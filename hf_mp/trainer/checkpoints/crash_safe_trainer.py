@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME, logging
 from hf_mp.trainer.checkpoints import in_place, inspection, loaded_state
 from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, CheckpointError, NoCheckpointError
-from hf_mp.trainer.checkpoints.preemption import Preempted, PreemptionCallback, SignalWatch
+from hf_mp.trainer.checkpoints.preemption import Preempted, PreemptionCallback
 from hf_mp.trainer.checkpoints.saves import Saves, largest
 from hf_mp.trainer.checkpoints.shards import gathered, refused_together
 from hf_mp.trainer.session import TrainerSession
@@ -47,7 +47,7 @@ class CrashSafe(_Base):
         super().__init__(*args, **kwargs)
         # Without a lock of its own: train() holds that of the directory, and nobody else gets it.
         self._saves = Saves(self, lambda: self.session, lock=lambda folder: nullcontext())
-        self._preemption = PreemptionCallback(SignalWatch(), self._largest)
+        self._preemption = PreemptionCallback(self._largest)
         self.add_callback(self._preemption)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ class CrashSafe(_Base):
         ``resume_from_checkpoint=True`` takes the newest checkpoint that is whole, and a warning says which ones were
         passed over and why. A path is refused where that checkpoint is damaged or could run code.
         """
-        watch = self._preemption.watch
+        watch = self._preemption
         with ExitStack() as at_end:
             try:
                 # The lock before the signals: nothing is there to save yet while another run is waited for.
@@ -64,15 +64,15 @@ class CrashSafe(_Base):
                 if self.session.settings.handle_preemption:
                     watch.start()
                 output = super().train(checkpoint, *args, **kwargs)
-                if not self._preemption.requested and self._largest(int(watch.received is not None)):
+                if not watch.requested and self._largest(int(watch.received is not None)):
                     # A signal after the last step: saved as it is, unless the best weights have replaced the last ones.
-                    self._preemption.requested = bool(self._last_checkpoint(save=not self.args.load_best_model_at_end))
+                    watch.requested = bool(self._last_checkpoint(save=not self.args.load_best_model_at_end))
             except self.stuck_errors as error:
                 self._keep_last_state(error)
                 raise
             finally:
                 watch.stop()
-        if self._preemption.requested:
+        if watch.requested:
             self._end_preempted()
         # It came when the state of the last step was gone: it does what it would have done without us.
         if watch.received is not None:
@@ -125,7 +125,7 @@ class CrashSafe(_Base):
 
     def _end_preempted(self) -> None:
         step = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        name = self._preemption.watch.received or "a signal to another process"
+        name = self._preemption.received or "a signal to another process"
         if self._saves.has_failed:
             raise CheckpointError(f"{name} ended the run, and {step} could not be saved: the messages above say why")
         preempted = Preempted(name, str(Path(str(self.args.output_dir), step)))

@@ -17,7 +17,7 @@ from hf_mp.trainer.checkpoints.manifest import (
     find_damage,
     read_manifest,
 )
-from hf_mp.trainer.checkpoints.untrusted import find_flipped_bits, find_hazards, find_out_of_place
+from hf_mp.trainer.checkpoints.untrusted import find_hazards, find_out_of_place
 
 logger = logging.get_logger(__name__)
 
@@ -43,7 +43,7 @@ def find_problems(checkpoint: Path) -> list[str]:
     """Why not to load a checkpoint: damage, then hazards; one line a file, empty where there is none.
 
     With a manifest every file is read and compared. Without one (the stock Trainer's) each file is checked for what its
-    format can tell: a missing end, and in files of torch.save a flipped bit.
+    format can tell, such as a missing end.
     """
     try:
         # Before a file is read: a pipe would have the check of its sum wait for ever.
@@ -58,7 +58,7 @@ def find_problems(checkpoint: Path) -> list[str]:
         return [f"{marks[0]} is there: it was never finished"]
     if not (checkpoint / TRAINER_STATE_NAME).is_file():
         return [f"{TRAINER_STATE_NAME} is missing, which is written last"]
-    return find_hazards(checkpoint) or find_flipped_bits(checkpoint)
+    return find_hazards(checkpoint)
 
 
 def refuse_problems(checkpoint: Path) -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from hf_mp.diagnostics.overflow import attached_runtime
-from hf_mp.trainer.checkpoints import in_place, inspection, loaded_state, training_state
+from hf_mp.trainer.checkpoints import in_place, inspection, loaded_state
 from hf_mp.trainer.checkpoints.manifest import (
     MANIFEST_NAME,
     CheckpointError,
@@ -24,8 +25,12 @@ from hf_mp.trainer.checkpoints.manifest import (
     find_damage,
     read_manifest,
 )
+from hf_mp.trainer.checkpoints.model_shards import compare, model_tensors, named_parameters, put_tensors
+from hf_mp.trainer.checkpoints.optimizer_shards import make_room, put_state, take_state
 from hf_mp.trainer.checkpoints.shards import (
     SUFFIX,
+    read_layout,
+    read_shards,
     refused_together,
     together,
     write_shards,
@@ -74,7 +79,8 @@ def save_checkpoint(
     target = Path(directory).absolute()
     runtime = attached_runtime(model)
     with refused_together():
-        tensors, plain = training_state.take(model, optimizer)
+        tensors, _ = model_tensors(model)
+        state, plain = take_state(optimizer, named_parameters(model))
         scale = None if runtime is None else runtime.state_dict()
         text = _as_json(
             {"step": step, "extra": _with_str_keys(extra or {}), "optimizer": plain, "mixed_precision": scale}
@@ -86,7 +92,7 @@ def save_checkpoint(
             if get_rank() == 0:
                 in_place.begin(target)
                 (target / SHARDS_FOLDER).mkdir()
-        files = write_shards(target / SHARDS_FOLDER, tensors)
+        files = write_shards(target / SHARDS_FOLDER, {**tensors, **state})
         with refused_together(), _as_not_saved(target):
             if get_rank() == 0:
                 write_synced(target / STATE_FILE, text)
@@ -123,15 +129,24 @@ def load_checkpoint(
     checkpoint = _find(Path(directory).absolute())
     runtime = attached_runtime(model)
     with refused_together(), loaded_state.naming(checkpoint, "the state"):
-        saved = read_json(checkpoint / STATE_FILE)
-    training_state.put(checkpoint / SHARDS_FOLDER, model, optimizer, saved["optimizer"])
-    if runtime is not None and saved["mixed_precision"] is not None:
-        with refused_together(), loaded_state.naming(checkpoint, "the state"):
+        saved = read_json(checkpoint / STATE_FILE, object_hook=_with_own_keys)
+        # First the state dict: FSDP2 then shards again what a forward left whole, and parameters by name are others.
+        tensors, first = model_tensors(model)
+        names, layout = named_parameters(model), read_layout(checkpoint / SHARDS_FOLDER)
+        compare(tensors, layout)
+        state = make_room(optimizer, names, layout, saved["optimizer"])
+    read_shards(checkpoint / SHARDS_FOLDER, {**tensors, **state})
+    with refused_together(), loaded_state.naming(checkpoint, "the state"), torch.no_grad():
+        put_tensors(model, tensors, first)
+        loaded_state.check_parameters(checkpoint, model)
+        put_state(optimizer, names, state, saved["optimizer"])
+        loaded_state.check_optimizer(checkpoint, optimizer)
+        if runtime is not None and saved["mixed_precision"] is not None:
             runtime.load_state_dict(saved["mixed_precision"])
     if (runtime is None) != (saved["mixed_precision"] is None):
         where = "no mixed precision is attached" if runtime is None else "it was saved without mixed precision"
         warnings.warn(f"{checkpoint}: {where}, so the loss scale is not taken over", stacklevel=2)
-    return saved["step"], _with_own_keys(saved["extra"])
+    return saved["step"], saved["extra"]
 
 
 @contextmanager
@@ -159,12 +174,9 @@ def _with_str_keys(value: Any) -> Any:
     return [_with_str_keys(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def _with_own_keys(value: Any) -> Any:
-    if isinstance(value, dict):
-        if value.keys() == {_PAIRS}:
-            return {key: _with_own_keys(one) for key, one in value[_PAIRS]}
-        return {key: _with_own_keys(one) for key, one in value.items()}
-    return [_with_own_keys(one) for one in value] if isinstance(value, list) else value
+def _with_own_keys(value: dict[str, Any]) -> dict[Any, Any]:
+    # JSON calls this for the innermost mappings first.
+    return dict(value[_PAIRS]) if value.keys() == {_PAIRS} else value
 
 
 # Which checkpoint

@@ -10,7 +10,6 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -22,8 +21,6 @@ logger = logging.get_logger(__name__)
 
 PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-# torchrun passes a signal on to workers that the scheduler has sent it to already.
-_FORWARDED_SECONDS = 5.0
 
 
 class Preempted(SystemExit):
@@ -38,67 +35,52 @@ class Preempted(SystemExit):
         return self.message
 
 
-class SignalWatch:
-    """Notes the first of :data:`SIGNALS`; the second one ends the process at once, as without us.
+class PreemptionCallback(TrainerCallback):
+    """Has the Trainer save and stop at the end of the step in which one of :data:`SIGNALS` came to any process.
 
-    A signal for which the program has a handler of its own is left to it.
+    A signal for which the program has a handler of its own is left to it. Further signals change nothing: torchrun
+    passes those on to its workers that the scheduler has sent to them already.
+
+    Args:
+        agree: gives the largest of a number over all processes; a collective call.
+
+    Attributes:
+        received: the name of the first signal that came to this process.
+        requested: whether the run ends because of one that came to any.
     """
 
-    def __init__(self) -> None:
-        self.received: str | None = None  # the name of the signal that came
-        self._since = 0.0
+    def __init__(self, agree: Callable[[int], int]) -> None:
+        self.received: str | None = None
+        self.requested = False
+        self._agree = agree
         self._watched: list[int] = []
 
     def start(self) -> None:
         """Watch from now on; only in the main thread, where Python delivers signals."""
-        self.received = None
+        self.received, self.requested = None, False
         if threading.current_thread() is not threading.main_thread():
             logger.warning("train() runs outside of the main thread: a signal will not end it in a checkpoint")
             return
-        for number in SIGNALS:
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, self._handle)
-                self._watched.append(number)
-            else:
-                name = signal.Signals(number).name
-                logger.info(f"{name} has a handler already: it will not end the run in a checkpoint")
+        self._watched = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+        for number in self._watched:
+            signal.signal(number, self._handle)
 
     def stop(self) -> None:
         """Give the signals back."""
         for number in self._watched:
             signal.signal(number, signal.SIG_DFL)
-        self._watched.clear()
+        self._watched = []
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        name, now = signal.Signals(number).name, time.monotonic()
         if self.received is None:
-            self.received, self._since = name, now
+            self.received = signal.Signals(number).name
             # os.write and not logging: the signal may have come while this thread holds the lock of a log handler.
-            _say(f"{name}: saving a checkpoint after this step, then ending; a second signal ends at once\n")
-        elif "TORCHELASTIC_RUN_ID" not in os.environ or now - self._since > _FORWARDED_SECONDS:
-            _say(f"{name}: a second signal, ending at once\n")
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads it: no reason to die
-        os.write(2, text.encode())
-
-
-class PreemptionCallback(TrainerCallback):
-    """Has the Trainer save and stop at the end of the step in which a signal came to any of its processes."""
-
-    def __init__(self, watch: SignalWatch, agree: Callable[[int], int]) -> None:
-        self.watch, self.requested = watch, False
-        self._agree = agree  # the largest of a number over all processes; a collective call
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.requested = False
+            with contextlib.suppress(OSError):  # nobody reads it: no reason to die
+                os.write(2, f"{self.received}: saving a checkpoint after this step, then ending\n".encode())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save and stop if a signal came; an evaluation that is due here would take the time there is not."""
-        if self._agree(int(self.watch.received is not None)):
+        if self._agree(int(self.received is not None)):
             self.requested = True
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False

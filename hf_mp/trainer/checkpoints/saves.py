@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging
 
@@ -21,8 +21,6 @@ from hf_mp.trainer.session import TrainerSession
 from hf_mp.weights.ranks.placement import is_running
 
 logger = logging.get_logger(__name__)
-
-OTHER_PROCESS = "the process that saves said why"
 
 
 class Saves:
@@ -130,12 +128,35 @@ class Saves:
 
     def _tell(self, checkpoint: Path, session: TrainerSession, errors: list[BaseException]) -> None:
         first = errors[0] if errors else None
-        message = f"{checkpoint} could not be saved: {first or OTHER_PROCESS}"
+        message = f"{checkpoint} could not be saved: {first or 'the process that saves said why'}"
         if self._trainer.args.should_save:
             message += f"; {inspection.newest_whole_of(checkpoint.parent)}"
         if session.settings.save_failure == "stop":
             raise CheckpointError(f"{message}. The run ends here (save_failure='stop')") from first
         logger.error(f"{message}. Training goes on and tries again at the next save (save_failure='stop' would end it)")
+
+
+def clear_up(args: TrainingArguments) -> None:
+    """Remove what a killed run left half-written: in the process that saves; the others wait for it."""
+    directory = Path(str(args.output_dir))
+    # The others would look checkpoints up while these are removed.
+    with args.main_process_first(local=args.save_on_each_node, desc="clearing up checkpoints"):
+        if not args.should_save or in_place.is_clear(directory):
+            return
+        # A run that is alive holds the lock while it saves: what it has half-written stays.
+        try:
+            with lock_directory(directory):
+                in_place.clear_up(directory)
+                logger.warning(inspection.newest_whole_of(directory))
+        except (OSError, CheckpointError) as error:
+            logger.warning(f"half-written checkpoints in {directory} are left as they are ({error})")
+
+
+def check_resumed(checkpoint: Path, args: TrainingArguments) -> None:
+    """Raise where the checkpoint that a stock Trainer has read is damaged; warn of state that it lacks."""
+    inspection.refuse_problems(checkpoint)
+    if args.should_save:
+        inspection.warn_of_missing_state(checkpoint, args.world_size)
 
 
 def largest(number: int, trainer: Trainer) -> int:

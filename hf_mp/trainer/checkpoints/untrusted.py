@@ -14,7 +14,6 @@ import pickle
 import re
 import stat
 import sys
-import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
@@ -48,11 +47,6 @@ def find_hazards(directory: Path) -> list[str]:
     return find_out_of_place(directory) or find_in_files(directory, _hazard)
 
 
-def find_flipped_bits(directory: Path) -> list[str]:
-    """Files of ``torch.save`` whose checksums do not match: one line a file."""
-    return find_in_files(directory, _flipped_bit)
-
-
 def find_out_of_place(directory: Path) -> list[str]:
     """What must not even be opened: links that lead out of a checkpoint, pipes, devices; one line each."""
     return find_in_files(directory, lambda path: _out_of_place(path, directory.resolve()))
@@ -73,8 +67,8 @@ def find_in_files(directory: Path, look: Callable[[Path], str | None]) -> list[s
     return sorted(found)
 
 
-def read_json(path: Path) -> Any:
-    """The content of a JSON file.
+def read_json(path: Path, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+    """The content of a JSON file; ``object_hook``: as for ``json.loads``.
 
     Raises:
         Hazard: for a file that is too large, no JSON, or nested too deeply.
@@ -82,7 +76,7 @@ def read_json(path: Path) -> Any:
     if (size_bytes := path.stat().st_size) > MAX_JSON_BYTES:
         raise Hazard(f"has {size_bytes} bytes, more than any Trainer writes")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"), object_hook=object_hook)
     except RecursionError:
         raise Hazard("is nested too deeply") from None
     except ValueError as error:
@@ -123,17 +117,6 @@ def _check_archive(file: IO[bytes]) -> None:
         names = get_unsafe_globals_in_checkpoint(file)
     if names:
         raise _runs_code(names)
-
-
-def _flipped_bit(path: Path) -> str | None:
-    if path.suffix not in (".pt", ".pth", ".bin"):
-        return None
-    try:
-        with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()
-    except Exception as error:  # torch's own reader is less strict, so that a damaged directory can come this far
-        return f"is damaged ({error})"
-    return None if broken is None else f"is damaged (the checksum of {broken} does not match)"
 
 
 def _runs_code(names: Iterable[str]) -> Hazard:

@@ -32,7 +32,7 @@ from hf_mp import CheckpointError, LossScaleError, MixedPrecisionArguments, NoCh
 from hf_mp.trainer.checkpoints import lock, saves, shards
 from hf_mp.trainer.checkpoints.inspection import find_problems, list_checkpoints
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, read_manifest
-from hf_mp.trainer.checkpoints.preemption import PREEMPTED_EXIT_CODE, SIGNALS, SignalWatch
+from hf_mp.trainer.checkpoints.preemption import PREEMPTED_EXIT_CODE, SIGNALS, PreemptionCallback
 
 pytestmark = pytest.mark.usefixtures("without_first_check")
 
@@ -270,7 +270,7 @@ def test_a_signal_ends_the_run_in_a_checkpoint(
 
 def test_outside_of_the_main_thread_no_signal_is_watched() -> None:
     with CaptureLogger(logging.get_logger("hf_mp.trainer.checkpoints.preemption")) as said:
-        thread = threading.Thread(target=SignalWatch().start)
+        thread = threading.Thread(target=PreemptionCallback(max).start)
         thread.start()
         thread.join()
     assert "a signal will not end it in a checkpoint" in said.out
@@ -312,16 +312,10 @@ def test_a_signal_whose_checkpoint_cannot_be_saved_is_an_error(tmp_path: Path, m
     assert names(tmp_path) == ["checkpoint-2"]
 
 
-def test_a_signal_that_a_launcher_passes_on_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    watch = SignalWatch()
-    watch.start()
-    try:
-        for _ in range(2):  # without the launcher, the second would end this process
-            signal.raise_signal(signal.SIGTERM)
-    finally:
-        watch.stop()
-    assert watch.received == "SIGTERM"
+def test_a_further_signal_changes_nothing(tmp_path: Path) -> None:
+    callbacks = [Signal(2, signal.SIGTERM), Signal(2, signal.SIGUSR1), Signal(2, signal.SIGTERM)]
+    with pytest.raises(Preempted, match=r"SIGTERM .*checkpoint-3"):
+        make(tmp_path, callbacks=callbacks).train()
 
 
 def test_a_handler_of_the_program_stays(tmp_path: Path) -> None:

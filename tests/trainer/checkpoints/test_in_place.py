@@ -23,12 +23,12 @@ from transformers import Trainer
 import hf_mp.trainer.callback as callback
 import hf_mp.trainer.checkpoints.in_place as in_place
 import hf_mp.trainer.checkpoints.inspection as inspection
-from hf_mp.trainer.checkpoints import stock_trainer
+from hf_mp.trainer.checkpoints import saves
 from hf_mp.trainer.checkpoints.in_place import begin, complete, take_back
 from hf_mp.trainer.checkpoints.inspection import find_problems
 from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, UNFINISHED_NAME, finish, read_manifest
-from hf_mp.trainer.checkpoints.stock_trainer import clear_up
+from hf_mp.trainer.checkpoints.saves import clear_up
 
 pytestmark = pytest.mark.usefixtures("without_first_check")
 
@@ -45,7 +45,7 @@ def make(folder: Path, contender: str = "callback", **settings: Any) -> Any:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is logged."""
     found: list[str] = []
-    for module in (in_place, inspection, stock_trainer, callback):
+    for module in (in_place, inspection, saves, callback):
         monkeypatch.setattr(module.logger, "warning", found.append)
     return found
 
@@ -135,7 +135,7 @@ def test_what_a_failing_disk_keeps_stays_marked_until_the_next_save(
 
 
 def test_what_another_run_is_writing_stays(tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock_trainer, "lock_directory", functools.partial(lock_directory, wait_seconds=0.1))
+    monkeypatch.setattr(saves, "lock_directory", functools.partial(lock_directory, wait_seconds=0.1))
     begin(tmp_path / "checkpoint-4")
     with lock_directory(tmp_path):
         clear_up(arguments(tmp_path))
