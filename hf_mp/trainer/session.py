@@ -7,8 +7,8 @@ import json
 import math
 import pickle
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -71,8 +71,8 @@ class TrainerSession:
         self._loaded_in: dict[str, torch.dtype] = {}  # dtypes of the model before it was attached, by name
         self._model: weakref.ref[nn.Module] | None = None  # that the runtime was made for
         self._references: list[MixedPrecision] = []
-        self._end_check: Callable[[], None] = lambda: None
-        self._switch_back: list[Callable[[], None]] = []  # fused heads
+        # In reverse order: on a model that was begun twice, fused heads come back to what they were at first.
+        self._at_detach = ExitStack()
 
     # Begin
 
@@ -114,7 +114,7 @@ class TrainerSession:
         self.recorder = start_recording(self.runtime, self.settings, self.args)
         # TRL and PEFT may have put forwards of their own over ours since.
         self.runtime.wrap_forwards()
-        self._keep_head(model)
+        self._keep_head(model, self._at_detach)
 
     def _observe(self, runtime: MixedPrecision, model: nn.Module) -> None:
         """Have ``runtime`` observed by what the settings ask for; observers that it has already stay."""
@@ -144,9 +144,9 @@ class TrainerSession:
         if self.runtime is None or model is None or any(model is one for one in known):
             return
         release(model)
-        self._references.append(self._attach_to_read(model, trained_alone=False))
+        self._references.append(self._attach_to_read(model, self._at_detach, trained_alone=False))
 
-    def _attach_to_read(self, model: nn.Module, *, trained_alone: bool) -> MixedPrecision:
+    def _attach_to_read(self, model: nn.Module, at_end: ExitStack, *, trained_alone: bool) -> MixedPrecision:
         settings = self.settings
         layout = ReadingLayout(settings.policy, trained_alone=trained_alone)
         # Nothing is trained in it, and a scale would be one more state that has to agree.
@@ -154,23 +154,19 @@ class TrainerSession:
         rules = settings.rules if self.runtime is None else self.runtime.rules
         runtime = MixedPrecision(policy, tables=settings.tables, rules=rules, layout=layout)
         runtime.attach(model)
-        self._keep_head(model)
+        at_end.callback(runtime.detach)
+        self._keep_head(model, at_end)
         runtime.is_of_session = True
         return runtime
 
-    def _keep_head(self, model: nn.Module) -> None:
+    def _keep_head(self, model: nn.Module, at_end: ExitStack) -> None:
         if self.settings.policy.fp32_head:
-            self._switch_back.append(keep_fused_heads_in_fp32(model))
-
-    def _switch_heads_back(self, first: int) -> None:
-        while len(self._switch_back) > first:
-            self._switch_back.pop()()
+            at_end.callback(keep_fused_heads_in_fp32(model))
 
     def check_first_backward(self, accelerator: Any) -> None:
         """Have the first backward of the run that goes through ``accelerator`` checked for what leaks past a border."""
-        self._end_check()
         if self.runtime is not None and self.settings.check_gradients and self.runtime.check.is_scaled:
-            self._end_check = check_first_backward(self.runtime, self.args, accelerator)
+            self._at_detach.callback(check_first_backward(self.runtime, self.args, accelerator))
 
     def watch_contract(self, model: nn.Module | None) -> None:
         """Have the precision contract taken from the first step of the run that begins, also one in FP32."""
@@ -257,13 +253,9 @@ class TrainerSession:
             yield
             return
         # Masters would cost an evaluation 4 bytes a parameter, and stay nowhere.
-        heads = len(self._switch_back)
-        runtime = self._attach_to_read(model, trained_alone=True)
-        try:
+        with ExitStack() as at_end:
+            self._attach_to_read(model, at_end, trained_alone=True)
             yield
-        finally:
-            self._switch_heads_back(heads)
-            runtime.detach()
 
     # Checkpoints
 
@@ -308,11 +300,8 @@ class TrainerSession:
 
     def detach(self) -> None:
         """Leave ordinary FP32 models; the runtime keeps its loss scale and its stats."""
-        self._end_check()
+        self._at_detach.close()
         self._stop_watching()
-        self._switch_heads_back(0)
-        for reference in self._references:
-            reference.detach()
         self._references.clear()
         if self.runtime is not None:
             self.runtime.detach()

@@ -16,7 +16,6 @@ from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.events import check_free_gradients
-from hf_mp.scaling.scalers import LossScaleError
 from hf_mp.trainer.arguments import MixedPrecisionArguments
 from hf_mp.trainer.calling_trainer import forget_prepared, refuse_compiled_whole
 from hf_mp.trainer.checkpoints.crash_safe_trainer import CrashSafe
@@ -61,7 +60,6 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
     """
 
     session: TrainerSession
-    stuck_errors = (LossScaleError,)
 
     def __init__(
         self,

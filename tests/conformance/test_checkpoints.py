@@ -115,7 +115,7 @@ def test_a_checkpoint_has_the_files_of_the_stock_trainer(tmp_path: Path, precisi
     assert states["callback"].keys() == states["stock"].keys()
 
 
-@pytest.mark.parametrize("contender", ["stock", *OURS, *LEAN])
+@pytest.mark.parametrize("contender", ["stock", *OURS, "fp16-lean"])
 def test_the_best_model_is_loaded_and_few_checkpoints_are_kept(tmp_path: Path, contender: str) -> None:
     # The loss falls and greater_is_better=True: the first evaluation stays the best.
     settings = {**BEST, "metric_for_best_model": "loss", "greater_is_better": True, "save_total_limit": 1}
@@ -132,9 +132,7 @@ def test_the_best_model_is_loaded_and_few_checkpoints_are_kept(tmp_path: Path, c
     assert same(weights(trainer.model), weights(saved))
 
 
-@pytest.mark.parametrize(
-    ("precision", "greater_is_better"), [("fp32", False), ("fp16", False), ("fp16", True), ("fp16-lean", True)]
-)
+@pytest.mark.parametrize(("precision", "greater_is_better"), [("fp16", False), ("fp16-lean", True)])
 def test_the_best_checkpoint_stays_where_evaluations_are_rarer_than_saves(
     tmp_path: Path, precision: str, greater_is_better: bool
 ) -> None:
@@ -173,7 +171,7 @@ def test_subclass_and_callback_resume_from_each_other(tmp_path: Path, before: st
     assert scaler_state(straight) == scaler_state(resumed)
 
 
-LAYOUTS = [("fp16-lean", "subclass"), ("subclass", "fp16-lean"), *((kind, "stock") for kind in (*OURS, *LEAN))]
+LAYOUTS = [("fp16-lean", "subclass"), ("subclass", "fp16-lean"), ("callback", "stock"), ("bf16-lean", "stock")]
 
 
 @pytest.mark.parametrize(("saved", "loaded"), LAYOUTS)
@@ -203,7 +201,7 @@ def test_a_checkpoint_of_a_run_with_torchs_scaler_is_taken_over(tmp_path: Path, 
     assert state["step"] == 3 and state["exp_avg"].dtype is torch.float32
 
 
-@pytest.mark.parametrize("contender", [*OURS, *LEAN])
+@pytest.mark.parametrize("contender", ["callback", "bf16-lean"])
 def test_saved_models_are_ordinary_fp32_models(tmp_path: Path, contender: str) -> None:
     trainer = make(contender, tmp_path, max_steps=3, save_strategy="no")
     trainer.train()
@@ -221,7 +219,7 @@ def test_saved_models_are_ordinary_fp32_models(tmp_path: Path, contender: str) -
     assert same(weights(fresh), expected)
 
 
-@pytest.mark.parametrize("contender", [*OURS, *LEAN])
+@pytest.mark.parametrize("contender", ["subclass", "fp16-lean"])
 def test_a_model_stored_in_fp16_trains(tmp_path: Path, contender: str) -> None:
     tiny_gpt2(torch.float16).save_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -233,7 +231,7 @@ def test_a_model_stored_in_fp16_trains(tmp_path: Path, contender: str) -> None:
     assert moments["exp_avg"].dtype is moments["exp_avg_sq"].dtype is torch.float32
 
 
-@pytest.mark.parametrize("contender", [*OURS, *LEAN])
+@pytest.mark.parametrize("contender", ["callback", "fp16-lean"])
 def test_a_skipped_step_is_invisible_to_weights_and_lr_scheduler(tmp_path: Path, contender: str) -> None:
     seen: list[tuple[list[Tensor], float]] = []
 

@@ -15,13 +15,9 @@ from transformers import Trainer
 QUICK_HOSTILE = {
     "torch.save of a call in optimizer.pt",
     "a plain pickle in rng_state.pth",
-    "a shell in the old format of torch.save",
     "training arguments that run code",
-    "optimizer.pt linked to /dev/zero",
     "a pipe as optimizer.pt",
     "model.safetensors linked to a file outside",
-    "an index of shards that points outside",
-    "safetensors whose tensors lie beyond the end",
     "a config nested too deeply",
 }
 
@@ -31,9 +27,9 @@ def lost(outcomes: list[Any]) -> list[Any]:
 
 
 STOCK_LOADER = inspect.getsource(Trainer._load_optimizer_and_scheduler)
-two_cpus = pytest.param(3, 2, marks=pytest.mark.skipif(
+two_cpus = pytest.param(3, 2, marks=[pytest.mark.slow, pytest.mark.skipif(
     'device.type != "cpu"' not in STOCK_LOADER, reason="this Transformers resumes no two processes on a CPU: 'cpu:0'"
-))  # fmt: skip
+)])  # fmt: skip
 
 
 @pytest.mark.parametrize(("seed", "ranks"), [(0, 1), two_cpus])
@@ -41,9 +37,8 @@ def test_a_killed_run_goes_on_bit_for_bit(cases: Cases, seed: int, ranks: int) -
     assert cases.kill(seed, ranks=ranks).lost is None
 
 
-@pytest.mark.parametrize("seed", [4, 8])  # in the middle of a save, before and after the weights
-def test_a_killed_run_with_the_callback_goes_on_bit_for_bit(callback_cases: Cases, seed: int) -> None:
-    assert callback_cases.kill(seed).lost is None
+def test_a_killed_run_with_the_callback_goes_on_bit_for_bit(callback_cases: Cases) -> None:
+    assert callback_cases.kill(8).lost is None  # in the middle of a save, after the weights
 
 
 @pytest.mark.parametrize("seed", [2, 4])  # the manifest, the weights
@@ -85,6 +80,7 @@ def test_the_list_of_hostile_checkpoints() -> None:
     assert len(HOSTILE) >= 30 and HOSTILE.keys() >= QUICK_HOSTILE
 
 
+@pytest.mark.slow
 def test_a_short_soak_is_consistent_at_each_check(cases: Cases) -> None:
     measured, outcome = cases.soak(12)
     assert measured["steps"] == measured["checks"] == measured["evaluations"] == 12

@@ -6,14 +6,16 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
+from hf_mp.scaling.scalers import LossScaleError
 from hf_mp.trainer.checkpoints import in_place, inspection, loaded_state
 from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, CheckpointError, NoCheckpointError
@@ -39,15 +41,13 @@ class CrashSafe(_Base):
     """
 
     session: TrainerSession
-    # What ends a training that cannot go on and leaves weights and optimizer as after the last good step.
-    stuck_errors: ClassVar[tuple[type[Exception], ...]] = ()
     _resumed_from: Path | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Without a lock of its own: train() holds that of the directory, and nobody else gets it.
         self._saves = Saves(self, lambda: self.session, lock=lambda folder: nullcontext())
-        self._preemption = PreemptionCallback(self._largest)
+        self._preemption = PreemptionCallback(partial(largest, trainer=self))
         self.add_callback(self._preemption)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -64,10 +64,10 @@ class CrashSafe(_Base):
                 if self.session.settings.handle_preemption:
                     watch.start()
                 output = super().train(checkpoint, *args, **kwargs)
-                if not watch.requested and self._largest(int(watch.received is not None)):
+                if not watch.requested and largest(int(watch.received is not None), self):
                     # A signal after the last step: saved as it is, unless the best weights have replaced the last ones.
                     watch.requested = bool(self._last_checkpoint(save=not self.args.load_best_model_at_end))
-            except self.stuck_errors as error:
+            except LossScaleError as error:  # which leaves weights and optimizer as after the last good step
                 self._keep_last_state(error)
                 raise
             finally:
@@ -107,7 +107,7 @@ class CrashSafe(_Base):
     def _last_checkpoint(self, *, save: bool) -> Path | None:
         """That of the last step; where it is not there, it is saved or None."""
         step = Path(str(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        is_missing = bool(self._largest(int(not (step / MANIFEST_NAME).is_file())))
+        is_missing = bool(largest(int(not (step / MANIFEST_NAME).is_file()), self))
         if is_missing and save:
             assert self.model is not None
             self._save_checkpoint(self.model, None)
@@ -143,9 +143,6 @@ class CrashSafe(_Base):
             super()._run_epoch(*args, **kwargs)
 
     # Several processes
-
-    def _largest(self, number: int) -> int:
-        return largest(number, self)
 
     def _for_all(self, action: Callable[[], int | None]) -> int:
         """What ``action`` gives in the process that saves (the lowest, if several do); its failure is that of all."""

@@ -40,7 +40,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileE
     """
     import torch.distributed.checkpoint as dcp
 
-    with _as_checkpoint_error(folder), _quiet():
+    with _told_as_ours(folder, "could not be saved"):
         dcp.save(_apart(tensors), storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
     with refused_together():
         # torch begins the names of a rank's files with its number, from 1. Each rank reads what it has just written
@@ -97,7 +97,7 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """
     import torch.distributed.checkpoint as dcp
 
-    with _as_checkpoint_error(folder, saving=False), _quiet():
+    with _told_as_ours(folder, "cannot be loaded"):
         dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
 
 
@@ -135,20 +135,14 @@ def refused_together() -> Iterator[None]:
 
 
 @contextmanager
-def _as_checkpoint_error(folder: Path, *, saving: bool = True) -> Iterator[None]:
+def _told_as_ours(folder: Path, failed: str) -> Iterator[None]:
+    """Turn torch's error into a CheckpointError, and leave out its warning that there is only one process."""
     from torch.distributed.checkpoint.api import CheckpointException
 
-    try:
-        yield
-    except CheckpointException as error:  # by rank
-        said = [f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items())]
-        what = "could not be saved" if saving else "cannot be loaded"
-        raise CheckpointError(f"{folder} {what}: {'; '.join(said)}") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Ignore torch's warning that there is only one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield
+        try:
+            yield
+        except CheckpointException as error:  # by rank
+            said = [f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items())]
+            raise CheckpointError(f"{folder} {failed}: {'; '.join(said)}") from error

