@@ -55,14 +55,10 @@ class Explanation:
             rows.append((f"  {op.op}", op.rule, _shortly(op.inputs), ran, _shortly(op.outputs), str(op.count)))
             modules.append(op.module or "outside of any module")
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        widths[0] = min(widths[0], 20)  # few names are longer: they take a line of their own, and all fits 80 columns
         lines = []
         for number, (module, row) in enumerate(zip(modules, rows, strict=True)):
             if number and module != modules[number - 1]:
                 lines.append(module)
-            if len(row[0]) > widths[0]:
-                lines.append(row[0])
-                row = ("", *row[1:])
             lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         return "\n".join(lines)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -49,32 +48,30 @@ def watching(
     mode: autocast | None = None,
     called: Callable[[WatchedCall], Any] | None = None,
     *,
-    entered: Callable[[str, int, Any, Any], Any] | None = None,
-    left: Callable[[str, int, Any], None] | None = None,
+    entered: Callable[[str, Any, Any], None] | None = None,
+    left: Callable[[str, Any], None] | None = None,
 ) -> Iterator[None]:
     """Watch ``modules``, and the calls that ``mode`` sees, which ``called`` has to make.
 
     Args:
         modules: by the names that are told.
         mode, called: an autocast, and what makes each call in its place; default None: no call is watched.
-        entered: is told the name, the number of the call (from 0), the arguments and the keyword arguments of a module
-            that is called; where it returns these, the module is given them instead.
-        left: is told the name, the number and the result of a module that returns; None where it raised.
+        entered: is told the name, the arguments and the keyword arguments of a module that is called.
+        left: is told the name and the result of a module that returns; None where it raised.
     """
     running: list[str] = []  # innermost last
-    begun: Counter[str] = Counter()
     handles = []
 
-    def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         running.append(name)
-        begun[name] += 1
-        return None if entered is None else entered(name, begun[name] - 1, args, kwargs)
+        if entered is not None:
+            entered(name, args, kwargs)
 
     def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
         if running:  # else the module ran already when it came to be watched
             running.pop()
         if left is not None:
-            left(name, begun[name] - 1, output)
+            left(name, output)
 
     def observe(entry: PlannedCall | None, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return called(WatchedCall(running[-1] if running else "", mode, entry, func, args, kwargs))  # type: ignore[misc, arg-type]

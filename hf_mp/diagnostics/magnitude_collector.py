@@ -62,7 +62,7 @@ class MagnitudeCollector:
         }
         self._watching.enter_context(watching(inside, left=self._see_output))
 
-    def _see_output(self, name: str, number: int, output: Any) -> None:
+    def _see_output(self, name: str, output: Any) -> None:
         tensor = next((one for one in tensors_in(output) if one.is_floating_point()), None)
         if tensor is None:
             return

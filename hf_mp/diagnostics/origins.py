@@ -98,11 +98,11 @@ class OriginTracker:
     def blame(self, tensor: Tensor, origin: Origin) -> None:
         self._origins[_memory(tensor)] = origin
 
-    def _entered(self, name: str, number: int, args: Any, kwargs: Any) -> None:
+    def _entered(self, name: str, args: Any, kwargs: Any) -> None:
         self._mark((args, kwargs), Site(self._running[-1]))
         self._running.append(name)
 
-    def _left(self, name: str, number: int, output: Any) -> None:
+    def _left(self, name: str, output: Any) -> None:
         self._mark(output, Site(self._running.pop()))
 
     def _mark(self, value: Any, site: Site) -> None:

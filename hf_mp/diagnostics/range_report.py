@@ -66,16 +66,11 @@ class RangeReport:
         rows = [(op.module, op.op, *_cells(op)) for op in shown]
         title = f"{self.model} in {self.precision}, {self.batches} batches"
         text = printed(title, table(header, rows, names=2), width=150) if rows else ""
-        return text + "".join(f"{sentence}\n" for sentence in self.sentences())  # rules are to be copied: no line ends
-
-    def sentences(self) -> list[str]:
-        """What was found, and the rules."""
         lines = [f"{len(self.overflows)} of {len(self.ops)} ops overflow in FP16, {len(self.close)} come close."]
-        lines += self.notes
-        if not self.rules:
-            return [*lines, "No rules are needed."]
         rules = ", ".join(f"{key!r}: {value!r}" for key, value in self.rules.items())
-        return [*lines, f"rules={{{rules}}}", f"They take {self.fp32_share:.2%} of the forward's FLOPs out of 16 bits."]
+        found = f"rules={{{rules}}}\nThey take {self.fp32_share:.2%} of the forward's FLOPs out of 16 bits."
+        lines += [*self.notes, found if self.rules else "No rules are needed."]
+        return text + "".join(f"{line}\n" for line in lines)  # rules are to be copied: no line ends
 
 
 def _cells(op: OpRange) -> tuple[str, str, str, str]:

@@ -111,11 +111,11 @@ def test_as_text() -> None:
     assert line.split() == ["linear", "lower", "precision", "fp32", "x3", "fp16", "x3", "fp16", "1"]
 
 
-def test_the_text_of_gpt2_fits_80_columns(gpt2: GPT2LMHeadModel, batch: dict[str, Tensor]) -> None:
+def test_the_text_of_gpt2_is_a_table(gpt2: GPT2LMHeadModel, batch: dict[str, Tensor]) -> None:
     lines = str(autocast.explain(gpt2, **batch)).splitlines()
-    assert max(map(len, lines)) <= 80
-    place = lines.index("  scaled_dot_product_attention")  # longer than its column: the rest is on the next line
-    assert lines[place + 1].split() == ["lower", "precision", "fp16", "x3", "same", "fp16", "1"]
+    assert max(map(len, lines)) <= 100
+    (line,) = {line for line in lines if line.startswith("  scaled_dot_product_attention")}
+    assert line.split()[1:] == ["lower", "precision", "fp16", "x3", "same", "fp16", "1"]
     assert "fp32 fp16 fp32" in " ".join(lines).replace(",", "")
 
 
