@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from hf_mp.casting.experts import ExpertCall, ExpertCalls, entries_in, expert_counts
+from hf_mp.casting.experts import entries_in, stacked_parameters
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.nested import named_tensors, tensors_in
 from hf_mp.casting.watching import WatchedCall, watching
@@ -39,7 +39,6 @@ class Site(NamedTuple):
 
     module: str
     op: str = ""
-    experts: ExpertCall | None = None  # whose rows the call has
 
 
 @dataclass
@@ -71,7 +70,7 @@ class OriginTracker:
         self._model = model
         names = {id(module): name for name, module in model.named_modules()}
         self._running = [names.get(id(entry), "")]  # modules, innermost last
-        self._experts, self._counts = ExpertCalls(model), expert_counts(model)
+        self._stacked = stacked_parameters(model)
         self._parameters: dict[tuple[int, torch.Size], str] = {}
         self._origins: dict[int, Origin] = {}  # by storage
         self._made = 0
@@ -121,9 +120,8 @@ class OriginTracker:
         """Make a call, and note who made what is not finite in its results."""
         if (name := watched.name) is None:
             return watched.make()
-        module, func, args, kwargs = self._running[-1], watched.func, watched.args, watched.kwargs
-        site = Site(module, name, self._experts.of(module, func, args, kwargs))
-        self._mark((args, kwargs), Site(module))  # what no call that is seen has made: a function of autograd's
+        site, args, kwargs = Site(self._running[-1], name), watched.args, watched.kwargs
+        self._mark((args, kwargs), Site(site.module))  # what no call that is seen has made: a function of autograd's
         overwritten = args[0] if name in _OVERWRITES else kwargs.get("out")
         with torch._C.DisableTorchFunction():
             given = named_tensors(dict([*enumerate(args), *kwargs.items()]))
@@ -131,7 +129,6 @@ class OriginTracker:
             before = dict(sorted((_memory(one), self._state(one)) for _, one in given if one is not overwritten))
         made = self._made
         result = watched.make()
-        self._experts.made(module, func, args, result)
         self._mark(result, site)
         with torch._C.DisableTorchFunction():
             # An assignment, x[0] = y, returns nothing.
@@ -184,7 +181,7 @@ class OriginTracker:
             shown.append((name or f"input {place}", tensor))
             if name and not finiteness(tensor) and finiteness(rounded := tensor.detach().to(outputs[0].dtype)):
                 self._made += 1
-                return origin_in_weight(name, tensor, self._counts, order=self._made, rounded=rounded)
+                return origin_in_weight(name, tensor, self._stacked, order=self._made, rounded=rounded)
         origin = self._new("forward", site, shown, outputs)
         origin.is_mask = state is Finiteness.MINUS_INF and (site.op in _MASKING or not given)
         return origin
@@ -211,19 +208,14 @@ class OriginTracker:
     def _new(self, phase: Phase, site: Site, inputs: list[tuple[str, Tensor]], outputs: list[Tensor]) -> Origin:
         self._made += 1
         shown = [(f"output {number}", output) for number, output in enumerate(outputs)]
-        origin = Origin(phase, self._made, site.module, site.op, "", ranges_of(inputs), ranges_of(shown))
-        if site.experts is not None:
-            found = [expert for output in outputs for expert in site.experts.rows.found_in(spoilt(output))]
-            # The first of them: the rules that are proposed name all.
-            origin.tensor = site.experts.expert(found[0]) if found else ""
-        return origin
+        return Origin(phase, self._made, *site, "", ranges_of(inputs), ranges_of(shown))
 
 
 def origin_in_weight(
-    name: str, tensor: Tensor, experts: Mapping[str, int], *, order: int = 0, rounded: Tensor | None = None
+    name: str, tensor: Tensor, stacked: set[str], *, order: int = 0, rounded: Tensor | None = None
 ) -> Origin:
     """A parameter or buffer that is not finite, or whose value ``rounded`` to 16 bits is not."""
-    parts = spoilt_parts(name, tensor if rounded is None else rounded, experts)
+    parts = spoilt_parts(name, tensor if rounded is None else rounded, stacked)
     first, place = next(iter(parts.items()))
     inputs = ranges_of([(first, tensor.detach()[place])])
     if rounded is not None:
@@ -231,11 +223,11 @@ def origin_in_weight(
     return Origin("weight", order, name.rpartition(".")[0], tensor=first, inputs=inputs)
 
 
-def spoilt_parts(name: str, tensor: Tensor, experts: Mapping[str, int], limit: float = math.inf) -> dict[str, Any]:
+def spoilt_parts(name: str, tensor: Tensor, stacked: set[str], limit: float = math.inf) -> dict[str, Any]:
     """What of a parameter or gradient is not below ``limit``, by name: of stacked experts each such one, else all."""
     if not finiteness(tensor, limit):
         return {}
-    return {f"{name}[{one}]": one for one in entries_in(spoilt(tensor, limit))} if name in experts else {name: ...}
+    return {f"{name}[{one}]": one for one in entries_in(spoilt(tensor, limit))} if name in stacked else {name: ...}
 
 
 def _memory(tensor: Tensor) -> int:

@@ -29,8 +29,8 @@ class OverflowReport:
             model output. ``"not found"``: the replay showed none; see ``notes``.
         module: name of the module in the attached model; ``""`` is the model itself.
         op: torch's name of the function that the module called, or whose backward it is.
-        tensor: name of the input, weight or output; of an op of stacked experts, the weight of the expert, such as
-            ``"model.layers.3.mlp.experts.gate_up_proj[5]"``; ``""`` for any other op.
+        tensor: name of the input, weight or output, of stacked experts the one expert's, such as
+            ``"model.layers.3.mlp.experts.gate_up_proj[5]"``; ``""`` for an op.
         inputs: the range of each input tensor of the op.
         outputs: the range of each output tensor.
         nonfinite_gradients: names of the parameters whose gradient is inf, NaN or too large in this micro-batch.
@@ -74,8 +74,6 @@ class OverflowReport:
     def headline(self) -> str:
         """The origin in one sentence, without a full stop."""
         module = f"module {self.module!r}" if self.module else "the model itself"
-        if self.tensor:  # of one expert
-            module += f", with {self.tensor!r}"
         return {
             "input": f"The batch contains inf or NaN: {self.tensor!r}, as it enters the model",
             "weight": f"The weight or buffer {self.tensor!r} is not finite{self._in_16_bits}",

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 
-from hf_mp.casting.experts import expert_counts
+from hf_mp.casting.experts import stacked_parameters
 from hf_mp.casting.mode import autocast
 from hf_mp.diagnostics.cures import find_cure
 from hf_mp.diagnostics.kept_state import KeptBackward
@@ -55,11 +55,11 @@ def replay(runtime: MixedPrecision, backward: KeptBackward, report: OverflowRepo
     if difference := _difference(backward, rerun.outputs):
         # Nothing below is valid for another forward than the one that failed.
         return replace(report, notes=(difference,))
-    experts = expert_counts(model)
+    stacked = stacked_parameters(model)
     too_large = [
         part
         for name, gradient in rerun.gradients.items()
-        for part in spoilt_parts(name, gradient, experts, SQUARES_BELOW * scale)
+        for part in spoilt_parts(name, gradient, stacked, SQUARES_BELOW * scale)
     ]
     report = replace(report, nonfinite_gradients=tuple(too_large))
     # What comes first in a step is the origin of what comes later.
@@ -130,7 +130,7 @@ def _blame_what_is_there(tracker: OriginTracker, model: nn.Module, backward: Kep
     for name, tensor in backward.inputs():
         if finiteness(tensor) is Finiteness.NOT_FINITE:
             tracker.blame(tensor, Origin("input", 0, tensor=name, inputs=ranges_of([(name, tensor)])))
-    experts = expert_counts(model)
+    stacked = stacked_parameters(model)
     # In training, batch normalization only writes the statistics of its batches.
     norms = [module for module in model.modules() if isinstance(module, _NormBase)]
     written = {id(buffer) for module in norms for buffer in module.buffers() if module.training}
@@ -138,7 +138,7 @@ def _blame_what_is_there(tracker: OriginTracker, model: nn.Module, backward: Kep
         # A buffer may be a mask, which holds -inf on purpose; a parameter may not.
         least = Finiteness.MINUS_INF if isinstance(tensor, nn.Parameter) else Finiteness.NOT_FINITE
         if finiteness(tensor) >= least and id(tensor) not in written:
-            tracker.blame(tensor, origin_in_weight(name, tensor, experts))
+            tracker.blame(tensor, origin_in_weight(name, tensor, stacked))
 
 
 def _with_cure(runtime: MixedPrecision, backward: KeptBackward, report: OverflowReport) -> OverflowReport:
