@@ -24,7 +24,7 @@ NAMES_FP16 = {
     *("diagnostics/values.py", "diagnostics/contract/risks.py"),
     *("diagnostics/contract/folders.py", "memory/precisions.py"),
     *("kernels/registry.py", "kernels/split.py"),
-    *("kernels/triton_adamw.py", "kernels/triton_cross_entropy.py", "kernels/triton_tables.py"),
+    *("kernels/triton_adamw.py", "kernels/triton_tables.py"),
 }
 
 ADDED = """

@@ -44,6 +44,7 @@ class SplitLayout(WeightLayout):
             # Once for each DDP: its first forward is the last moment before a bucket is reduced.
             check_split_reduction(model, self.policy, runtime)
 
+    @stores_16_bits
     def take_gradients(
         self, weights: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]], inverse: Tensor | None
     ) -> list[bool]:

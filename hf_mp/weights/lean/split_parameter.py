@@ -54,7 +54,6 @@ class SplitParameter(nn.Parameter):
     _read: Tensor | None = None  # the true gradient that a reader of .grad was given
     _version_seen: int
     _snapshot: Tensor | None = None
-    _wants_true_gradients: bool
     _merged: tuple[weakref.ref[Tensor], int] | None = None  # the master value that a reader was given, and its version
 
     @property
@@ -110,15 +109,10 @@ class SplitParameter(nn.Parameter):
     def grad(self) -> None:
         self.grad = None
 
-    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        """As ``Tensor.register_hook``; from now on backward leaves true FP32 gradients, which the hook sees."""
-        self._wants_true_gradients = True
-        return super().register_hook(hook)
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        """As ``Tensor.register_post_accumulate_grad_hook``; backward leaves true FP32 gradients from now on."""
-        self._wants_true_gradients = True
-        return super().register_post_accumulate_grad_hook(hook)
+    @property
+    def has_hooks(self) -> bool:
+        """Whether somebody's hook sees its gradients: then backward leaves true ones, in FP32."""
+        return bool(self._backward_hooks or self._post_accumulate_grad_hooks)
 
     def take_scaled_gradient(
         self, gradient: Tensor, factor: Tensor | None = None, *, beside_grad: bool = False
@@ -128,7 +122,7 @@ class SplitParameter(nn.Parameter):
         With ``beside_grad`` the sum is kept next to autograd's ``.grad``, whose dtype DDP checks.
         """
         # Hooks run where autograd accumulates: what is kept beside it would pass them by.
-        if self._wants_true_gradients or gradient.dtype not in LOWER_PRECISION_DTYPES:
+        if self.has_hooks or gradient.dtype not in LOWER_PRECISION_DTYPES:
             return False
         if self._scaled is None and _GRAD.__get__(self) is None:
             self._scaled = gradient, factor
@@ -261,7 +255,6 @@ def make_split(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     parameter.__class__ = SPLIT_CLASSES[type(parameter)]
     assert isinstance(parameter, SplitParameter)
     parameter.remainder_bits = halves.remainder
-    parameter._wants_true_gradients = bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
     parameter._version_seen = version_of(parameter)
     parameter.grad_dtype = None  # FP16 as well as FP32
 

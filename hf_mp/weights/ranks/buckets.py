@@ -99,7 +99,7 @@ def check_split_reduction(model: nn.Module, policy: PrecisionPolicy, runtime: An
             f"use {name} on one"
         )
     for parameter in model.parameters():
-        if isinstance(parameter, SplitParameter) and parameter._wants_true_gradients:
+        if isinstance(parameter, SplitParameter) and parameter.has_hooks:
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} has a hook, which {name} would give an FP32 gradient; "
                 f"DDP's buckets are in 16 bits: use {usual!r}, or remove the hook"
