@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.utils import logging
 
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.trainer.calling_trainer import (
     calling_trainer,
-    come_first,
     forget_prepared,
     refuse_compiled_whole,
     resumed_checkpoint,
@@ -31,8 +29,6 @@ from hf_mp.trainer.refusals import (
 from hf_mp.trainer.save_dtype import extend_save
 from hf_mp.trainer.session import OfSession, TrainerSession
 from hf_mp.trainer.settings import PrecisionOptions, SessionSettings
-
-logger = logging.get_logger(__name__)
 
 # A callback can neither replace the Trainer's optimizer nor end its training in a checkpoint.
 _OPTIONS = {option.name for option in fields(PrecisionOptions)} - {
@@ -158,13 +154,6 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
                 "it: give it to the Trainer before train(), as in Trainer(..., callbacks=[MixedPrecisionCallback()])"
             )
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        """Have the step that the stock loop takes when it is resumed at its end change no weight."""
-        is_at_end = 0 < state.max_steps <= state.global_step
-        if self.mixed_precision is not None and is_at_end and optimizer is not None:
-            logger.warning(f"training is at its end, step {state.max_steps}: a further step changes no weight")
-            optimizer.zero_grad()
-
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Show the contract after the first step."""
         if self.session is not None:
@@ -198,7 +187,15 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
                 "remove the callback"
             )
         if trainer is not None:
-            come_first(self, trainer)
+            callbacks = trainer.callback_handler.callbacks
+            if sum(isinstance(other, MixedPrecisionCallback) for other in callbacks) > 1:
+                raise ValueError(
+                    "this Trainer has more than one MixedPrecisionCallback, and a loss can be scaled only once: leave "
+                    "one"
+                )
+            # To the front, so that those which report see what this one adds to the logs.
+            callbacks.remove(self)
+            callbacks.insert(0, self)
             extend_save(trainer, self)
             Saves(trainer, lambda: _session_of(trainer))
 

@@ -50,21 +50,6 @@ def _callers() -> Iterator[dict[str, Any]]:
         frame = frame.f_back
 
 
-def come_first(callback: TrainerCallback, trainer: Trainer) -> None:
-    """Move to the front of a Trainer's callbacks, so that those which report see what this one adds to the logs.
-
-    Raises:
-        ValueError: for a second one of its class.
-    """
-    callbacks = trainer.callback_handler.callbacks
-    if sum(isinstance(other, type(callback)) for other in callbacks) > 1:
-        raise ValueError(
-            f"this Trainer has more than one {type(callback).__name__}, and a loss can be scaled only once: leave one"
-        )
-    callbacks.remove(callback)
-    callbacks.insert(0, callback)
-
-
 def forget_prepared(trainer: Trainer | None) -> None:
     """Have a model that was prepared for an evaluation be wrapped when training begins.
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import TrainingArguments
-from transformers.utils import logging
 
 from hf_mp.diagnostics.scale_leaks import refuse_leaks
 from hf_mp.step.mixed_precision import MixedPrecision
-
-logger = logging.get_logger(__name__)
 
 
 def check_first_backward(runtime: MixedPrecision, args: TrainingArguments, accelerator: Any) -> Callable[[], None]:
@@ -30,8 +27,10 @@ def check_first_backward(runtime: MixedPrecision, args: TrainingArguments, accel
     Returns:
         What gives ``accelerator.backward`` back, where it was not called or has been.
     """
-    if (reason := _reason_against(runtime.model, args)) is not None:
-        logger.info(f"the first backward is not compared at several loss scales: {reason}")
+    modules = () if runtime.model is None else runtime.model.modules()
+    is_compiled = args.torch_compile or any(module._compiled_call_impl is not None for module in modules)
+    # Each backward would be reduced over the processes; a compiled one frees what it has used.
+    if args.world_size > 1 or is_compiled:
         return lambda: None
     backward = accelerator.backward
 
@@ -50,12 +49,3 @@ def check_first_backward(runtime: MixedPrecision, args: TrainingArguments, accel
     # On the instance: Trainer.training_step calls accelerator.backward, for which accelerate has no hook.
     accelerator.backward = checked
     return restore
-
-
-def _reason_against(model: nn.Module | None, args: TrainingArguments) -> str | None:
-    if args.world_size > 1:
-        return "each backward would be reduced over the processes"
-    modules = () if model is None else model.modules()
-    if args.torch_compile or any(module._compiled_call_impl is not None for module in modules):
-        return "a compiled backward frees what it has used"
-    return None

@@ -135,13 +135,6 @@ class CrashSafe(_Base):
             )
         raise preempted
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        # The stock loop asks only after a step whether it is at its end: resumed there, it would take one step more.
-        if 0 < self.state.max_steps <= self.state.global_step:
-            self.control.should_training_stop = True
-        else:
-            super()._run_epoch(*args, **kwargs)
-
     # Several processes
 
     def _for_all(self, action: Callable[[], int | None]) -> int:

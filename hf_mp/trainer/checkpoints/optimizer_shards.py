@@ -8,8 +8,8 @@ torch's ``get_state_dict`` is not used: it takes a step to make the state that i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,6 @@ if TYPE_CHECKING:
 
 
 PREFIX = "optimizer/"
-
-
-class _Owned(NamedTuple):
-    """A parameter of an optimizer, which is the model's own."""
-
-    name: str
-    parameter: Any
 
 
 def take_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -51,20 +44,20 @@ def take_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[
         )
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
-    for one in itertools.chain(*groups):
-        entry = optimizer.state.get(one.parameter, {})
+    for name, parameter in _together(groups).items():
+        entry = optimizer.state.get(parameter, {})
         found = {key: value for key, value in entry.items() if isinstance(value, Tensor)}
         for key, value in found.items():
-            tensors[f"{PREFIX}{one.name}/{key}"] = _whole(one, key, value).contiguous()
+            tensors[f"{PREFIX}{name}/{key}"] = _whole(name, parameter, key, value).contiguous()
         if plain := {key: value for key, value in entry.items() if key not in found}:
-            values[one.name] = plain
+            values[name] = plain
     kind = type(_innermost(optimizer)).__name__
     settings = [_settings(group, owned) for group, owned in zip(optimizer.param_groups, groups, strict=True)]
     return tensors, {"kind": kind, "groups": settings, "values": values}
 
 
-def _settings(group: Mapping[str, Any], owned: list[_Owned]) -> dict[str, Any]:
-    return {**{key: _plain(value) for key, value in group.items()}, "params": [one.name for one in owned]}
+def _settings(group: Mapping[str, Any], owned: Iterable[str]) -> dict[str, Any]:
+    return {**{key: _plain(value) for key, value in group.items()}, "params": list(owned)}
 
 
 def make_room(
@@ -79,25 +72,24 @@ def make_room(
         CheckpointError: if the state is of other parameters, or the parameters were in other groups.
     """
     groups = _by_group(optimizer, names)
-    _check_groups([[one.name for one in owned] for owned in groups], [group["params"] for group in plain["groups"]])
+    _check_groups([list(owned) for owned in groups], [group["params"] for group in plain["groups"]])
     kind = type(_innermost(optimizer)).__name__
     if kind != plain["kind"]:
         raise CheckpointError(
             f"the checkpoint has the state of {plain['kind']}, and the optimizer is {kind}: resume with the optimizer "
             "that was saved"
         )
-    owned_by_name = {one.name: one for one in itertools.chain(*groups)}
-    found: dict[str, Tensor] = {}
+    owned, found = _together(groups), dict[str, Tensor]()
     for name, stored in layout.items():
         if not name.startswith(PREFIX):
             continue
         parameter, key = _parameter_and_key(name)
-        if parameter not in owned_by_name:
+        if parameter not in owned:
             raise CheckpointError(
                 f"the checkpoint has {key} of {parameter}, which the optimizer does not have: resume with the "
                 "optimizer that was saved"
             )
-        found[name] = _empty(owned_by_name[parameter], stored)
+        found[name] = _empty(parameter, owned[parameter], stored)
     return found
 
 
@@ -131,10 +123,10 @@ def put_state(
     for owned, group, saved in groups:
         kept = {key: _like(group.get(key), value) for key, value in saved.items() if key != "params"}
         settings.append({**kept, "params": []})
-        for one in owned:
+        for name in owned:
             settings[-1]["params"].append(number := next(numbers))
-            if one.name in entries:
-                state[number] = entries[one.name]
+            if name in entries:
+                state[number] = entries[name]
     # By numbers, which is torch's own format: hooks of wrappers and of lean layouts then see what they know.
     optimizer.load_state_dict({"state": state, "param_groups": settings})
 
@@ -144,46 +136,50 @@ def _parameter_and_key(name: str) -> tuple[str, str]:
     return parameter, key
 
 
-def _by_group(optimizer: Any, names: Mapping[str, nn.Parameter]) -> list[list[_Owned]]:
-    known = {id(p): _Owned(name, p) for name, p in names.items()}
+def _by_group(optimizer: Any, names: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+    """The parameters of each group of an optimizer by name; they are the model's own."""
+    known = {id(p): (name, p) for name, p in names.items()}
     for number, group in enumerate(optimizer.param_groups):
         if unknown := [p for p in group["params"] if id(p) not in known]:
             raise CheckpointError(
                 f"group {number} of the optimizer has a parameter of shape {tuple(unknown[0].shape)} that the model "
                 "does not have: give both as they are trained together"
             )
-    return [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    return [dict(known[id(p)] for p in group["params"]) for group in optimizer.param_groups]
 
 
-def _whole(one: _Owned, key: str, value: Any) -> Tensor:
+def _together(groups: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    return {name: parameter for owned in groups for name, parameter in owned.items()}
+
+
+def _whole(name: str, like: Any, key: str, value: Any) -> Tensor:
     """``value`` as it is saved: on a mesh, if the parameter is."""
     if hasattr(part := local_part(value), "__tensor_flatten__"):
         raise CheckpointError(
-            f"{key} of {one.name} is a {type(part).__name__}, which safetensors does not know: use bitsandbytes' 8-bit "
+            f"{key} of {name} is a {type(part).__name__}, which safetensors does not know: use bitsandbytes' 8-bit "
             "optimizers, or save optimizer.state_dict() with torch.save"
         )
     if not value.dim():
         return value.full_tensor() if is_dtensor(value) else value
-    if not is_dtensor(one.parameter):
+    if not is_dtensor(like):
         return value
     # A partial sum, or one that is sharded otherwise (factored moments), would be split wrongly.
-    like = one.parameter
     if is_dtensor(value) and value.shape == like.shape and value.placements == like.placements:
         return value
     raise CheckpointError(
-        f"{key} of {one.name} has shape {tuple(value.shape)} on this rank, whose part of the parameter has "
-        f"{tuple(local_part(one.parameter).shape)}: it cannot be cut for another number of ranks. Use an optimizer "
+        f"{key} of {name} has shape {tuple(value.shape)} on this rank, whose part of the parameter has "
+        f"{tuple(local_part(like).shape)}: it cannot be cut for another number of ranks. Use an optimizer "
         "with state of its parameters' shapes (torch.optim.AdamW), or DDP"
     )
 
 
-def _empty(one: _Owned, stored: TensorStorageMetadata) -> Tensor:
-    dtype, like = stored.properties.dtype, one.parameter
+def _empty(name: str, like: Any, stored: TensorStorageMetadata) -> Tensor:
+    dtype = stored.properties.dtype
     if is_dtensor(like) and stored.size:
         if stored.size == like.shape:
             return _on_mesh(like, torch.empty_like(local_part(like), dtype=dtype))
         raise CheckpointError(
-            f"a state of {one.name} has shape {tuple(stored.size)}, and the parameter {tuple(like.shape)} is sharded "
+            f"a state of {name} has shape {tuple(stored.size)}, and the parameter {tuple(like.shape)} is sharded "
             "here: resume with the optimizer that was saved, and without FSDP2 if that was"
         )
     # A counter stays on the CPU, as optimizers make it, until they move it themselves.

@@ -27,7 +27,8 @@ class Saves:
     """Stands around the saves of ``trainer`` from now on.
 
     Older checkpoints are removed, and anything is pushed to the hub, once the new one has its manifest. A save that
-    fails is taken back in all processes, and logged; with ``save_failure="stop"`` it ends the training.
+    fails is taken back in all processes, and logged; with ``save_failure="stop"`` it ends the training. A run that is
+    resumed at its end takes no step.
 
     Args:
         trainer: stock, of another library, or ours.
@@ -51,6 +52,7 @@ class Saves:
         extend_method(trainer, "_save_checkpoint", self._save)
         extend_method(trainer, "save_model", self._save_model)
         extend_method(trainer, "_push_from_checkpoint", self._push)
+        extend_method(trainer, "_run_epoch", self._run_epoch)
 
     def _save(self, own: Callable[..., None], model: Any, trial: Any, *more: Any) -> None:
         if (session := self._session()) is None:
@@ -125,6 +127,14 @@ class Saves:
     def _push(self, own: Callable[..., None], checkpoint_folder: str) -> None:
         if self._errors is None:  # else once it is whole
             own(checkpoint_folder)
+
+    def _run_epoch(self, own: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        state = self._trainer.state
+        # The stock loop asks only after a step whether it is at its end: resumed there, it would take one step more.
+        if self._session() is not None and 0 < state.max_steps <= state.global_step:
+            self._trainer.control.should_training_stop = True
+        else:
+            own(*args, **kwargs)
 
     def _tell(self, checkpoint: Path, session: TrainerSession, errors: list[BaseException]) -> None:
         first = errors[0] if errors else None

@@ -154,8 +154,6 @@ def _check_shards(path: Path) -> None:
     for index, place in metadata.storage_data.items():
         if not is_inside(str(place.relative_path)):
             raise Hazard(f"names a shard outside of the checkpoint: {str(place.relative_path)!r:.200}")
-        if place.transform_descriptors:
-            raise Hazard("has transformed shards, which no Trainer writes")
         if isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
             with (path.parent / place.relative_path).open("rb") as shard:
                 shard.seek(place.offset)
