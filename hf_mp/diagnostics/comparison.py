@@ -162,7 +162,7 @@ class _Sum:
 
     def numbers(self) -> tuple[float, float]:
         """The root of the mean square, and the largest magnitude."""
-        return _finite(math.sqrt(self.squares / max(self.count, 1))), _finite(self.maximum)
+        return math.sqrt(self.squares / max(self.count, 1)), self.maximum
 
 
 @dataclass
@@ -196,9 +196,5 @@ class _Differences:
     def error(self, policy: PrecisionPolicy, rules: tuple[tuple[Any, str], ...]) -> PrecisionError:
         named = {key if isinstance(key, str) else op_name(key): value for key, value in rules}
         count = self.likeliest.count
-        likeliest = (*self.likeliest.numbers(), _finite(self.divergence / count)) if count else ()
+        likeliest = (*self.likeliest.numbers(), self.divergence / count) if count else ()
         return PrecisionError(str(policy), named, *self.logits.numbers(), *likeliest)
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else math.nan

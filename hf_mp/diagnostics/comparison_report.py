@@ -17,7 +17,7 @@ class PrecisionError:
         precision: the policy.
         rules: of autocast.
         logits_rms, logits_maximum: of the differences of all logits: root of their mean square, and largest magnitude.
-            NaN where the precision gives inf or NaN, as everything below.
+            Inf or NaN where the precision gives such, as everything below.
         log_probability_rms, log_probability_maximum: of the differences of the log-probabilities, natural, of the
             tokens (or classes) that FP32 finds most likely; None for what is no distribution.
         kl: the mean over them of the Kullback-Leibler divergence of this precision's distribution from FP32's, in nats.

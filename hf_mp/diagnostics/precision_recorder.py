@@ -101,7 +101,7 @@ class PrecisionRecorder(StepObserver):
         """Record the end of the run."""
         self._begin()
         self._write_new()
-        self._log.write("end", date=_now())
+        self._log.write("end")
         self._has_begun = False  # a second train() is another start
 
     def write_report(self, path: str | Path | None = None) -> Path:
@@ -127,7 +127,7 @@ class PrecisionRecorder(StepObserver):
         self._log.write(
             "run",
             version=VERSION,
-            date=_now(),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
             precision=str(runtime.policy),
             loss_scaler=runtime.scaler.kind,
             model=type(model).__name__,
@@ -152,10 +152,6 @@ class PrecisionRecorder(StepObserver):
         for one in healed:
             self._log.write("healed", healed=asdict(one))
         return reports
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def check_interval(name: str, steps: Any) -> None:

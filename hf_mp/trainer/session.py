@@ -219,7 +219,8 @@ class TrainerSession:
     def after_step(self, optimizer: Any) -> None:
         """A step has just ended: the first that was not skipped shows the contract."""
         # A skipped step updated nothing: it does not show in which dtype moments are kept.
-        if self._watch is not None and not self._watch.was_skipped:
+        # Asked only while there is a watch: on a GPU, the answer waits for the step.
+        if self._watch is not None and not (self.runtime is not None and self.runtime.step_was_skipped):
             model = self._watch.model
             self.contract = self._watch.contract(optimizer, self.saved_dtypes)
             self._stop_watching()

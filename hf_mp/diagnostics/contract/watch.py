@@ -17,7 +17,6 @@ from hf_mp.diagnostics.contract.table import NONE, NOT_SEEN, ContractRow, Precis
 from hf_mp.memory.footprint import gradients_of
 from hf_mp.policy import LOWER_PRECISION_DTYPES, spell
 from hf_mp.scaling.events import StepObserver
-from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.accelerated import as_accelerated
 from hf_mp.weights.attachable import runtimes_of
 from hf_mp.weights.lean.outside_reads import stores_16_bits
@@ -37,8 +36,6 @@ _WORDS = {
 
 class ContractWatch(ExitStack, StepObserver):
     """Looks on while ``model`` takes a step, from :meth:`start` to ``close``, with one forward hook for each module."""
-
-    was_skipped = False  # the latest step of an attached model
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -64,10 +61,6 @@ class ContractWatch(ExitStack, StepObserver):
                 # Undone in reverse order, so that another's patch on top is not lost.
                 self.callback(setattr, torch.distributed, name, own)
                 setattr(torch.distributed, name, functools.partial(self._send, own))
-
-    def stepped(self, report: StepReport) -> None:
-        """Note whether the step was skipped, which leaves no moments to see."""
-        self.was_skipped = report.overflow
 
     def _ran(self, module: nn.Module, args: Any, output: Any) -> None:
         # FP32 scores of a router make what experts give FP32: what was multiplied lies in the slots of their weights.
