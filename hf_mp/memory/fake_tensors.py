@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
@@ -65,7 +64,9 @@ def _attention(
     # DeepSeek's heads have narrower values.
     is_narrow = value.shape[-1] == query.shape[-1] <= _FLASH_HEAD_DIM
     if query.dtype in LOWER_PRECISION_DTYPES and attn_mask is None and is_narrow:
-        return _flash_attention(query, key, value, dropout_p, is_causal, scale)
+        # The kernel pads heads to a multiple of 8, which those of large models are.
+        flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     if enable_gqa and query.shape[-3] != key.shape[-3]:  # only the flash kernel shares heads
         mathematics = torch.ops.aten._scaled_dot_product_attention_math.default
         return mathematics(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
@@ -76,17 +77,6 @@ def _attention(
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     return efficient(query, key, value, bias, needs_gradient, dropout_p, is_causal, scale=scale)[0]
-
-
-def _flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None
-) -> Tensor:
-    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
-    if not (missing := -query.shape[-1] % 8):
-        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    # The kernel takes heads whose width is a multiple of 8.
-    padded = [F.pad(tensor, (0, missing)) for tensor in (query, key, value)]
-    return flash(*padded, dropout_p, is_causal, False, scale=scale)[0][..., :-missing]
 
 
 class FakeSplitParameter(SplitParameter, FakeTensor):

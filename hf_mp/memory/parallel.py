@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -65,7 +66,6 @@ class Collective:
     ranks: int  # that take part
     dtype: str  # of what travels
     within_node: bool  # whether all of these ranks are on one machine
-    calls: int
     sent_bytes: int  # by a ring, which receives as much as it sends
 
 
@@ -79,7 +79,7 @@ class CommunicationRecorder(TorchDispatchMode):
         from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 
         self._ops, self._collectives = CollectiveOp, collective_ops - sync_ops
-        self._found: dict[tuple[str, int, str, bool], tuple[int, int]] = {}
+        self._found: Counter[tuple[str, int, str, bool]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A DTensor's own dispatch comes first, and calls the ops of its local part, which are counted.
@@ -94,9 +94,8 @@ class CommunicationRecorder(TorchDispatchMode):
             tensor_bytes = self._ops.get_comm_tensor_size(func, result, args, kwargs or {})
             dtype = next((tensor.dtype for tensor in tensors_in(args)), None)
             key = name, ranks, str(dtype).removeprefix("torch."), len(nodes) == 1
-            calls, sent = self._found.get(key, (0, 0))
             # A ring passes on all parts but its own.
-            self._found[key] = calls + 1, sent + passes * tensor_bytes * (ranks - 1) // ranks
+            self._found[key] += passes * tensor_bytes * (ranks - 1) // ranks
         return result
 
     def start(self) -> None:
@@ -106,8 +105,7 @@ class CommunicationRecorder(TorchDispatchMode):
     def collectives(self) -> tuple[Collective, ...]:
         """What was counted since :meth:`start`, most bytes first."""
         # A group of one sends nothing.
-        found = [Collective(*key, *counted) for key, counted in self._found.items() if key[1] > 1]
-        return tuple(sorted(found, key=lambda one: -one.sent_bytes))
+        return tuple(Collective(*key, sent) for key, sent in self._found.most_common() if key[1] > 1)
 
 
 def _kind(func: Any) -> tuple[str, int]:

@@ -1,9 +1,9 @@
-"""``hf-mp memory`` on a mixture of experts, and what every command shows of an error."""
+"""What ``hf-mp memory`` shows, and what every command shows of an error."""
 
 import re
 
 import pytest
-from transformers import MixtralConfig
+from mixtures import config_of
 from typer.testing import CliRunner
 
 import hf_mp
@@ -14,16 +14,9 @@ from hf_mp.memory.precisions import SHOWN_PRESETS, TRAINING_PRESETS
 STEP = {"batch_size": 2, "seq_len": 32}
 
 
-def experts():
-    return MixtralConfig(
-        num_hidden_layers=1, hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1,
-        vocab_size=128, max_position_embeddings=64, num_local_experts=4, architectures=["MixtralForCausalLM"],
-    )  # fmt: skip
-
-
 @pytest.fixture
-def saved(tmp_path):
-    experts().save_pretrained(tmp_path)
+def saved(tmp_path, gpt2_config):
+    gpt2_config.save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -31,15 +24,15 @@ def run(*arguments):
     return CliRunner().invoke(cli.app, list(map(str, arguments)))
 
 
-def test_the_command_shows_four_ways_to_train_experts_and_names_the_others(saved, monkeypatch):
-    found = LargestBatch(7, 2**19, 2**21, 2**20)
+def test_the_command_shows_four_ways_to_train(saved, monkeypatch):
+    found = LargestBatch(7, 2**19, 2**23, 2**22)
     monkeypatch.setattr("hf_mp.memory.report.largest_batch_size", lambda *args, **kwargs: found)  # the search is slow
-    result = run("memory", saved, "--config-only", "--train", "--seq-len", 16, "--gpu", "1MiB")
+    result = run("memory", saved, "--config-only", "--train", "--seq-len", 16, "--gpu", "4MiB")
     assert result.exit_code == 0, result.output
     told = " ".join(result.stdout.split())
     assert "4 of 4" in result.stderr
     assert "largest batch 7 7 7 7 its peak 512.00 KiB" in told
-    assert "in 1.00 MiB fits fits fits fits" in told
+    assert "in 4.00 MiB fits fits fits fits" in told
     assert all(TRAINING_PRESETS[name].label.split()[0] in told for name in SHOWN_PRESETS)
 
 
@@ -53,8 +46,7 @@ def test_all_presets_are_one_word(saved, monkeypatch):
 
 
 def test_experts_that_are_chosen_by_value_cannot_be_predicted():
-    config = experts()
-    config._experts_implementation = "eager"
+    config = config_of("Mixtral", _experts_implementation="eager")
     with pytest.raises(ValueError, match=r"shapes or decisions of its data \(in aten.nonzero.default\).*measure it"):
         hf_mp.estimate_training_memory(config, "fp32", **STEP)
 

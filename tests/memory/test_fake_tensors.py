@@ -95,7 +95,6 @@ FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_e
     ("dtype", "width", "value_width", "mask", "kernel"),
     [
         (FP16, 16, 16, None, FLASH),
-        (FP16, 12, 12, None, FLASH),  # padded to 16
         (FP16, 512, 512, None, EFFICIENT),
         (FP16, 16, 8, None, EFFICIENT),
         (FP16, 16, 16, torch.bool, EFFICIENT),
@@ -118,8 +117,6 @@ def test_attention_runs_in_the_kernel_of_a_gpu(
         _, _, _, added, keeps_sums, *_ = called.arguments[kernel]
         assert keeps_sums and (added is None) == (mask is None)
         assert added is None or (added.shape, added.dtype) == ((2, 4, 6, 6), dtype)
-    else:
-        assert called.arguments[kernel][0].shape[-1] == 16
 
 
 def test_only_the_flash_kernel_shares_heads_and_only_gradients_need_sums() -> None:

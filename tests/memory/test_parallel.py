@@ -26,11 +26,11 @@ def config() -> GPT2Config:
 
 
 def test_what_shrinks_with_the_ranks_and_what_stays() -> None:
-    eight, many = (estimate_training_memory(config(), "fp16", ranks=ranks) for ranks in (8, 64))
+    eight, many = (estimate_training_memory(config(), "fp32", ranks=ranks) for ranks in (8, 64))
     kept = [found.bytes_by_category[Category.OPTIMIZER_STATE] for found in (eight, many)]
     assert kept[0] < 0.2 * 8 * eight.parameters and kept[1] < 0.5 * kept[0]  # blocks of 512 bytes are not shared
     for few, more in zip(eight.communication, many.communication, strict=True):
-        assert (few.name, few.dtype, few.calls) == (more.name, more.dtype, more.calls)
+        assert (few.name, few.dtype) == (more.name, more.dtype)
         assert 7 / 8 * more.sent_bytes <= 1.3 * few.sent_bytes  # (n - 1) / n of the whole, and padding
     assert "one of 8 ranks, fsdp2" in repr(eight)
 

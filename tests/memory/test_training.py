@@ -243,7 +243,7 @@ def test_a_gpu_keeps_no_matrix_of_attention_scores():
     assert activations(512, "cuda") == pytest.approx(2 * activations(256, "cuda"), rel=0.05)
     # with dropout, torch's attention on a CPU does; ours keeps a bit for each score
     assert activations(512, "cpu", "fp32") > 3 * activations(256, "cpu", "fp32")
-    assert activations(512, "cpu") < 2.2 * activations(256, "cpu")
+    assert activations(512, "cpu") < 2.6 * activations(256, "cpu")
 
 
 def test_nothing_is_left_behind():
