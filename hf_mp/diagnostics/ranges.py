@@ -128,39 +128,43 @@ class RangeRecorder:
         given = call.args, call.kwargs
         with torch._C.DisableTorchFunction(), torch.no_grad():
             # Below torch functions: what this looks with is not to be cast, counted or recorded itself.
-            read = list(tensors_in(_activations(name, given)))
-            operands = _operands(name, given) if is_product else (0.0, 0.0)  # before they are written to
+            operands = _operands(name, given) if is_product else None  # before they are written to
         flops = self._flops.get_total_flops()
         result = call.make()
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            outputs = _made(result, () if is_in_place(name) else given)
+            outputs = _made(name, result, given)
             if outputs or is_product:
-                held = [output for output in outputs if output.dtype is STAND_IN]
-                made = _largest(held)
-                largest = max_of([*operands, made])
-                is_fp16 = is_product or bool(held)
-                found = OpRange(
-                    call.module,
-                    name,
-                    largest=largest if is_fp16 else _largest(outputs),
-                    is_fp16=is_fp16,
-                    least=made,
-                    largest_weight=operands[1],
-                    # NaN is not within the limit. What the call is given is looked at only where it is beyond.
-                    is_origin=not largest <= self._limit
-                    and _largest(tensor for tensor in read if tensor.dtype is STAND_IN) <= self._limit,
-                    cuts=_has_minus_inf(held) and not _has_minus_inf(_floating(given)),
-                    flops=self._flops.get_total_flops() - flops,
-                )
+                flops = self._flops.get_total_flops() - flops
                 key = call.module, name
+                found = self._range_of(key, given, outputs, operands, flops)
                 self._found[key] = self._found[key].with_call(found) if key in self._found else found
                 if self._backward:
-                    self._watch_gradients(key, [*held, *_floating(given)] if is_product else held)
+                    self._watch_gradients(key, outputs, _floating(given) if is_product else [])
         return result
 
-    def _watch_gradients(self, key: tuple[str, str], tensors: Iterable[Tensor]) -> None:
+    def _range_of(
+        self, key: tuple[str, str], given: Any, outputs: list[Tensor], operands: tuple[float, float] | None, flops: int
+    ) -> OpRange:
+        """One call; ``operands`` are a product's."""
+        held = [output for output in outputs if output.dtype is STAND_IN]
+        made, is_fp16 = _largest(held), operands is not None or bool(held)
+        largest = max_of([*(operands or ()), made])
+        read = (tensor for tensor in tensors_in(_activations(key[1], given)) if tensor.dtype is STAND_IN)
+        return OpRange(
+            *key,
+            largest=largest if is_fp16 else _largest(outputs),
+            is_fp16=is_fp16,
+            least=made,
+            largest_weight=operands[1] if operands else 0.0,
+            # NaN is not within the limit. What the call is given has to be looked at only where it is beyond.
+            is_origin=not largest <= self._limit and _largest(read) <= self._limit,
+            cuts=_has_minus_inf(held) and not _has_minus_inf(_floating(given)),
+            flops=flops,
+        )
+
+    def _watch_gradients(self, key: tuple[str, str], outputs: list[Tensor], operands: list[Tensor]) -> None:
         """Take down gradients of results and, for a product, of what it reads."""
-        for tensor in tensors:
+        for tensor in (*(output for output in outputs if output.dtype is STAND_IN), *operands):
             if tensor.requires_grad:
                 self._hooks.append(tensor.register_hook(functools.partial(self._take_gradient, key)))
 
@@ -207,11 +211,12 @@ def is_in_place(op: str) -> bool:
     return op.endswith("_") or op in ("iadd", "isub", "imul", "itruediv", "ipow")
 
 
-def _made(result: Any, given: Any) -> list[Tensor]:
-    """The floating tensors in ``result`` that are no views of what the call was given."""
+def _made(op: str, result: Any, given: Any) -> list[Tensor]:
+    """The floating tensors in ``result`` that are no views of what the call was given, or that it wrote into."""
     # A view has the range of what it shows, which its own op has told.
     found = [tensor for tensor in _floating(result) if tensor.numel()]
-    known = {t.untyped_storage()._cdata for t in tensors_in(given) if t.layout is torch.strided} if found else ()
+    read = () if is_in_place(op) or not found else tensors_in(given)
+    known = {t.untyped_storage()._cdata for t in read if t.layout is torch.strided}
     return [t for t in found if t.untyped_storage()._cdata not in known]
 
 

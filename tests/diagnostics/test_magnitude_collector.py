@@ -199,7 +199,7 @@ def test_large_tensors_are_sampled_and_count_for_all_of_their_elements(tmp_path:
 # Compiled models
 
 
-@pytest.mark.parametrize("how", ["wrapper", "block"])
+@pytest.mark.parametrize("how", [pytest.param("wrapper", marks=pytest.mark.exhaustive), "block"])
 def test_a_compiled_model_is_recorded_without_activations(how: str, tmp_path: Path) -> None:
     ends = []
     for path in (tmp_path, None):
