@@ -15,6 +15,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -65,8 +66,9 @@ class OptimizerInBackward(StepObserver):
         self._is_scaled = False
         self._optimizer: Any = None  # a MasterWeightOptimizer
         self._own: set[int] = set()  # the optimizer's parameters, by identity
-        # Where the gradients of parameters are complete, and our hooks there: autograd forgets them with the node.
-        self._watched: dict[int, tuple[Any, RemovableHandle]] = {}
+        # Where the gradients of parameters are complete, and our hooks there. Nobody else may hold these nodes, and a
+        # hook goes with its node; a node keeps its parameter alive, so these are let go of at the next forward.
+        self._watched: list[tuple[Any, RemovableHandle]] = []
         self._backward: _Backward | None = None
 
     @property
@@ -98,18 +100,12 @@ class OptimizerInBackward(StepObserver):
         self._watch(parameters)
 
     def _watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        present = {id(parameter): parameter for parameter in parameters if isinstance(parameter, SplitParameter)}
-        for key in self._watched.keys() - present.keys():  # a node keeps its parameter alive
-            self._watched.pop(key)[1].remove()
-        for key, parameter in present.items():
-            if not parameter.requires_grad:
-                continue
-            # The node that accumulates: a hook on the parameter itself would make gradients FP32, and runs once a use.
-            node = get_gradient_edge(parameter).node
-            if self._watched.get(key, (None,))[0] is not node:
-                reference = weakref.ref(parameter)
-                handle = node.register_hook(lambda *_, reference=reference: self._complete(reference()))
-                self._watched[key] = node, handle
+        for _, handle in self._watched:
+            handle.remove()
+        # The nodes that accumulate: a hook on a parameter itself would make gradients FP32, and runs once a use.
+        split = [parameter for parameter in parameters if isinstance(parameter, SplitParameter)]
+        nodes = [(get_gradient_edge(p).node, weakref.ref(p)) for p in split if p.requires_grad]
+        self._watched = [(node, node.register_hook(partial(self._complete, of))) for node, of in nodes]
 
     def detached(self) -> None:
         self._watch([])
@@ -169,9 +165,9 @@ class OptimizerInBackward(StepObserver):
             backward.phase = "discard"
 
     @torch.no_grad()
-    def _complete(self, parameter: SplitParameter | None) -> None:
+    def _complete(self, reference: weakref.ref[SplitParameter], *given: Any) -> None:
         """A parameter has its gradient, of all its uses."""
-        backward = self._backward
+        parameter, backward = reference(), self._backward
         if parameter is None or backward is None or not has_gradient(parameter):
             return
         is_own = id(parameter) in self._own

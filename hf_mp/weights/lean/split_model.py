@@ -68,9 +68,8 @@ def restore_parameters(model: nn.Module) -> None:
         if isinstance(parameter, SplitParameter):
             unsplit(parameter)
     for module in model.modules():
-        for key, hook in list(module._state_dict_hooks.items()):
-            if hook is put_masters_into_state_dict:
-                del module._state_dict_hooks[key]
+        for key in [key for key, hook in module._state_dict_hooks.items() if hook is put_masters_into_state_dict]:
+            del module._state_dict_hooks[key]
     if getattr(model.__dict__.get("save_pretrained"), "__func__", None) is save_pretrained:
         del model.save_pretrained
 

@@ -207,9 +207,7 @@ class SplitParameter(nn.Parameter):
         self._merged = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.fp32_value(), self.requires_grad)
-        return memo[id(self)]
+        return nn.Parameter(self.fp32_value(), self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # What people have set on the parameter goes along; what is ours would name halves that are not there.
