@@ -144,13 +144,12 @@ def _groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequence[nn.P
         on_device = [isinstance(number, Tensor) and not is_on_host(number) for number in numbers]
         # The kernel reads a learning rate where its parameters are; torch's own step moves it there.
         is_elsewhere = on_device[0] and any(parameter.device != group["lr"].device for parameter in group["params"])
-        is_known = not (group["amsgrad"] or group["maximize"] or group["differentiable"] or any(on_device[1:]))
-        if group.get("fused") and is_known and not is_elsewhere:
-            beta1, beta2, eps, weight_decay = map(float, numbers[1:])
+        unknown = (is_elsewhere, group["amsgrad"], group["maximize"], group["differentiable"], *on_device[1:])
+        # Adam's decay goes into the gradient, which no kernel does; without decay it is AdamW.
+        is_adamw = group.get("fused") and not any(unknown) and (group["decoupled_weight_decay"] or not numbers[-1])
+        if is_adamw:
             lr = group["lr"] if on_device[0] else float(group["lr"])  # the host does not read it
-            # Adam's decay goes into the gradient, which no kernel does; without decay it is AdamW.
-            if group["decoupled_weight_decay"] or weight_decay == 0.0:
-                yield AdamWSettings(lr, beta1, beta2, eps, weight_decay), group["params"]
+            yield AdamWSettings(lr, *map(float, numbers[1:])), group["params"]
 
 
 def _split_tensors(optimizer: Optimizer, parameter: SplitParameter, gradient: Tensor) -> AdamWTensors | None:

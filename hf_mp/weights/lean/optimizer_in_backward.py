@@ -156,12 +156,13 @@ class OptimizerInBackward(StepObserver):
         self._on_measured(backward.largest)
         if self.max_grad_norm is not None and backward.norms:
             # in the optimizer's order, as it adds them up itself
-            order = [p for group in self._optimizer.param_groups for p in group["params"] if p in backward.norms]
-            backward.norm = norm_of([backward.norms[parameter] for parameter in order])
+            norms = [backward.norms.get(p) for group in self._optimizer.param_groups for p in group["params"]]
+            backward.norm = norm_of([norm for norm in norms if norm is not None])
             if math.isfinite(self.max_grad_norm):
                 backward.clip_factor = clip_factor(backward.norm, self.max_grad_norm)
         # a norm that leaves FP32 would clip everything to nothing
-        if not (backward.largest < SQUARES_BELOW and (backward.norm is None or backward.norm.isfinite())):
+        found = (backward.largest, backward.largest if backward.norm is None else backward.norm)
+        if not all_finite(found, SQUARES_BELOW):
             backward.phase = "discard"
 
     @torch.no_grad()
@@ -171,7 +172,9 @@ class OptimizerInBackward(StepObserver):
         if parameter is None or backward is None or not has_gradient(parameter):
             return
         is_own = id(parameter) in self._own
-        if backward.phase == "measure" or (is_own and backward.phase == "update"):
+        if backward.phase != "measure" and not is_own:
+            return  # what no optimizer here has comes again in the second pass, and stays
+        if backward.phase != "discard":
             if parameter in backward.done:
                 raise RuntimeError(_MORE_THAN_ONCE)
             # In both passes: a hook may make the second one's gradients others than those that were measured.
@@ -179,14 +182,15 @@ class OptimizerInBackward(StepObserver):
             if backward.phase == "update":
                 self._update(parameter, largest.item(), backward)
             else:
-                known = backward.largest
-                backward.largest = largest if known is None else torch.maximum(known, largest.to(known.device))
-                if is_own and self.max_grad_norm is not None:
-                    backward.norms[parameter] = clip_grad_norm_([parameter], math.inf)
+                self._measure(parameter, largest, backward, is_own=is_own)
             backward.done.add(parameter)
-        # Gradients of parameters that another optimizer has come again in the second pass, and stay.
-        if is_own or backward.phase == "measure":
-            parameter.grad = None
+        parameter.grad = None
+
+    def _measure(self, parameter: SplitParameter, largest: Tensor, backward: _Backward, *, is_own: bool) -> None:
+        known = backward.largest
+        backward.largest = largest if known is None else torch.maximum(known, largest.to(known.device))
+        if is_own and self.max_grad_norm is not None:
+            backward.norms[parameter] = clip_grad_norm_([parameter], math.inf)
 
     def _update(self, parameter: SplitParameter, largest: float, backward: _Backward) -> None:
         if not largest < SQUARES_BELOW:

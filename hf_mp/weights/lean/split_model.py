@@ -43,12 +43,16 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
     for parameter in with_statistics:
         parameter.data = parameter.data.float()
     widen_buffers(model)
+    _save_in_fp32(model)
+    return True
+
+
+def _save_in_fp32(model: nn.Module) -> None:
     for module in model.modules():
         if put_masters_into_state_dict not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(put_masters_into_state_dict)
     if hasattr(type(model), "save_pretrained"):
         model.save_pretrained = types.MethodType(save_pretrained, model)  # type: ignore[assignment]
-    return True
 
 
 def trained_with_statistics(model: nn.Module) -> dict[nn.Parameter, None]:
