@@ -128,7 +128,6 @@ _HANDLERS: dict[CastRule, Callable[..., Any]] = {
     CastRule.LOWER_PRECISION: lower_precision,
     CastRule.FP32: fp32,
     CastRule.FP32_OUTPUT: _fp32_output,
-    CastRule.FP32_NORM: fp32,
     CastRule.WIDEST: widest,
     CastRule.BANNED: _banned,
 }

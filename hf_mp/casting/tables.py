@@ -28,7 +28,6 @@ class CastRule(Enum):
     LOWER_PRECISION = "lower precision"  # cast to autocast's dtype
     FP32 = "fp32"  # cast to FP32
     FP32_OUTPUT = "fp32 output"  # inputs stay; the op is told dtype=float32 unless the caller named a dtype
-    FP32_NORM = "fp32 norm"  # as FP32_OUTPUT for norm(), whose p=None forms take no dtype
     WIDEST = "widest type"  # cast to the widest floating dtype among the inputs
     BANNED = "banned"  # refuse, with advice
     UNLISTED = "unlisted"  # as if no table spoke of it
@@ -42,7 +41,6 @@ class OpTables:
     lower_precision: frozenset[str]
     fp32: frozenset[str]
     fp32_output: frozenset[str] = frozenset()
-    fp32_norm: frozenset[str] = frozenset()
     widest: frozenset[str] = frozenset()
     banned: dict[str, str] = field(default_factory=dict)
 
@@ -85,7 +83,7 @@ CUDA_TABLES = OpTables(
     fp32=_names("""
         square trapezoid trapz cumulative_trapezoid
         acos arccos asin arcsin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow
-        softplus layer_norm native_layer_norm group_norm frobenius_norm nuclear_norm cosine_similarity
+        norm softplus layer_norm native_layer_norm group_norm frobenius_norm nuclear_norm cosine_similarity
         poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d nll_loss_nd hinge_embedding_loss kl_div l1_loss
         smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
         triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits cross_entropy_loss
@@ -98,7 +96,6 @@ CUDA_TABLES = OpTables(
     fp32_output=_names("""
         prod softmax log_softmax cumprod cumsum sum linalg.vector_norm linalg.matrix_norm linalg.norm
     """),
-    fp32_norm=_names("norm"),
     widest=_names("""
         addcdiv addcmul atan2 arctan2 bilinear cross linalg.cross dot vdot grid_sampler index_put inner tensordot
         scatter_add

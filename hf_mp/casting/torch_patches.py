@@ -2,7 +2,8 @@
 
 torch's own autocast sits in the dispatcher, and gradient checkpointing, models with FP32 islands and the compiler know
 of it by name, but nothing of a torch function mode. Each entry of :data:`TABLE` replaces one attribute of torch;
-outside of our autocast each does what it replaced. A torch that lacks the attribute costs what the entry says.
+outside of our autocast each does what it replaced. They stay after code was compiled that enters an autocast inside.
+A torch that lacks the attribute costs what the entry says.
 """
 
 from __future__ import annotations
@@ -285,8 +286,6 @@ class Patches:
 
     table: tuple[Patch, ...] = TABLE
     _users: int = 0
-    _traced: int = 0  # autocasts that code which is being compiled has entered
-    _trace: Any = None
     # Owners and names, what the owner itself had (not what it inherits), and what stands in its place.
     _replaced: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
     _lock: Any = field(default_factory=threading.RLock)
@@ -294,37 +293,27 @@ class Patches:
     def acquire(self) -> None:
         """One more autocast or attached model is in use."""
         if torch.compiler.is_dynamo_compiling():
-            _count_traced(1)
+            _stay_for_compiled_code()
         else:
-            self.count(users=1)
+            self.count(1)
 
     def release(self) -> None:
         """One less."""
-        if torch.compiler.is_dynamo_compiling():
-            _count_traced(-1)
-        else:
-            self.count(users=-1)
+        if not torch.compiler.is_dynamo_compiling():
+            self.count(-1)
 
-    def count(self, *, users: int = 0, traced: int = 0, may_stay: bool = False) -> None:
-        """So many more users; and autocasts of the code that is being traced, which may be begun anew at any time.
-
-        ``may_stay``: while code is compiled, a table that nobody uses stays until the next user has gone.
-        """
+    def count(self, more: int, *, may_stay: bool = False) -> None:
+        """So many more users; ``may_stay``: while code is compiled, until the next user has gone."""
         with self._lock:
-            was_used = self._users > 0 or self._traced > 0
-            trace = torch._guards.TracingContext.try_get()
-            if traced > 0 and trace is not self._trace:
-                self._trace, self._traced = trace, 0
-            self._users, self._traced = self._users + users, self._traced + traced
-            is_used = self._users > 0 or self._traced > 0
-            if is_used and not was_used:
+            self._users += more
+            if self._users > 0 and not self._replaced:
                 self._put_on()
-            elif was_used and not is_used and not (may_stay and torch._guards.CompileContext.try_get()):
+            elif self._users == 0 and not (may_stay and torch._guards.CompileContext.try_get()):
                 self._take_off()
 
     def _put_on(self) -> None:
         _load_compiler()
-        for patch in self.table if not self._replaced else ():
+        for patch in self.table:
             if not any([self._replace(place, patch.replace) for place in patch.places]):
                 _warn_of_lack(patch)
 
@@ -383,14 +372,16 @@ def acquire(*patches: Patches) -> Callable[[], None]:
 
     def release() -> None:  # of a model that is gone, at any time: the compiler asks again for what it has traced
         for one in patches:
-            one.count(users=-1, may_stay=True)
+            one.count(-1, may_stay=True)
 
     return release
 
 
-def _count_traced(more: int) -> None:
-    PATCHES.count(traced=more)
+def _stay_for_compiled_code() -> None:
+    # Code that enters an autocast inside is guarded by the functions that it was traced with: without them it would be
+    # compiled anew. Nobody tells when such code is gone, so they stay.
+    PATCHES.count(1)
 
 
 # As torch.compiler.assume_constant_result does, without its import of the compiler: called when code is traced.
-_count_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_stay_for_compiled_code._dynamo_marked_constant = True  # type: ignore[attr-defined]

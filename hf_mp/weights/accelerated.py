@@ -22,8 +22,8 @@ def tell_accelerate(optimizer: Any) -> weakref.finalize[..., Any] | None:
     """
     if "accelerate.optimizer" not in sys.modules:
         return None
-    _WRAPPERS.count(users=1)
-    return weakref.finalize(optimizer, _WRAPPERS.count, users=-1)
+    _WRAPPERS.count(1)
+    return weakref.finalize(optimizer, _WRAPPERS.count, -1)
 
 
 def _asking_the_inside(original: Any) -> property:

@@ -18,7 +18,7 @@ from transformers import (
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from hf_mp.casting.replacements import lm_losses
-from hf_mp.casting.replacements.lm_losses import CausalLMLoss, MaskedLMLoss
+from hf_mp.casting.replacements.lm_losses import LMLoss
 from hf_mp.scaling.scalers import StaticLossScaler
 from hf_mp.step.mixed_precision import MixedPrecision
 
@@ -67,7 +67,7 @@ def test_value_and_gradients_are_those_of_the_original(make: Any, settings: dict
         if original:
             model.loss_function = ForMaskedLMLoss if make is modern_bert else ForCausalLMLoss
         MixedPrecision("bf16", loss_scaler=StaticLossScaler(1.0)).attach(model)
-        assert isinstance(model.loss_function, MaskedLMLoss) is not original
+        assert isinstance(model.loss_function, LMLoss) is not original
         labels = IDS.masked_fill(IDS % 7 == 0, -100)
         if "ignore_index" in settings:
             labels = IDS
@@ -80,7 +80,7 @@ def test_value_and_gradients_are_those_of_the_original(make: Any, settings: dict
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
     # FP64 goes to the original, with every argument.
     logits = torch.randn(2, 16, 64, dtype=torch.float64)
-    assert torch.equal(CausalLMLoss()(logits, IDS, 64, **settings), ForCausalLMLoss(logits, IDS, 64, **settings))
+    assert torch.equal(LMLoss("ForCausalLM")(logits, IDS, 64, **settings), ForCausalLMLoss(logits, IDS, 64, **settings))
     for left, right in zip(gradients, expected, strict=True):
         assert left is not None and right is not None
         assert (left - right).norm() <= 2.0**-8 * right.norm()  # half a unit of BF16
@@ -135,7 +135,7 @@ def test_copies_have_it_and_neither_pickles_nor_a_detached_model() -> None:
     model = gpt2()
     runtime = MixedPrecision("fp16")
     runtime.attach(model)
-    assert isinstance(copy.deepcopy(model).loss_function, CausalLMLoss)
+    assert isinstance(copy.deepcopy(model).loss_function, LMLoss)
     assert pickle.loads(pickle.dumps(model)).loss_function is ForCausalLMLoss
     runtime.detach()
     assert "_loss_function" not in model.__dict__ and model.loss_function is ForCausalLMLoss
@@ -169,6 +169,6 @@ def test_compiled_models_and_transforms_use_the_original(monkeypatch: pytest.Mon
 
     def loss(scale: Tensor) -> Tensor:
         logits = torch.linspace(-1, 1, 64).view(1, 2, 32) * scale
-        return CausalLMLoss()(logits, torch.tensor([[1, 2]]), 32)
+        return LMLoss("ForCausalLM")(logits, torch.tensor([[1, 2]]), 32)
 
     assert torch.func.grad(loss)(torch.tensor(2.0)).isfinite()

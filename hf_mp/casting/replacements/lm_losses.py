@@ -15,15 +15,16 @@ from hf_mp.kernels.cross_entropy import FEW_ELEMENTS, cross_entropy
 from hf_mp.kernels.identity import is_ordinary
 
 
-class MaskedLMLoss:
-    """Takes the place of ``transformers.loss.loss_utils.ForMaskedLMLoss``: same arguments, same value.
+class LMLoss:
+    """Takes the place of ``ForCausalLMLoss`` or ``ForMaskedLMLoss`` of Transformers: same arguments, same value.
 
-    That one casts all logits to FP32 first. Here :func:`hf_mp.kernels.cross_entropy.cross_entropy` does without; few
+    Those cast all logits to FP32 first. Here :func:`hf_mp.kernels.cross_entropy.cross_entropy` does without; few
     logits are left to autocast and torch's. For FP64, and where its autograd function cannot be used (compiled code,
     ``torch.func``, subclasses of tensors), the original is called.
     """
 
-    loss_type = "ForMaskedLM"  # Transformers' name
+    def __init__(self, loss_type: str) -> None:
+        self.loss_type = loss_type  # Transformers' name
 
     def __call__(
         self, logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Tensor | int | None = None,
@@ -32,7 +33,10 @@ class MaskedLMLoss:
         if not is_ordinary(logits) or logits.dtype is torch.float64 or must_be_plain():
             kwargs.update(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
             return _original(self.loss_type)(logits, labels, vocab_size, **kwargs)
-        targets = self._targets(labels, ignore_index, shift_labels).reshape(-1).to(logits.device)
+        targets = labels
+        if self.loss_type == "ForCausalLM":  # in which each token predicts the next
+            targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+        targets = targets.reshape(-1).to(logits.device)
         reduction = "mean" if num_items_in_batch is None else "sum"
         of_rows = F.cross_entropy if logits.numel() < FEW_ELEMENTS else cross_entropy
         loss = of_rows(logits.view(-1, vocab_size), targets, ignore_index=ignore_index, reduction=reduction)
@@ -40,24 +44,12 @@ class MaskedLMLoss:
             num_items_in_batch = num_items_in_batch.to(loss.device)
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
-    def _targets(self, labels: Tensor, ignore_index: int, shift_labels: Tensor | None) -> Tensor:
-        return labels
-
-    def __deepcopy__(self, memo: Any) -> MaskedLMLoss:
+    def __deepcopy__(self, memo: Any) -> LMLoss:
         return self
 
     def __reduce__(self) -> Any:
         # A pickled model is an ordinary one.
         return _original, (self.loss_type,)
-
-
-class CausalLMLoss(MaskedLMLoss):
-    """The same for ``ForCausalLMLoss``, in which each token predicts the next: Transformers' default."""
-
-    loss_type = "ForCausalLM"
-
-    def _targets(self, labels: Tensor, ignore_index: int, shift_labels: Tensor | None) -> Tensor:
-        return F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
 
 
 def _original(loss_type: str) -> Any:
@@ -72,16 +64,16 @@ class LMLossReplacement(ModelReplacement):
         modeling, losses = (sys.modules.get(f"transformers.{name}") for name in ("modeling_utils", "loss.loss_utils"))
         if modeling is None or losses is None:
             return
-        ours = {_original(kind.loss_type): kind for kind in (MaskedLMLoss, CausalLMLoss)}
-        default = _original(CausalLMLoss.loss_type)
+        ours = {_original(name): LMLoss(name) for name in ("ForCausalLM", "ForMaskedLM")}
+        default = _original("ForCausalLM")  # Transformers' own
         for module in model.modules():
             if not isinstance(module, modeling.PreTrainedModel) or "_loss_function" in module.__dict__:
                 continue
-            kind = ours.get(losses.LOSS_MAPPING.get(str(getattr(module, "loss_type", None)), default))
-            if kind is not None:
-                module._loss_function = kind()
+            loss = ours.get(losses.LOSS_MAPPING.get(str(getattr(module, "loss_type", None)), default))
+            if loss is not None:
+                module._loss_function = loss
 
     def remove(self, model: nn.Module) -> None:
         for module in model.modules():
-            if isinstance(module.__dict__.get("_loss_function"), MaskedLMLoss):
+            if isinstance(module.__dict__.get("_loss_function"), LMLoss):
                 del module._loss_function
