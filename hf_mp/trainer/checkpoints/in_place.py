@@ -94,8 +94,9 @@ def restore(checkpoint: Path) -> None:
 
 def is_clear(run_directory: Path) -> bool:
     """Whether :func:`clear_up` has nothing to do."""
-    is_left = (run_directory / STAGING_FOLDER).is_dir()
-    return not is_left and not any(run_directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{UNFINISHED_NAME}"))
+    if (run_directory / STAGING_FOLDER).is_dir():
+        return False
+    return not any(map(_is_unfinished, run_directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
 
 
 def clear_up(run_directory: Path) -> None:
