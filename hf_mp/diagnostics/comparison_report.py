@@ -68,8 +68,7 @@ class PrecisionComparison:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values for JSON; inf and NaN are None."""
-        found: dict[str, Any] = for_json(asdict(self))
-        return found
+        return dict(for_json(asdict(self)))
 
     def __str__(self) -> str:
         title = f"{self.model}: how far from FP32 ({self.batches} batches, {self.positions:,} positions)"
