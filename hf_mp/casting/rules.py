@@ -138,6 +138,9 @@ def _parse_module_rule(key: str, value: Any) -> ModuleRule:
 def _parse_op_rule(key: str, pattern: str, op: str, value: Any) -> ModuleRule:
     if not (functions := functions_called(op)):
         raise ValueError(f"rule {key!r}: torch has no op {op!r}: use a name such as 'linear', 'matmul' or 'mul'")
+    # The compiler is given this op of Transformers for a grouped product in FP16 on a CPU.
+    if op == "_grouped_mm" and (fallback := getattr(torch.ops.transformers, "grouped_mm_fallback", None)) is not None:
+        functions |= {fallback, fallback.default}
     if value == "fp32":
         return ModuleRule(key, pattern, functions, op, torch.float32)
     divisors = Divisors.parse(value)

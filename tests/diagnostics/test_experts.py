@@ -156,9 +156,11 @@ def test_calibrate_finds_a_rule_for_the_experts_of_a_layer(kind: str, implementa
     assert model(input_ids=batch(), labels=batch()).loss.isfinite()
 
 
-def test_experts_of_a_compiled_model_are_looked_at_as_they_are_written() -> None:
+def test_experts_of_a_compiled_model_are_looked_at_as_they_are_written_and_have_a_rule_that_holds() -> None:
     model = make("Mixtral")
     beyond_fp16(model.model.layers[1], 2)
     model.compile(backend="aot_eager")
     report = hf_mp.calibrate(model, [{"input_ids": batch(), "labels": batch()}])
     assert report.rules == rules_of("Mixtral", "grouped_mm")
+    hf_mp.MixedPrecision("fp16", rules=report.rules).attach(model)  # the compiler gets another op for the product
+    assert model(input_ids=batch(), labels=batch()).loss.isfinite()
