@@ -24,11 +24,12 @@ from torch import Tensor
 
 import hf_mp
 from _mixtures import KINDS, config_of
+from hf_mp.policy import mixed_presets
 
 NAME = "compare_experts"
 VOCABULARY = 96
 FP32, STOCK = "FP32", "torch.autocast, BF16"
-WAYS = (FP32, "fp16", "bf16", "fp16-lean", "bf16-lean", STOCK)
+WAYS = (FP32, *mixed_presets(), STOCK)
 
 
 def walks(seed: int, steps: int) -> Tensor:
