@@ -18,7 +18,7 @@ SHARD = r"shards/shard-00002-model-00001-of-00001\.safetensors"
 @pytest.fixture(scope="module")
 def two(launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Saved on two ranks, and what is damaged or refused there."""
-    runs = ("2-save-fsdp-two", "1-load-one-two", "2-damaged-fsdp-damaged", "2-refused-fsdp-refused")
+    runs = ("2-save-fsdp-two", "1-load-one-two", "2-load-fsdp-two", "2-damaged-fsdp-damaged", "2-refused-fsdp-refused")
     return launch("checkpoint_worker.py", tmp_path_factory.mktemp("two"), *runs, processes=1)[0]
 
 
@@ -52,8 +52,9 @@ def assert_resumed(results: Results, saved: str, loaded: str, precision: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", LAYOUTS)
-def test_one_process_resumes_what_two_have_saved(two: Results, precision: str) -> None:
+def test_one_process_and_two_resume_what_two_have_saved(two: Results, precision: str) -> None:
     assert_resumed(two, "2-save-fsdp-two", "1-load-one-two", precision)
+    assert_resumed(two, "2-save-fsdp-two", "2-load-fsdp-two", precision)
 
 
 @pytest.mark.slow

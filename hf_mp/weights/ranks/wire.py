@@ -149,6 +149,10 @@ def send_in_16_bits(model: nn.Module, policy: PrecisionPolicy, runtime: Runtime,
         # By its name, because torch exports neither default class; anything else is somebody's own choice.
         if type(group._all_gather_comm).__name__ == "DefaultAllGather":
             module.set_custom_all_gather(RoundedGather(group, policy.compute, kept))
+            # FSDP2 has read FP32 values of a split parameter, and noted its dtype, which gradients would have by name.
+            for one in group.fsdp_params:
+                for spec in (one._sharding_spec, one.sharded_param._spec):
+                    spec.tensor_meta = spec.tensor_meta._replace(dtype=one.sharded_param.dtype)
         if policy.wire is not torch.float32 and type(group._reduce_scatter_comm).__name__ == "DefaultReduceScatter":
             module.set_custom_reduce_scatter(ScaledReduceScatter(group, policy, runtime))
 
