@@ -89,8 +89,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"autocast's dtype must be a torch.dtype, not {type(dtype).__name__} ({dtype!r})")
         if dtype not in ALLOWED_DTYPES:
-            *most, last = map(str, ALLOWED_DTYPES)
-            raise ValueError(f"autocast cannot use {dtype}: use {', '.join(most)} or {last}")
+            raise ValueError(f"autocast cannot use {dtype}: use one of {', '.join(map(str, ALLOWED_DTYPES))}")
         if tables not in TABLES:
             raise ValueError(f"tables={tables!r} is not known: use one of {', '.join(map(repr, TABLES))}")
         self.dtype = dtype

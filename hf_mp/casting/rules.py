@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -178,9 +178,8 @@ def nearest_modules(pattern: str, names: Iterable[str], *, most: int = 1) -> lis
     return difflib.get_close_matches(pattern.replace("*", ""), list(filter(None, names)), n=most, cutoff=0.0)
 
 
-def match_modules(rules: Iterable[ModuleRule], model: nn.Module) -> list[tuple[nn.Module, ModuleRule]]:
+def match_modules(rules: Collection[ModuleRule], model: nn.Module) -> list[tuple[nn.Module, ModuleRule]]:
     """The modules of ``model`` that the rules are for, outermost first; a ValueError for rules that fit none."""
-    rules = tuple(rules)
     named = dict(model.named_modules())
     found = [(m, rule) for name, m in named.items() for rule in rules if fnmatch.fnmatchcase(name, rule.pattern)]
     fitting = {rule.key for _, rule in found}

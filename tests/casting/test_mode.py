@@ -177,7 +177,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("dtype", [FP64, torch.int32, torch.complex64, torch.float8_e4m3fn])
     def test_a_dtype_that_cannot_be_used(self, dtype: torch.dtype) -> None:
-        with pytest.raises(ValueError, match=rf"autocast cannot use {dtype}: use torch\.float16, torch\.bfloat16 or"):
+        with pytest.raises(ValueError, match=rf"autocast cannot use {dtype}: use one of torch\.float16"):
             autocast(dtype)
 
     def test_tables_that_do_not_exist(self) -> None:

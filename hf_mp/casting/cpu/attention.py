@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Function
 from torch.nn.attention import SDPBackend
 
-from hf_mp.casting.cpu.upcast import has_rows
+from hf_mp.casting.cpu.upcast import has_rows, must_be_plain
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 OWN_SCORES = 2**22  # in one call: fewer are left to torch where the CPU multiplies in 16 bits, in half of the time
@@ -48,7 +48,7 @@ class Attention(NamedTuple):
 def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Attention | None:
     """The attention that a call computes, if :func:`attend` does; None for another one, which is torch's to judge."""
     try:
-        return _read(*args, **kwargs)
+        return None if must_be_plain() else _read(*args, **kwargs)
     except (TypeError, AttributeError, RuntimeError):
         return None  # not a valid call: torch's own error is the better one
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_mp.casting.cpu import attention
-from hf_mp.casting.cpu.attention import ATTENTION, Attention, attend, has_few_scores, has_flash, read_attention
+from hf_mp.casting.cpu.attention import ATTENTION, attend, has_few_scores, has_flash, read_attention
 from hf_mp.casting.cpu.products import OWN_ELEMENTS, PRODUCTS, Product, multiply, read_product
 from hf_mp.casting.cpu.upcast import map_tensors, must_be_plain, run_through_fp32
 from hf_mp.casting.handlers import Plan, PlannedCall, cast_all, lower_precision
@@ -29,7 +29,7 @@ def through_fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any,
     if (product := read_product(name, func, args, kwargs)) is not None:
         return _multiply(mode, product, native=False)
     args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
-    if func in ATTENTION and (found := _read(args, kwargs)) is not None:
+    if func in ATTENTION and (found := read_attention(args, kwargs)) is not None:
         return attend(found)
     return run_through_fp32(func, args, kwargs, mode.dtype)
 
@@ -52,7 +52,7 @@ def native_attention(mode: autocast, name: str, func: Callable[..., Any], args: 
     # With dropout there is no flash kernel, and few scores are torch's: asked first, because reading a call costs more.
     if len(args) > 4 and args[4] and type(args[0]) is type(args[1]) is Tensor and has_few_scores(*args[:2]):
         return func(*args, **kwargs)
-    if (found := _read(args, kwargs)) is not None and not has_few_scores(found.query, found.key):
+    if (found := read_attention(args, kwargs)) is not None and not has_few_scores(found.query, found.key):
         return attend(found)
     is_torchs = must_be_plain() or (attention.HAS_AMX and mode.dtype is torch.bfloat16)
     if is_torchs or not has_flash(*args, **kwargs):
@@ -67,11 +67,6 @@ def _multiply(mode: autocast, product: Product, *, native: bool) -> Tensor:
     bias = mode.cast(product.bias, mode.dtype)
     x, weight = mode.cast(product.x, mode.dtype), mode.cast(product.weight, mode.dtype)
     return multiply(x, weight, bias, transposed=product.transposed, native=native)
-
-
-def _read(args: Any, kwargs: Any) -> Attention | None:
-    # Also without grad, as what a checkpoint computes again.
-    return None if must_be_plain() else read_attention(args, kwargs)
 
 
 def _device_type(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
