@@ -1,8 +1,9 @@
-"""What a recipe reports at its end: the numbers of the run, and a text that the model writes."""
+"""What a recipe reports at its end: the numbers of the run, the saved model's footprints, a text that it writes."""
 
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 import hf_mp
+from hf_mp.environment.libraries import first_line
 
 MIB = 2**20
 
@@ -52,6 +54,19 @@ def peak_memory() -> Entry:
     return {"mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB, "of": "resident, whole process"}
 
 
+def measure_footprints(saved: Path) -> dict[str, Entry]:
+    """``get_memory_footprint()`` of the saved model, loaded back in each precision; None for the reason in ``note``."""
+    found: dict[str, Entry] = {}
+    for precision in ("fp32", "fp16", "int8"):
+        try:
+            with warnings.catch_warnings(action="ignore"):  # INT8 leaves some weights in FP16
+                model = hf_mp.load(saved, precision)
+            found[precision] = {"mib": model.get_memory_footprint() / MIB, "note": ""}
+        except Exception as error:  # the numbers of a finished training are worth more than this one
+            found[precision] = {"mib": None, "note": f"cannot be loaded: {first_line(error)}"}
+    return found
+
+
 def summary_table(s: Entry) -> Table:
     """What ``summary.json`` holds, for reading."""
     scale = s["loss_scale"] and (
@@ -67,6 +82,10 @@ def summary_table(s: Entry) -> Table:
         ("loss scale", scale or "none"),
         ("steps", f"{s['steps']:,}, {s['skipped_steps']:,} of them skipped for an overflow"),
         ("peak memory", f"{in_mib(s['peak_memory']['mib'])} {s['peak_memory']['of']}"),
+        *(
+            (f"saved model in {name.upper()}", f"{in_mib(one['mib'])} {one['note']}")
+            for name, one in s["footprints"].items()
+        ),
     ]
     table = Table(title=f"{s['model']} in {s['precision']}", title_justify="left", show_header=False)
     for name, value in rows:

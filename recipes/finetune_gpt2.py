@@ -46,6 +46,7 @@ from transformers import (
 
 from _report import (
     loss_scale_of_run,
+    measure_footprints,
     peak_memory,
     quiet_libraries,
     summary_table,
@@ -178,6 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "train_tokens": tokens,
             "tokens_per_second": tokens / seconds,
             "peak_memory": peak,
+            "footprints": measure_footprints(output_dir),
         }
         (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         console.print(summary_table(summary))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import math
@@ -19,6 +20,7 @@ from datasets import Dataset, DatasetDict
 from huggingface_hub import HfApi
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+import _report
 import _text
 import finetune_gpt2
 from finetune_gpt2 import main, parse_arguments
@@ -83,7 +85,7 @@ def fp16_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_run_ends_in_a_table_that_a_person_can_read(finished):
     rows = ("evaluation loss", "perplexity on held-out text", "unigram", "tokens per second", "precision", "loss scale")
-    rows += ("skipped", "peak memory")
+    rows += ("skipped", "peak memory", "saved model in FP32", "saved model in FP16", "saved model in INT8")
     assert [words for words in rows if words not in finished.printed] == []
     assert "The" in finished.printed.split("It writes:")[1]  # the text that the model writes begins with the prompt
     contract = finished.printed.split("In which dtype it was trained:\n")[1].splitlines()
@@ -102,6 +104,16 @@ def test_the_summary_holds_the_numbers_of_the_run(finished):
     assert summary["peak_memory"]["mib"] > 50
     scale = summary["loss_scale"]
     assert 1.0 <= scale["lowest"] <= scale["first"] <= scale["highest"]
+
+
+def test_the_footprints_are_those_of_the_saved_model(finished):
+    footprints = finished.summary["footprints"]
+    parameters = finished.summary["parameters"]
+    assert footprints["fp32"]["mib"] == pytest.approx(parameters * 4 / 2**20)
+    assert footprints["fp16"]["mib"] == pytest.approx(parameters * 2 / 2**20)
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        # one block: 12 x 32 x 32 weights in GPT-2's four Conv1D layers
+        assert footprints["int8"]["mib"] == pytest.approx((parameters * 2 - 12 * 32 * 32) / 2**20)
 
 
 def test_the_saved_directory_loads_plainly_in_fp32(finished):
@@ -176,6 +188,15 @@ def test_a_dataset_in_a_directory(tmp_path):
     assert {*text["train"]["text"], *text["validation"]["text"]} == {topics["for"], topics["if"], topics["while"]}
     with pytest.raises(ValueError, match=r"has no column 'text'.*--text_column"):
         _text.hub_text(str(tmp_path / "data"), None, "text", seed=0)
+
+
+def test_a_footprint_that_cannot_be_had_is_left_out_for_its_reason(monkeypatch, tmp_path):
+    def load(saved: Path, precision: str) -> None:
+        raise ImportError("no bitsandbytes\nat all")
+
+    monkeypatch.setattr(_report.hf_mp, "load", load)
+    entry = {"mib": None, "note": "cannot be loaded: no bitsandbytes"}
+    assert _report.measure_footprints(tmp_path) == dict.fromkeys(("fp32", "fp16", "int8"), entry)
 
 
 # Settings
