@@ -57,10 +57,14 @@ def native_attention(mode: autocast, name: str, func: Callable[..., Any], args: 
     is_torchs = must_be_plain() or (attention.HAS_AMX and mode.dtype is torch.bfloat16)
     if is_torchs or not has_flash(*args, **kwargs):
         return func(*args, **kwargs)
+    return _flash_in_fp32(mode.dtype, func, args, kwargs)
+
+
+def _flash_in_fp32(dtype: torch.dtype, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if args and args[0].numel() <= SMALL_QUERY:
-        wide = map_tensors(lambda one: one.float() if one.dtype is mode.dtype else one, [*args, *kwargs.values()])
-        return func(*wide[: len(args)], **dict(zip(kwargs, wide[len(args) :], strict=True))).to(mode.dtype)
-    return run_through_fp32(func, args, kwargs, mode.dtype)
+        wide = map_tensors(lambda one: one.float() if one.dtype is dtype else one, [*args, *kwargs.values()])
+        return func(*wide[: len(args)], **dict(zip(kwargs, wide[len(args) :], strict=True))).to(dtype)
+    return run_through_fp32(func, args, kwargs, dtype)
 
 
 def _multiply(mode: autocast, product: Product, *, native: bool) -> Tensor:
