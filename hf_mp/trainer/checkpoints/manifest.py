@@ -94,24 +94,27 @@ def read_manifest(checkpoint: Path) -> dict[str, FileEntry] | None:
             raise CheckpointError("no file that can be read")
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise CheckpointError(f"more than {MAX_MANIFEST_BYTES} bytes long")
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text)
-        # As text, so that bytes between the values count as well.
-        if _with_checksum({key: value for key, value in content.items() if key != _CHECKSUM}) != text:
-            raise CheckpointError("its own checksum does not match: the manifest was damaged or edited")
-        if content["format"] != FORMAT:
-            raise CheckpointError(
-                f"format {content['format']!r:.100}, this version of hf_mp reads format {FORMAT}: resume with the "
-                "version that wrote it"
-            )
-        files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
-        if outside := [name for name in files if not is_inside(name)]:
-            raise CheckpointError(f"{outside[0]!r:.100} is not a path inside the checkpoint")
+        return _files_of(path.read_text(encoding="utf-8"))
     except (CheckpointError, OSError) as error:
         raise CheckpointError(f"{MANIFEST_NAME}: {error}") from error
     # What json and a content of another form raise, however a stranger made it up.
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST_NAME}: it is no manifest ({error!r:.100})") from error
+
+
+def _files_of(text: str) -> dict[str, FileEntry]:
+    content = json.loads(text)
+    # As text, so that bytes between the values count as well.
+    if _with_checksum({key: value for key, value in content.items() if key != _CHECKSUM}) != text:
+        raise CheckpointError("its own checksum does not match: the manifest was damaged or edited")
+    if content["format"] != FORMAT:
+        raise CheckpointError(
+            f"format {content['format']!r:.100}, this version of hf_mp reads format {FORMAT}: resume with the "
+            "version that wrote it"
+        )
+    files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+    if outside := [name for name in files if not is_inside(name)]:
+        raise CheckpointError(f"{outside[0]!r:.100} is not a path inside the checkpoint")
     return files
 
 
