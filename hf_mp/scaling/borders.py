@@ -137,7 +137,9 @@ def _leave(ctx: Any, uses: dict[int, list[Tensor]]) -> list[Tensor | None]:
 
 def _multiply_all(gradients: list[Tensor], factor: Tensor | None, crossings: Crossings) -> list[Tensor]:
     """:func:`multiply` of each; of several plain ones in one call."""
-    if factor is None or len(gradients) < 2 or torch.is_grad_enabled() or not _are_plain(*gradients):
+    if factor is None:
+        return gradients
+    if len(gradients) < 2 or torch.is_grad_enabled() or not _are_plain(*gradients):
         return [multiply(gradient, factor, crossings) for gradient in gradients]
     return list(torch._foreach_mul(gradients, [factor] * len(gradients)))  # in FP32, as :func:`multiply`
 
