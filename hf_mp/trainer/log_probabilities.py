@@ -98,7 +98,7 @@ def log_probability_gap(
         if generated is not None:
             batch = _as_given(model, batch, generated)
         elif "labels" not in batch:
-            batch = _drawn(model, batch, 32 if new_tokens is None else new_tokens)
+            batch = _drawn(model, batch, new_tokens)
         counts = _counted(batch)
         first = int(counts.any(0).nonzero()[0])
         trained = _trained(model, batch, first)
@@ -137,7 +137,8 @@ def _as_given(model: Any, batch: Mapping[str, Tensor], generated: Tensor) -> dic
     return _labelled(model, ids, _mask(batch), labels)
 
 
-def _drawn(model: Any, batch: Mapping[str, Tensor], new_tokens: int) -> dict[str, Tensor]:
+def _drawn(model: Any, batch: Mapping[str, Tensor], new_tokens: int | None) -> dict[str, Tensor]:
+    new_tokens = 32 if new_tokens is None else new_tokens
     prompt, mask = batch["input_ids"], _mask(batch)
     restore_random_states = keep_random_states()
     try:

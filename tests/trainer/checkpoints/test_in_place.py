@@ -142,6 +142,13 @@ def test_what_another_run_is_writing_stays(tmp_path: Path, told: list[str], monk
     assert entries(tmp_path / "checkpoint-4") == [UNFINISHED_NAME]
 
 
+@pytest.mark.usefixtures("told")
+def test_an_empty_directory_of_a_kill_before_its_mark_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-4").mkdir()
+    clear_up(arguments(tmp_path))
+    assert entries(tmp_path) == []
+
+
 def test_a_directory_without_a_mark_is_not_ours_to_remove(tmp_path: Path) -> None:
     write(tmp_path / "checkpoint-4", "old")
     (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
