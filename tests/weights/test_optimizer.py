@@ -604,6 +604,8 @@ def test_masters_that_do_not_fit_are_refused() -> None:
             wrapper.load_state_dict({**state, "masters": {**state["masters"], index: tensor}})
         after = [wrapper.master(p) for p in wrapper.param_groups[0]["params"]]
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    with pytest.raises(ValueError, match="masters is a float, not a mapping by the numbers of parameters"):
+        wrapper.load_state_dict({**state, "masters": 1.5})
     with pytest.raises(ValueError, match="different number of parameter groups"):
         wrapper.load_state_dict({**state, "param_groups": []})
     assert all(p.dtype is torch.float16 for p in wrapper.param_groups[0]["params"])

@@ -394,7 +394,9 @@ def _check_wrappable(optimizer: Any, layout: str) -> None:
 
 
 def _check_masters(given: Any, parameters: Sequence[nn.Parameter]) -> None:
-    """Raise a ValueError for masters of a checkpoint that are none of these parameters'."""
+    """Raise a ValueError for masters of a checkpoint that do not fit these parameters."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"masters is a {type(given).__name__}, not a mapping by the numbers of parameters")
     for index, tensor in given.items():
         shape = tuple(parameters[index].shape) if index in range(len(parameters)) else None
         found = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Tensor) else (type(tensor), None)
