@@ -7,7 +7,7 @@ in a loop over the experts.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
 _FORWARD = "transformers.integrations.moe"  # its forward takes the place of that of every class of stacked experts
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -18,20 +18,3 @@ def has_stacked_experts(module: nn.Module) -> bool:
     # Transformers' decorator gives the classes no base class or mark in common, only this forward.
     forward = getattr(type(module), "forward", None)  # a scripted module has none
     return getattr(forward, "__globals__", {}).get("__name__") == _FORWARD
-
-
-def stacked_parameters(model: nn.Module) -> set[str]:
-    """The names of the parameters in ``model`` that have one entry for each expert."""
-    return {
-        f"{name}.{key}" if name else key
-        for name, module in model.named_modules()
-        if has_stacked_experts(module)
-        for key, parameter in module._parameters.items()
-        if parameter is not None and parameter.shape[0] == module.num_experts
-    }
-
-
-def entries_in(marks: Tensor) -> list[int]:
-    """The entries along the first dimension of ``marks``, bool, in which one is true."""
-    found: list[int] = marks.flatten(1).any(1).nonzero().flatten().tolist()
-    return found

@@ -13,7 +13,7 @@ from torch import nn
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
-from hf_mp.diagnostics.cures import find_rules, fp32_share
+from hf_mp.diagnostics.cures import find_rules
 from hf_mp.diagnostics.given_batches import call, checked
 from hf_mp.diagnostics.kept_state import eagerly, gradients_set_aside, untouched, weights_kept
 from hf_mp.diagnostics.overflow import attached_runtime
@@ -68,17 +68,17 @@ def calibrate(
         try:
             runtime.attach(model)
             # Once with gradients, which tell where a loss scale would overflow; looks for rules need none.
-            last = ops = _look(runtime, model, given)
+            ops = _look(runtime, model, given)
             notes = ["some of it is inf or NaN in FP32's range, too: the cause is the model, and no rule helps"]
             if not any(math.isnan(op.largest) for op in ops):
                 notes = []
-                last, _ = find_rules(runtime, ops, lambda rules: _look(runtime, model, given, rules))
+                find_rules(runtime, ops, lambda rules: _look(runtime, model, given, rules))
         finally:
             runtime.detach()
     if all(op.fp16_gradient is None for op in ops):
         notes.append("the batches give no loss: there was no backward")
-    found = dict(runtime.remedies), fp32_share(last), tuple(notes)
-    return RangeReport(type(model).__name__, str(policy), len(given), tuple(ops), *found)
+    found = tuple(ops), dict(runtime.remedies), tuple(notes)
+    return RangeReport(type(model).__name__, str(policy), len(given), *found)
 
 
 def _look(

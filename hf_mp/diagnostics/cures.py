@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,7 +33,6 @@ class Cure:
     Attributes:
         finite_in_fp32, finite_in_bf16: whether the micro-batch is, with its backward where that is known.
         remedies: of places that leave FP16's range, the rules that keep it there.
-        fp32_share: of the forward's floating point operations with them.
         scale: the loss scale to go to; None where it is not known.
         fits: the largest loss scale at which no gradient leaves FP16's range; None where the forward is at fault.
         reason: why nothing helps.
@@ -43,7 +42,6 @@ class Cure:
     finite_in_fp32: bool
     finite_in_bf16: bool
     remedies: tuple[Planned, ...] = ()
-    fp32_share: float = 0.0
     scale: float | None = None
     fits: float | None = None
     reason: str = ""
@@ -66,13 +64,9 @@ def find_cure(runtime: MixedPrecision, backward: KeptBackward) -> Cure:
     try:
         # A place that left the range may be why another was cut, so that it comes first.
         for places in (leaving_range, cutting):
-            after, placed = find_rules(
-                runtime, seen.ranges, lambda rules: look(runtime, backward, rules=rules).ranges, places
-            )
+            placed = find_rules(runtime, seen.ranges, lambda rules: look(runtime, backward, rules=rules).ranges, places)
             if placed:
-                return replace(
-                    cure, remedies=tuple(placed), fp32_share=fp32_share(after), scale=runtime.scaler.get_scale()
-                )
+                return replace(cure, remedies=tuple(placed), scale=runtime.scaler.get_scale())
             if seen.is_finite:  # a mask that nothing comes of is none of our business
                 break
         else:
@@ -95,10 +89,8 @@ def find_rules(
     ops: Sequence[OpRange],
     look: Callable[[dict[str, str]], Sequence[OpRange]],
     places: Callable[[Sequence[OpRange]], list[OpRange]] = leaving_range,
-) -> tuple[Sequence[OpRange], list[Planned]]:
-    """Try rules beside those of ``runtime`` until ``look``, given them, finds no more ``places``.
-
-    Returns what it finds then, and the remedies.
+) -> list[Planned]:
+    """The remedies beside the rules of ``runtime`` with which ``look``, given theirs, finds no more ``places``.
 
     Raises:
         CannotHealError: where no rules help.
@@ -109,7 +101,7 @@ def find_rules(
     for _ in range(MOST_LOOKS):
         at = [Situation(found, {**runtime.remedies, **rules}, runtime.policy.is_lean) for found in places(ops)]
         if not (planned := [*map(next_remedy, at)]):
-            return ops, placed
+            return placed
         for remedy in planned:
             rules.update(remedy.rules)
         placed += planned
@@ -117,9 +109,3 @@ def find_rules(
     raise CannotHealError(
         f"after {MOST_LOOKS} forwards with ever more rules, values still leave FP16's range: use precision='bf16'"
     )
-
-
-def fp32_share(ops: Iterable[OpRange]) -> float:
-    """The share of the floating point operations that are not in 16 bits."""
-    ops = list(ops)
-    return sum(op.flops for op in ops if not op.is_fp16) / max(1, sum(op.flops for op in ops))

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from hf_mp.diagnostics.kept_state import KeptBackward, KeptCall, keep_random_sta
 from hf_mp.diagnostics.overflow import OverflowExplainer, explain_overflows, observing, runtime_of, suspects_of
 from hf_mp.diagnostics.remedies import CannotHealError, merged
 from hf_mp.policy import PrecisionPolicy, needs_loss_scale
-from hf_mp.scaling.events import MAX_FP32_SHARE, StepObserver, check_on_overflow
+from hf_mp.scaling.events import StepObserver, check_on_overflow
 from hf_mp.scaling.rules import FP16_MAX, StepReport
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.ranks.placement import is_sharded, placement_of
@@ -40,7 +40,6 @@ class Healed:
         rules: the rules of autocast that it consists of.
         module, op: where values left FP16's range.
         largest: their largest magnitude; FP16 ends at 65504.
-        fp32_share: share of the forward's floating point operations that are out of 16 bits since.
     """
 
     step: int
@@ -49,7 +48,6 @@ class Healed:
     module: str
     op: str
     largest: float
-    fp32_share: float
 
     def __str__(self) -> str:
         where = f"{self.op!r} in {f'module {self.module!r}' if self.module else 'the model itself'}"
@@ -62,14 +60,13 @@ class Healer(StepObserver):
 
     Attributes:
         healed: a :class:`Healed` for each remedy, oldest first; those of an earlier run are in ``runtime.remedies``.
-        max_fp32_share: of :func:`heal_overflows`.
         clip: what a Trainer does to the gradients before it steps, given an optimizer; None where that is not known.
         loss_again: number and loss of the last step that ran again, the mean over the processes; None without one.
     """
 
-    def __init__(self, runtime: MixedPrecision, max_fp32_share: float = MAX_FP32_SHARE) -> None:
-        check_healing("heal", runtime.policy, max_fp32_share, in_backward=runtime.uses_up_gradients)
-        self._runtime, self.max_fp32_share = runtime, max_fp32_share
+    def __init__(self, runtime: MixedPrecision) -> None:
+        check_healing("heal", runtime.policy, in_backward=runtime.uses_up_gradients)
+        self._runtime = runtime
         self._explainer = observing(runtime, OverflowExplainer) or explain_overflows(runtime)
         self.healed: list[Healed] = []
         self.clip: Callable[[Optimizer], None] | None = None
@@ -83,7 +80,7 @@ class Healer(StepObserver):
         """Heal a step that overflowed, and run it again.
 
         Raises:
-            CannotHealError: if no remedy helps, or more than ``max_fp32_share`` would be out of 16 bits.
+            CannotHealError: if no remedy helps.
         """
         runtime = self._runtime
         model = runtime.model
@@ -149,28 +146,19 @@ class Healer(StepObserver):
                 logger.warning_once(NOT_HEALED + cure.reason)
                 return None
             if cure.error or cure.scale is not None:
-                return self._noted(cure) if cure.remedies else cure
+                if cure.remedies:
+                    self._note(cure)
+                return cure
         return None
 
-    def _noted(self, cure: Cure) -> Cure:
-        """The cure, logged; with an error where too much of the model would be out of 16 bits."""
-        step, share, new = self._runtime.stats.steps + 1, cure.fp32_share, list[Healed]()
+    def _note(self, cure: Cure) -> None:
+        step, new = self._runtime.stats.steps + 1, list[Healed]()
         for remedy, rules, found in cure.remedies:
             largest = math.inf if found.cuts and not found.is_origin else found.largest
-            new.append(Healed(step, remedy, rules, found.module, found.op, largest, share))
+            new.append(Healed(step, remedy, rules, found.module, found.op, largest))
         self.healed += new
         lines = "\n".join(f"  {one}" for one in new)
-        logger.warning(
-            f"Step {step} left FP16's range in its forward, and is run again with:\n{lines}\n  {share:.2%} of the "
-            "forward's FLOPs are out of 16 bits now."
-        )
-        if share <= self.max_fp32_share:
-            return cure
-        error = (
-            f"{share:.1%} of the forward's FLOPs would be out of 16 bits, and max_fp32_share="
-            f"{self.max_fp32_share:g} allows less: this model wants precision='bf16'. What overflowed:\n{lines}"
-        )
-        return replace(cure, error=error)
+        logger.warning(f"Step {step} left FP16's range in its forward, and is run again with:\n{lines}")
 
     # The step again
 
@@ -215,9 +203,7 @@ def _has_known_gradients(backward: KeptBackward) -> bool:
     return are_losses and backward.is_kept() and not backward.is_spoilt()
 
 
-def check_healing(
-    on_overflow: str, policy: PrecisionPolicy, max_fp32_share: float = MAX_FP32_SHARE, *, in_backward: bool = False
-) -> None:
+def check_healing(on_overflow: str, policy: PrecisionPolicy, *, in_backward: bool = False) -> None:
     """Raise a ValueError for an unknown ``on_overflow``, and for settings that ``"heal"`` cannot work with."""
     check_on_overflow(on_overflow)
     if on_overflow == "heal" and not needs_loss_scale(policy.compute):
@@ -230,14 +216,12 @@ def check_healing(
             "free_gradients='backward' has updated weights before an overflow is known, and the step cannot run again: "
             "use free_gradients='step' with on_overflow='heal'"
         )
-    if not 0.0 <= max_fp32_share <= 1.0:
-        raise ValueError(f"max_fp32_share={max_fp32_share!r} must be a share of the FLOPs, from 0 to 1")
 
 
 def heal_overflows(
     model: nn.Module | MixedPrecision,
     *,
-    max_fp32_share: float | None = None,
+    max_fp32_share: None = None,
     clip: None = None,
 ) -> Healer:
     """Keep FP16's range in forward and backward, and lose no step to an overflow.
@@ -252,28 +236,22 @@ def heal_overflows(
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.
-        max_fp32_share: the share of the forward's floating point operations that may be out of 16 bits; default None:
-            what was given before, at first 0.25.
-        clip: withdrawn.
+        max_fp32_share, clip: withdrawn.
 
     Returns:
         The healer, with what it has ``healed``; always the same one for the same model.
 
     Raises:
-        TypeError: for anything but a model or its MixedPrecision, and a ``clip``.
-        ValueError: for a model that is not attached, a precision that does not compute in FP16,
-            ``free_gradients="backward"``, and a ``max_fp32_share`` outside 0 to 1.
+        TypeError: for anything but a model or its MixedPrecision, a ``clip``, and a ``max_fp32_share``.
+        ValueError: for a model that is not attached, a precision that does not compute in FP16, and
+            ``free_gradients="backward"``.
     """
     runtime = runtime_of(model)
-    if clip is not None:
+    if clip is not None or max_fp32_share is not None:
         raise TypeError(
-            "heal_overflows takes no clip any more: hf_mp.prepare(..., max_grad_norm=1.0) clips what it steps"
+            "heal_overflows takes no clip any more: hf_mp.prepare(..., max_grad_norm=1.0) clips what it steps; and no "
+            "max_fp32_share: use precision='bf16' where the rules that are logged take too much out of 16 bits"
         )
-    healer = observing(runtime, Healer)
-    if max_fp32_share is None:
-        max_fp32_share = MAX_FP32_SHARE if healer is None else healer.max_fp32_share
-    check_healing("heal", runtime.policy, max_fp32_share)
-    if healer is None:
+    if (healer := observing(runtime, Healer)) is None:
         runtime.observers.append(healer := Healer(runtime))
-    healer.max_fp32_share = max_fp32_share
     return healer

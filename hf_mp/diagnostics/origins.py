@@ -7,7 +7,6 @@ originates there; otherwise the result inherits the origin of its input. So an i
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,12 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from hf_mp.casting.experts import entries_in, stacked_parameters
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.nested import named_tensors, tensors_in
 from hf_mp.casting.watching import WatchedCall, watching
 from hf_mp.diagnostics.overflow_report import Phase
-from hf_mp.diagnostics.values import UNINITIALISED, Finiteness, TensorRange, finiteness, ranges_of, spoilt
+from hf_mp.diagnostics.values import UNINITIALISED, Finiteness, TensorRange, finiteness, ranges_of
 
 # These write -inf on purpose, to mask positions in a softmax; so does a call that is given no tensor.
 _MASKING = frozenset({"full_like", "new_full", "masked_fill", "masked_fill_", "where", "fill_", "setitem"})
@@ -70,7 +68,6 @@ class OriginTracker:
         self._model = model
         names = {id(module): name for name, module in model.named_modules()}
         self._running = [names.get(id(entry), "")]  # modules, innermost last
-        self._stacked = stacked_parameters(model)
         self._parameters: dict[tuple[int, torch.Size], str] = {}
         self._origins: dict[int, Origin] = {}  # by storage
         self._made = 0
@@ -181,7 +178,7 @@ class OriginTracker:
             shown.append((name or f"input {place}", tensor))
             if name and not finiteness(tensor) and finiteness(rounded := tensor.detach().to(outputs[0].dtype)):
                 self._made += 1
-                return origin_in_weight(name, tensor, self._stacked, order=self._made, rounded=rounded)
+                return origin_in_weight(name, tensor, order=self._made, rounded=rounded)
         origin = self._new("forward", site, shown, outputs)
         origin.is_mask = state is Finiteness.MINUS_INF and (site.op in _MASKING or not given)
         return origin
@@ -211,23 +208,10 @@ class OriginTracker:
         return Origin(phase, self._made, *site, "", ranges_of(inputs), ranges_of(shown))
 
 
-def origin_in_weight(
-    name: str, tensor: Tensor, stacked: set[str], *, order: int = 0, rounded: Tensor | None = None
-) -> Origin:
+def origin_in_weight(name: str, tensor: Tensor, *, order: int = 0, rounded: Tensor | None = None) -> Origin:
     """A parameter or buffer that is not finite, or whose value ``rounded`` to 16 bits is not."""
-    parts = spoilt_parts(name, tensor if rounded is None else rounded, stacked)
-    first, place = next(iter(parts.items()))
-    inputs = ranges_of([(first, tensor.detach()[place])])
-    if rounded is not None:
-        inputs += ranges_of([(f"{first}, in 16 bits", rounded.detach()[place])])
-    return Origin("weight", order, name.rpartition(".")[0], tensor=first, inputs=inputs)
-
-
-def spoilt_parts(name: str, tensor: Tensor, stacked: set[str], limit: float = math.inf) -> dict[str, Any]:
-    """What of a parameter or gradient is not below ``limit``, by name: of stacked experts each such one, else all."""
-    if not finiteness(tensor, limit):
-        return {}
-    return {f"{name}[{one}]": one for one in entries_in(spoilt(tensor, limit))} if name in stacked else {name: ...}
+    found = [(name, tensor), *([] if rounded is None else [(f"{name}, in 16 bits", rounded)])]
+    return Origin("weight", order, name.rpartition(".")[0], tensor=name, inputs=ranges_of(found))
 
 
 def _memory(tensor: Tensor) -> int:

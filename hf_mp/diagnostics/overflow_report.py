@@ -29,8 +29,7 @@ class OverflowReport:
             model output. ``"not found"``: the replay showed none; see ``notes``.
         module: name of the module in the attached model; ``""`` is the model itself.
         op: torch's name of the function that the module called, or whose backward it is.
-        tensor: name of the input, weight or output, of stacked experts the one expert's, such as
-            ``"model.layers.3.mlp.experts.gate_up_proj[5]"``; ``""`` for an op.
+        tensor: name of the input, weight or output; ``""`` for an op.
         inputs: the range of each input tensor of the op.
         outputs: the range of each output tensor.
         nonfinite_gradients: names of the parameters whose gradient is inf, NaN or too large in this micro-batch.

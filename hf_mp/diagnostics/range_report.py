@@ -25,7 +25,6 @@ class RangeReport:
         ops: every op by module, in the order of the forward.
         rules: what keeps them in range with 2 doublings to spare, for ``rules=`` of anything here; empty where nothing
             is needed.
-        fp32_share: share of the forward's floating point operations that ``rules`` take out of 16 bits.
         notes: further observations.
     """
 
@@ -34,7 +33,6 @@ class RangeReport:
     batches: int
     ops: tuple[OpRange, ...]
     rules: dict[str, str]
-    fp32_share: float = 0.0
     notes: tuple[str, ...] = ()
 
     @property
@@ -68,8 +66,7 @@ class RangeReport:
         text = printed(title, table(header, rows, names=2), width=150) if rows else ""
         lines = [f"{len(self.overflows)} of {len(self.ops)} ops overflow in FP16, {len(self.close)} come close."]
         rules = ", ".join(f"{key!r}: {value!r}" for key, value in self.rules.items())
-        found = f"rules={{{rules}}}\nThey take {self.fp32_share:.2%} of the forward's FLOPs out of 16 bits."
-        lines += [*self.notes, found if self.rules else "No rules are needed."]
+        lines += [*self.notes, f"rules={{{rules}}}" if self.rules else "No rules are needed."]
         return text + "".join(f"{line}\n" for line in lines)  # rules are to be copied: no line ends
 
 

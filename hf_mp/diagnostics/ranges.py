@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
 from hf_mp.casting.nested import tensors_in
@@ -47,7 +46,6 @@ class OpRange:
         fp16_gradient: the largest magnitude of the true gradients that FP16 has to hold, times the loss scale: of
             results in 16 bits and, for a product, of what it reads; None without one.
         cuts: whether rounding to 16 bits made -inf of a finite number, as of ``finfo(float32).min`` in a mask.
-        flops: floating point operations of all calls.
     """
 
     module: str
@@ -59,7 +57,6 @@ class OpRange:
     is_origin: bool = False
     fp16_gradient: float | None = None
     cuts: bool = False
-    flops: int = 0
 
     @property
     def headroom(self) -> float:
@@ -87,7 +84,6 @@ class OpRange:
             largest_weight=max(self.largest_weight, call.largest_weight),
             is_origin=self.is_origin or call.is_origin,
             cuts=self.cuts or call.cuts,
-            flops=self.flops + call.flops,
         )
 
 
@@ -102,14 +98,12 @@ class RangeRecorder:
     def __init__(self, limit: float = FP16_MAX, *, backward: bool = False) -> None:
         self._limit, self._backward = limit, backward
         self._found: dict[tuple[str, str], OpRange] = {}  # by module and op
-        self._flops = FlopCounterMode(display=False)
         self._hooks: list[RemovableHandle] = []
 
     @contextmanager
     def recording(self, mode: Any, model: nn.Module) -> Iterator[None]:
         """To run forwards of ``model`` and backwards in, under the autocast ``mode``."""
-        # Counted op by op, since a rule may move one op of a module out of 16 bits.
-        with watching(dict(model.named_modules()), mode, self._record), self._flops:
+        with watching(dict(model.named_modules()), mode, self._record):
             yield
 
     def ranges(self) -> tuple[OpRange, ...]:
@@ -127,23 +121,21 @@ class RangeRecorder:
         is_product = call.rule is CastRule.LOWER_PRECISION and call.mode.dtype is STAND_IN
         given = call.args, call.kwargs
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            # Below torch functions: what this looks with is not to be cast, counted or recorded itself.
+            # Below torch functions: what this looks with is not to be cast or recorded itself.
             operands = _operands(name, given) if is_product else None  # before they are written to
-        flops = self._flops.get_total_flops()
         result = call.make()
         with torch._C.DisableTorchFunction(), torch.no_grad():
             outputs = _made(name, result, given)
             if outputs or is_product:
-                flops = self._flops.get_total_flops() - flops
                 key = call.module, name
-                found = self._range_of(key, given, outputs, operands, flops)
+                found = self._range_of(key, given, outputs, operands)
                 self._found[key] = self._found[key].with_call(found) if key in self._found else found
                 if self._backward:
                     self._watch_gradients(key, outputs, _floating(given) if is_product else [])
         return result
 
     def _range_of(
-        self, key: tuple[str, str], given: Any, outputs: list[Tensor], operands: tuple[float, float] | None, flops: int
+        self, key: tuple[str, str], given: Any, outputs: list[Tensor], operands: tuple[float, float] | None
     ) -> OpRange:
         """One call; ``operands`` are a product's."""
         held = [output for output in outputs if output.dtype is STAND_IN]
@@ -159,7 +151,6 @@ class RangeRecorder:
             # NaN is not within the limit. What the call is given has to be looked at only where it is beyond.
             is_origin=not largest <= self._limit and _largest(read) <= self._limit,
             cuts=_has_minus_inf(held) and not _has_minus_inf(_floating(given)),
-            flops=flops,
         )
 
     def _watch_gradients(self, key: tuple[str, str], outputs: list[Tensor], operands: list[Tensor]) -> None:

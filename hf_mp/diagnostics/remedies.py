@@ -134,4 +134,4 @@ def _wider(one: str, other: str) -> str:
 
 
 class CannotHealError(LossScaleError):
-    """No remedy keeps the model in FP16's range, or they would take more FLOPs out of 16 bits than is allowed."""
+    """No remedy keeps the model in FP16's range."""

@@ -9,12 +9,11 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 
-from hf_mp.casting.experts import stacked_parameters
 from hf_mp.casting.mode import autocast
 from hf_mp.diagnostics.cures import find_cure
 from hf_mp.diagnostics.kept_state import KeptBackward
 from hf_mp.diagnostics.looks import run_again, scaled_entry
-from hf_mp.diagnostics.origins import Origin, OriginTracker, origin_in_weight, spoilt_parts
+from hf_mp.diagnostics.origins import Origin, OriginTracker, origin_in_weight
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.remedies import merged
 from hf_mp.diagnostics.values import Finiteness, finiteness, ranges_of
@@ -55,12 +54,8 @@ def replay(runtime: MixedPrecision, backward: KeptBackward, report: OverflowRepo
     if difference := _difference(backward, rerun.outputs):
         # Nothing below is valid for another forward than the one that failed.
         return replace(report, notes=(difference,))
-    stacked = stacked_parameters(model)
-    too_large = [
-        part
-        for name, gradient in rerun.gradients.items()
-        for part in spoilt_parts(name, gradient, stacked, SQUARES_BELOW * scale)
-    ]
+    limit = SQUARES_BELOW * scale
+    too_large = [name for name, gradient in rerun.gradients.items() if finiteness(gradient, limit)]
     report = replace(report, nonfinite_gradients=tuple(too_large))
     # What comes first in a step is the origin of what comes later.
     origin = _first(map(tracker.of, rerun.outputs)) or _of_entry(backward, rerun.outputs, scale)
@@ -130,7 +125,6 @@ def _blame_what_is_there(tracker: OriginTracker, model: nn.Module, backward: Kep
     for name, tensor in backward.inputs():
         if finiteness(tensor) is Finiteness.NOT_FINITE:
             tracker.blame(tensor, Origin("input", 0, tensor=name, inputs=ranges_of([(name, tensor)])))
-    stacked = stacked_parameters(model)
     # In training, batch normalization only writes the statistics of its batches.
     norms = [module for module in model.modules() if isinstance(module, _NormBase)]
     written = {id(buffer) for module in norms for buffer in module.buffers() if module.training}
@@ -138,7 +132,7 @@ def _blame_what_is_there(tracker: OriginTracker, model: nn.Module, backward: Kep
         # A buffer may be a mask, which holds -inf on purpose; a parameter may not.
         least = Finiteness.MINUS_INF if isinstance(tensor, nn.Parameter) else Finiteness.NOT_FINITE
         if finiteness(tensor) >= least and id(tensor) not in written:
-            tracker.blame(tensor, origin_in_weight(name, tensor, stacked))
+            tracker.blame(tensor, origin_in_weight(name, tensor))
 
 
 def _with_cure(runtime: MixedPrecision, backward: KeptBackward, report: OverflowReport) -> OverflowReport:

@@ -74,10 +74,7 @@ def findings(run: RunRecords) -> list[str]:
     """The findings of the run in a few sentences."""
     found = _findings_of_steps(run.steps) if run.steps else []
     if run.healed:
-        found.append(
-            f"{len(run.healed)} places left FP16's range and were healed; {percent(run.healed[-1].fp32_share)} of the "
-            "forward's FLOPs are out of 16 bits."
-        )
+        found.append(f"{len(run.healed)} places left FP16's range and were healed.")
     if (step := run.magnitudes) is None:
         return found
     if (gradients := step.of(Kind.WEIGHT_GRADIENTS)).finite_nonzero:

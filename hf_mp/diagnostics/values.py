@@ -41,11 +41,6 @@ def finiteness(tensor: Tensor, limit: float = math.inf) -> Finiteness:
     return Finiteness.MINUS_INF if bool(is_harmless.all()) else Finiteness.NOT_FINITE
 
 
-def spoilt(tensor: Tensor, limit: float = math.inf) -> Tensor:
-    """Where ``tensor`` is NaN, or of a magnitude from ``limit`` on: a bool of its shape."""
-    return ~(tensor.detach().abs() < limit)
-
-
 @dataclass(frozen=True)
 class TensorRange:
     name: str  # the tensor's role in the op: a parameter's name, "input 0", "output 0", an argument's name

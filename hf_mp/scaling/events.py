@@ -61,9 +61,6 @@ def tried_again(observers: Iterable[StepObserver], optimizer: Any) -> StepReport
 ON_OVERFLOW: dict[str, tuple[str, str] | None] = {"skip": None, "heal": ("hf_mp.diagnostics.healing", "Healer")}
 
 
-MAX_FP32_SHARE = 0.25  # of the forward's FLOPs that "heal" may take out of 16 bits, where nothing else is said
-
-
 def check_on_overflow(on_overflow: str) -> None:
     """Raise a ValueError unless ``on_overflow`` is one of :data:`ON_OVERFLOW`."""
     if on_overflow not in ON_OVERFLOW:

@@ -54,8 +54,8 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         keep_attached: leave the model attached after ``train()``, so that evaluation and ``generate`` run under
             autocast; default False.
         options: by name, those of :class:`MixedPrecisionArguments` that say nothing of how the Trainer steps:
-            ``loss_scaler_settings``, ``fp32_head``, ``exact_generation``, ``on_overflow``, ``max_fp32_share``,
-            ``save_failure``, ``explain_overflows``, ``check_gradients``, ``histogram_steps``, ``precision_report``,
+            ``loss_scaler_settings``, ``fp32_head``, ``exact_generation``, ``on_overflow``, ``save_failure``,
+            ``explain_overflows``, ``check_gradients``, ``histogram_steps``, ``precision_report``,
             ``precision_contract``, ``save_dtype``.
             Default, or None: what the Trainer's arguments say, else as there.
 

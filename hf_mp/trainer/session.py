@@ -126,7 +126,7 @@ class TrainerSession:
         if settings.on_overflow == "heal":
             from hf_mp.diagnostics.healing import heal_overflows
 
-            self._healer = heal_overflows(runtime, max_fp32_share=settings.max_fp32_share)
+            self._healer = heal_overflows(runtime)
             self._healer.clip = functools.partial(self._clip_again, model)
 
     def take_optimizer(self, optimizer: Optimizer) -> Optimizer:

@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PRESETS, SWITCHES, PrecisionPolicy, parse_loss_scale
-from hf_mp.scaling.events import MAX_FP32_SHARE, ON_OVERFLOW, FreeGradients, check_on_overflow
+from hf_mp.scaling.events import ON_OVERFLOW, FreeGradients, check_on_overflow
 from hf_mp.scaling.rules import RULES, StaticRule
 from hf_mp.scaling.scalers import LossScaler, scaler_for
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -25,6 +25,7 @@ SAVE_DTYPES = {"fp32": torch.float32, "original": None, **{e.name: e.dtype for e
 _GONE = {
     "save_in_background": "save less often (save_steps)",
     "keep_overflow_batches": "save the inputs in a training_step of your own; the overflow report names the step",
+    "max_fp32_share": "use precision='bf16' where the rules that are logged take too much out of 16 bits",
     "log_probability_gap_steps": "call hf_mp.log_probability_gap on a batch, from a callback's on_step_end",
 }
 
@@ -70,9 +71,7 @@ class PrecisionOptions:
         "and run the step again).",
         choices=tuple(ON_OVERFLOW),
     )
-    max_fp32_share: float = _option(
-        MAX_FP32_SHARE, "Of the forward's FLOPs, the share that on_overflow='heal' may take out of 16 bits."
-    )
+    max_fp32_share: float = _option(0.0, "Gone: use precision='bf16' where healing takes too much out of 16 bits.")
     save_failure: str = _option(
         "continue",
         "What to do when a checkpoint cannot be saved (disk full, read-only): continue (training goes on, the next "
@@ -145,11 +144,10 @@ class SessionSettings(PrecisionOptions):
 
             check_interval("histogram_steps", self.histogram_steps)
         check_on_overflow(self.on_overflow)
-        if self.on_overflow == "heal" or self.max_fp32_share != MAX_FP32_SHARE:
+        if self.on_overflow == "heal":
             from hf_mp.diagnostics.healing import check_healing
 
-            in_backward = self.free_gradients == "backward"
-            check_healing(self.on_overflow, self.policy, self.max_fp32_share, in_backward=in_backward)
+            check_healing(self.on_overflow, self.policy, in_backward=self.free_gradients == "backward")
         for name, instead in _GONE.items():
             if value := getattr(self, name):
                 raise ValueError(f"{name}={value!r} is gone: leave it out, or {instead}")

