@@ -96,7 +96,7 @@ VARIANTS = {
 }
 
 
-# The model, and what it is to learn
+# The model, and what it should learn
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -44,7 +44,7 @@ class Regions:
     def __init__(self, directory: Path, template: Path = TEMPLATE) -> None:
         self.records = load(directory)
         results = {name: record["result"] for name, record in self.records.items()}
-        # Macros, and not blocks: a block that is rendered alone knows nothing of the macros beside it.
+        # Macros, and not blocks: a block that is rendered alone does not see the macros around it.
         macros = vars(_JINJA.get_template(str(template)).make_module({**results, "records": self.records}))
         self.regions = {
             name.removeprefix(REGION).replace("_", " "): macro

@@ -125,7 +125,7 @@ PIECES = (
 
 
 def gpu_gib() -> float:
-    """Memory of the first GPU, as its driver's tool says; inf where there is none."""
+    """Memory of the first GPU, as its driver's tool says; inf without a GPU."""
     if (tool := shutil.which("nvidia-smi")) is None:
         return math.inf
     command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]

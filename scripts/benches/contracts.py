@@ -1,4 +1,4 @@
-"""The precision contract of a stock Trainer over a model that came in BF16, ours beside it, and what all of it costs.
+"""The precision contract of a stock Trainer over a model that came in BF16, next to ours, and what all of it costs.
 
     python scripts/bench.py contracts                              # a minute on a CPU
     python scripts/bench.py contracts --layers 1 --width 64        # seconds: to see that it runs
@@ -118,7 +118,7 @@ def least_seconds(model: nn.Module, optimizer: Any, loss: Callable[[], Any], rou
 
 
 def seconds_to_check(gibibytes: int) -> float:
-    """Of :func:`check_folder`, for BF16 weights and the FP32 moments that ``torch.save`` writes beside them."""
+    """Of :func:`check_folder`, for BF16 weights and the FP32 moments that ``torch.save`` writes next to them."""
     weights = gibibytes * 2**30 // 10  # of which each takes 2 + 4 + 4 bytes
     parts = {str(index): torch.empty(weights // 64, dtype=torch.bfloat16) for index in range(64)}
     moments = {

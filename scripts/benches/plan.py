@@ -39,7 +39,7 @@ BANDWIDTH = "450,50"  # GB/s of an H100 in one direction: NVLink 4, and InfiniBa
 
 
 def plan(config: PreTrainedConfig, preset: str, ranks: int, parallel: Parallel) -> dict[str, Any]:
-    """The plan of one rank, or the reason why there is none."""
+    """The plan of one rank, or the reason why it cannot be made."""
     try:
         found = hf_mp.estimate_training_memory(
             config, preset, ranks=ranks, parallel=parallel, seq_len=SEQ_LEN, gradient_checkpointing=True
