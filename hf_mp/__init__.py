@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from hf_mp.trainer.checkpoints.loops import load_checkpoint, save_checkpoint
     from hf_mp.trainer.checkpoints.manifest import CheckpointError, NoCheckpointError
     from hf_mp.trainer.checkpoints.preemption import Preempted
-    from hf_mp.trainer.hand_over import save_working_copies, working_copies
+    from hf_mp.trainer.hand_over import working_copies
     from hf_mp.trainer.log_probabilities import LogProbabilityGap, log_probability_gap
     from hf_mp.trainer.trainer import MixedPrecisionTrainer
     from hf_mp.weights.attachable import detach
@@ -100,7 +100,6 @@ _HOME = {
     "MixedPrecisionCallback": "hf_mp.trainer.callback",
     "MixedPrecisionArguments": "hf_mp.trainer.arguments",
     "MixedPrecisionTrainer": "hf_mp.trainer.trainer",
-    "save_working_copies": "hf_mp.trainer.hand_over",
     "working_copies": "hf_mp.trainer.hand_over",
 }
 
@@ -152,14 +151,17 @@ __all__ = [
     "prepare",
     "record_precision",
     "save_checkpoint",
-    "save_working_copies",
     "working_copies",
 ]
+
+_GONE = {
+    "save_working_copies": ": give model.save_pretrained(FOLDER, state_dict=...) a dict(hf_mp.working_copies(model))",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'hf_mp' has no attribute {name!r}")
+        raise AttributeError(f"module 'hf_mp' has no attribute {name!r}{_GONE.get(name, '')}")
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value

@@ -101,14 +101,11 @@ def spell(precision: str | torch.dtype) -> str:
 
 
 def did_you_mean(precision: object, names: Iterable[str]) -> str:
-    """The nearest of ``names`` as a question, ``. Did you mean 'fp16' or 'bf16'?``; empty where none is near."""
-    text = spell(str(precision)).replace("mixed", "").strip("-")  # Lightning and Keras: "16-mixed", "mixed_float16"
-    if not text:
-        return ". Did you mean 'fp16' or 'bf16'?"
-    nearness = {name: difflib.SequenceMatcher(None, spell(text), name).ratio() for name in names}
-    best = max(nearness.values())
-    near = [repr(name) for name, ratio in nearness.items() if ratio == best >= 0.6][:2]
-    return f". Did you mean {' or '.join(near)}?" if near else ""
+    """The nearest of ``names`` as a question, ``. Did you mean 'fp16'?``; empty where none is near."""
+    # Lightning and Keras: "16-mixed", "mixed_float16".
+    text = spell(spell(str(precision)).replace("mixed", "").strip("-"))
+    near = difflib.get_close_matches(text, names, n=1)
+    return f". Did you mean {near[0]!r}?" if near else ""
 
 
 def parse_loss_scale(value: str | float | None) -> str | float | None:
@@ -276,8 +273,6 @@ class PrecisionPolicy:
         base = PRESETS.get(spell(first))
         for part in others if base else (first, *others):
             key, _, value = (piece.strip() for piece in part.partition("="))
-            if key == "reduce_sum":
-                raise ValueError("reduce_sum is no field any more: gradients are summed in fp32; leave it out")
             if key not in names or not value:
                 raise ValueError(f"{part!r} in precision={text!r}: write field=value with one of {', '.join(names)}")
             if key in values:

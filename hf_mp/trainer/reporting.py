@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 from transformers import TrainingArguments
@@ -36,12 +35,14 @@ def start_recording(
         return None
     from hf_mp.diagnostics.precision_recorder import record_precision
 
-    told = {name: value for name in _SETTINGS.split() if (value := getattr(args, name, None)) is not None}
+    said = {**args.to_dict(), "world_size": args.world_size}
+    # JSON has no word for max_grad_norm=inf, which is a setting.
+    told = {name: str(value) if value == math.inf else value for name, value in said.items()}
     return record_precision(
         runtime,
         str(args.output_dir),
         histogram_steps=settings.histogram_steps,
-        settings={name: _readable(value) for name, value in told.items()},
+        settings={name: told[name] for name in _SETTINGS.split() if told.get(name) is not None},
     )
 
 
@@ -64,12 +65,3 @@ def end_recording(recorder: PrecisionRecorder, *, with_report: bool) -> None:
             logger.info(f"the precision report of this run is {recorder.write_report()}")
         except (OSError, ValueError) as error:  # the training is done: a page is no reason to lose its result
             logger.warning(f"the precision report of this run could not be written: {error}")
-
-
-def _readable(value: Any) -> Any:
-    # max_grad_norm=inf is a setting, and JSON has no word for it
-    if isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
-        return value
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}={item}" for key, item in value.items())
-    return str(getattr(value, "value", value))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer_runs import quick_arguments, tiny_gpt2, token_rows
-from transformers import AutoModelForCausalLM, GPT2LMHeadModel, Trainer
+from trainer_runs import tiny_gpt2
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import hf_mp
-from hf_mp.trainer.hand_over import save_working_copies, working_copies
+from hf_mp.trainer.hand_over import working_copies
 from hf_mp.weights.lean.split_parameter import SplitParameter
 
 PRESETS = ("fp16", "bf16", "fp16-lean", "bf16-lean")
@@ -83,13 +82,12 @@ class Largest32(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("precision", PRESETS)
-def test_no_fp32_copy_is_made_and_no_copy_is_kept(tmp_path: Path, batch: dict[str, Tensor], precision: str) -> None:
+def test_no_fp32_copy_is_made_and_no_copy_is_kept(batch: dict[str, Tensor], precision: str) -> None:
     model, _ = trained(precision, batch)
     runtime = model.forward.runtime  # type: ignore[attr-defined]
     kept = len(runtime.layout.copies)
     with Largest32() as largest:
         copies = dict(working_copies(model))
-        save_working_copies(model, tmp_path / "copies")
     assert largest.elements <= 1
     assert len(runtime.layout.copies) == kept
     weight = model.transformer.h[0].mlp.c_fc.weight
@@ -98,13 +96,13 @@ def test_no_fp32_copy_is_made_and_no_copy_is_kept(tmp_path: Path, batch: dict[st
 
 
 @pytest.mark.parametrize("precision", PRESETS)
-def test_what_is_saved_loads_in_its_dtype(tmp_path: Path, batch: dict[str, Tensor], precision: str) -> None:
+def test_a_directory_of_them_loads_as_it_was_saved(tmp_path: Path, batch: dict[str, Tensor], precision: str) -> None:
     model, _ = trained(precision, batch)
-    save_working_copies(model, tmp_path / "engine")
     dtype = torch.bfloat16 if "bf16" in precision else torch.float16
-    assert json.loads((tmp_path / "engine" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "engine")
+    model.save_pretrained(tmp_path / "engine", state_dict=dict(working_copies(model)))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "engine", dtype=dtype)
     copies = dict(working_copies(model))
+    assert (tmp_path / "engine" / "model.safetensors").stat().st_size < 2 * loaded.num_parameters() + 8192
     for name, parameter in loaded.named_parameters():
         assert parameter.dtype is dtype and torch.equal(parameter, copies[name]), name
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
@@ -138,61 +136,9 @@ def test_the_protocol_of_trls_client(batch: dict[str, Tensor]) -> None:
     assert list(inspect.signature(theirs).parameters) == list(inspect.signature(Client.update_named_params).parameters)
 
 
-def test_while_a_trainer_trains(tmp_path: Path) -> None:
-    sizes = []
-
-    class Engine(hf_mp.MixedPrecisionCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            save_working_copies(model, tmp_path / "engine")
-            sizes.append((tmp_path / "engine" / "model.safetensors").stat().st_size)
-
-    args = quick_arguments(tmp_path / "run", max_steps=2)
-    trainer = Trainer(model=tiny_gpt2(), args=args, train_dataset=token_rows(8), callbacks=[Engine("fp16")])
-    trainer.train()
-    (size,) = set(sizes)
-    elements = sum(parameter.numel() for parameter in trainer.model.parameters())
-    assert 2 * elements < size < 2 * elements + 8192
-    with pytest.raises(ValueError, match=r"no mixed precision is attached to this GPT2LMHeadModel"):
-        save_working_copies(trainer.model, tmp_path / "late")
-
-
-def test_an_adapter_is_saved_alone(tmp_path: Path, batch: dict[str, Tensor]) -> None:
-    peft = pytest.importorskip("peft")
-    adapter = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
-    model = peft.get_peft_model(tiny_gpt2(torch.float16), adapter)
-    model, _ = hf_mp.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), "fp16")
-    model(**batch).loss.backward()
-    save_working_copies(model, tmp_path / "engine")
-    assert {path.name for path in (tmp_path / "engine").glob("adapter*")} >= {"adapter_model.safetensors"}
-    loaded = peft.PeftModel.from_pretrained(tiny_gpt2(torch.float16), tmp_path / "engine", autocast_adapter_dtype=False)
-    copies = dict(working_copies(model))
-    adapters = {name: parameter for name, parameter in loaded.named_parameters() if "lora" in name}
-    assert adapters and all(torch.equal(parameter, copies[name]) for name, parameter in adapters.items())
-
-
-def test_what_cannot_be_handed_over_is_named(tmp_path: Path, batch: dict[str, Tensor]) -> None:
-    model, _ = trained("fp16", batch, steps=0)
-    with torch.no_grad():
-        model.transformer.ln_f.weight[3] = 7e4
-    with pytest.raises(ValueError, match=r"transformer.ln_f.weight has values that are not finite in torch.float16"):
-        save_working_copies(model, tmp_path / "engine")
-    assert not (tmp_path / "engine").exists()
-
-
-def test_a_model_that_transformers_gathers_is_refused(tmp_path: Path, batch: dict[str, Tensor]) -> None:
-    model, _ = trained("bf16", batch, steps=0)
-    model.config.distributed_config = object()
-    with pytest.raises(
-        ValueError, match=r"gathers a model with a distributed_config by itself, in FP32: shard it with"
-    ):
-        save_working_copies(model, tmp_path / "engine")
-
-
-def test_a_model_of_ones_own_is_handed_over_by_name(tmp_path: Path) -> None:
+def test_a_model_of_ones_own_is_handed_over_by_name() -> None:
     layer = nn.Linear(2, 2)
     layer, _ = hf_mp.prepare(layer, torch.optim.SGD(layer.parameters()), "bf16")  # type: ignore[assignment]
-    with pytest.raises(TypeError, match=r"writes Transformers' format, and Linear has no save_pretrained: save what"):
-        save_working_copies(layer, tmp_path / "engine")
     assert {name: copy.dtype for name, copy in working_copies(layer)} == dict.fromkeys(
         ["weight", "bias"], torch.bfloat16
     )
@@ -200,3 +146,8 @@ def test_a_model_of_ones_own_is_handed_over_by_name(tmp_path: Path) -> None:
     runtime.detach()
     with pytest.raises(ValueError, match=r"was detached, as it is when a training ends: .*keep_attached=True"):
         working_copies(runtime)
+
+
+def test_the_way_to_a_directory_is_named() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'save_working_copies': give model.save_pretrained"):
+        hf_mp.save_working_copies  # type: ignore[attr-defined]  # noqa: B018
