@@ -14,7 +14,6 @@ from hf_mp.diagnostics.remedies import (
     CannotHealError,
     Planned,
     Situation,
-    cutting,
     fitting_scale,
     leaving_range,
     next_remedy,
@@ -62,18 +61,14 @@ def find_cure(runtime: MixedPrecision, backward: KeptBackward) -> Cure:
         return cure
     scale = runtime.scaler.get_scale()
     try:
-        # A place that left the range may be why another was cut, so that it comes first.
-        for places in (leaving_range, cutting):
-            placed = find_rules(runtime, seen.ranges, lambda rules: look(runtime, backward, rules=rules).ranges, places)
-            if placed:
-                return replace(cure, remedies=tuple(placed), scale=runtime.scaler.get_scale())
-            if seen.is_finite:  # a mask that nothing comes of is none of our business
-                break
-        else:
-            reason = "it is finite in FP32 and not in BF16, and nothing was rounded to -inf: train in FP32"
-            return replace(cure, reason=reason)
+        placed = find_rules(runtime, seen.ranges, lambda rules: look(runtime, backward, rules=rules).ranges)
     except CannotHealError as error:
         return replace(cure, error=str(error))
+    if placed:
+        return replace(cure, remedies=tuple(placed), scale=scale)
+    if not seen.is_finite:
+        reason = "it is finite in FP32 and not in BF16 (a mask of finfo(float32).min is -inf there): train in FP32"
+        return replace(cure, reason=reason)
     return _with_scale(runtime, cure, seen, scale) if with_gradients else cure
 
 
@@ -88,9 +83,8 @@ def find_rules(
     runtime: MixedPrecision,
     ops: Sequence[OpRange],
     look: Callable[[dict[str, str]], Sequence[OpRange]],
-    places: Callable[[Sequence[OpRange]], list[OpRange]] = leaving_range,
 ) -> list[Planned]:
-    """The remedies beside the rules of ``runtime`` with which ``look``, given theirs, finds no more ``places``.
+    """The remedies beside the rules of ``runtime`` with which ``look``, given theirs, finds nothing out of range.
 
     Raises:
         CannotHealError: where no rules help.
@@ -99,7 +93,7 @@ def find_rules(
     rules: dict[str, str] = {}
     # What a place feeds was out of range with it: each look shows what is left by itself.
     for _ in range(MOST_LOOKS):
-        at = [Situation(found, {**runtime.remedies, **rules}, runtime.policy.is_lean) for found in places(ops)]
+        at = [Situation(found, {**runtime.remedies, **rules}) for found in leaving_range(ops)]
         if not (planned := [*map(next_remedy, at)]):
             return placed
         for remedy in planned:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -152,10 +151,8 @@ class Healer(StepObserver):
         return None
 
     def _note(self, cure: Cure) -> None:
-        step, new = self._runtime.stats.steps + 1, list[Healed]()
-        for remedy, rules, found in cure.remedies:
-            largest = math.inf if found.cuts and not found.is_origin else found.largest
-            new.append(Healed(step, remedy, rules, found.module, found.op, largest))
+        step = self._runtime.stats.steps + 1
+        new = [Healed(step, remedy, rules, at.module, at.op, at.largest) for remedy, rules, at in cure.remedies]
         self.healed += new
         lines = "\n".join(f"  {one}" for one in new)
         logger.warning(f"Step {step} left FP16's range in its forward, and is run again with:\n{lines}")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from hf_mp.casting.nested import named_tensors, tensors_in
+from hf_mp.casting.nested import named_tensors
 from hf_mp.diagnostics.values import finiteness
 from hf_mp.weights.lean.split_parameter import SplitParameter
 
@@ -50,7 +50,6 @@ class KeptCall:
 
     def __post_init__(self) -> None:
         self.is_training = self.forward.module().training
-        self.versions = self.versions_now()
 
     def inputs(self) -> list[tuple[str, Tensor]]:
         """The input tensors, named by the forward's parameters."""
@@ -64,10 +63,6 @@ class KeptCall:
             module.train(self.is_training)
         self.restore_random_states()
         return dict(named_tensors(make(self, self.args, self.kwargs)))
-
-    def versions_now(self) -> tuple[int, ...]:
-        # Inference tensors have no version counter, and torch raises.
-        return tuple(-1 if t.is_inference() else t._version for t in tensors_in((self.args, self.kwargs)))
 
 
 @dataclass
@@ -92,10 +87,8 @@ class KeptBackward:
         return list({id(entry.call): entry.call for entry in reversed(self.incoming)}.values())
 
     def inputs(self) -> list[tuple[str, Tensor]]:
-        """The input tensors by name; of several calls, with the number of the call from 1."""
-        if len(calls := self.calls) == 1:
-            return calls[0].inputs()
-        return [(f"call-{n}.{name}", tensor) for n, call in enumerate(calls, 1) for name, tensor in call.inputs()]
+        """The input tensors of all calls by name."""
+        return [named for call in self.calls for named in call.inputs()]
 
     def is_kept(self) -> bool:
         """Whether all gradients that entered are here."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_mp.casting.nested import tensors_in
-from hf_mp.casting.rules import SCALABLE, WITH_WEIGHTS, Product
+from hf_mp.casting.rules import WITH_WEIGHTS, Product
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.watching import WatchedCall, watching
 from hf_mp.diagnostics.values import UNINITIALISED
@@ -41,11 +41,9 @@ class OpRange:
         largest: the largest magnitude of its results and, for a product, of what it reads; NaN for NaN or inf.
         is_fp16: whether FP16 has to hold that.
         least: the same of the call where it is smallest, of results alone; 0 where they are in FP32.
-        largest_weight: of a product, the largest magnitude of its weight and bias, or other factors; else 0.
         is_origin: whether it is beyond the limit in a call whose inputs in 16 bits are not.
         fp16_gradient: the largest magnitude of the true gradients that FP16 has to hold, times the loss scale: of
             results in 16 bits and, for a product, of what it reads; None without one.
-        cuts: whether rounding to 16 bits made -inf of a finite number, as of ``finfo(float32).min`` in a mask.
     """
 
     module: str
@@ -53,10 +51,8 @@ class OpRange:
     largest: float = 0.0
     is_fp16: bool = False
     least: float = 0.0
-    largest_weight: float = 0.0
     is_origin: bool = False
     fp16_gradient: float | None = None
-    cuts: bool = False
 
     @property
     def headroom(self) -> float:
@@ -81,9 +77,7 @@ class OpRange:
             largest=max_of(one.largest for one in held),
             is_fp16=self.is_fp16 or call.is_fp16,
             least=min(self.least, call.least),
-            largest_weight=max(self.largest_weight, call.largest_weight),
             is_origin=self.is_origin or call.is_origin,
-            cuts=self.cuts or call.cuts,
         )
 
 
@@ -122,7 +116,7 @@ class RangeRecorder:
         given = call.args, call.kwargs
         with torch._C.DisableTorchFunction(), torch.no_grad():
             # Below torch functions: what this looks with is not to be cast or recorded itself.
-            operands = _operands(name, given) if is_product else None  # before they are written to
+            operands = [_largest(_floating(given))] if is_product else []  # before they are written to
         result = call.make()
         with torch._C.DisableTorchFunction(), torch.no_grad():
             outputs = _made(name, result, given)
@@ -134,23 +128,19 @@ class RangeRecorder:
                     self._watch_gradients(key, outputs, _floating(given) if is_product else [])
         return result
 
-    def _range_of(
-        self, key: tuple[str, str], given: Any, outputs: list[Tensor], operands: tuple[float, float] | None
-    ) -> OpRange:
-        """One call; ``operands`` are a product's."""
+    def _range_of(self, key: tuple[str, str], given: Any, outputs: list[Tensor], operands: list[float]) -> OpRange:
+        """One call; ``operands`` has the largest magnitude of a product's."""
         held = [output for output in outputs if output.dtype is STAND_IN]
-        made, is_fp16 = _largest(held), operands is not None or bool(held)
-        largest = max_of([*(operands or ()), made])
+        made, is_fp16 = _largest(held), bool(operands or held)
+        largest = max_of([*operands, made])
         read = (tensor for tensor in tensors_in(_activations(key[1], given)) if tensor.dtype is STAND_IN)
         return OpRange(
             *key,
             largest=largest if is_fp16 else _largest(outputs),
             is_fp16=is_fp16,
             least=made,
-            largest_weight=operands[1] if operands else 0.0,
             # NaN is not within the limit. What the call is given has to be looked at only where it is beyond.
             is_origin=not largest <= self._limit and _largest(read) <= self._limit,
-            cuts=_has_minus_inf(held) and not _has_minus_inf(_floating(given)),
         )
 
     def _watch_gradients(self, key: tuple[str, str], outputs: list[Tensor], operands: list[Tensor]) -> None:
@@ -167,30 +157,12 @@ class RangeRecorder:
             self._found[key] = replace(self._found[key], fp16_gradient=max_of([before, largest]))
 
 
-def _operands(op: str, given: tuple[Any, Any]) -> tuple[float, float]:
-    """The largest magnitudes of a product's input, and of its other factors; 0 where they cannot be divided."""
-    floating = _floating(given)
-    if op not in SCALABLE:
-        return _largest(floating), 0.0
-    read = {id(tensor) for tensor in tensors_in(_activations(op, given, SCALABLE))}
-    return (
-        _largest(tensor for tensor in floating if id(tensor) in read),
-        _largest(tensor for tensor in floating if id(tensor) not in read),
-    )
-
-
-def _activations(op: str, inputs: tuple[Any, Any], products: Mapping[str, Product] = _WEIGHTED) -> Any:
-    """What an op is given; of ``products`` the input alone, without the weight and bias."""
-    if op not in products:
+def _activations(op: str, inputs: tuple[Any, Any]) -> Any:
+    """What an op is given; of a product with a weight the input alone."""
+    if op not in _WEIGHTED:
         return inputs
-    (args, kwargs), (place, name) = inputs, products[op].input
-    if op == "einsum" and isinstance(args[1], (list, tuple)):
-        return args[1][0]
+    (args, kwargs), (place, name) = inputs, _WEIGHTED[op].input
     return args[place] if len(args) > place else kwargs[name]
-
-
-def _has_minus_inf(tensors: Iterable[Tensor]) -> bool:
-    return any(bool(tensor.isneginf().any()) for tensor in tensors)
 
 
 def _floating(given: Any) -> list[Tensor]:

@@ -20,7 +20,6 @@ class Situation(NamedTuple):
 
     found: OpRange  # what is out of range
     rules: Mapping[str, str]  # that hold already
-    is_lean: bool = False  # whether weights are in FP16
 
     @property
     def excess(self) -> float:
@@ -43,24 +42,11 @@ def _divided_product(at: Situation) -> dict[str, str]:
     before = Divisors.parse(at.rules[key]) if key in at.rules else Divisors()
     if before is None or found.op not in SCALABLE or not math.isfinite(at.excess):  # None: it is ruled otherwise
         return {}
-    by = _divided_further(before, at)
+    power = 2 ** (max(math.ceil(at.excess).bit_length(), 1) + SPARE_DOUBLINGS)
+    by = before._replace(input=before.input * power)
     # What is divided already was larger. The smallest results are to stay normal in FP16.
     is_normal = by.input * by.weight <= MOST_DIVIDED * max(1.0, found.least * before.input * before.weight)
-    is_held = not at.is_lean or by.weight == 1  # a weight in FP16 is inf already
-    return {key: str(by)} if is_normal and is_held and max(by) <= MOST_SCALED else {}
-
-
-def _divided_further(before: Divisors, at: Situation) -> Divisors:
-    """Divisors that bring in range what is not with those ``before``: a weight or an input."""
-    # What makes a result too large is to be divided; an input that is small would vanish.
-    weight = at.found.largest_weight
-    if weight > FP16_MAX or weight >= at.found.largest > 0.0:
-        return before._replace(weight=before.weight * _power_for(weight / FP16_MAX))
-    return before._replace(input=before.input * _power_for(at.excess))
-
-
-def _power_for(excess: float) -> int:
-    return 2 ** (max(math.ceil(excess).bit_length(), 1) + SPARE_DOUBLINGS)
+    return {key: str(by)} if is_normal and max(by) <= MOST_SCALED else {}
 
 
 def _op_in_fp32(at: Situation) -> dict[str, str]:
@@ -103,11 +89,6 @@ def leaving_range(ranges: Iterable[OpRange]) -> list[OpRange]:
     What such a place feeds is left for the next look: it may be in range then.
     """
     return [found for found in ranges if found.is_origin and math.isfinite(found.largest)]
-
-
-def cutting(ranges: Iterable[OpRange]) -> list[OpRange]:
-    """The places where a finite number became -inf."""
-    return [found for found in ranges if found.cuts]
 
 
 def fitting_scale(ranges: Iterable[OpRange], scale: float) -> float:

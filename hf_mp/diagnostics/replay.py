@@ -80,8 +80,6 @@ def _with_origin(
     assert runtime.model is not None
     found = {name: getattr(origin, name) for name in ("phase", "module", "op", "tensor", "inputs", "outputs")}
     report, notes = replace(report, **found, smaller_scale_helps=False), list[str]()
-    if any(call.versions != call.versions_now() for call in backward.calls):
-        notes.append("the batch was modified in place since the forward: the replay may differ")
     buffers = runtime.model.named_buffers()
     spoiled = [name for name, buffer in buffers if finiteness(buffer) is Finiteness.NOT_FINITE]
     if spoiled and origin.phase != "weight":  # one that is itself the origin needs no note
@@ -142,7 +140,8 @@ def _with_cure(runtime: MixedPrecision, backward: KeptBackward, report: Overflow
     # A run in BF16 has tried it already, and needs no other loss scale.
     if not needs_loss_scale(runtime.policy.compute):
         return report
-    rules = merged(one.rules for one in cure.remedies) if cure.finite_in_fp32 else None
+    # What BF16 does not hold, no rule was tried for: then the module is named.
+    rules = merged(one.rules for one in cure.remedies) if cure.finite_in_bf16 or cure.remedies else None
     report = replace(report, finite_in_bf16=cure.finite_in_bf16, rules=rules)
     if cure.fits is None or report.phase != "backward":
         return report

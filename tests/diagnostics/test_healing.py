@@ -225,15 +225,15 @@ def test_what_was_withdrawn_is_refused(given: dict[str, Any]) -> None:
 # The pure core
 
 
-def found(module: str, op: str, largest: float = 4 * 65504.0, weight: float = 1.0) -> OpRange:
-    return OpRange(module, op, largest, is_fp16=True, largest_weight=weight, is_origin=True)
+def found(module: str, op: str, largest: float = 4 * 65504.0) -> OpRange:
+    return OpRange(module, op, largest, is_fp16=True, is_origin=True)
 
 
 OF_EXPERT = OpRange("experts", "_grouped_mm", largest=4 * 65504.0)
 
 
-def remedy(place: OpRange, rules: dict[str, str] | None = None, **situation: Any) -> dict[str, str]:
-    return next_remedy(Situation(place, rules or {}, **situation)).rules
+def remedy(place: OpRange, rules: dict[str, str] | None = None) -> dict[str, str]:
+    return next_remedy(Situation(place, rules or {})).rules
 
 
 def test_the_remedies_of_one_place_the_smallest_first() -> None:
@@ -250,25 +250,22 @@ def test_the_remedies_of_one_place_the_smallest_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "situation", "rules"),
+    ("place", "rules"),
     [
-        (found("layers.1.mlp", "mul"), {}, {"layers.1.mlp:mul": "fp32"}),
-        (found("layers.1.mlp", "mul_"), {}, {"layers.1.mlp": "fp32"}),
-        (found("layers.1.mlp", "iadd"), {}, {"layers.1.mlp": "fp32"}),
-        (found("embed", "linear", weight=1e5), {}, {"embed:linear": "scaled/1/1/64"}),
-        # A lean layout has the weight in 16 bits already.
-        (found("embed", "linear", weight=1e5), {"is_lean": True}, {"embed:linear": "fp32"}),
-        (found("embed", "linear", largest=1e10), {}, {"embed:linear": "fp32"}),
-        (found("", "add"), {}, {":add": "fp32"}),
+        (found("layers.1.mlp", "mul"), {"layers.1.mlp:mul": "fp32"}),
+        (found("layers.1.mlp", "mul_"), {"layers.1.mlp": "fp32"}),
+        (found("layers.1.mlp", "iadd"), {"layers.1.mlp": "fp32"}),
+        (found("embed", "linear", largest=1e10), {"embed:linear": "fp32"}),
+        (found("", "add"), {":add": "fp32"}),
         # 2**16 is the largest divisor, and small results of the same op are not to go below FP16.
-        (replace(found("", "einsum", 2.0**30), least=2.0**30), {}, {":einsum": "fp32"}),
-        (replace(found("", "einsum", 2.0**25), least=2.0**30), {}, {":einsum": "scaled/16384"}),
-        (replace(found("", "einsum", 2.0**25), least=1.0), {}, {":einsum": "fp32"}),
-        (OF_EXPERT, {}, {"experts:_grouped_mm": "fp32"}),
+        (replace(found("", "einsum", 2.0**30), least=2.0**30), {":einsum": "fp32"}),
+        (replace(found("", "einsum", 2.0**25), least=2.0**30), {":einsum": "scaled/16384"}),
+        (replace(found("", "einsum", 2.0**25), least=1.0), {":einsum": "fp32"}),
+        (OF_EXPERT, {"experts:_grouped_mm": "fp32"}),
     ],
 )
-def test_the_next_remedy(place: OpRange, situation: dict[str, Any], rules: dict[str, str]) -> None:
-    assert remedy(place, **situation) == rules
+def test_the_next_remedy(place: OpRange, rules: dict[str, str]) -> None:
+    assert remedy(place) == rules
 
 
 def test_what_was_out_of_range_before_and_nan_get_no_remedy() -> None:

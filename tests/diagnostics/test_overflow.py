@@ -208,7 +208,7 @@ def test_two_forwards_of_one_backward() -> None:
     (left - right).square().mean().backward()
     loop.optimizer.step()
     (report,) = loop.reports
-    assert (report.phase, report.tensor, report.micro_batches) == ("input", "call-2.x", 1)
+    assert (report.phase, report.tensor, report.micro_batches) == ("input", "x", 1)
 
 
 def test_a_forward_whose_input_came_from_another_graph() -> None:
@@ -312,15 +312,6 @@ def test_statistics_that_the_forward_spoiled_are_noted() -> None:
     loop = Loop(scaler=StaticLossScaler(2.0**8))
     loop.step(bad())
     assert any("norm.running_mean" in note for note in loop.reports[0].notes)
-
-
-def test_a_batch_that_changed_meanwhile_is_noted() -> None:
-    loop = Loop(scaler=StaticLossScaler(2.0**8))
-    batch = bad()
-    loop.backward(batch)
-    batch["x"].add_(1)
-    loop.optimizer.step()
-    assert any("modified in place" in note for note in loop.reports[0].notes)
 
 
 def test_gradients_spoiled_after_the_backward_are_not_blamed_on_anybody() -> None:
