@@ -21,7 +21,7 @@ from hf_mp.casting.module_rules import InForce, put_on, ruled
 from hf_mp.casting.plans import plan_for, with_rules
 from hf_mp.casting.rules import ModuleRule, OpRules, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import TABLES, CastRule, TableName
-from hf_mp.casting.torch_patches import is_torch_autocast_enabled, patch_torch
+from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
 from hf_mp.casting.uncompiled import uncompiled
 from hf_mp.casting.watching import watching
 from hf_mp.kernels.identity import version_of
@@ -70,6 +70,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     module: nn.Module | None = None  # of an island
     has_op_rules = False
     sums_in_fp64 = False
+    puts_on_patches = True  # where nothing else keeps them on
     plain_types: ClassVar[frozenset[type]] = frozenset({type(None), Tensor, nn.Parameter})  # that decide nothing
 
     def __init__(
@@ -91,7 +92,6 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             raise ValueError(f"autocast cannot use {dtype}: use one of {', '.join(map(str, ALLOWED_DTYPES))}")
         if tables not in TABLES:
             raise ValueError(f"tables={tables!r} is not known: use one of {', '.join(map(repr, TABLES))}")
-        patch_torch()
         self.dtype = dtype
         self.enabled = enabled
         self.cache_enabled = cache_enabled is not False
@@ -141,6 +141,8 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             )
         if self._ruled_modules and not self._rules_in_force:
             self._rules_in_force = [put_on(*ruled, self) for ruled in self._ruled_modules]
+        if self.puts_on_patches:
+            PATCHES.acquire()
         state.active.append(self)
         if self.sees_calls:  # else the autocasts around it see that it is active, and leave all calls alone
             super().__enter__()
@@ -150,6 +152,8 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         if self.sees_calls:
             super().__exit__(*exc_info)
         state.active.pop()
+        if self.puts_on_patches:
+            PATCHES.release()
         # One object may be entered twice: its casts and rules end with the outermost.
         if self not in state.active:
             self._casts.clear()

@@ -1,8 +1,9 @@
-"""What autocast changes in torch: one table, put on with the first use, for good.
+"""What autocast changes in torch while it is in use: one table, put on with the first use and taken off with the last.
 
 torch's own autocast sits in the dispatcher, and gradient checkpointing, models with FP32 islands and the compiler know
 of it by name, but nothing of a torch function mode. Each entry of :data:`TABLE` replaces one attribute of torch;
-outside of our autocast each does what it replaced. A torch that lacks the attribute costs what the entry says.
+outside of our autocast each does what it replaced. They stay after code was compiled that enters an autocast inside.
+A torch that lacks the attribute costs what the entry says.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import functools
 import importlib
 import itertools
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from hf_mp.casting.dispatched import undispatched
 from hf_mp.casting.uncompiled import uncompiled
 
 is_torch_autocast_enabled = torch.is_autocast_enabled  # torch's own answer, whatever is patched below
+_MISSING = object()
 
 
 def around(function: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -229,7 +232,7 @@ def _keep_weights_of_l1_loss(original: Any) -> Any:
     return handle_torch_function
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Patch:
     """One attribute of torch to replace."""
 
@@ -277,37 +280,108 @@ TABLE: tuple[Patch, ...] = (
 )  # fmt: skip
 
 
+@dataclass
+class Patches:
+    """Puts a table on with the first :meth:`acquire` and takes it off with the last :meth:`release`."""
+
+    table: tuple[Patch, ...] = TABLE
+    _users: int = 0
+    # Owners and names, what the owner itself had (not what it inherits), and what stands in its place.
+    _replaced: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
+    _lock: Any = field(default_factory=threading.RLock)
+
+    def acquire(self) -> None:
+        """One more autocast or attached model is in use."""
+        if torch.compiler.is_dynamo_compiling():
+            _stay_for_compiled_code()
+        else:
+            self.count(1)
+
+    def release(self) -> None:
+        """One less."""
+        if not torch.compiler.is_dynamo_compiling():
+            self.count(-1)
+
+    def count(self, more: int, *, may_stay: bool = False) -> None:
+        """So many more users; ``may_stay``: while code is compiled, until the next user has gone."""
+        with self._lock:
+            self._users += more
+            if self._users > 0 and not self._replaced:
+                self._put_on()
+            elif self._users == 0 and not (may_stay and torch._guards.CompileContext.try_get()):
+                self._take_off()
+
+    def _put_on(self) -> None:
+        _load_compiler()
+        for patch in self.table:
+            if not any([self._replace(place, patch.replace) for place in patch.places]):
+                _warn_of_lack(patch)
+
+    def _replace(self, place: str, replace: Callable[[Any], Any]) -> bool:
+        module, _, path = place.partition(":")
+        *owners, name = path.split(".")
+        try:
+            owner: Any = functools.reduce(getattr, owners, importlib.import_module(module))
+        except (ImportError, AttributeError):  # moved by a later torch
+            return False
+        if (original := getattr(owner, name, _MISSING)) is _MISSING:
+            return False
+        replacement = _replacement(replace, original)
+        self._replaced.append((owner, name, vars(owner).get(name, _MISSING), replacement))
+        setattr(owner, name, replacement)
+        return True
+
+    def _take_off(self) -> None:
+        while self._replaced:
+            owner, name, own, replacement = self._replaced.pop()
+            if vars(owner).get(name) is not replacement:
+                continue  # somebody has patched over it: without an active autocast, ours does what it replaced
+            if own is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+
 @functools.cache
-def put_on(table: tuple[Patch, ...]) -> None:
-    """Replace what ``table`` names, once and for good; one warning for each entry that this torch has no place for."""
-    # The compiler is to take down torch's functions as torch has them.
-    torch._dynamo.trace_rules.get_torch_obj_rule_map()
-    for patch in table:
-        if not any([_replace(place, patch.replace) for place in patch.places]):
-            places = " or ".join(patch.places).replace(":", ".")
-            warnings.warn(f"torch {torch.__version__} has no {places}: {patch.lost}", stacklevel=3)
+def _load_compiler() -> None:
+    """Have the compiler take down torch's functions as torch has them."""
+    from torch._dynamo import trace_rules
+
+    trace_rules.get_torch_obj_rule_map()
 
 
-def _replace(place: str, replace: Callable[[Any], Any]) -> bool:
-    module, _, path = place.partition(":")
-    *owners, name = path.split(".")
-    try:
-        owner: Any = functools.reduce(getattr, owners, importlib.import_module(module))
-        original = getattr(owner, name)
-    except (ImportError, AttributeError):  # moved by a later torch
-        return False
-    setattr(owner, name, replace(original))
-    return True
+@functools.cache
+def _replacement(replace: Callable[[Any], Any], original: Any) -> Any:
+    """The same one every time: compiled code is guarded by the functions that it was traced with."""
+    return replace(original)
 
 
-def patch_torch() -> None:
-    """Put :data:`TABLE` on, where an autocast is made.
+@functools.cache
+def _warn_of_lack(patch: Patch) -> None:
+    places = " or ".join(patch.places).replace(":", ".")
+    warnings.warn(f"torch {torch.__version__} has no {places}: {patch.lost}", stacklevel=5)
 
-    It stays: compiled code is guarded by the functions that it was traced with, and without them it would be compiled
-    anew, at a time that nobody tells us of.
-    """
-    put_on(TABLE)
+
+PATCHES = Patches()
+
+
+def acquire(*patches: Patches) -> Callable[[], None]:
+    """One more user of all of them; returns a function that releases them."""
+    for one in patches:
+        one.acquire()
+
+    def release() -> None:  # of a model that is gone, at any time: the compiler asks again for what it has traced
+        for one in patches:
+            one.count(-1, may_stay=True)
+
+    return release
+
+
+def _stay_for_compiled_code() -> None:
+    # Code that enters an autocast inside is guarded by the functions that it was traced with: without them it would be
+    # compiled anew. Nobody tells when such code is gone, so they stay.
+    PATCHES.count(1)
 
 
 # As torch.compiler.assume_constant_result does, without its import of the compiler: called when code is traced.
-patch_torch._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_stay_for_compiled_code._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from hf_mp.casting.replacements import install_replacements, remove_replacements
 from hf_mp.casting.replacements.base import entry_points
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
-from hf_mp.casting.torch_patches import put_on
+from hf_mp.casting.torch_patches import PATCHES, acquire
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.borders import Crossings, accumulates
 from hf_mp.scaling.events import (
@@ -38,7 +38,7 @@ from hf_mp.step.update import StepGuard
 from hf_mp.weights.accelerated import as_accelerated
 from hf_mp.weights.attachable import NO_BORDER, RUNTIMES, check_attachable, check_layout, check_optimizer, rules_for
 from hf_mp.weights.early_state import state_to_fp32
-from hf_mp.weights.generation import patch_caches
+from hf_mp.weights.generation import cache_patches
 from hf_mp.weights.layout import WeightLayout, too_large
 from hf_mp.weights.layout_choice import make_layout, spread_layout
 from hf_mp.weights.ranks.agreement import Ranks
@@ -102,7 +102,7 @@ class MixedPrecision:
         self._stats = PrecisionStats.before_first_step(self.scaler.get_scale())
         self._model: weakref.ref[nn.Module] | None = None
         self._is_under_ddp = False  # in the last forward
-        self._has_taken_model = False
+        self._patches: weakref.finalize[..., nn.Module] | None = None  # takes them off with the model
         self._forwards, self._guards = list[weakref.ref[AttachedForward]](), list[StepGuard]()
         self.observers: list[StepObserver] = observers_for(FREE_GRADIENTS, free_gradients, self, max_grad_norm)
         self.uses_up_gradients = any([observer.uses_up_gradients for observer in self.observers])
@@ -160,9 +160,7 @@ class MixedPrecision:
         # The model holds the runtime by its forward: held strongly here, the pair would wait for the garbage collector.
         self._model = weakref.ref(model)
         self.region, self.check.is_scaled = self._make_region(model), self.scaler.is_scaling
-        self._has_taken_model = True
-        put_on(VALUE_PATCHES)
-        patch_caches()
+        self._patches = weakref.finalize(model, acquire(PATCHES, VALUE_PATCHES, *cache_patches()))
 
     def _make_region(self, model: nn.Module | None) -> Region:
         rules = rules_for(model, self.policy, self.rules)
@@ -226,7 +224,7 @@ class MixedPrecision:
         """
         if (model := self.model) is None:
             return None
-        if not self._has_taken_model:  # a deep copy, which is whole now
+        if self._patches is None:  # a deep copy, which is whole now
             self._take_model(model)
         placement = placement_of(model)  # DDP or FSDP may have come after attach()
         self._is_under_ddp = placement.ddp is not None
@@ -384,6 +382,8 @@ class MixedPrecision:
             remove_replacements(model)
         for observer in self.observers:
             observer.detached()
+        if self._patches is not None:
+            self._patches()
 
     def copy_for(self, memo: dict[int, Any]) -> MixedPrecision:
         """The runtime of a deep copy of the model: same policy and scale, own working copies, no optimizer."""

@@ -78,7 +78,7 @@ class StepGuard:
         self._guarded = types.MethodType(step, optimizer)
         optimizer.step = self._guarded
         optimizer.step_was_skipped = False
-        self._has_told = tell_accelerate()
+        self._told = tell_accelerate(optimizer)
         self._answered: weakref.finalize[..., Any] | None = None
         # torch.amp.GradScaler leaves unscaling to such an optimizer, and tells it by attributes: so it is noticed.
         setattr(optimizer, _SUPPORTS_SCALING, True)
@@ -88,7 +88,7 @@ class StepGuard:
         if not runtimes:
             return self._unguarded(closure, **kwargs) if closure is not None else self._unguarded(**kwargs)
         _check_step(optimizer, runtimes)
-        self._has_told = self._has_told or tell_accelerate()  # it may have been imported since
+        self._told = self._told or tell_accelerate(optimizer)  # it may have been imported since
         loss = None if closure is None else torch.enable_grad()(closure)()
         result = self._update_or_skip(runtimes, kwargs)
         return result if closure is None else loss
@@ -165,8 +165,8 @@ class StepGuard:
         self.runtimes.remove(runtime)
         if self.runtimes:
             return
-        if self._answered is not None:
-            self._answered()
+        for end in filter(None, (self._told, self._answered)):
+            end()
         state = vars(self.optimizer)
         state.pop("step_was_skipped", None)
         state.pop(_SUPPORTS_SCALING, None)

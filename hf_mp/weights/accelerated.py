@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import Any
 
-from hf_mp.casting.torch_patches import Patch, put_on
+from hf_mp.casting.torch_patches import Patch, Patches
 
 
 def as_accelerated(optimizer: Any) -> Any:
@@ -14,15 +15,15 @@ def as_accelerated(optimizer: Any) -> Any:
     return optimizer if accelerate is not None and isinstance(optimizer, accelerate.AcceleratedOptimizer) else None
 
 
-def tell_accelerate() -> bool:
-    """Have accelerate's wrappers ask the optimizer inside, which does not know of them, whether its step was skipped.
+def tell_accelerate(optimizer: Any) -> weakref.finalize[..., Any] | None:
+    """Have accelerate's wrappers, of which ``optimizer`` does not know, ask it whether its last step was skipped.
 
-    False while accelerate has not been imported, so that there is no wrapper.
+    Gives what ends that; None while accelerate has not been imported, so that there is no wrapper.
     """
-    is_imported = "accelerate.optimizer" in sys.modules
-    if is_imported:
-        put_on(_WRAPPERS)
-    return is_imported
+    if "accelerate.optimizer" not in sys.modules:
+        return None
+    _WRAPPERS.count(1)
+    return weakref.finalize(optimizer, _WRAPPERS.count, -1)
 
 
 def _asking_the_inside(original: Any) -> property:
@@ -35,4 +36,4 @@ def _asking_the_inside(original: Any) -> property:
 
 # accelerate and the Trainer hold LR schedulers back by it.
 _PLACE = "accelerate.optimizer:AcceleratedOptimizer.step_was_skipped"
-_WRAPPERS = (Patch((_PLACE,), _asking_the_inside, "LR schedulers advance on skipped steps"),)
+_WRAPPERS = Patches((Patch((_PLACE,), _asking_the_inside, "LR schedulers advance on skipped steps"),))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_mp.casting.active import active_autocast
 from hf_mp.casting.handlers import Plan, PlannedCall
 from hf_mp.casting.tables import CastRule
-from hf_mp.casting.torch_patches import Patch, around, put_on
+from hf_mp.casting.torch_patches import Patch, Patches, around
 from hf_mp.weights.weight_calls import write_in_place
 
 if TYPE_CHECKING:
@@ -56,10 +56,9 @@ def _update_cache(
 
 
 _MODULE = "transformers.cache_utils"
-_CACHE_PATCHES = (Patch((f"{_MODULE}:Cache.update",), _update_cache, "generate() keeps rotated keys in FP32"),)
+_CACHE_PATCHES = Patches((Patch((f"{_MODULE}:Cache.update",), _update_cache, "generate() keeps rotated keys in FP32"),))
 
 
-def patch_caches() -> None:
-    """Have Transformers' caches ask an attached model; where it was not imported, no model is of it."""
-    if _MODULE in sys.modules:
-        put_on(_CACHE_PATCHES)
+def cache_patches() -> list[Patches]:
+    """What to put on while a model is attached: nothing where Transformers was not imported, of whom no model is."""
+    return [_CACHE_PATCHES] if _MODULE in sys.modules else []

@@ -49,6 +49,7 @@ class _Thread(threading.local):
 class Region(autocast):
     """Autocast in an attached forward: lets no gradient out but through a border."""
 
+    puts_on_patches = False  # the attached model keeps them on
     plain_types = autocast.plain_types | {WatchedParameter}
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_mp.casting.torch_patches import Patch, around
+from hf_mp.casting.torch_patches import Patch, Patches, around
 from hf_mp.kernels.gradient_scan import all_finite
 from hf_mp.weights.lean.split_parameter import SplitParameter
 from hf_mp.weights.ranks.placement import local_parts
@@ -26,11 +26,13 @@ def _clip_value(original: Any, parameters: Any, clip_value: float, *args: Any, *
         original(others, clip_value, *args, **kwargs)
 
 
-VALUE_PATCHES = (
-    Patch(
-        # torch.nn.utils has imported the function by name, and callers take it from there.
-        ("torch.nn.utils.clip_grad:clip_grad_value_", "torch.nn.utils:clip_grad_value_"),
-        _clip_value,
-        "clip_grad_value_ hides an overflow from the step",
-    ),
+VALUE_PATCHES = Patches(
+    (
+        Patch(
+            # torch.nn.utils has imported the function by name, and callers take it from there.
+            ("torch.nn.utils.clip_grad:clip_grad_value_", "torch.nn.utils:clip_grad_value_"),
+            _clip_value,
+            "clip_grad_value_ hides an overflow from the step",
+        ),
+    )
 )

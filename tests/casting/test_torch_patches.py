@@ -1,4 +1,4 @@
-"""What autocast changes in torch: put on with the first use, looked for by feature."""
+"""What autocast changes in torch: put on with the first use, taken off with the last, looked for by feature."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import types
 from typing import Any
 
 import pytest
+import torch
 from torch._C._dynamo import eval_frame
 
-from hf_mp.casting import uncompiled
-from hf_mp.casting.torch_patches import Patch, put_on
+import hf_mp
+from hf_mp.casting import torch_patches, uncompiled
+from hf_mp.casting.torch_patches import PATCHES, TABLE, Patch, Patches
 
 
 def attributes() -> dict[tuple[str, str], Any]:
@@ -43,21 +45,46 @@ def differences(before: dict[Any, Any]) -> list[Any]:
 
 
 SNAPSHOT = """
-import torch, torch._dynamo, transformers, accelerate
-from transformers import Trainer
+import gc, torch, torch._dynamo, transformers, accelerate
+from transformers import GPT2LMHeadModel, Trainer
 from tests_snapshot import attributes, differences
-before = attributes()
+before, own = attributes(), torch.autocast.__enter__
 import hf_mp
 for name in hf_mp.__all__:
     getattr(hf_mp, name)
 assert not differences(before), ("import", differences(before))
-hf_mp.autocast()
-assert differences(before), "the snapshot sees nothing"
+model = GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9, n_positions=8))
+optimizer = torch.optim.AdamW(model.parameters())
+for precision in ("fp16", "bf16", "fp16-lean"):
+    runtime = hf_mp.MixedPrecision(precision)
+    runtime.attach(model)
+    stepping = runtime.attach_optimizer(torch.optim.AdamW(model.parameters()))
+    assert torch.autocast.__enter__ is not own, "not patched while attached"
+    assert precision != "fp16" or differences(before), "the snapshot sees nothing"
+    for _ in range(2):
+        ids = torch.randint(0, 9, (2, 8))
+        model(input_ids=ids, labels=ids).loss.backward()
+        stepping.step()
+        stepping.zero_grad()
+    runtime.detach()
+    assert not differences(before), (precision, differences(before))
+with hf_mp.autocast():
+    assert torch.autocast.__enter__ is not own, "autocast alone patches as well"
+    runtime.attach(model)
+assert torch.autocast.__enter__ is not own, "the attached model still needs them"
+runtime.detach()
+runtime.detach()
+assert not differences(before), ("detached twice", differences(before))
+hf_mp.MixedPrecision("bf16").attach(model)
+assert torch.autocast.__enter__ is not own
+del model, optimizer, stepping, ids
+gc.collect()
+assert not differences(before), ("the model is gone", differences(before))
 """
 
 
-def test_nothing_of_torch_is_different_after_import(tmp_path: Any) -> None:
-    # In a process of its own: other tests have put the patches on.
+def test_nothing_of_torch_is_different_after_import_and_after_detach(tmp_path: Any) -> None:
+    # In a process of its own: a model that another test left attached would keep the patches on.
     shutil.copy(__file__, tmp_path / "tests_snapshot.py")
     done = subprocess.run(
         [sys.executable, "-c", SNAPSHOT], cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False
@@ -73,11 +100,18 @@ def holder(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     return holder
 
 
-def test_it_is_put_on_by_compiled_code_that_makes_an_autocast() -> None:
-    # In a process of its own: other tests have put it on.
+def test_the_table_stays_until_the_last_user_has_left(holder: types.SimpleNamespace) -> None:
+    patches, seen = Patches((Patch(("a_torch:present",), lambda original: "ours", ""),)), []
+    for more in (1, 1, -1, -1, 1, -1):
+        patches.count(more)
+        seen.append(holder.present)
+    assert seen == ["ours"] * 3 + ["original", "ours", "original"]
+
+
+def test_it_stays_for_compiled_code_that_enters_an_autocast() -> None:
+    # In a process of its own: here other tests have compiled such code.
     code = """
-import torch, torch._dynamo.testing, hf_mp, warnings
-warnings.filterwarnings("error", message="torch .* has no")  # this torch lacks nothing
+import torch, torch._dynamo.testing, hf_mp
 own, count = torch.autocast.__enter__, torch._dynamo.testing.CompileCounter()
 @torch.compile(backend=count)
 def compute(x):
@@ -91,19 +125,52 @@ assert count.frame_count == 1, count.frame_count
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_a_patch_of_somebody_elses_over_ours_is_left(holder: types.SimpleNamespace) -> None:
+    patches = Patches((Patch(("a_torch:present",), lambda original: "ours", ""),))
+    patches.acquire()
+    assert holder.present == "ours"
+    holder.present = "theirs"
+    patches.release()
+    assert holder.present == "theirs"
+
+
+def test_a_model_that_goes_while_another_is_compiled_leaves_the_table_to_the_next(
+    holder: types.SimpleNamespace,
+) -> None:
+    patches = Patches((Patch(("a_torch:present",), lambda original: "ours", ""),))
+    release = torch_patches.acquire(patches)
+    with torch._guards.compile_context(torch._guards.CompileContext(None)):
+        release()  # the compiler is about to guard what it has read
+        assert holder.present == "ours"
+    release = torch_patches.acquire(patches)
+    assert holder.present == "ours"
+    release()
+    assert holder.present == "original"
+
+
 def test_what_a_torch_lacks_costs_one_warning_and_nothing_else(holder: types.SimpleNamespace) -> None:
     table = (
         Patch(("a_torch:Gone.method", "a_torch:gone_too"), lambda original: original, "islands are lost"),
         Patch(("moved_away:function", "a_torch:Gone.__init__"), lambda original: original, "tracing is lost"),
         Patch(("a_torch:present",), lambda original: "ours", ""),
     )
+    patches = Patches(table)
     with pytest.warns(
         UserWarning, match=r"has no a_torch\.Gone\.method or a_torch\.gone_too: islands are lost"
     ) as caught:
         for _ in range(2):
-            put_on(table)
+            patches.acquire()
             assert holder.present == "ours"
-    assert len(caught) == 2
+            patches.release()
+    assert len(caught) == 2 and holder.present == "original"
+
+
+def test_this_torch_lacks_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    torch_patches._warn_of_lack.cache_clear()
+    with hf_mp.autocast():
+        places = {place for patch in TABLE for place in patch.places}
+        assert len(PATCHES._replaced) >= len(TABLE) and len(places) >= len(TABLE)
+    assert not [warning for warning in recwarn if "has no" in str(warning.message)]
 
 
 def test_a_compiler_without_strategies_costs_one_warning_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
