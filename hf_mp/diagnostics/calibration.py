@@ -51,7 +51,7 @@ def calibrate(
 
     Raises:
         TypeError: for anything but a module.
-        ValueError: without a batch, for a batch with inf or NaN, a precision without FP16, or an attached model.
+        ValueError: without a batch, for a precision without FP16, or an attached model.
         CannotHealError: if no rules help.
     """
     if not isinstance(model, nn.Module):
@@ -69,7 +69,7 @@ def calibrate(
             runtime.attach(model)
             # Once with gradients, which tell where a loss scale would overflow; looks for rules need none.
             ops = _look(runtime, model, given)
-            notes = ["some of it is inf or NaN in FP32's range, too: the cause is the model, and no rule helps"]
+            notes = ["some of it is inf or NaN in FP32's range, too: the cause is the model or its data"]
             if not any(math.isnan(op.largest) for op in ops):
                 notes = []
                 find_rules(runtime, ops, lambda rules: _look(runtime, model, given, rules))

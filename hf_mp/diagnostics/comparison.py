@@ -20,8 +20,7 @@ from hf_mp.diagnostics.fp32_reference import Reference, in_rows, logits_of, run_
 from hf_mp.diagnostics.given_batches import call, checked
 from hf_mp.diagnostics.kept_state import eagerly, gradients_set_aside, untouched, weights_kept
 from hf_mp.diagnostics.ranges import MASK, max_of
-from hf_mp.diagnostics.tables import listed
-from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy, needs_loss_scale
+from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.attachable import detach, runtimes_of
 
@@ -41,8 +40,7 @@ def compare_precisions(
 
     Each batch runs forward in FP32, without autocast and TF32, and in each precision, without dropout.
 
-    Every precision is measured without rules, with each of the rules given with it alone, and with all of these. A rule
-    that is worth a try keeps the head in FP32 (``{"lm_head": "fp32"}``; MiniMax-M1, arXiv 2506.13585).
+    A rule that is worth a try keeps the head in FP32 (``{"lm_head": "fp32"}``; MiniMax-M1, arXiv 2506.13585).
 
     Log-probabilities are compared of the tokens (or classes) that FP32 finds most likely, where the model has an output
     ``logits`` of several classes. Positions that ``attention_mask`` hides and logits that are masked do not count. A
@@ -61,7 +59,7 @@ def compare_precisions(
 
     Raises:
         TypeError: for anything but a module, and for a single precision instead of a sequence.
-        ValueError: without a batch or a precision, for a batch with inf or NaN, a precision or rule that is not known,
+        ValueError: without a batch or a precision, for a precision or rule that is not known,
             and a model that is inf or NaN in FP32, or returns no floating tensor.
         RuntimeError: inside an autocast.
     """
@@ -78,26 +76,22 @@ def compare_precisions(
             positions += int(reference.counts.sum())
             for variant, differences in found.items():
                 differences.add(in_rows(_logits_in(variant, plain, batch, tables)), reference)
-    errors = {variant: differences.error(*variant) for variant, differences in found.items()}
-    notes = tuple(_notes(reference.output, errors))
-    return PrecisionComparison(type(model).__name__, len(given), positions, tuple(errors.values()), notes)
+    errors = tuple(differences.error(*variant) for variant, differences in found.items())
+    return PrecisionComparison(type(model).__name__, len(given), positions, errors, _notes(reference.output, errors))
 
 
-def _notes(output: str, errors: Mapping[_Variant, PrecisionError]) -> Iterator[str]:
-    if output != "logits":
-        yield f"The model returns no logits: compared is its first floating output, {output!r}."
-    for (policy, _), one in errors.items():
-        if not math.isfinite(one.logits_rms):
-            way_out = ": hf_mp.calibrate finds the rules that keep it in range"
-            with_rules = f" with {listed(one.rules)}" if one.rules else ""
-            yield f"{one.precision}{with_rules} gives inf or NaN{way_out if needs_loss_scale(policy.compute) else ''}."
+def _notes(output: str, errors: Iterable[PrecisionError]) -> tuple[str, ...]:
+    of_output = f"The model returns no logits: compared is its first floating output, {output!r}."
+    of_range = "Where FP16 gives inf or NaN, hf_mp.calibrate finds the rules that keep the model in range."
+    is_finite = all(math.isfinite(one.logits_rms) for one in errors)
+    return (*([] if output == "logits" else [of_output]), *([] if is_finite else [of_range]))
 
 
 _Variant = tuple[PrecisionPolicy, tuple[tuple[Any, str], ...]]  # a precision with rules
 
 
 def _variants(precisions: Any, tables: TableName) -> list[_Variant]:
-    """Each precision without rules, with each rule that was asked for, and with all of them."""
+    """The precisions, each with the rules that were asked for."""
     if isinstance(precisions, (str, torch.dtype, PrecisionPolicy)):
         raise TypeError(f"precisions are several: write [{str(precisions)!r}]")
     found: list[_Variant] = []
@@ -108,8 +102,7 @@ def _variants(precisions: Any, tables: TableName) -> list[_Variant]:
         precision, rules = pair
         policy = PrecisionPolicy.parse(precision)
         parse_rules(rules, TABLES[tables])  # before the reference runs, which takes minutes
-        several = [(), *((rule,) for rule in rules.items()), tuple(rules.items())]
-        found += [(policy, one) for one in (several if policy.is_mixed else [()])]
+        found.append((policy, tuple(rules.items())))
     if not found:
         raise ValueError("precisions is empty: give at least one, such as 'fp16'")
     return list(dict.fromkeys(found))

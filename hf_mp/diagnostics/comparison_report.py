@@ -45,7 +45,7 @@ class PrecisionComparison:
         model: name of the model's class.
         batches: number of batches that were run.
         positions: number of tokens (or samples) whose logits were compared.
-        errors: one for each precision and its rules: first without rules, then with each rule alone, then with all.
+        errors: one for each precision and its rules.
         notes: further observations.
     """
 
@@ -55,17 +55,6 @@ class PrecisionComparison:
     errors: tuple[PrecisionError, ...]
     notes: tuple[str, ...] = ()
 
-    def change(self, error: PrecisionError) -> float | None:
-        """What the rules of ``error`` buy: its error over that of its precision without rules, less 1.
-
-        -0.25 is a quarter less. None without rules, and where either is inf, NaN or without an error.
-        """
-        # Of the same precision: what a rule buys in FP16 says nothing of BF16.
-        plain = next((one for one in self.errors if not one.rules and one.precision == error.precision), error)
-        if error is plain or not plain.error > 0.0 or not math.isfinite(plain.error + error.error):
-            return None
-        return error.error / plain.error - 1.0
-
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values for JSON; inf and NaN are None."""
         return dict(for_json(asdict(self)))
@@ -73,13 +62,11 @@ class PrecisionComparison:
     def __str__(self) -> str:
         title = f"{self.model}: how far from FP32 ({self.batches} batches, {self.positions:,} positions)"
         likeliest = ("log-p RMS", "largest", "KL") if any(one.kl is not None for one in self.errors) else ()
-        header = ("precision", "rules", "logits RMS", "largest", *likeliest, "rules buy")
+        header = ("precision", "rules", "logits RMS", "largest", *likeliest)
         rows = []
         for one in self.errors:
-            change = self.change(one)
-            bought = "" if change is None else f"{change:+.0%}"
             numbers = (_short(number) for number in astuple(one)[2:] if number is not None)
-            rows.append((one.precision, listed(one.rules), *numbers, bought))
+            rows.append((one.precision, listed(one.rules), *numbers))
         return printed(title, table(header, rows, names=2), *self.notes, width=80)
 
 

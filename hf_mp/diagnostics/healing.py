@@ -60,7 +60,6 @@ class Healer(StepObserver):
     Attributes:
         healed: a :class:`Healed` for each remedy, oldest first; those of an earlier run are in ``runtime.remedies``.
         clip: what a Trainer does to the gradients before it steps, given an optimizer; None where that is not known.
-        loss_again: number and loss of the last step that ran again, the mean over the processes; None without one.
     """
 
     def __init__(self, runtime: MixedPrecision) -> None:
@@ -69,7 +68,6 @@ class Healer(StepObserver):
         self._explainer = observing(runtime, OverflowExplainer) or explain_overflows(runtime)
         self.healed: list[Healed] = []
         self.clip: Callable[[Optimizer], None] | None = None
-        self.loss_again: tuple[int, float] | None = None
         self._ddp: Any = None
 
     def forward(self, forward: Any, args: Any, kwargs: Any) -> None:
@@ -168,7 +166,6 @@ class Healer(StepObserver):
         # The verdict of the first try was measured when its backward ended.
         runtime.check.forget()
         self._explainer.backwards.clear()
-        loss = 0.0
         # DDP's own forward would wait for ranks whose batches are others in number; gradients are averaged below.
         with nullcontext() if self._ddp is None else self._ddp._inside_ddp_forward():
             for backward in backwards:
@@ -176,11 +173,6 @@ class Healer(StepObserver):
                     leaving = backward.again(_make)
                 gradients = [incoming.gradient for incoming in backward.incoming]
                 torch.autograd.backward(leaving, gradients)
-                # Its gradient is what a loop has multiplied a loss with.
-                for one, by in zip(leaving, gradients, strict=True):
-                    loss += float(one.detach() * by)  # type: ignore[operator]  # they are kept
-        losses = runtime.ranks.gather(loss)
-        self.loss_again = runtime.stats.steps + 1, sum(losses) / len(losses)
         # As if it had run once: the next batch draws what it would have drawn.
         restore_random_states()
         if self._ddp is not None:

@@ -63,8 +63,6 @@ class TrainerSession:
         self.runtime = settings.make_runtime(args) if settings.policy.is_mixed else None
         self.overflow_reports: list[OverflowReport] = []
         self._healer: Healer | None = None
-        self._norm_again: Tensor | None = None  # of the last step that ran again
-        self._logged_steps = 0
         self.recorder: PrecisionRecorder | None = None
         self.contract: PrecisionContract | None = None
         self._watch: ContractWatch | None = None  # until the first step has ended
@@ -214,7 +212,8 @@ class TrainerSession:
         max_norm = self.args.max_grad_norm
         limit = max_norm if max_norm and max_norm > 0 else math.inf  # which measures the norm alone
         norm = self.clip_grad_norm(model, optimizer, limit)
-        self._norm_again = torch.nn.utils.clip_grad_norm_(model.parameters(), limit) if norm is None else norm
+        if norm is None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
 
     def after_step(self, optimizer: Any) -> None:
         """A step has just ended: the first that was not skipped shows the contract."""
@@ -233,19 +232,7 @@ class TrainerSession:
             return {}
         latest = None if self.recorder is None else self.recorder.latest
         recorded = {} if latest is None else latest.log_entries()
-        return {**self.runtime.stats.log_entries(), **recorded, **self._of_healed_step(logs)}
-
-    def _of_healed_step(self, logs: Mapping[str, Any]) -> dict[str, float]:
-        """Loss and norm of the last step if it ran again: the Trainer has those of its first try, inf or NaN."""
-        steps = self.runtime.stats.steps if self.runtime is not None else 0
-        logged, self._logged_steps = self._logged_steps, steps
-        again = None if self._healer is None else self._healer.loss_again
-        if again is None or again[0] != steps:
-            return {}
-        entries = {"loss": again[1]} if logged == steps - 1 else {}  # else a mean over more steps
-        if "grad_norm" in logs and self._norm_again is not None:
-            entries["grad_norm"] = self._norm_again.item()
-        return entries
+        return {**self.runtime.stats.log_entries(), **recorded}
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:

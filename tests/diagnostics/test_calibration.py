@@ -123,7 +123,6 @@ def test_a_report_is_saved(model: Gated, tmp_path: Path) -> None:
     [
         ({"batches": []}, ValueError, "batches is empty: give at least one"),
         ({"precision": "bf16"}, ValueError, "precision='bf16' has FP32's range, which nothing leaves"),
-        ({"batches": [{"ids": torch.full((1, 2), torch.inf)}]}, ValueError, "batch 1 contains inf or NaN: 'ids'"),
         ({"model": "gpt2"}, TypeError, "calibrate takes a model, not a str"),
     ],
 )

@@ -39,13 +39,13 @@ def logits_in(model: nn.Module, batch: dict[str, Tensor], precision: str, rules:
 def compared() -> PrecisionComparison:
     torch.manual_seed(0)
     model = Gated()
-    return compare_precisions(model, batches(2), ["bf16", "fp16", ("fp16", {"head": "fp32", "down": "fp32"})])
+    return compare_precisions(model, batches(2), ["bf16", "fp16", ("fp16", {"head": "fp32"})])
 
 
 @pytest.mark.parametrize("rules", [{}, HEAD])
 def test_its_numbers_are_those_of_a_loop(gpt2: Any, batch: dict[str, Tensor], rules: dict[str, str]) -> None:
     """RMS, largest and KL against FP64 arithmetic on logits that the model itself gives."""
-    found = next(one for one in compare_precisions(gpt2, [batch], [("fp16", rules)]).errors if one.rules == rules)
+    (found,) = compare_precisions(gpt2, [batch], [("fp16", rules)]).errors
     with torch.no_grad():
         exact = gpt2.eval()(**batch).logits.double()
     logits = logits_in(gpt2, batch, "fp16", rules)
@@ -61,8 +61,7 @@ def test_its_numbers_are_those_of_a_loop(gpt2: Any, batch: dict[str, Tensor], ru
 
 def test_precisions_and_rules_in_order(compared: PrecisionComparison) -> None:
     named = [(one.precision, one.rules) for one in compared.errors]
-    head, down = {"head": "fp32"}, {"down": "fp32"}
-    assert named == [("bf16", {}), ("fp16", {}), ("fp16", head), ("fp16", down), ("fp16", {**head, **down})]
+    assert named == [("bf16", {}), ("fp16", {}), ("fp16", {"head": "fp32"})]
 
 
 def test_bf16_is_further_off_than_fp16_and_fp32_not_at_all(compared: PrecisionComparison) -> None:
@@ -71,14 +70,6 @@ def test_bf16_is_further_off_than_fp16_and_fp32_not_at_all(compared: PrecisionCo
     assert bf16.error == bf16.log_probability_rms
     (same,) = compare_precisions(Gated(), batches(1), ["fp32"]).errors
     assert same.logits_rms == same.logits_maximum == same.kl == 0.0
-
-
-def test_rules_buy_what_they_take_away(compared: PrecisionComparison) -> None:
-    plain, head = compared.errors[1:3]
-    assert compared.change(plain) is None
-    assert compared.change(head) == pytest.approx(head.error / plain.error - 1.0)
-    everything = compare_precisions(Gated(), batches(1), [("fp16", {"*": "fp32"})])
-    assert everything.change(everything.errors[-1]) == -1.0
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
@@ -133,13 +124,12 @@ class TestWhatCounts:
 
 def test_what_overflows_is_said() -> None:
     torch.manual_seed(0)
-    found = compare_precisions(Gated(factor=2.0**18), batches(1), [("fp16", {"up": "fp32"}), "bf16"])
+    found = compare_precisions(Gated(factor=2.0**18), batches(1), ["fp16", "bf16"])
     plain = found.errors[0]
     assert not math.isfinite(plain.logits_rms) and plain.kl is not None and not math.isfinite(plain.kl)
-    assert "fp16 gives inf or NaN: hf_mp.calibrate finds the rules" in str(found) and "inf/NaN" in str(found)
+    assert "Where FP16 gives inf or NaN, hf_mp.calibrate finds the rules" in str(found) and "inf/NaN" in str(found)
     assert math.isfinite(found.errors[-1].logits_rms)
     assert found.to_dict()["errors"][0]["logits_rms"] is None
-    assert found.change(found.errors[1]) is None
 
 
 def test_logits_that_are_masked_do_not_count() -> None:
@@ -177,7 +167,6 @@ def test_the_table_is_80_columns_wide_and_data_is_json(compared: PrecisionCompar
         ({"precisions": [("fp16", "head")]}, TypeError, r"\('fp16', 'head'\) is no precision with rules: write"),
         ({"precisions": [("fp16", {"nosuch": "fp32"})]}, ValueError, "rule 'nosuch' matches no module of Gated"),
         ({"precisions": [("fp16", {"head": "fp8"})]}, ValueError, "rule 'head': 'fp8' is not known for modules"),
-        ({"batches": [{"ids": torch.full((1, 2), torch.inf)}]}, ValueError, "batch 1 contains inf or NaN: 'ids'"),
         ({"model": "gpt2"}, TypeError, "compare_precisions takes a model, not a str"),
     ],
 )
