@@ -119,11 +119,13 @@ def one_file(path: Path) -> Path:
     return path
 
 
-def masters_in_state(path: Path) -> Path:
+def masters_in_state(path: Path, change: Callable[[Tensor], Tensor] = lambda one: one) -> Path:
     """Weights of BF16 and a MasterWeightOptimizer's state, as torch.save and safetensors write them."""
     model, optimizer = trained("bf16", lambda one, lr: hf_mp.MasterWeightOptimizer(AdamW(one, lr=lr)))
     model.save_pretrained(path)
-    torch.save(optimizer.state_dict(), path / "optimizer.pt")
+    state = optimizer.state_dict()
+    state["masters"] = {key: change(one) for key, one in state["masters"].items()}
+    torch.save(state, path / "optimizer.pt")
     return path
 
 
@@ -220,7 +222,7 @@ def moments_to_fp16(key: str, one: Any) -> Any:
 
 Case = tuple[Callable[[Path], Path], set[str]]
 NONE, STUCK, ROUNDED = "no masters", "stuck second moments", "rounded weights"
-FP16 = "fp16 moments"
+FP16, APART = "fp16 moments", "masters disagree"
 
 
 def loop(path: Path, precision: str = "bf16") -> Path:
@@ -276,6 +278,7 @@ PLANTED: Mapping[str, Case] = {
     "deepspeed: masters left out": (lambda path: deepspeed(path, has_masters=False), {ROUNDED}),
     "ours: weights rounded afterwards": (lambda path: cast_weights(ours(path), to_bf16), {ROUNDED}),
     "ours: second moments cast to bf16": (lambda path: change_state(ours(path), seconds_to_bf16), {STUCK}),
+    "ours: masters of another step": (lambda path: masters_in_state(path, lambda one: one * 2), {APART}),
 }
 
 CLEAN: Mapping[str, Callable[[Path], Path]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_mp.diagnostics.magnitudes import swamped
+from hf_mp.diagnostics.magnitudes import histogram, swamped
 from hf_mp.policy import LOWER_PRECISION_DTYPES, spell
 
 _LOSES_MANY = 0.01  # share of updates from which on the advice is to keep masters
@@ -18,6 +19,7 @@ _LOSES_MANY = 0.01  # share of updates from which on the advice is to keep maste
 _STUCK = 0.5  # share of second moments
 _HARDLY_ANY = 0.01  # rows of an embedding that no token reads keep the values that they were loaded with
 _BETA2 = 0.999
+_BARS = " ▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def _stuck_seconds(evidence: Evidence) -> Words:
     return (
         f"{_elements(narrow):,} of the second moments are bf16, and with beta2={evidence.beta2:g} a decay of "
         f"{decay:.2g} is less than half a unit in the last place: {stuck:.0%} of them stay where their "
-        "largest gradient took them",
+        f"largest gradient took them; by magnitude: {_picture_of(narrow)}",
         "keep moments in FP32: train FP32 weights, whose moments torch makes FP32, or a beta2 of 0.99 and less",
     )
 
@@ -165,11 +167,31 @@ def _fp16_moments(evidence: Evidence) -> Words:
     )
 
 
+def _other_masters(evidence: Evidence) -> Words:
+    nearest = []
+    # Optimizers number their masters: each is compared with the weight of its size that is nearest to it. DeepSpeed's
+    # are flat and cut across ranks, so that none has the size of a weight.
+    for master in evidence.masters if evidence.is_saved else ():
+        alike = [one for one in evidence.narrow_weights if one.values.shape == master.values.shape]
+        shares = [(_share_apart(master, one), one.name) for one in alike if one.elements == master.elements]
+        nearest += sorted(shares)[:1]
+    # A thousandth is left for what an optimizer rounds otherwise, such as stochastically.
+    off = [(share, name) for share, name in nearest if share > 1e-3]
+    if not off:
+        return None
+    return (
+        f"{len(off)} of {len(nearest)} masters are not what their 16-bit weights are roundings of (of {off[0][1]}, "
+        f"{off[0][0]:.0%}): a training that goes on continues from the masters, and an evaluation reads the weights",
+        "save both at one step, or write the masters into the weights first (DeepSpeed: zero_to_fp32.py)",
+    )
+
+
 RULES: dict[str, Callable[[Evidence], Words]] = {
     "no masters": _no_masters,
     "rounded weights": _rounded,
     "stuck second moments": _stuck_seconds,
     "fp16 moments": _fp16_moments,
+    "masters disagree": _other_masters,
 }
 
 
@@ -208,9 +230,25 @@ def beta2_of(groups: Iterable[Mapping[str, Any]]) -> float:
     return min((float(group["betas"][1]) for group in groups if len(group.get("betas") or ()) > 1), default=_BETA2)
 
 
+def _picture_of(held: Iterable[Held]) -> str:
+    """A histogram as one line, with a bar for each power of two."""
+    counts = histogram(torch.cat([one.values for one in held])).by_octave()
+    first, last, highest = min(counts), max(counts), max(counts.values())
+    bars = (_BARS[math.ceil(8 * counts.get(power, 0) / highest)] for power in range(first, last + 1))
+    return f"2^{first} {''.join(bars)} 2^{last + 1}"
+
+
 def _share_of_16_bits(values: Tensor) -> float:
     """The share of values that BF16 or FP16 holds; 1 where all do."""
     return max(float((values.to(dtype).to(values.dtype) == values).float().mean()) for dtype in LOWER_PRECISION_DTYPES)
+
+
+def _share_apart(master: Held, weight: Held) -> float:
+    """The share of weights that are a unit in the last place and more away from their masters."""
+    # eps is a unit in the last place at 1; below the normal numbers the spacing stays what it is.
+    limits, exact = torch.finfo(weight.dtype), master.values.double()
+    unit = (exact.abs() * limits.eps).clamp(min=limits.smallest_normal * limits.eps)
+    return float(((exact - weight.values.double()).abs() > unit).float().mean())
 
 
 def _are_of_fp32(evidence: Evidence) -> bool:
