@@ -7,13 +7,15 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
+import jinja2
+
 from hf_mp.diagnostics import report_charts as charts
 from hf_mp.diagnostics.contract.table import HEADER
 from hf_mp.diagnostics.magnitudes import Histogram, Swamped
 from hf_mp.diagnostics.report_charts import percent
 from hf_mp.diagnostics.run_log import RunRecords, StepRecord, read_run
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes
-from hf_mp.memory.html_page import check_writable, page_template
+from hf_mp.memory.sizes import readable
 from hf_mp.scaling.rules import FP16_MAX, scale_text
 
 PAGE_NAME = "precision_report.html"
@@ -32,11 +34,10 @@ def write_report(run_directory: str | Path, path: str | Path | None = None) -> P
         path: of the page; default ``precision_report.html`` in the run directory.
 
     Raises:
-        ValueError: if there is no run, or the page cannot be written there.
+        ValueError: if there is no run.
+        OSError: if the page cannot be written there.
     """
     target = Path(path or Path(run_directory) / PAGE_NAME)
-    # Before the run is read and drawn, which takes a while for a long one.
-    check_writable(target)
     target.write_text(render_report(read_run(Path(run_directory))), encoding="utf-8")
     return target
 
@@ -51,8 +52,16 @@ def report_command(run_directory: Path, html: Path | None) -> str:
 def render_report(run: RunRecords) -> str:
     """The page as text, with all input escaped."""
     scale, headroom = charts.scale_charts(run.steps)
-    # The template escapes what it is given: names of modules and paths come from outside.
-    return page_template("diagnostics/report.html.j2").render(
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("hf_mp", "diagnostics"),
+        # Names of modules and of runs come from outside.
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["readable"] = readable
+    return environment.get_template("report.html.j2").render(
         run=run,
         name=run.directory.resolve().name,
         findings=findings(run),

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from hf_mp.casting.positions import positions_of
 from hf_mp.diagnostics.kept_state import keep_random_states
-from hf_mp.diagnostics.overflow import attached_runtime
 
 IGNORED = -100  # of Transformers and torch: a label that does not count
 CLIP_RANGE = 0.2  # of the ratio in PPO and in TRL's GRPO
@@ -33,8 +32,6 @@ class LogProbabilityGap:
         alpha, beta: log r = alpha + beta * log-probability in generation, by least squares; NaN where all of these are
             equal.
         clipped_share: of tokens whose ratio r leaves 1 - clip .. 1 + clip by this alone; NaN if a difference is NaN.
-        dtype: of the products of generation, without "torch.": that of an attached model's working copies, else of the
-            weights; if log-probabilities were given, theirs.
     """
 
     tokens: int
@@ -44,7 +41,6 @@ class LogProbabilityGap:
     alpha: float
     beta: float
     clipped_share: float
-    dtype: str
 
 
 @torch.no_grad()
@@ -109,13 +105,7 @@ def log_probability_gap(
             again = generated[:, first - counts.shape[1] :]
     counts = counts[:, first:]
     before = again[counts].double()
-    dtype = _dtype_of(model) if generated is None else generated.dtype
-    return _compare(trained[counts].double() - before, before, clip, str(dtype).removeprefix("torch."))
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    runtime = attached_runtime(model)
-    return next(model.parameters()).dtype if runtime is None else runtime.policy.compute
+    return _compare(trained[counts].double() - before, before, clip)
 
 
 @contextmanager
@@ -255,7 +245,7 @@ def _check(ids: Tensor, found: Tensor) -> None:
         )
 
 
-def _compare(log_r: Tensor, before: Tensor, clip: float, dtype: str) -> LogProbabilityGap:
+def _compare(log_r: Tensor, before: Tensor, clip: float) -> LogProbabilityGap:
     spread = before - before.mean()
     beta = (spread * (log_r - log_r.mean())).sum() / spread.square().sum()  # 0 / 0 where all are equal
     return LogProbabilityGap(
@@ -266,5 +256,4 @@ def _compare(log_r: Tensor, before: Tensor, clip: float, dtype: str) -> LogProba
         alpha=(log_r.mean() - beta * before.mean()).item(),
         beta=beta.item(),
         clipped_share=(log_r.expm1().abs() > clip).double().where(~log_r.isnan(), math.nan).mean().item(),
-        dtype=dtype,
     )

@@ -199,7 +199,7 @@ def test_the_command_refuses_what_is_no_run(tmp_path: Path, run_directory: Path)
     assert result.exit_code == 2 and "hf-mp report: error:" in result.stderr and "holds no run" in result.stderr
     assert not list(tmp_path.iterdir())
     result = CliRunner().invoke(app, ["report", str(run_directory), "--html", str(tmp_path)])
-    assert result.exit_code == 2 and "is a directory" in result.stderr
+    assert result.exit_code == 2 and "Is a directory" in result.stderr
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
