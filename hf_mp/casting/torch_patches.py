@@ -103,16 +103,8 @@ def _asks(answer: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 @around
-def _make_torch_autocast(
-    original: Any, self: Any, /, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any, **kwargs: Any
-) -> None:
-    original(self, device_type, dtype, enabled, *args, **kwargs)
-    self._hf_mp_wanted = enabled  # torch switches it off where the device is missing
-
-
-@around
 def _enter_torch_autocast(original: Any, self: Any) -> Any:
-    if not enter_island(self.__dict__.get("_hf_mp_wanted", self._enabled)):
+    if not enter_island(self._enabled):
         return original(self)
     island = active_autocast()
     self.__dict__.setdefault("_hf_mp_islands", []).append(island)
@@ -259,7 +251,6 @@ TABLE: tuple[Patch, ...] = (
           "models that ask for autocast's dtype get torch's"),
     Patch(("torch:_C._is_any_autocast_enabled",), _asks(lambda ours: ours.enabled),
           "nn.LSTM and its kin refuse mixed dtypes"),
-    Patch(("torch:autocast.__init__",), _make_torch_autocast, _ISLANDS),
     Patch(("torch:autocast.__enter__",), _enter_torch_autocast, _ISLANDS),
     Patch(("torch:autocast.__exit__",), _leave_torch_autocast, _ISLANDS),
     Patch(("torch._dynamo.variables.ctx_manager:AutocastModeVariable.enter",), _enter_traced_autocast, _TRACED_ISLANDS),

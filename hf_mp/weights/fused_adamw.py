@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -50,20 +51,31 @@ def step_split(optimizer: Optimizer, parameters: list[nn.Parameter], found_inf: 
             if not isinstance(parameter, SplitParameter) or id(parameter) not in wanted:
                 continue
             gradient, factor = gradient_and_factor(parameter)
-            if gradient is None or (tensors := _split_tensors(optimizer, parameter, gradient)) is None:
+            if (tensors := _split_tensors(optimizer, parameter, gradient)) is None:
                 continue
             stepped.add(id(parameter))
             if parameter.device.type == "cpu" and not is_small(tensors.gradient):
-                adamw_([tensors], settings, factor, found_inf)
-                _finish_split([parameter], keeps_gradients=found_inf is not None)
+                _update_split([(parameter, tensors)], settings, factor, found_inf)
             else:
                 batches.setdefault((parameter.device, factor), []).append((parameter, tensors))
         for (_, factor), batch in batches.items():
-            adamw_([tensors for _, tensors in batch], settings, factor, found_inf)
-            _finish_split([parameter for parameter, _ in batch], keeps_gradients=found_inf is not None)
-    if stepped:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # for LR schedulers made before
+            _update_split(batch, settings, factor, found_inf)
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # for LR schedulers made before
     return stepped
+
+
+def _update_split(
+    batch: list[tuple[SplitParameter, AdamWTensors]],
+    settings: AdamWSettings,
+    factor: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    adamw_([tensors for _, tensors in batch], settings, factor, found_inf)
+    parameters = [parameter for parameter, _ in batch]
+    SplitParameter.note_written(*parameters)
+    # Where the device may skip, a report of an overflow reads the gradients afterwards.
+    for parameter in parameters if found_inf is None else ():
+        parameter.grad = None
 
 
 def can_skip(optimizer: Optimizer, replaced_step: Callable[..., Any] | None) -> bool:
@@ -107,17 +119,26 @@ def step_whole(
         return False
     if chosen("adamw", [*stepping, *[parameter.grad for parameter in stepping]]) is None:  # before any state is made
         return False
-    batches = [(settings, _whole_tensors(optimizer, group, copies)) for settings, group in _groups(optimizer)]
-    given = [tensors for _, batch in batches for tensors in batch]
+    return _step_by_kernel(optimizer, stepping, copies, clipping, found_inf)
+
+
+def _step_by_kernel(
+    optimizer: Optimizer,
+    stepping: list[nn.Parameter],
+    copies: WorkingCopies,
+    clipping: Clipping | None,
+    found_inf: Tensor | None,
+) -> bool:
+    groups = _groups(optimizer)
+    found = [(settings, batch) for settings, group in groups if (batch := _whole_tensors(optimizer, group, copies))]
+    given = [tensors for _, batch in found for tensors in batch]
     # Asked again with the state, which a checkpoint may have brought in another dtype or order.
     read = [tensor for tensors in given for tensor in tensors if tensor is not None]
-    kernel = chosen("adamw", read) if given else None
-    if kernel is None or len(given) != len(stepping):
+    if len(given) != len(stepping) or (kernel := chosen("adamw", read)) is None:
         return False
     factor = None if clipping is None else clip_factor(clipping.norm, clipping.max_norm)
-    for settings, batch in batches:
-        if batch:
-            kernel(batch, settings, factor, found_inf)
+    for settings, batch in found:
+        kernel(batch, settings, factor, found_inf)
     copies.note_written(stepping)
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return True
@@ -152,8 +173,10 @@ def _groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequence[nn.P
             yield AdamWSettings(lr, *map(float, numbers[1:])), group["params"]
 
 
-def _split_tensors(optimizer: Optimizer, parameter: SplitParameter, gradient: Tensor) -> AdamWTensors | None:
-    """What the kernel needs of ``parameter``; None where the optimizer is to step."""
+def _split_tensors(optimizer: Optimizer, parameter: SplitParameter, gradient: Tensor | None) -> AdamWTensors | None:
+    """What the kernel needs of ``parameter``; None without a gradient, and where the optimizer is to step."""
+    if gradient is None:
+        return None
     halves = halves_of(parameter)
     if gradient.device.type != "cpu" and chosen("adamw", [gradient, halves.working]) is None:
         return None
@@ -182,9 +205,8 @@ def _moments(optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor) ->
         return None  # a sparse one is refused by the optimizer itself
     state = optimizer.state[parameter]
     if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros(shape, dtype=torch.float32, device=device)
+        make = functools.partial(torch.zeros, dtype=torch.float32, device=device)
+        state.update(step=make(()), exp_avg=make(shape), exp_avg_sq=make(shape))
     for name in ("exp_avg", "exp_avg_sq"):
         # Those of a channels-last parameter, loaded: torch's fused step reads by position, and masters are contiguous.
         if not state[name].is_contiguous():
@@ -197,9 +219,3 @@ def _moments(optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor) ->
     moments = state["exp_avg"], state["exp_avg_sq"], state["step"]
     is_usable = all([moment.dtype is torch.float32 and moment.device == device for moment in moments])
     return moments if is_usable else None
-
-
-def _finish_split(parameters: Sequence[SplitParameter], *, keeps_gradients: bool) -> None:
-    SplitParameter.note_written(*parameters)
-    for parameter in () if keeps_gradients else parameters:
-        parameter.grad = None

@@ -1,5 +1,3 @@
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -84,22 +82,3 @@ class TestInstalling:
         ONE_KERNEL_ACTIVATIONS.remove(model)
         assert "forward" not in model[0].__dict__
         assert model[3].forward is own
-
-    def test_detach_takes_it_back_and_torchs_tables_do_without(self) -> None:
-        model = gpt2()
-        runtime = MixedPrecision("fp16")
-        runtime.attach(model)
-        assert any(isinstance(module.__dict__.get("forward"), OneKernel) for module in model.modules())
-        runtime.detach()
-        assert not any("forward" in module.__dict__ for module in model.modules())
-        MixedPrecision("fp16", tables="cuda").attach(model)
-        assert not any(isinstance(module.__dict__.get("forward"), OneKernel) for module in model.modules())
-
-    def test_copies_have_their_own_and_pickles_none(self) -> None:
-        model = nn.ModuleList([NewGELUActivation()])
-        ONE_KERNEL_ACTIVATIONS.install(model)
-        copied = copy.deepcopy(model)
-        assert copied[0].forward.module() is copied[0]
-        pickled = pickle.loads(pickle.dumps(model))
-        assert pickled[0].forward.__func__ is NewGELUActivation.forward
-        assert torch.equal(pickled[0](torch.ones(2)), NewGELUActivation()(torch.ones(2)))

@@ -118,14 +118,6 @@ class TestAgainstTheReference:
         check(make(rows=rows, keys=keys, is_causal=True, dtype=dtype))
 
 
-def test_the_reference_is_torchs_attention() -> None:
-    given = Attention(*(tensor[:1] for tensor in make()[:3]), None, 0.3, True, 8**-0.5)  # type: ignore[index]
-    expected = seeded(attention_reference, given)
-    torch.manual_seed(7)
-    heads = (given.query.float(), given.key.float(), given.value.float())
-    check_close(expected, F.scaled_dot_product_attention(*heads, dropout_p=0.3, is_causal=True).half())
-
-
 def test_probabilities_are_not_kept_for_backward() -> None:
     given = make(heads=2, rows=128, keys=128, is_causal=True)
     with saved_tensors() as kept:

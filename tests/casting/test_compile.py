@@ -11,7 +11,7 @@ from covering import covering
 from tiny import Using, assert_true, attached, gradients_of, take_step
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -101,23 +101,6 @@ def test_compiled_is_as_eager(name: str, entered: str, backend: str, dtype: torc
     assert max(map(relative, gradients, expected_gradients)) <= GRADIENT_TOLERANCE[dtype]
 
 
-def test_leaving_and_entering_again_inside_of_one_graph() -> None:
-    def function(x: Tensor) -> list[Tensor]:
-        with autocast(BF16):
-            first = x @ W
-            with autocast(BF16, enabled=False):
-                second = first.float() @ W
-            with autocast(FP16):
-                third = second @ W
-            fourth = third.float() @ W
-        return [first, second, third, fourth, fourth.float() @ W]
-
-    x = torch.randn(4, 8)
-    found = torch.compile(function, fullgraph=True, backend="eager")(x)
-    assert [t.dtype for t in found] == [BF16, FP32, FP16, BF16, FP32]
-    assert all(torch.equal(a, b) for a, b in zip(found, function(x), strict=True))
-
-
 def test_compiled_code_is_not_used_again_under_another_autocast() -> None:
     compiled = torch.compile(lambda x: x @ W, fullgraph=True, backend="eager")
     x = torch.randn(4, 8)
@@ -156,22 +139,6 @@ class TestIslandsOfTorchsInsideOfAGraph:
                 inside, after = compiled(x)
             assert torch.equal(inside, x @ W) and after.dtype is BF16
             assert compiled(x)[1].dtype is FP32
-
-    def test_with_ours_inside_and_around_them_in_the_same_graph(self) -> None:
-        @torch.compile(fullgraph=True, backend="eager")
-        def function(x: Tensor) -> list[Tensor]:
-            with autocast(BF16):
-                with torch.autocast("cpu", enabled=False):
-                    first = x @ W
-                    with autocast(FP16):
-                        second = x @ W
-                    third = x @ W
-                fourth = x @ W
-            with torch.autocast("cpu", BF16):
-                fifth = x @ W
-            return [first, second, third, fourth, fifth, x @ W]
-
-        assert [t.dtype for t in function(torch.randn(4, 8))] == [FP32, FP16, FP32, BF16, BF16, FP32]
 
     def test_a_graph_that_breaks_inside_of_one(self) -> None:
         @torch.compile(backend="eager")
@@ -308,15 +275,6 @@ class TestTransforms:
             found = vmap(layer)(x)
             expected = torch.stack([layer(part) for part in x])
         assert found.dtype is dtype
-        assert relative(found, expected) <= torch.finfo(dtype).eps
-
-    @LOWER
-    def test_jvp(self, layer: nn.Linear, dtype: torch.dtype) -> None:
-        x, tangent = torch.randn(3, 8), torch.randn(3, 8)
-        with autocast(dtype), torch.no_grad():
-            value, found = jvp(layer, (x,), (tangent,))
-            expected = tangent.to(dtype).float() @ layer.weight.to(dtype).float().t()
-        assert value.dtype is found.dtype is dtype
         assert relative(found, expected) <= torch.finfo(dtype).eps
 
 

@@ -135,17 +135,6 @@ def test_nothing_stays(once: Callable[[Any], Any], times: int, layer: nn.Linear)
     assert REUSED.pop("island").__dict__.get("_hf_mp_islands", []) == []
 
 
-def test_fifty_deep() -> None:
-    modes = [autocast(FP16) for _ in range(50)]
-    for mode in modes:
-        mode.__enter__()
-    assert active_autocast() is modes[-1]
-    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is FP16
-    for mode in reversed(modes):
-        mode.__exit__(None, None, None)
-    assert active_autocast() is None and _get_current_function_mode_stack() == []
-
-
 def test_outputs_that_were_looked_through_go_at_once() -> None:
     gc.collect()
     gc.disable()  # a cycle of references would live on

@@ -110,27 +110,6 @@ class TestScope:
             assert decorated(random(2, 3), weight=random(3, 2))[0].dtype is BF16
             assert product_dtype() is FP16
 
-    def test_a_decorated_function_may_call_itself_and_raise(self) -> None:
-        @autocast()
-        def decorated(depth: int) -> torch.dtype:
-            if depth == 0:
-                raise KeyError(product_dtype())
-            return decorated(depth - 1)
-
-        with pytest.raises(KeyError, match="float16"):
-            decorated(3)
-        check_nothing_is_left()
-
-    @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-    def test_without_grad(self, context: Callable[[], Any]) -> None:
-        layer = nn.Linear(3, 2)
-        with context(), autocast():
-            assert layer(random(4, 3)).dtype is FP16
-        with autocast(), context():
-            assert F.softmax(layer(random(4, 3)), -1).dtype is FP32
-        with autocast():
-            assert layer(random(4, 3)).requires_grad
-
 
 class TestWhatIsLeftAlone:
     def test_fp64(self) -> None:

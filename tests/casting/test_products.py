@@ -143,16 +143,6 @@ class TestAgainstTheReference:
             given = operands(tuple(rows), inner, outer, bias=bias, transposed=transposed, dtype=dtype)
             check_product(given, transposed=transposed)
 
-    @pytest.mark.parametrize("total", [1, 5, 24, 25])
-    @pytest.mark.parametrize("width", [1, 7, 24, 100])
-    def test_blocks_cover_everything_once_and_stay_within_their_size(
-        self, total: int, width: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", 24)
-        found = list(blockwise.blocks(total, width))
-        assert [i for block in found for i in range(block.start, block.stop)] == list(range(total))
-        assert all((block.stop - block.start) * width <= max(24, width) for block in found)
-
     @pytest.mark.parametrize(
         "make",
         [
@@ -194,30 +184,8 @@ class TestAgainstTheReference:
         for i in range(3):
             assert given[i].grad is None if i in frozen else torch.equal(given[i].grad, all_grads[i])
 
-    @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-    def test_without_grad(self, context: Callable[[], Any]) -> None:
-        given = operands((7,), 9, 13, bias=True, transposed=False, dtype=FP16)
-        with context():
-            result = multiply(*given, transposed=False)
-        assert not result.requires_grad
-        assert torch.equal(result, multiply(*given, transposed=False).detach())
-
 
 class TestPrecision:
-    @pytest.mark.usefixtures("blocks")
-    def test_sums_are_made_in_fp32(self) -> None:
-        """In FP16, 2048 + 1 is 2048: a sum of 4096 ones would end there."""
-        ones = torch.ones(3, 4096, dtype=FP16)
-        assert (multiply(ones, ones, None, transposed=False) == 4096).all()
-
-    @pytest.mark.usefixtures("blocks")
-    def test_sums_over_rows_are_made_in_fp32(self) -> None:
-        x = torch.full((4096, 2), 0.25, dtype=FP16)
-        weight, bias = torch.ones(3, 2, dtype=FP16, requires_grad=True), torch.zeros(3, dtype=FP16, requires_grad=True)
-        multiply(x, weight, bias, transposed=False).sum().backward()
-        assert weight.grad is not None and (weight.grad == 1024).all()
-        assert bias.grad is not None and (bias.grad == 4096).all()
-
     @pytest.mark.parametrize(
         ("x", "weight", "result"),
         [
@@ -244,27 +212,6 @@ class TestPrecision:
     def test_at_the_ends_of_fp16s_range(self, x: list[float], weight: list[float], result: float) -> None:
         found = multiply(torch.tensor([x], dtype=FP16), torch.tensor([weight], dtype=FP16), None, transposed=False)
         torch.testing.assert_close(found, torch.tensor([[result]], dtype=FP16), rtol=0, atol=0, equal_nan=True)
-
-    @every_dtype
-    @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-    @pytest.mark.parametrize("where", range(4))
-    @pytest.mark.usefixtures("blocks")
-    def test_infinities_and_nans_come_out_where_the_reference_has_them(
-        self, where: int, value: float, dtype: torch.dtype
-    ) -> None:
-        given = operands((7,), 9, 13, bias=True, transposed=False, dtype=dtype)
-        gradient = random(7, 13, dtype=dtype, seed=4)
-        touched = [*given, gradient][where]
-        assert touched is not None
-        with torch.no_grad():
-            touched.view(-1)[5] = value
-        results = []
-        for compute in (multiply, plainly):
-            result = compute(*given, transposed=False)
-            made = [result.detach(), *torch.autograd.grad(result, given, gradient)]
-            results.append([tensor.masked_fill(tensor.isfinite(), 0.0) for tensor in made])
-        assert any(tensor.any() for tensor in results[0])
-        torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
 
 
 class TestParameters:
@@ -311,15 +258,6 @@ class TestParameters:
         factor = brought_in(weight, weight.detach().half(), Crossings(2.0**10))
         multiply(torch.full((4, 2), 300.0, dtype=FP16), factor, None, transposed=False).sum().mul(100.0).backward()
         assert weight.grad is not None and weight.grad.isinf().all()
-
-    @pytest.mark.usefixtures("blocks")
-    def test_the_scale_at_the_time_of_backward_counts(self) -> None:
-        weight, crossings = nn.Parameter(torch.ones(3, 2)), Crossings(1.0)
-        operand = brought_in(weight, torch.ones(3, 2).half(), crossings)
-        result = multiply(torch.ones(4, 2, dtype=FP16), operand, None, transposed=False)
-        crossings.value.fill_(4.0)
-        result.sum().backward()
-        assert weight.grad is not None and (weight.grad == 1.0).all()
 
     @pytest.mark.parametrize("scale", [1.0, 2.0**10])
     @pytest.mark.usefixtures("blocks")
@@ -482,14 +420,6 @@ class TestThroughAutocast:
         assert multiplied == [] and found.dtype is FP16
         torch.testing.assert_close(found, compute())
 
-    def test_what_autocast_does_not_cast_is_not_multiplied_here(
-        self, multiplied: list[tuple[torch.Size, torch.dtype]]
-    ) -> None:
-        with autocast():
-            assert F.linear(random(2, 3, dtype=FP64), random(4, 3, dtype=FP64)).dtype is FP64
-            assert (torch.ones(2, 2, dtype=torch.int64) @ torch.ones(2, 2, dtype=torch.int64)).dtype is torch.int64
-        assert multiplied == []
-
     @pytest.mark.usefixtures("multiplied")
     def test_torchs_function_transforms(self) -> None:
         x, weight = random(4, 7, 9, dtype=FP32), random(13, 9, dtype=FP32)
@@ -503,20 +433,6 @@ class TestThroughAutocast:
             (expected,) = torch.autograd.grad(loss(weight, sample), weight)
             assert found.dtype is expected.dtype is FP32
             assert (found - expected).norm() <= 2.0**-10 * expected.norm()
-
-    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-    def test_sequences_of_different_lengths_are_multiplied_by_torch(
-        self, multiplied: list[tuple[torch.Size, torch.dtype]]
-    ) -> None:
-        layer = nn.Linear(8, 4).requires_grad_(False)
-        sequences = [torch.randn(length, 8) for length in (5, 3)]
-        with autocast():
-            found = layer(torch.nested.nested_tensor(sequences, layout=torch.jagged))
-            assert not multiplied
-            expected = [layer(sequence) for sequence in sequences]
-        assert found.is_nested and found.dtype is torch.float16
-        for row, sequence in zip(found.unbind(), expected, strict=True):
-            torch.testing.assert_close(row, sequence)
 
     def test_a_wrong_call_gets_torchs_error(self, multiplied: list[tuple[torch.Size, torch.dtype]]) -> None:
         with autocast():

@@ -115,12 +115,10 @@ class TestIslands:
 
 class TestBothAtOnce:
     @LOWER
-    @pytest.mark.parametrize("device", ["cpu", "cuda"])
-    @pytest.mark.filterwarnings("ignore:CUDA is not available")
-    def test_torchs_inside_of_ours_is_an_error(self, device: str, dtype: torch.dtype) -> None:
+    def test_torchs_inside_of_ours_is_an_error(self, dtype: torch.dtype) -> None:
         with autocast(dtype):
             with pytest.raises(RuntimeError, match=r"torch.autocast was entered inside hf_mp.autocast.*enabled=False"):
-                torch.autocast(device, dtype=BF16).__enter__()
+                torch.autocast("cpu", dtype=BF16).__enter__()
             assert active_autocast() is not None
         assert active_autocast() is None and not torch.is_autocast_enabled("cpu")
 

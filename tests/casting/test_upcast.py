@@ -118,16 +118,6 @@ def test_the_upcasts_are_released_when_the_op_is_done(kept: str) -> None:
     assert [upcast() is None for upcast in upcasts] == [True, True]
 
 
-@every_case
-def test_without_grad_nothing_is_saved(name: str) -> None:
-    case = CASES[name]
-    inputs = operands(case, FP16)
-    with torch.no_grad(), saved_tensors() as saved:
-        result = run_through_fp32(case.op, inputs, {}, FP16)
-    assert saved == [] and not result.requires_grad
-    check_equal([result], [plainly(case.op, *inputs).detach()])
-
-
 def test_what_is_not_of_the_dtype_is_passed_on() -> None:
     given: dict[str, Any] = {}
 
@@ -234,25 +224,6 @@ class TestInsideOfOtherHooks:
         plain, packed = ([random(2, 4, 3).requires_grad_(), random(2, 4, 5).requires_grad_()] for _ in range(2))
         found = self.accumulated(lambda *args: within(to_disk_and_back)(block, *args), packed)
         check_equal(found, self.accumulated(block, plain))
-
-    def test_the_outer_hooks_are_called_for_what_the_op_saves(self) -> None:
-        packed, unpacked = [], []
-        inputs = operands(CASES["bmm"], FP16)
-        with saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: unpacked.append(t.shape) or t):
-            result = run_through_fp32(torch.bmm, inputs, {}, FP16)
-        assert sorted(packed) == [(2, 3, 4), (2, 4, 5)] and unpacked == []
-        result.sum().backward()
-        assert sorted(unpacked) == sorted(packed)
-
-    def test_the_inner_hooks_end_with_the_op(self) -> None:
-        inputs = operands(CASES["bmm"], FP16)
-        run_through_fp32(torch.bmm, inputs, {}, FP16)
-        with saved_tensors() as saved:
-            torch.bmm(*inputs)
-        assert [tensor.dtype for tensor in saved] == [FP16, FP16]
-        with pytest.raises(RuntimeError):
-            run_through_fp32(torch.bmm, (inputs[0], inputs[0]), {}, FP16)
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
     @staticmethod
     def accumulated(block: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:

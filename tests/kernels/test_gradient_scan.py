@@ -4,8 +4,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from gradient_references import largest_magnitude_reference
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
@@ -19,8 +17,6 @@ from hf_mp.kernels.gradient_scan import (
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-NUMBERS = [0.0, -0.0, 1.0, -3.5, 2.0**-24, -(2.0**-133), 2.0**-149, 65504.0, -65504.0]
-SPECIAL = [math.inf, -math.inf, math.nan]
 
 
 def check(tensors: list[Tensor]) -> Tensor:
@@ -39,13 +35,6 @@ def sparse(indices: list[int], values: list[float], dtype: torch.dtype = torch.f
 
 
 MIXED = [torch.tensor(-3.0), torch.full((2, 2), 2.5, dtype=torch.float16), torch.ones(1, 1, 1).bfloat16()]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("number", NUMBERS)
-def test_one_number(number: float, dtype: torch.dtype) -> None:
-    tensor = torch.tensor([number], dtype=dtype)
-    assert check([tensor]) == tensor.abs().float()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -110,21 +99,6 @@ def test_gradients_that_require_grad_are_read_without_a_graph() -> None:
     assert found == 2.0 and not found.requires_grad
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(DTYPES[:3]),
-            st.lists(st.one_of(st.floats(width=16), st.sampled_from(NUMBERS + SPECIAL)), max_size=6),
-        ),
-        max_size=4,
-    )
-)
-def test_finite_if_and_only_if_every_element_is(parts: list[tuple[torch.dtype, list[float]]]) -> None:
-    tensors = [torch.tensor(values, dtype=dtype) for dtype, values in parts]
-    assert check(tensors).isfinite() == all(tensor.isfinite().all() for tensor in tensors)
-
-
 class TestWithNorm:
     @pytest.mark.parametrize("count", [0, 1, 30])
     @pytest.mark.parametrize("place", [None, *range(0, 30, 7)])
@@ -136,11 +110,6 @@ class TestWithNorm:
         largest, norm = largest_magnitude_and_norm(tensors)
         assert torch.equal(largest, largest_magnitude_reference(tensors))
         assert torch.equal(norm, get_total_norm(tensors))
-
-    @pytest.mark.parametrize("poison", [float("inf"), -float("inf"), float("nan")])
-    def test_neither_is_finite_if_an_element_is_not(self, poison: float) -> None:
-        tensors = [torch.ones(3), torch.tensor([1.0, poison]), torch.ones(2, 2)]
-        assert not any(value.isfinite() for value in largest_magnitude_and_norm(tensors))
 
 
 BELOW = torch.tensor([-SQUARES_BELOW]).nextafter(torch.zeros(1))

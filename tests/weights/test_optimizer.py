@@ -393,20 +393,6 @@ def test_hooks_fire_once_a_step_and_see_the_parameters(layout: Any, when: str, m
     assert calls == []
 
 
-def test_a_step_hook_may_change_the_gradients() -> None:
-    ours = parameters([torch.ones(4)], torch.float16)
-    wrapper = masters_around(SGD(ours, lr=1.0), "split")
-
-    def zero(*args: Any) -> None:
-        assert ours[0].grad is not None
-        ours[0].grad.zero_()
-
-    wrapper.register_step_pre_hook(zero)
-    ours[0].grad = torch.ones(4).half()
-    wrapper.step()
-    assert torch.equal(ours[0].detach(), torch.ones(4).half())
-
-
 def test_stepping_the_wrapped_optimizer_directly_is_refused() -> None:
     ours = parameters(shapes(), torch.float16)
     inner = AdamW(ours)
@@ -517,55 +503,6 @@ def test_whole_masters_are_taken_into_a_lean_layout(dtype: torch.dtype) -> None:
     again = masters_around(SGD(fresh, lr=1.0), "split")
     again.load_state_dict(wrapper.state_dict())
     assert_same(fresh, again, [nn.Parameter(wrapper.master(parameter))])
-
-
-@pytest.mark.parametrize("layout", ["whole", "split"])
-def test_clipping_with_an_fp64_parameter_among_the_others(layout: Any) -> None:
-    half, double = nn.Parameter(torch.zeros(4).half()), nn.Parameter(torch.zeros(4).double())
-    optimizer = masters_around(SGD([half, double], lr=1.0), layout)
-    half.grad, double.grad = torch.full_like(half, 2.0), torch.full_like(double, 1.5)
-    assert optimizer.clip_grad_norm_(2.5) == 5.0
-    optimizer.step()
-    torch.testing.assert_close(half.detach(), torch.full((4,), -1.0).half())
-    torch.testing.assert_close(double.detach(), torch.full((4,), -0.75).double(), rtol=1e-6, atol=0.0)
-
-
-def test_the_norm_of_one_gradient_makes_no_fp32_copy_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_mp.kernels.gradient_scan._BLOCK_ELEMENTS_PER_THREAD", 64)
-    weight = nn.Parameter(torch.zeros(10_000).half())
-    optimizer = masters_around(AdamW([weight], fused=True), "split")
-    assert isinstance(weight, SplitParameter)
-    gradient = torch.randn(10_000).half()
-    weight.take_scaled_gradient(gradient)
-    expected = gradient.double().norm().float()
-    cast: list[int] = []
-    original = torch.linalg.vector_norm
-
-    def spy(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if tensor.dtype is torch.float16:  # torch casts it whole, on a CPU
-            cast.append(tensor.numel())
-        return original(tensor, *args, **kwargs)
-
-    monkeypatch.setattr(torch.linalg, "vector_norm", spy)
-    torch.testing.assert_close(optimizer.clip_grad_norm_(float("inf")), expected, rtol=1e-6, atol=0.0)
-    assert cast == []
-
-
-@pytest.mark.parametrize("layout", ["whole", "split"])
-@pytest.mark.usefixtures("other_default_dtype")
-def test_loaded_state_stays_fp32_whatever_the_default_dtype(layout: Any) -> None:
-    def make() -> tuple[nn.Parameter, MasterWeightOptimizer]:
-        weight = nn.Parameter(torch.linspace(-1.0, 1.0, 12, dtype=torch.float16))
-        return weight, masters_around(AdamW([weight], fused=True), layout)
-
-    weight, optimizer = make()
-    weight.grad = torch.linspace(0.1, 0.7, 12, dtype=torch.float16)
-    optimizer.step()
-    resumed_weight, resumed = make()
-    resumed.load_state_dict(optimizer.state_dict())
-    for name in ("exp_avg", "exp_avg_sq"):
-        found, expected = resumed.state[resumed_weight][name], optimizer.state[weight][name]
-        assert found.dtype is torch.float32 and torch.equal(found, expected)
 
 
 def test_a_parameter_that_was_written_after_loading_wins() -> None:

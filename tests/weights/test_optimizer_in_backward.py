@@ -143,18 +143,6 @@ class TestMemory:
         assert alive and max(alive) <= 2
         assert all(gradient_and_factor(p)[0] is None for p in run.model.parameters())
 
-    def test_a_parameter_that_was_replaced_is_freed(self) -> None:
-        run = Run(free_gradients="backward")
-        run.train(1)
-        embeddings, group = run.model.transformer.wpe, run.optimizer.param_groups[0]
-        before = weakref.ref(embeddings.weight)
-        embeddings.weight = nn.Parameter(embeddings.weight.detach().float())
-        group["params"] = [p for p in group["params"] if p is not before()] + [embeddings.weight]
-        del run.optimizer.state[before()]
-        run.train(1)
-        gc.collect()
-        assert before() is None and len(run.optimizer.state[embeddings.weight]) == 3
-
     def test_nothing_keeps_the_graph(self) -> None:
         run = Run(free_gradients="backward")
         run.train(1)
@@ -207,13 +195,6 @@ class TestOverflow:
         )
         with pytest.raises(RuntimeError, match="parameters are updated already"):
             run.backward()
-
-    def test_steps_ask_the_scaler_for_room(self) -> None:
-        found, expected = Run(free_gradients="backward"), Run()
-        found.train(4)
-        expected.train(4)
-        assert found.runtime.stats.headroom == expected.runtime.stats.headroom is not None
-        assert found.runtime.scaler.state == expected.runtime.scaler.state
 
 
 class TestRefused:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import Using, assert_true, attached, copies, same, take_step
+from tiny import assert_true, attached, copies, same, take_step
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from trainer_runs import arguments, logged, make_trainer, tiny_gpt2, token_rows
@@ -139,27 +139,6 @@ def test_lora(gpt2: GPT2LMHeadModel, batch: Batch, tmp_path: Path) -> None:
     assert not (tmp_path / "config.json").exists()  # an adapter has none
     loaded = peft.PeftModel.from_pretrained(reference, tmp_path)
     assert same(map(master_value, trained), [p for n, p in loaded.named_parameters() if "lora_" in n])
-
-
-@every_lean
-def test_compiled(precision: str) -> None:
-    torch._dynamo.reset()
-    original = Using(
-        lambda m, x: m.norm(m.linear(m.embed(x))) @ m.weight,
-        embed=nn.Embedding(10, 16), linear=nn.Linear(16, 16), norm=nn.LayerNorm(16),
-        weight=nn.Parameter(torch.randn(16, 16)),
-    )  # fmt: skip
-    updates = []
-    for backend in (None, "aot_eager"):
-        model, runtime = copy.deepcopy(original), MixedPrecision(precision)
-        runtime.attach(model)
-        run = torch.compile(model, backend=backend) if backend else model
-        optimizer = runtime.attach_optimizer(SGD(model.parameters(), lr=1e5))
-        for _ in range(3):  # without a scale most gradients would be less than FP16's smallest number
-            take_step(run(torch.arange(5)).square().mean() * 2.0**-20, optimizer)
-        updates.append([now - then for now, then in zip(masters(model), masters(original), strict=True)])
-    assert all(update.any() for update in updates[0])
-    assert_true(updates[1], updates[0], 1e-3 if precision == "fp16-lean" else 2e-2, 0.0)
 
 
 def test_a_static_scale_of_one_leaves_gradients_unscaled(gpt2: GPT2LMHeadModel, batch: Batch) -> None:

@@ -52,21 +52,6 @@ def test_a_parameter_becomes_its_rounding_and_keeps_its_value(dtype: torch.dtype
     assert repr(parameter).startswith("Parameter containing:")
 
 
-def test_a_lower_precision_parameter_is_its_own_master() -> None:
-    value = values().half()
-    parameter = nn.Parameter(value.clone())
-    make_split(parameter, torch.float16)
-    assert torch.equal(master_value(parameter), value.float())  # type: ignore[arg-type]
-
-
-def test_a_gradient_that_is_there_stays() -> None:
-    parameter = nn.Parameter(values())
-    parameter.sum().backward()
-    make_split(parameter, torch.float16)
-    assert parameter.grad is not None and parameter.grad.dtype is torch.float32
-    assert torch.equal(parameter.grad, torch.ones(4, 3))
-
-
 def test_unsplit_gives_an_ordinary_fp32_parameter_back() -> None:
     value = values()
     parameter: Any = made(value)
@@ -237,12 +222,6 @@ def test_an_element_written_in_a_forward_costs_the_others_no_bit() -> None:
         parameter.clamp_(-1e4, 1e4)
     after = parameter.fp32_value()
     assert after[0, 0] == 0.25 and torch.equal(after.view(-1)[1:], before.view(-1)[1:])
-
-
-def test_another_shape_is_a_new_value() -> None:
-    parameter = made(values())
-    parameter.data = torch.ones(2, dtype=torch.float16)
-    assert torch.equal(master_value(parameter), torch.ones(2))
 
 
 # Copies and pickles

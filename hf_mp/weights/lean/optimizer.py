@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import math
 import warnings
@@ -134,28 +133,11 @@ class MasterWeightOptimizer(Optimizer):
     defaults: Any = _of_wrapped("defaults", "Those of the wrapped optimizer.")
 
     def __getattr__(self, name: str) -> Any:
-        """What the wrapped optimizer has besides; its methods run on the masters (``eval()`` of schedule-free)."""
+        """What the wrapped optimizer has besides; its methods see FP32 values of split parameters, as all code does."""
         optimizer = vars(self).get("optimizer")
         if optimizer is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        value = getattr(optimizer, name)
-        is_own_method = inspect.ismethod(value) and value.__self__ is optimizer
-        return functools.partial(self._call_on_masters, value) if is_own_method and not self._is_stepping else value
-
-    @torch.no_grad()
-    def _call_on_masters(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        is_training = {"train": True, "eval": False}.get(method.__name__)
-        if is_training is not None and all(group.get("train_mode") is is_training for group in self.param_groups):
-            return None  # schedule-free has nothing to do, and the Trainer calls train() for each micro-batch
-        masters = {parameter: self._open(parameter) for parameter in self._parameters()}
-        for parameter, master in masters.items():
-            if master is not parameter:
-                master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
-        versions = {master: master._version for master in masters.values()}
-        with self._in_place_of_parameters(masters):
-            result = method(*args, **kwargs)
-        self._close({p: master for p, master in masters.items() if master._version != versions[master]})
-        return result
+        return getattr(optimizer, name)
 
     def __repr__(self) -> str:
         return f"MasterWeightOptimizer({self.optimizer!r})"
@@ -228,13 +210,6 @@ class MasterWeightOptimizer(Optimizer):
                 for bucket in self._buckets(left if stepped else parameters):
                     result = self._step_on(bucket, keeps_gradients=found_inf is not None)
         return result
-
-    @stores_16_bits
-    def free_gradients(self) -> None:
-        """Let go of the gradients of split masters, which a step that the device may skip has left."""
-        for parameter in self._parameters():
-            if isinstance(parameter, SplitParameter):
-                parameter.grad = None
 
     def _step_on(self, parameters: list[nn.Parameter], *, keeps_gradients: bool) -> Any:
         masters = {parameter: self._open(parameter) for parameter in parameters}
