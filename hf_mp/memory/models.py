@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +17,6 @@ from transformers.models.auto import modeling_auto
 from transformers.quantizers import AutoHfQuantizer
 
 from hf_mp.environment.libraries import first_line
-from hf_mp.memory.footprint import kept_sentence, memory_footprint
 from hf_mp.memory.precisions import bitsandbytes_config, parse_precision
 
 ModelLike = str | Path | PreTrainedConfig | PreTrainedModel
@@ -156,14 +154,11 @@ def load(
         TypeError: for a ``dtype`` or ``quantization_config`` in addition to ``precision``.
         ImportError: if bitsandbytes is needed and missing.
     """
-    chosen = parse_precision(precision)
+    dtype = parse_precision(precision).dtype
     kind = model_class(find_config(model_name_or_path))
     # Given always, so that Python refuses a second one in the settings.
-    given = {"dtype": chosen.dtype, "quantization_config": bitsandbytes_config(precision, double_quant)}
-    model: PreTrainedModel = _fetch(model_name_or_path, kind.from_pretrained, **given, **settings)
-    if chosen.quantization and (sentence := kept_sentence(chosen.label, memory_footprint(model))):
-        warnings.warn(sentence, stacklevel=2)
-    return model
+    given = {"dtype": dtype, "quantization_config": bitsandbytes_config(precision, double_quant)}
+    return cast(PreTrainedModel, _fetch(model_name_or_path, kind.from_pretrained, **given, **settings))
 
 
 def replace_tensors(model: nn.Module, device: torch.device) -> None:

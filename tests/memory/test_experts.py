@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import nn
 import hf_mp
 from hf_mp.casting.experts import has_stacked_experts
 from hf_mp.memory import measuring, training
-from hf_mp.memory.footprint import kept_sentence, memory_footprint
+from hf_mp.memory.footprint import memory_footprint
 from hf_mp.memory.ledger import Category
 from hf_mp.memory.models import skeleton
 from hf_mp.memory.precisions import TRAINING_PRESETS
@@ -104,20 +103,13 @@ def published(kind: str) -> Any:
     return config(**PUBLISHED[kind][0], architectures=[f"{kind}ForCausalLM"])
 
 
-@pytest.mark.parametrize("kind", PUBLISHED)
-def test_most_of_a_published_model_stays_in_16_bits(kind: str) -> None:
-    quantized = skeleton(published(kind), "nf4")
-    assert skeleton(published(kind), "fp32").num_parameters() == PUBLISHED[kind][1]
-    sentence = kept_sentence("NF4", memory_footprint(quantized, as_if_loaded=True))
-    assert re.match(r"NF4: 9\d% of these bytes stay in 16 bits", sentence)
-
-
 LONG = [pytest.mark.exhaustive, pytest.mark.timeout(900)]  # adapters of 61 layers with 671 billion parameters
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=LONG if kind == "DeepseekV3" else []) for kind in PUBLISHED])
 def test_published_sizes_are_predicted(kind: str) -> None:
+    assert skeleton(published(kind), "fp32").num_parameters() == PUBLISHED[kind][1]
     full = hf_mp.estimate_training_memory(published(kind), "bf16", batch_size=1, seq_len=512)
     assert full.peak_bytes > 16 * PUBLISHED[kind][1]
     adapters = hf_mp.estimate_training_memory(published(kind), "nf4-lora", batch_size=1, seq_len=512)

@@ -3,16 +3,14 @@ import json
 import os
 import re
 import sys
-import warnings
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import MixtralConfig
 from typer.testing import CliRunner
 
 from hf_mp import cli
-from hf_mp.memory.models import load
 from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS
 from hf_mp.memory.report import as_json, gather_report
 from hf_mp.memory.sizes import readable
@@ -95,16 +93,6 @@ def test_a_missing_package_leaves_the_rest(saved, monkeypatch):
 # The command
 
 
-def test_the_command_prints_tables(saved):
-    result = run(saved, "--train", "--batch-size", 2, "--seq-len", 16, "--precision", "fp16", "--gpu", "1GiB")
-    assert result.exit_code == 0, result.output
-    for words in ("Loaded", "INT8", "The peak of a training step on a GPU", "in 1.00 GiB"):
-        assert words in result.stdout
-    assert "not measured on a GPU yet" in result.stdout
-    assert max(map(len, result.stdout.splitlines())) <= 80
-    assert "hf-mp memory: taking a training step in hf_mp fp16 (1 of 1) ...\n" in result.stderr
-
-
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_no_table_is_wider_than_the_screen_and_no_word_is_broken(report, width):
     training = dict.fromkeys(TRAINING_PRESETS, report.training["fp32"])
@@ -128,16 +116,6 @@ def test_large_sizes_are_in_gib_and_experts_that_stay_in_16_bits_are_named():
     text = " ".join(console.file.getvalue().split())
     assert "NF4: 99% of these bytes stay in 16 bits" in text
     assert "model.layers.*.mlp.experts.gate_up_proj" in text
-
-
-def test_loading_such_a_model_says_it_too(tmp_path):
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    MixtralForCausalLM(MixtralConfig(num_hidden_layers=1, vocab_size=128, **sizes)).save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match=r"NF4: \d+% of these bytes stay in 16 bits.*experts.gate_up_proj"):
-        load(tmp_path, "nf4")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        load(tmp_path, "FP16")
 
 
 def test_gpt2_without_weights_and_network(monkeypatch):

@@ -133,7 +133,9 @@ def test_torchs_scaler_in_front_of_a_guarded_optimizer_is_refused(run: Any, sche
         scaler.step(run.optimizer)
 
 
-def test_training_without_a_guard_is_warned_of_once(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+@pytest.mark.parametrize("freezes_first", [False, True])
+def test_training_without_a_guard_is_warned_of_once(gpt2: GPT2LMHeadModel, batch: Batch, freezes_first: bool) -> None:
+    next(gpt2.parameters()).requires_grad_(not freezes_first)
     MixedPrecision("fp16").attach(gpt2)
     optimizer = SGD(gpt2.parameters(), lr=0.1)
     with pytest.warns(UserWarning, match=r"an optimizer that it does not know.*attach_optimizer") as caught:

@@ -17,7 +17,7 @@ from torch import nn
 from trainer_runs import arguments, callback_of, make_trainer, poisoned, same, tiny_gpt2, token_rows, weights
 from transformers import Trainer, TrainerCallback
 
-from hf_mp import LossScaleError, memory_footprint, prepare
+from hf_mp import LossScaleError, memory_footprint
 
 pytestmark = pytest.mark.usefixtures("without_first_check")
 
@@ -210,22 +210,6 @@ def test_a_stock_trainer_afterwards_is_plain_fp32(tmp_path: Path, precision: str
     with products(model) as seen:
         trainer_of(model, tmp_path, "stock", settings=short).train()
     assert seen == {torch.float32}
-
-
-@pytest.mark.parametrize("freezes_first", [False, True])
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_an_optimizer_that_the_runtime_does_not_know_is_told(freezes_first: bool, set_to_none: bool) -> None:
-    model = tiny_gpt2()
-    if freezes_first:
-        next(model.parameters()).requires_grad_(False)
-    prepare(model, torch.optim.SGD(model.parameters(), 0.1), "fp16")
-    other = torch.optim.SGD(model.parameters(), 0.1)
-    batch = {name: value[None] for name, value in token_rows(2)[0].items()}
-    with pytest.warns(UserWarning, match="an optimizer that it does not know updates its weights"):
-        for _ in range(3):
-            model(**batch).loss.backward()
-            other.step()
-            other.zero_grad(set_to_none=set_to_none)
 
 
 # Skipped steps, as others are told of them
