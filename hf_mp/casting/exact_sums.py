@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from hf_mp.casting.cpu.upcast import run_through_fp32
 from hf_mp.casting.handlers import Plan, cast_all
@@ -38,8 +37,7 @@ def exact_plan(plan: Plan, tables: TableName) -> Plan:
                 f"exact_generation=True sums {name} in FP64, and a rule has it run as it is called: leave that "
                 "rule out, or make it 'fp32'"
             )
-        handler = _HANDLERS[entry.rule]
-        found[func] = entry._replace(handler=_grouped(handler) if name in _GROUPED else handler)
+        found[func] = entry._replace(handler=_refuse_grouped if name in _GROUPED else _HANDLERS[entry.rule])
     return {**plan, **found}
 
 
@@ -55,22 +53,11 @@ def sum_in_fp64(
     return run_through_fp32(func, args, kwargs, dtype, torch.float64)
 
 
-def _grouped(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """The handler of a product of experts, whose kernels have no FP64: an expert at a time."""
-
-    def handle(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        given = {key: value for key, value in kwargs.items() if value is not None}  # bias=None, out_dtype=None
-        return handler(mode, name, _expert_by_expert, args, given)
-
-    return handle
-
-
-def _expert_by_expert(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
-    """The product of rows, sorted by expert, with the weights of each, whose rows end at ``offs``."""
-    sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()  # a read of the device: what is exact is slow anyway
-    behind = rows.new_zeros(len(rows) - sum(sizes), weights.shape[-1])  # rows of no expert here
-    parts = rows[: sum(sizes)].split(sizes)
-    return torch.cat([*(part @ weight for part, weight in zip(parts, weights, strict=True)), behind])
+def _refuse_grouped(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    raise ValueError(
+        "exact_generation=True sums products in FP64, and grouped products of experts have no such kernel: load the "
+        "model with experts_implementation='eager'"
+    )
 
 
 _HANDLERS: dict[CastRule, Callable[..., Any]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -133,33 +133,23 @@ def _divided(rule: ModuleRule, outer: autocast, func: Callable[..., Any], args: 
     """The product in 16 bits of factors that are small enough, with the exponents of FP32 given back.
 
     A power of two changes no mantissa, and a product is linear in each factor: the result is that of 16 bits with a
-    wider exponent, but for what falls below the smallest number of FP16. So it is in the backward, of a gradient that
-    is divided: the gradient of a factor, as large as the others, gets back in FP32 by what these were divided.
+    wider exponent, but for what falls below the smallest number of FP16.
     """
-    by = rule.divisors
+    by, product = float(rule.divisor), SCALABLE[rule.op]
     if rule.op == "einsum":  # its operands may come in a list
         args = [args[0], *(args[1] if isinstance(args[1], (list, tuple)) else args[1:])]
-    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    divisors, total = _divisors(rule, {place for place, arg in given.items() if isinstance(arg, Tensor)})
+    small = {*product.input, *(product.added or ())}
 
-    def divided(place: int | str) -> Any:
-        if place not in divisors:
-            return given[place]
-        # Of a gradient that was divided, 16 bits do not hold what it is multiplied to.
-        factor = outer.cast(given[place], torch.float32) if by.gradient > 1 else given[place]
-        return _Times.apply(factor, 1.0 / divisors[place], total / divisors[place] * by.gradient)
+    def divided(place: int | str, arg: Any) -> Any:
+        if not isinstance(arg, Tensor):
+            return arg
+        # What a small factor has lost comes back with the result, and in backward with the other factors' gradients.
+        return _Times.apply(arg, 1.0 / by, 1.0) if place in small else _Times.apply(arg, 1.0, by)
 
-    result = func(*map(divided, range(len(args))), **{name: divided(name) for name in kwargs})
-    return _Times.apply(result.to(torch.float32), total, 1.0 / by.gradient)
-
-
-def _divisors(rule: ModuleRule, places: set[int | str]) -> tuple[dict[int | str, float], float]:
-    """By what each operand of a product is divided, and by what therefore the result is."""
-    product, by = SCALABLE[rule.op], rule.divisors
-    added = places & {*(product.added or ())}
-    divisors = {place: float(by.input if place in product.input else by.weight) for place in places - added}
-    total = math.prod(divisors.values())
-    return {**divisors, **dict.fromkeys(added, total)}, total
+    result = func(
+        *itertools.starmap(divided, enumerate(args)), **{key: divided(key, arg) for key, arg in kwargs.items()}
+    )
+    return _Times.apply(result.to(torch.float32), by, 1.0)
 
 
 def _watch_op(module: nn.Module, rule: ModuleRule, outer: autocast) -> InForce:

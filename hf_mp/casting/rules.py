@@ -55,28 +55,13 @@ SCALABLE: dict[str, Product] = {
 MOST_SCALED = 2**16
 
 
-class Divisors(NamedTuple):
-    """By which powers of two a product divides; as a rule ``"scaled/N"``, ``"scaled/N/M"`` or ``"scaled/N/M/W"``."""
-
-    input: int = 1
-    gradient: int = 1  # that its backward is given
-    weight: int = 1  # every other factor
-
-    @classmethod
-    def parse(cls, rule: Any) -> Divisors | None:
-        """Those of a rule; None for another one."""
-        prefix, *numbers = str(rule).split("/")
-        if prefix != "scaled" or len(numbers) not in (1, 2, 3) or not all(number.isdecimal() for number in numbers):
-            return None
-        found = cls(*map(int, numbers))
-        is_known = all(1 <= divisor <= MOST_SCALED and not divisor & (divisor - 1) for divisor in found)
-        return found if is_known and max(found) > 1 else None
-
-    def __str__(self) -> str:
-        numbers = [*self]
-        while len(numbers) > 1 and numbers[-1] == 1:
-            numbers.pop()
-        return "/".join(["scaled", *map(str, numbers)])
+def parse_divisor(rule: Any) -> int | None:
+    """N of a rule ``"scaled/N"``; None for another one."""
+    prefix, _, number = str(rule).partition("/")
+    if prefix != "scaled" or not number.isdecimal():
+        return None
+    # A power of two changes no mantissa.
+    return int(number) if 1 < int(number) <= MOST_SCALED and int(number).bit_count() == 1 else None
 
 
 class ModuleRule(NamedTuple):
@@ -87,7 +72,7 @@ class ModuleRule(NamedTuple):
     functions: frozenset[Callable[..., Any]]  # every spelling of the op; none for a rule about all of a module
     op: str
     dtype: torch.dtype | None  # None: autocast's own; for an op, of divided numbers
-    divisors: Divisors = Divisors()
+    divisor: int = 1  # of a product's input and what is added to it
 
 
 def parse_rules(rules: Rules | None, tables: OpTables) -> tuple[OpRules, tuple[ModuleRule, ...]]:
@@ -100,8 +85,7 @@ def parse_rules(rules: Rules | None, tables: OpTables) -> tuple[OpRules, tuple[M
             are ``"fp32"``; for modules also ``"bf16"``, and ``"lower_precision"`` for routers of experts, which an
             attached model runs in FP32; for ops ``"lower_precision"``, ``"widest"``, ``"unlisted"``; for a product
             (:data:`SCALABLE`) in modules also ``"scaled/N"`` with a power of two: the product in 16 bits of input and
-            bias divided by N, times N in FP32. ``"scaled/N/M"``: its backward, too, in 16 bits, of a gradient divided
-            by M; ``"scaled/N/M/W"``: of a weight, or other factors, divided by W.
+            bias divided by N, times N in FP32.
         tables: the tables that the rules change.
 
     Returns:
@@ -143,15 +127,15 @@ def _parse_op_rule(key: str, pattern: str, op: str, value: Any) -> ModuleRule:
         functions |= {fallback, fallback.default}
     if value == "fp32":
         return ModuleRule(key, pattern, functions, op, torch.float32)
-    divisors = Divisors.parse(value)
-    if divisors is None:
+    divisor = parse_divisor(value)
+    if divisor is None:
         raise ValueError(
-            f"rule {key!r}: {value!r} is not known for an op of a module: use 'fp32', or 'scaled/16' (its input), "
-            f"'scaled/1/16' (its gradient), 'scaled/1/1/16' (its weight), with a power of two up to {MOST_SCALED}"
+            f"rule {key!r}: {value!r} is not known for an op of a module: use 'fp32', or 'scaled/16' (its input in "
+            f"FP16 divided by that), with a power of two up to {MOST_SCALED}"
         )
     if op not in SCALABLE:
         raise ValueError(f"rule {key!r}: {op!r} cannot be scaled, only {', '.join(SCALABLE)} can: use 'fp32'")
-    return ModuleRule(key, pattern, functions, op, None, divisors)
+    return ModuleRule(key, pattern, functions, op, None, divisor)
 
 
 def _spellings_of(key: Any, tables: OpTables) -> tuple[str, list[Callable[..., Any]]]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from hf_mp.casting.rules import MOST_SCALED, SCALABLE, Divisors
+from hf_mp.casting.rules import MOST_SCALED, SCALABLE, parse_divisor
 from hf_mp.diagnostics.ranges import OpRange, is_in_place
 from hf_mp.scaling.rules import FP16_MAX, scale_with_headroom
 from hf_mp.scaling.scalers import LossScaleError
@@ -39,14 +39,14 @@ def _divided_product(at: Situation) -> dict[str, str]:
     """The product of numbers divided by powers of two."""
     found = at.found
     key = f"{found.module}:{found.op}"
-    before = Divisors.parse(at.rules[key]) if key in at.rules else Divisors()
+    before = parse_divisor(at.rules[key]) if key in at.rules else 1
     if before is None or found.op not in SCALABLE or not math.isfinite(at.excess):  # None: it is ruled otherwise
         return {}
     power = 2 ** (max(math.ceil(at.excess).bit_length(), 1) + SPARE_DOUBLINGS)
-    by = before._replace(input=before.input * power)
+    divisor = before * power
     # What is divided already was larger. The smallest results are to stay normal in FP16.
-    is_normal = by.input * by.weight <= MOST_DIVIDED * max(1.0, found.least * before.input * before.weight)
-    return {key: str(by)} if is_normal and max(by) <= MOST_SCALED else {}
+    is_normal = divisor <= MOST_DIVIDED * max(1.0, found.least * before)
+    return {key: f"scaled/{divisor}"} if is_normal and divisor <= MOST_SCALED else {}
 
 
 def _op_in_fp32(at: Situation) -> dict[str, str]:
@@ -108,10 +108,10 @@ def merged(several: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _wider(one: str, other: str) -> str:
-    divisors, others = Divisors.parse(one), Divisors.parse(other)
-    if divisors is None or others is None:  # FP32 and BF16 have the wider range
-        return other if others is None and divisors is not None else one
-    return str(Divisors(*map(max, divisors, others)))
+    divisor, others = parse_divisor(one), parse_divisor(other)
+    if divisor is None or others is None:  # FP32 and BF16 have the wider range
+        return other if others is None and divisor is not None else one
+    return max((divisor, one), (others, other))[1]
 
 
 class CannotHealError(LossScaleError):

@@ -153,12 +153,10 @@ class TestIslandsOfTorchsInsideOfAGraph:
             assert [t.dtype for t in function(torch.randn(4, 8))] == [FP32, FP32, BF16]
         assert active_autocast() is None
 
-    @pytest.mark.parametrize("device", ["cpu", "cuda"])
-    @pytest.mark.filterwarnings("ignore:CUDA is not available")
-    def test_torchs_switched_on_is_an_error(self, device: str) -> None:
+    def test_torchs_switched_on_is_an_error(self) -> None:
         @torch.compile(backend="eager")
         def function(x: Tensor) -> Tensor:
-            with torch.autocast(device, BF16):
+            with torch.autocast("cpu", BF16):
                 return x @ W
 
         with autocast(BF16), pytest.raises(RuntimeError, match=r"torch.autocast was entered inside hf_mp.autocast"):

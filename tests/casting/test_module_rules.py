@@ -99,33 +99,19 @@ CONTRACTIONS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("product", CONTRACTIONS)
-def test_factors_that_are_divided_both(product: str) -> None:
-    """One of them does not fit into FP16, as their product; against FP64, with gradients."""
+def test_a_contraction_of_a_divided_factor(product: str) -> None:
+    """Its result does not fit into FP16; against FP64, with gradients."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(-9, 10, (2, 4, 8), generator=generator).float().requires_grad_()
-    y = (2.0**14 * torch.randint(-9, 10, (2, 8, 3), generator=generator)).requires_grad_()
+    y = (2.0**10 * torch.randint(-9, 10, (2, 8, 3), generator=generator)).requires_grad_()
     model, g = Using(CONTRACTIONS[product]), torch.randint(-2, 3, (2, 4, 3), generator=generator).float()
-    with autocast(FP16, rules={f":{product.partition(' ')[0]}": "scaled/16/1/64"}, model=model):
+    with autocast(FP16, rules={f":{product.partition(' ')[0]}": "scaled/16"}, model=model):
         found = model(x, y)
-    assert y.abs().max() > 65504 and found.dtype is FP32
+    assert found.abs().max() > 65504 and found.dtype is FP32
     assert torch.equal(found.double(), _rounded_to_11_bits(x.double() @ y.double()))
     (found * g).sum().backward()
     assert x.grad is not None and torch.equal(x.grad.double(), _rounded_to_11_bits(g.double() @ y.double().mT))
     assert y.grad is not None and torch.equal(y.grad.double(), (x.double().mT @ g.double()))
-
-
-def test_a_backward_of_divided_gradients() -> None:
-    """Gradients beyond FP16 come in, and go out, of a product in FP16."""
-    model = nn.Sequential(nn.Linear(8, 4))
-    with torch.no_grad():
-        model[0].weight.copy_(torch.arange(32.0).view(4, 8) - 16)
-    x, g = torch.arange(16.0).view(2, 8).requires_grad_(), 2.0**14 * torch.tensor([[5.0, -6, 7, -3], [1, 2, 8, 4]])
-    with autocast(FP16, rules={"0:linear": "scaled/1/256"}, model=model):
-        model(x).backward(g)
-    assert g.max() > 65504
-    assert torch.equal(x.grad.double(), _rounded_to_11_bits(g.double() @ model[0].weight.double()))  # type: ignore[union-attr]
-    assert torch.equal(model[0].weight.grad.double(), _rounded_to_11_bits(g.double().mT @ x.double()))
-    assert torch.equal(model[0].bias.grad, g.sum(0))
 
 
 def test_a_cast_in_fp32_is_a_cast_to_fp32() -> None:
@@ -196,7 +182,7 @@ def test_a_module_in_bf16() -> None:
         ("0:linear", "scaled/131072", r"'scaled/131072' is not known"),
         ("0:linear", "scaled/1", r"'scaled/1' is not known"),
         ("0:mul", "scaled/4", r"'mul' cannot be scaled, only linear, addmm, conv1d"),
-        ("0:linear", "scaled/1/1/1", r"'scaled/1/1/1' is not known"),
+        ("0:linear", "scaled/4/8", r"'scaled/4/8' is not known"),
         ("0:liner", "fp32", r"rule '0:liner': torch has no op 'liner': use a name such as 'linear'"),
         ("9:linear", "fp32", r"rule '9:linear' matches no module of Sequential; close to it are '0'"),
     ],

@@ -282,4 +282,3 @@ def test_rules_of_several_processes() -> None:
     one, two = {"a:linear": "scaled/8", "b": "fp32"}, {"a:linear": "scaled/128", "c:linear": "scaled/16"}
     assert merged([one, two]) == merged([two, one]) == {"a:linear": "scaled/128", "b": "fp32", "c:linear": "scaled/16"}
     assert merged([{"a:linear": "fp32"}, {"a:linear": "scaled/128"}]) == {"a:linear": "fp32"}
-    assert merged([{"a:linear": "scaled/8/1/4"}, {"a:linear": "scaled/2/16"}]) == {"a:linear": "scaled/8/16/4"}
