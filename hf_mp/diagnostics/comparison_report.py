@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
-from hf_mp.diagnostics.tables import for_json, listed, printed, table
+from hf_mp.diagnostics.tables import aligned, for_json, listed
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,10 @@ class PrecisionError:
     log_probability_maximum: float | None = None
     kl: float | None = None
 
-    @property
-    def error(self) -> float:
-        """What precisions are compared by: ``log_probability_rms``, or ``logits_rms`` where there is none."""
-        return self.logits_rms if self.log_probability_rms is None else self.log_probability_rms
-
 
 @dataclass(frozen=True)
 class PrecisionComparison:
-    """What :func:`hf_mp.compare_precisions` found; prints as a table of 80 columns.
+    """What :func:`hf_mp.compare_precisions` found; prints as a table.
 
     Attributes:
         model: name of the model's class.
@@ -67,7 +62,7 @@ class PrecisionComparison:
         for one in self.errors:
             numbers = (_short(number) for number in astuple(one)[2:] if number is not None)
             rows.append((one.precision, listed(one.rules), *numbers))
-        return printed(title, table(header, rows, names=2), *self.notes, width=80)
+        return "\n".join((title, aligned([header, *rows], range(2, len(header))), *self.notes))
 
 
 def _short(value: float) -> str:

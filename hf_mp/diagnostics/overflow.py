@@ -104,17 +104,6 @@ class OverflowExplainer(StepObserver):
             return ""
         return f"The last one that was replayed:\n{self.reports[-1].to_text()}"  # the last steps may not have been
 
-    def explain_now(self) -> OverflowReport | None:
-        """Replay the current step's micro-batches, between ``backward()`` and ``step()``.
-
-        Returns:
-            The report on the first inf or NaN; None without one. It is added to :attr:`reports` and logged.
-        """
-        if not self.backwards or (report := self._explain(self.backwards, self.backwards)).phase == "not found":
-            return None
-        self._publish(report)
-        return report
-
     def _explain(self, suspects: list[KeptBackward], backwards: list[KeptBackward]) -> OverflowReport:
         """The first report that has found an origin, else the last one."""
         for backward in suspects:

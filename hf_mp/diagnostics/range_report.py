@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hf_mp.diagnostics.ranges import OpRange
-from hf_mp.diagnostics.tables import for_json, printed, table
+from hf_mp.diagnostics.tables import aligned, for_json
 
 RULES_NAME = "precision_rules.json"
 CLOSE_DOUBLINGS = 2.0
@@ -63,7 +63,7 @@ class RangeReport:
         header = ("module", "op", "largest", "headroom", "largest gradient", "in FP16")
         rows = [(op.module, op.op, *_cells(op)) for op in shown]
         title = f"{self.model} in {self.precision}, {self.batches} batches"
-        text = printed(title, table(header, rows, names=2), width=150) if rows else ""
+        text = f"{title}\n{aligned([header, *rows], range(2, 5))}\n" if rows else ""
         lines = [f"{len(self.overflows)} of {len(self.ops)} ops overflow in FP16, {len(self.close)} come close."]
         rules = ", ".join(f"{key!r}: {value!r}" for key, value in self.rules.items())
         lines += [*self.notes, f"rules={{{rules}}}" if self.rules else "No rules are needed."]

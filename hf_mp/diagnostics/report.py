@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from hf_mp.diagnostics import report_charts as charts
 from hf_mp.diagnostics.contract.table import HEADER
 from hf_mp.diagnostics.magnitudes import Histogram, Swamped
 from hf_mp.diagnostics.report_charts import percent
-from hf_mp.diagnostics.run_log import RunRecords, StepRecord, read_run
+from hf_mp.diagnostics.run_log import RunRecords, read_run
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes
 from hf_mp.memory.sizes import readable
 from hf_mp.scaling.rules import FP16_MAX, scale_text
@@ -81,7 +81,8 @@ def render_report(run: RunRecords) -> str:
 
 def findings(run: RunRecords) -> list[str]:
     """The findings of the run in a few sentences."""
-    found = _findings_of_steps(run.steps) if run.steps else []
+    skipped = sum(step.skipped for step in run.steps.values())
+    found = [f"{skipped:,} of {len(run.steps):,} steps skipped."] if run.steps else []
     if run.healed:
         found.append(f"{len(run.healed)} places left FP16's range and were healed.")
     if (step := run.magnitudes) is None:
@@ -96,22 +97,6 @@ def findings(run: RunRecords) -> list[str]:
         found.append(
             f"Of the updates of step {step.step}, weights stored in BF16 without masters would lose "
             f"{percent(swamped.share)}."
-        )
-    return found
-
-
-def _findings_of_steps(steps: Mapping[int, StepRecord]) -> list[str]:
-    scales = [step.loss_scale for step in steps.values()]
-    headrooms = [step.headroom for step in steps.values() if step.headroom is not None]
-    first, last, least, most = map(scale_text, (scales[0], scales[-1], min(scales), max(scales)))
-    found = [
-        f"{sum(step.skipped for step in steps.values()):,} of {len(steps):,} steps skipped.",
-        f"Loss scale from {first} to {last} (range {least} to {most}).",
-    ]
-    if headrooms:
-        found.append(
-            f"Headroom {headrooms[-1]:.1f} at the end, {min(headrooms):.1f} at its smallest: doublings of the "
-            "scale between the largest gradient and an overflow."
         )
     return found
 

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, names: int = 1) -> Any:
-    """A table of rich; the first ``names`` columns are names, which fold; all others are numbers."""
-    from rich.box import SIMPLE_HEAD  # printing alone needs rich
-    from rich.table import Table
-
-    found = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    for place, name in enumerate(header):
-        # A name may fold, a number may not: 8 characters of a name are left where the table is narrow.
-        least, side = (8, "left") if place < names else (None, "right")
-        found.add_column(name, overflow="fold", min_width=least, justify=side)  # type: ignore[arg-type]
-    for row in rows:
-        found.add_row(*row)
-    return found
-
-
-def printed(*parts: Any, width: int) -> str:
-    """Tables and sentences as text; sentences are wrapped."""
-    from rich.console import Console
-
-    console = Console(width=width, highlight=False, markup=False)
-    with console.capture() as text:
-        for part in parts:
-            console.print(part)
-    return text.get()
+def aligned(lines: Sequence[Sequence[str]], numbers: Collection[int]) -> str:
+    """Lines of cells as text in columns, of which those at the places ``numbers`` end at the right."""
+    # Not rich: a training prints a table before anything else needs it, and logs keep no boxes.
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if place in numbers else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
 
 
 def listed(rules: dict[str, str]) -> str:

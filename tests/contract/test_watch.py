@@ -171,10 +171,6 @@ def test_the_table_is_short(gpt2: GPT2LMHeadModel, batch) -> None:
     contract = hf_mp.precision_contract(gpt2, AdamW(gpt2.parameters()))
     lines = str(contract).splitlines()
     assert len(lines) <= 8 and max(map(len, lines)) <= 120
-    many = PrecisionContract(
-        tuple(type(contract.rows[0])("linear", 1, f"int{n}", "?", "?", "-", "-", "fp32") for n in range(9))
-    )
-    assert str(many).splitlines()[-1].split()[:2] == ["3", "more"] and len(str(many).splitlines()) == 8
 
 
 # In a Trainer
@@ -244,7 +240,7 @@ def test_the_page_has_it(tmp_path: Path) -> None:
     _, adapter = train("subclass", "bf16", tmp_path, precision_report=True)
     page = (tmp_path / "precision_report.html").read_text()
     assert "Precision contract" in page
-    for cell in next(adapter.session.contract.cells()):
+    for cell in adapter.session.contract.cells()[0]:
         assert f"<td>{cell}</td>" in page
 
 

@@ -144,19 +144,6 @@ def test_of_skips_in_a_row_the_first_second_fourth_are_replayed_and_one_is_logge
     assert loop.reports[-1].step == 8
 
 
-def test_asked_before_the_step() -> None:
-    loop = Loop()
-    with torch.no_grad():
-        loop.model(**bad())  # is not kept
-    loop.backward(vectors(0))
-    assert loop.explainer.explain_now() is None
-    loop.backward(bad())
-    report = loop.explainer.explain_now()
-    assert report is not None
-    assert (report.phase, report.tensor, report.micro_batch) == ("input", "x", 2)
-    assert loop.reports == [report]
-
-
 def test_training_that_stops_says_who_it_was() -> None:
     loop = Loop(scaler=StaticLossScaler(2.0**8, max_consecutive_skips=3))
     loop.step(bad())

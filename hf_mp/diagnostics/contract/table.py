@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
+from hf_mp.diagnostics.tables import aligned
+
 HEADER = ("parameters", "elements", "stored", "computed", "gradient", "reduced", "moments", "saved")
-MOST_ROWS = 6
 NOT_SEEN, NONE = "?", "-"
 
 
@@ -70,28 +71,16 @@ class PrecisionContract:
         """Whether 16-bit weights are trained that have no FP32 master."""
         return any(row.stored in ("fp16", "bf16") and row.kind != "frozen" for row in self.rows)
 
-    def cells(self) -> Iterator[tuple[str, ...]]:
-        """The rows to show, in the order of :data:`HEADER`: kinds that are treated alike together, at most six."""
+    def cells(self) -> list[tuple[str, ...]]:
+        """The rows to show, in the order of :data:`HEADER`: kinds that are treated alike together."""
         # Kinds that are treated alike share a line, or an FP32 run would say one thing five times.
         together: dict[tuple[str, ...], list[ContractRow]] = {}
         for row in self.rows:
             together.setdefault(row.dtypes, []).append(row)
-        lines = [
+        return [
             (", ".join(dict.fromkeys(row.kind for row in rows)), f"{sum(row.elements for row in rows):,}", *dtypes)
             for dtypes, rows in together.items()
         ]
-        yield from lines[:MOST_ROWS]
-        if len(lines) > MOST_ROWS:
-            yield (f"{len(lines) - MOST_ROWS} more", *("" for _ in HEADER[1:]))
 
     def __str__(self) -> str:
-        lines = [HEADER, *self.cells()]
-        # Not rich: a training prints this before anything else needs it, and logs keep no boxes.
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.rjust(width) if index == 1 else cell.ljust(width)
-                for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        )
+        return aligned([HEADER, *self.cells()], numbers={1})
