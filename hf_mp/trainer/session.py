@@ -30,8 +30,7 @@ from hf_mp.trainer.first_backward import check_first_backward
 from hf_mp.trainer.fused_head import keep_fused_heads_in_fp32
 from hf_mp.trainer.reporting import end_recording, show_contract, start_recording
 from hf_mp.trainer.settings import SAVE_DTYPES, SessionSettings
-from hf_mp.weights.attachable import check_attachable, runtimes_of
-from hf_mp.weights.ranks.placement import placement_of
+from hf_mp.weights.attachable import runtimes_of
 from hf_mp.weights.reading_layout import ReadingLayout
 
 if TYPE_CHECKING:  # what not every training asks for is imported where it does
@@ -73,16 +72,6 @@ class TrainerSession:
         self._at_detach = ExitStack()
 
     # Begin
-
-    def check(self, model: nn.Module) -> None:
-        """Raise now for what :meth:`begin` would raise for; a model of an earlier session will be taken over.
-
-        Raises:
-            ValueError: naming the reason and the way out.
-        """
-        # What an earlier session attached is released when this one begins.
-        if self.runtime is not None and not _runtimes_of(model):
-            check_attachable(model, placement_of(model))
 
     def begin(self, model: nn.Module, *, measures_norm: bool = False) -> None:
         """Attach ``model``; before its optimizer is made, and again whenever a library may have set a forward.

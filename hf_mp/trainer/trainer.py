@@ -15,7 +15,6 @@ from transformers.training_args import ParallelMode
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.scaling.events import check_free_gradients
 from hf_mp.trainer.arguments import MixedPrecisionArguments
 from hf_mp.trainer.calling_trainer import forget_prepared, refuse_compiled_whole
 from hf_mp.trainer.checkpoints.crash_safe_trainer import CrashSafe
@@ -54,8 +53,8 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
         session: the :class:`TrainerSession`, with the ``contract`` of the run.
 
     Raises:
-        ValueError: before anything is written, for an unknown precision, for ``fp16=True``, ``bf16=True`` or
-            ``ACCELERATE_MIXED_PRECISION`` together with ours, or for a model without floating parameters.
+        ValueError: before anything is written, for an unknown precision, and for ``fp16=True``, ``bf16=True`` or
+            ``ACCELERATE_MIXED_PRECISION`` together with ours. From ``train()``, for a model that cannot be attached.
         ScaleLeakError: from ``train()``, if gradients of its first backward change with the loss scale.
     """
 
@@ -75,10 +74,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
         settings = SessionSettings.of(args, {"precision": precision, "tables": tables, "rules": rules})
         self.precision_policy = policy = settings.policy
         refuse_other_precision(args, policy)
-        check_free_gradients(policy, settings.free_gradients)
         self.session = TrainerSession(settings, args)
-        if model is not None:
-            self.session.check(model)
         if positional:
             super().__init__(model, args, *positional, **named)
         else:  # by name: the second parameter of TRL's DPOTrainer is the reference model

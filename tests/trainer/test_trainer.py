@@ -169,9 +169,9 @@ def test_what_a_launcher_starts_is_refused(
 def test_a_model_without_floating_parameters_is_refused(tmp_path: Path, rows: Rows) -> None:
     model = nn.Module()
     model.register_parameter("ids", nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False))
+    trainer = MixedPrecisionTrainer(model, arguments(tmp_path), train_dataset=rows)
     with pytest.raises(ValueError, match="Module has no floating parameters"):
-        MixedPrecisionTrainer(model, arguments(tmp_path), train_dataset=rows)
-    assert not (tmp_path / "run").exists()
+        trainer.train()
 
 
 def test_plain_training_arguments_and_the_precision_keyword(
