@@ -125,6 +125,7 @@ def adamw_(
     shape (), is not 0.
     """
     if chosen("adamw", [tensors.gradient for tensors in parameters]) is not None:
+        # The gradients were asked first, because on a CPU they answer for all: this list is made for a GPU alone.
         read = [one for tensors in parameters for one in tensors if one is not None and one.is_floating_point()]
         if (kernel := chosen("adamw", read)) is not None:
             kernel(parameters, settings, factor, found_inf)
@@ -139,6 +140,7 @@ def _update(batch: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tens
     if not _has_blocks(batch[0]):  # then it is alone
         adamw_by_torch(batch[0], settings, factor)
         return
+    # Once for the whole parameter: its blocks are steps of torch's, which must all see the same count.
     torch._foreach_add_([tensors.step for tensors in batch], 1)
     for parts, working, remainder, gradient in _blocks(batch, factor):
         master = merge(working, remainder)

@@ -55,6 +55,7 @@ class _Connector(Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
+        # One element, expanded: autograd wants the shape of the logits here, and nobody reads their values.
         return logits.new_zeros(()).expand(logits.shape)
 
     @staticmethod
@@ -70,6 +71,7 @@ class _CrossEntropy(Function):
         counted = labels != ignore_index
         denominators, losses = _rows(logits, labels).forward(logits, torch.where(counted, labels, 0))
         ctx.save_for_backward(connector, labels)
+        # Not by save_for_backward, which would be one more owner: the gradient could not take the place of the logits.
         ctx.logits, ctx.version, ctx.denominators = logits, version_of(logits), denominators
         ctx.count = counted.sum() if reduction == "mean" else None
         ctx.ignore_index, ctx.reduction = ignore_index, reduction
@@ -101,6 +103,7 @@ class _CrossEntropy(Function):
 
 def _rows(logits: Tensor, labels: Tensor) -> Any:
     """Who goes through the rows: the kernel or :class:`Rows`."""
+    # A kernel reads the labels by their address.
     same_device = labels.device == logits.device
     return (chosen("cross_entropy", [logits]) if same_device else None) or Rows
 
@@ -124,6 +127,7 @@ class Rows:
         """Write the gradient of the logits into ``result``, which they may be; FP32 ``factors``: what enters a row."""
         hit = torch.full((1, 1), -1.0, dtype=torch.float32, device=logits.device)
         for rows in _blocks(logits):
+            # The softmax less 1 at the label, times what enters the row; 1 is subtracted before the product, in FP32.
             values = logits[rows].to(torch.float32, copy=True).sub_(denominators[rows, None]).exp_()
             values.scatter_add_(1, targets[rows, None], hit.expand(values.shape[0], 1))
             result[rows] = values.mul_(factors[rows, None])

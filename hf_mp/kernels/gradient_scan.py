@@ -27,6 +27,7 @@ class Scan(NamedTuple):
 
 def scan_reference(tensors: Sequence[Tensor]) -> Scan:
     """What the kernel ``gradient_scan`` computes, of dense tensors up to FP32 on one device."""
+    # All in one tensor, whatever the order in which blocks are summed: what the kernel is held against.
     values = torch.cat([tensor.float().flatten() for tensor in tensors])
     return Scan(torch.linalg.vector_norm(values, math.inf), torch.linalg.vector_norm(values))
 
@@ -49,6 +50,7 @@ def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
         if all([tensor.dtype is torch.float32 for tensor in values]):
             return torch.stack(extremes).abs().max()
     else:
+        # On a GPU one launch for all: aminmax would be one a tensor.
         extremes = list(torch._foreach_norm(values, float("inf")))
     device = values[0].device
     return torch.stack([extreme.abs().to(device, torch.float32) for extreme in extremes]).max()
@@ -87,6 +89,7 @@ def magnitude_bound(tensors: Iterable[Tensor]) -> Tensor:
 def all_finite(tensors: Iterable[Tensor], limit: float = math.inf) -> bool:
     """Whether all elements are smaller than ``limit`` and none is NaN."""
     given = list(tensors)
+    # The bound is the cheaper question, and nearly always answers it; no comparison with NaN is true.
     return bool(magnitude_bound(given) < limit) or bool(largest_magnitude(given) < limit)
 
 

@@ -79,6 +79,7 @@ def is_interpreting() -> bool:
 
 def launcher(name: str) -> Any:
     """The launcher of the kernel ``name``, whose module is imported at its first use."""
+    # Not at import: Triton takes long to import, and many machines have none.
     return getattr(module_of(name), KERNELS[name])
 
 
@@ -90,6 +91,7 @@ def module_of(name: str) -> Any:
 def difference(name: str, device: torch.device) -> str | None:
     """What the kernel ``name`` computes otherwise than its reference on ``device``; None for nothing."""
     for what, found, expected, allowed in module_of(name).pairs(device):
+        # The reference may have run on the CPU, where its rounding is known.
         values = found.cpu().float(), expected.cpu().float()
         if not torch.allclose(*values, rtol=allowed, atol=allowed, equal_nan=True):
             return f"{what} differs"

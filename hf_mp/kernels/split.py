@@ -54,6 +54,7 @@ def split_into(value: Tensor, working: Tensor, remainder: Tensor) -> None:
         raise TypeError(f"only FP32 values are split, not {value.dtype}: cast with .float() first")
     split_block, _, most = _format(working.dtype)
     for whole, upper, lower in cache_blocks(value, working, remainder):
+        # One look spares nearly all blocks the slow way; elsewhere it would make the host wait for the device.
         if whole.device.type == "cpu" and _is_ordinary(whole):
             split_block(whole, upper, lower)
             continue
@@ -101,6 +102,7 @@ def _split_bf16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
 
 def _merge_into_bf16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     bits = value.view(torch.int32)
+    # The remainder is signed: it takes back what rounding has added to the upper half.
     bits.copy_(working.view(torch.int16)).bitwise_left_shift_(16).add_(remainder)
 
 

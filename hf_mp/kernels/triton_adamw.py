@@ -183,6 +183,7 @@ def adamw_(
             kind = (DTYPES[tensors.gradient.dtype], working, tensors.remainder is not None)
             kinds.setdefault(kind, []).append(number)
     with on(device):
+        # Steps are counted on the device: the host does not know yet whether the last update was skipped.
         advance_kernel[(triton.cdiv(len(parameters), STEPS),)](
             on_device(tuple(tensors.step.data_ptr() for tensors in parameters), device, stream), numbers,
             numbers if rate_at is None else rate_at, found_inf, 0.0 if rate_at is not None else settings.lr,

@@ -618,8 +618,3 @@ def test_fp32_parameters_alone_are_warned_about() -> None:
     ours[0].grad = torch.ones(2)
     wrapper.step()
     assert torch.equal(ours[0].detach(), torch.zeros(2))
-
-
-def test_repr_names_both() -> None:
-    wrapper = MasterWeightOptimizer(SGD(parameters([torch.ones(2)], torch.float16)))
-    assert repr(wrapper).startswith("MasterWeightOptimizer(SGD (")

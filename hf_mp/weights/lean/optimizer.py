@@ -139,9 +139,6 @@ class MasterWeightOptimizer(Optimizer):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(optimizer, name)
 
-    def __repr__(self) -> str:
-        return f"MasterWeightOptimizer({self.optimizer!r})"
-
     def master(self, parameter: nn.Parameter) -> Tensor:
         """The FP32 master weight of ``parameter``, detached, of its shape; write through the parameter."""
         if isinstance(parameter, SplitParameter):
@@ -190,6 +187,7 @@ class MasterWeightOptimizer(Optimizer):
         In a lean layout, gradients are freed as they are used, unless a ``found_inf`` tells the device to skip.
         ``closure`` recomputes the loss and calls ``backward``: once, before the update; its result is returned.
         """
+        # The closure runs a backward, and step() is under no_grad.
         loss = None if closure is None else torch.enable_grad()(closure)()
         result = self.step_on(self._parameters(), vars(self).get("found_inf"))
         return result if closure is None else loss
@@ -237,6 +235,7 @@ class MasterWeightOptimizer(Optimizer):
         if not _needs_master(parameter):
             return parameter
         value = parameter.fp32_value() if isinstance(parameter, SplitParameter) else self._whole(parameter)
+        # A parameter: torch takes its fast paths for exact types alone.
         return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
     def _close(self, masters: dict[nn.Parameter, nn.Parameter]) -> None:

@@ -170,6 +170,7 @@ def _view(func: Callable[..., Any], tensor: Any, args: tuple[Any, ...], kwargs: 
 
 
 def _is_split(tensor: Any) -> bool:
+    # Asked of every tensor of a call: split parameters, their views and the estimate's class share this one attribute.
     return type(type(tensor).__dict__.get("__torch_function__")) is OutsideReads
 
 
@@ -185,6 +186,7 @@ def _targets(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     """The split parameters, and views of them, that ``func`` writes values into."""
     in_place = writes_in_place(getattr(func, "__name__", ""))
     written = (args[:1] if in_place else (), kwargs.get("tensor") if in_place else None, kwargs.get("out"))
+    # By identity: tensors compare by their values.
     return list({id(tensor): tensor for tensor in tensors_in(written) if _is_split(tensor)}.values())
 
 

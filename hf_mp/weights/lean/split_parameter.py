@@ -250,6 +250,7 @@ def make_split(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     parameter.data = halves.working
     # torch.optim takes its multi-tensor path for exact types only, and ours is none of those that it lists.
     let_optimizers_be_fast(SplitParameter)
+    # In place: the model, its optimizer and tied layers hold this very object.
     parameter.__class__ = SPLIT_CLASSES[type(parameter)]
     assert isinstance(parameter, SplitParameter)
     parameter.remainder_bits = halves.remainder
@@ -287,6 +288,7 @@ def master_value(parameter: SplitParameter) -> Tensor:
         if given is not None and version_of(given) == version:
             return given
     merged = parameter.fp32_value()
+    # Weakly: held, it would leave an FP32 copy of the model behind each state dict.
     parameter._merged = weakref.ref(merged), version_of(merged)
     return merged
 

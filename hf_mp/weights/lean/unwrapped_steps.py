@@ -28,6 +28,7 @@ def refuse_unwrapped_steps() -> None:
 
 def has_hooks(optimizer: Any) -> bool:
     """Whether a step of ``optimizer`` calls hooks of anybody else."""
+    # torch has no public way to list hooks, neither an optimizer's own nor those of all optimizers.
     before = (*optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values())
     after = optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks
     return bool(after) or not all([hasattr(hook, "only_refuses") for hook in before])
