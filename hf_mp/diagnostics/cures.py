@@ -13,7 +13,6 @@ from hf_mp.diagnostics.ranges import OpRange
 from hf_mp.diagnostics.remedies import (
     CannotHealError,
     Planned,
-    Situation,
     fitting_scale,
     leaving_range,
     next_remedy,
@@ -93,8 +92,7 @@ def find_rules(
     rules: dict[str, str] = {}
     # What a place feeds was out of range with it: each look shows what is left by itself.
     for _ in range(MOST_LOOKS):
-        at = [Situation(found, {**runtime.remedies, **rules}) for found in leaving_range(ops)]
-        if not (planned := [*map(next_remedy, at)]):
+        if not (planned := [next_remedy(found, {**runtime.remedies, **rules}) for found in leaving_range(ops)]):
             return placed
         for remedy in planned:
             rules.update(remedy.rules)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from transformers.utils import logging
 
 from hf_mp.diagnostics.cures import Cure, find_cure
-from hf_mp.diagnostics.kept_state import KeptBackward, KeptCall, keep_random_states
+from hf_mp.diagnostics.kept_state import KeptBackward, keep_random_states
 from hf_mp.diagnostics.overflow import OverflowExplainer, explain_overflows, observing, runtime_of, suspects_of
 from hf_mp.diagnostics.remedies import CannotHealError, merged
 from hf_mp.policy import PrecisionPolicy, needs_loss_scale
@@ -170,7 +170,7 @@ class Healer(StepObserver):
         with nullcontext() if self._ddp is None else self._ddp._inside_ddp_forward():
             for backward in backwards:
                 with torch.enable_grad():
-                    leaving = backward.again(_make)
+                    leaving = backward.again(lambda call, args, kwargs: call.forward.module()(*args, **kwargs))
                 gradients = [incoming.gradient for incoming in backward.incoming]
                 torch.autograd.backward(leaving, gradients)
         # As if it had run once: the next batch draws what it would have drawn.
@@ -180,10 +180,6 @@ class Healer(StepObserver):
             runtime.check.measure(parameters)
         if self.clip is not None:
             self.clip(optimizer)
-
-
-def _make(call: KeptCall, args: Any, kwargs: Any) -> Any:
-    return call.forward.module()(*args, **kwargs)
 
 
 def _has_known_gradients(backward: KeptBackward) -> bool:

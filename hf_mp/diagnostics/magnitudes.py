@@ -41,15 +41,6 @@ class Histogram:
         return sum(self.counts)
 
     @property
-    def zeros(self) -> int:
-        return self.counts[0]
-
-    @property
-    def not_finite(self) -> int:
-        """Values that are inf or NaN."""
-        return self.counts[-1]
-
-    @property
     def finite_nonzero(self) -> int:
         """Values that are neither zero, inf nor NaN: the denominator of the shares below."""
         return sum(self.counts[1:-1])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from hf_mp.diagnostics.values import TensorRange
@@ -143,13 +142,9 @@ class OverflowReport:
 
     __str__ = to_text
 
-    def to_json(self) -> str:
-        """All fields, as a JSON object."""
-        return json.dumps(asdict(self), indent=2, allow_nan=False)
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> OverflowReport:
-        """The report of the fields that :meth:`to_json` wrote."""
+        """The report of its fields as JSON has them, of ``dataclasses.asdict``."""
         # JSON has lists for tuples, and a report that is read equals the one that was written.
         ranges = {
             name: tuple(TensorRange(**{**found, "shape": tuple(found["shape"])}) for found in values[name])

@@ -15,18 +15,6 @@ SPARE_DOUBLINGS = 4  # that a divided product may still grow
 MOST_DIVIDED = 2**12  # a larger divisor takes results of magnitude 1 near FP16's smallest normal number, 2**-14
 
 
-class Situation(NamedTuple):
-    """What decides about a remedy."""
-
-    found: OpRange  # what is out of range
-    rules: Mapping[str, str]  # that hold already
-
-    @property
-    def excess(self) -> float:
-        """By how much numbers are beyond FP16's end."""
-        return self.found.largest / FP16_MAX
-
-
 class Planned(NamedTuple):
     """A remedy for one place, and what made it necessary."""
 
@@ -35,51 +23,49 @@ class Planned(NamedTuple):
     found: OpRange
 
 
-def _divided_product(at: Situation) -> dict[str, str]:
-    """The product of numbers divided by powers of two."""
-    found = at.found
-    key = f"{found.module}:{found.op}"
-    before = parse_divisor(at.rules[key]) if key in at.rules else 1
-    if before is None or found.op not in SCALABLE or not math.isfinite(at.excess):  # None: it is ruled otherwise
+def _divided_product(found: OpRange, held: Mapping[str, str]) -> dict[str, str]:
+    """The product of numbers divided by a power of two."""
+    key, excess = f"{found.module}:{found.op}", found.largest / FP16_MAX
+    before = parse_divisor(held[key]) if key in held else 1
+    if before is None or found.op not in SCALABLE or not math.isfinite(excess):  # None: it is ruled otherwise
         return {}
-    power = 2 ** (max(math.ceil(at.excess).bit_length(), 1) + SPARE_DOUBLINGS)
-    divisor = before * power
+    divisor = before * 2 ** (max(math.ceil(excess).bit_length(), 1) + SPARE_DOUBLINGS)
     # What is divided already was larger. The smallest results are to stay normal in FP16.
     is_normal = divisor <= MOST_DIVIDED * max(1.0, found.least * before)
     return {key: f"scaled/{divisor}"} if is_normal and divisor <= MOST_SCALED else {}
 
 
-def _op_in_fp32(at: Situation) -> dict[str, str]:
+def _op_in_fp32(found: OpRange, held: Mapping[str, str]) -> dict[str, str]:
     # The target of an op in place stays what it is, in 16 bits.
-    return {} if is_in_place(at.found.op) else {f"{at.found.module}:{at.found.op}": "fp32"}
+    return {} if is_in_place(found.op) else {f"{found.module}:{found.op}": "fp32"}
 
 
-def _module_in_fp32(at: Situation) -> dict[str, str]:
-    return {at.found.module: "fp32"} if at.found.module else {}
+def _module_in_fp32(found: OpRange, held: Mapping[str, str]) -> dict[str, str]:
+    return {found.module: "fp32"} if found.module else {}
 
 
-# The rules of autocast that each puts in place, none where it does not apply; the smallest remedy first.
-REMEDIES: dict[str, Callable[[Situation], dict[str, str]]] = {
+# The rules of autocast that each puts in place beside those held, none where it does not apply; the smallest first.
+REMEDIES: dict[str, Callable[[OpRange, Mapping[str, str]], dict[str, str]]] = {
     "the product of divided numbers": _divided_product,
     "the op in FP32": _op_in_fp32,
     "the module in FP32": _module_in_fp32,
 }
 
 
-def next_remedy(at: Situation) -> Planned:
+def next_remedy(found: OpRange, held: Mapping[str, str]) -> Planned:
     """The smallest remedy that was not tried for this place.
 
     Raises:
         CannotHealError: where all have been tried.
     """
-    offers = [(name, rules_of(at)) for name, rules_of in REMEDIES.items()]
+    offers = [(name, rules_of(found, held)) for name, rules_of in REMEDIES.items()]
     # What holds already has not helped, and neither has what is smaller.
-    held = [place for place, (_, rules) in enumerate(offers) if rules and rules.items() <= at.rules.items()]
-    for name, rules in offers[max(held, default=-1) + 1 :]:
+    tried = [place for place, (_, rules) in enumerate(offers) if rules and rules.items() <= held.items()]
+    for name, rules in offers[max(tried, default=-1) + 1 :]:
         if rules:
-            return Planned(name, rules, at.found)
+            return Planned(name, rules, found)
     raise CannotHealError(
-        f"{at.found.op!r} in {at.found.module!r} stays out of FP16's range with every remedy: use precision='bf16'"
+        f"{found.op!r} in {found.module!r} stays out of FP16's range with every remedy: use precision='bf16'"
     )
 
 

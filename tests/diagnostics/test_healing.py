@@ -15,7 +15,6 @@ from hf_mp import CannotHealError, MixedPrecision, heal_overflows
 from hf_mp.diagnostics.healing import Healer
 from hf_mp.diagnostics.ranges import OpRange
 from hf_mp.diagnostics.remedies import (
-    Situation,
     fitting_scale,
     leaving_range,
     merged,
@@ -233,7 +232,7 @@ OF_EXPERT = OpRange("experts", "_grouped_mm", largest=4 * 65504.0)
 
 
 def remedy(place: OpRange, rules: dict[str, str] | None = None) -> dict[str, str]:
-    return next_remedy(Situation(place, rules or {})).rules
+    return next_remedy(place, rules or {}).rules
 
 
 def test_the_remedies_of_one_place_the_smallest_first() -> None:
