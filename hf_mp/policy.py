@@ -11,10 +11,6 @@ import torch
 from hf_mp.scaling.rules import RULES
 
 
-def _no_products() -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class ComputeDtype:
     """What it means to compute in a dtype.
@@ -34,7 +30,7 @@ class ComputeDtype:
     spellings: tuple[str, ...]
     cpp_name: str
     loss_scale: str | None = None
-    has_cpu_products: Callable[[], bool] = _no_products
+    has_cpu_products: Callable[[], bool] = bool  # which is False: this CPU multiplies it nowhere
     has_cpu_convolutions: bool = True
 
     @property

@@ -60,8 +60,9 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
             Default, or None: what the Trainer's arguments say, else as there.
 
     Raises:
-        ValueError, TypeError: when made, for an unknown precision, a lean preset and wrong settings. When the Trainer
-            is made, for a second mixed precision, and for models that hide their forward.
+        ValueError, TypeError: when made, for an unknown precision, a lean preset and unknown options. When the Trainer
+            is made, for settings that the loss scaler does not have, a second mixed precision, and models that hide
+            their forward.
         CheckpointError: when training begins, for a checkpoint that is not what its manifest says.
         ScaleLeakError: from the first backward, if gradients change with the loss scale.
     """
@@ -83,10 +84,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         self._given = {"precision": precision, "tables": tables, "rules": rules, **options}
         self.keep_attached = keep_attached
         self._trains_with: TrainingArguments | None = None
-        settings = SessionSettings.of(None, self._given)
-        refuse_lean(settings.policy)
-        if precision is not None:
-            settings.make_scaler()
+        refuse_lean(SessionSettings.of(None, self._given).policy)
 
     def _session_for(self, args: TrainingArguments) -> TrainerSession:
         settings = SessionSettings.of(args, self._given)
