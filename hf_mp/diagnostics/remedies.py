@@ -89,15 +89,13 @@ def merged(several: Iterable[Mapping[str, str]]) -> dict[str, str]:
     found: dict[str, str] = {}
     for rules in several:
         for key, value in rules.items():
-            found[key] = _wider(found.get(key, value), value)
+            found[key] = max(found.get(key, value), value, key=_reach)
     return found
 
 
-def _wider(one: str, other: str) -> str:
-    divisor, others = parse_divisor(one), parse_divisor(other)
-    if divisor is None or others is None:  # FP32 and BF16 have the wider range
-        return other if others is None and divisor is not None else one
-    return max((divisor, one), (others, other))[1]
+def _reach(rule: str) -> float:
+    """What a rule is compared by with another one for the same place: FP32 has a wider range than any divisor."""
+    return parse_divisor(rule) or math.inf
 
 
 class CannotHealError(LossScaleError):
