@@ -1,4 +1,4 @@
-"""The explicit style on the gradients of one optimizer: unscale them, look at them, name those that are not finite."""
+"""The explicit style on the gradients of one optimizer: unscale them, and look at them."""
 
 from __future__ import annotations
 
@@ -58,14 +58,3 @@ def _multiply(gradients: Iterable[Tensor], factor: float) -> None:
                 values.mul_(factor)
         else:
             torch._foreach_mul_(group, factor)
-
-
-def nonfinite_parameters(optimizer: Optimizer) -> list[str]:
-    """The parameters of ``optimizer`` with a gradient that is not finite: name or place, optimizer and shape."""
-    found = []
-    for number, group in enumerate(optimizer.param_groups):
-        names = [f"parameter {index} of group {number}" for index in range(len(group["params"]))]
-        for name, parameter in zip(group.get("param_names", names), group["params"], strict=True):
-            if parameter.grad is not None and not largest_magnitude([parameter.grad]).item() < float("inf"):
-                found.append(f"{name} of {type(optimizer).__name__}, {tuple(parameter.shape)}")
-    return found

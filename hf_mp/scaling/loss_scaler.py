@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_mp.scaling.explicit import nonfinite_parameters, unscale_gradients
+from hf_mp.scaling.explicit import unscale_gradients
 from hf_mp.scaling.rules import (
     Rule,
     StaticRule,
     StepReport,
-    check_scale,
     scale_text,
     to_fp32,
     warn_caller,
@@ -36,7 +35,8 @@ class LossScaleError(RuntimeError):
     """Training cannot go on: gradients overflow even at the smallest loss scale allowed.
 
     Raised by ``optimizer.step()``, or by ``update()`` of a scaler, after ``max_consecutive_skips`` skipped steps in a
-    row. The message names the step since which, the scale, and some of the gradients that are not finite.
+    row. The message names the step since which and the scale; that of an attached model some of the gradients that are
+    not finite, too.
     """
 
 
@@ -71,15 +71,12 @@ class LossScaler(Generic[Rule]):
 
     Args:
         rule: the first value of a rule, which sets the scale from then on.
-        scale_is: what warnings call its scale.
         max_consecutive_skips: skipped steps in a row at the smallest scale after which :class:`LossScaleError` is
             raised; default 50.
         enabled: False makes every method pass through; default True.
     """
 
-    def __init__(
-        self, rule: Rule, *, scale_is: str = "scale", max_consecutive_skips: int = 50, enabled: bool = True
-    ) -> None:
+    def __init__(self, rule: Rule, *, max_consecutive_skips: int = 50, enabled: bool = True) -> None:
         whole(1)(max_consecutive_skips=max_consecutive_skips)
         given: object = enabled
         if isinstance(given, (Tensor, str)):
@@ -91,7 +88,7 @@ class LossScaler(Generic[Rule]):
         self._is_settling = False
         self._was_asked_to_scale = False
         self._begin_iteration()
-        self._warn_if_inexact(rule, None, scale_is)
+        self._warn_if_inexact(rule, None)
 
     @property
     def state(self) -> Rule:
@@ -218,26 +215,19 @@ class LossScaler(Generic[Rule]):
         if not state_dict:
             way_out = "resume without it, or disable this one"
             raise RuntimeError(f"the state is empty, as that of a disabled scaler is: {way_out}")
-        # A run that moves over from torch.amp goes on at the scale that it had.
-        if set(state_dict) == _TORCH_KEYS:
-            check_scale(state_dict["scale"])
-            self._take(self.state.from_torch(state_dict))
-        else:
-            self._take(self.state.from_dict(state_dict))
+        is_torchs = set(state_dict) == _TORCH_KEYS
+        self._take(self.state.from_torch(state_dict) if is_torchs else self.state.from_dict(state_dict))
 
-    def _take(self, rule: Rule, scale_is: str = "scale") -> None:
+    def _take(self, rule: Rule) -> None:
         before, self.state = self._state, rule.checked()
-        self._warn_if_inexact(rule, before, scale_is)
+        self._warn_if_inexact(rule, before)
 
-    def _warn_if_inexact(self, rule: Rule, before: Rule | None, scale_is: str) -> None:
+    def _warn_if_inexact(self, rule: Rule, before: Rule | None) -> None:
         """Warn, at the user's line, about a scale or factor that makes scaling round gradients from now on."""
-        for field in rule.exact if self._enabled else ():
-            name, value = scale_is if field == "scale" else field, getattr(rule, field)
-            if value == getattr(before, field, None) or math.isinf(value):
-                continue
-            if name == "backoff_factor" and value <= 0.0:
-                warn_caller(f"{name}={value}: the first overflow takes the loss scale down to min_scale")
-            elif value and math.frexp(value)[0] != 0.5:
+        for name in rule.exact if self._enabled else ():
+            value = getattr(rule, name)
+            is_new = value != getattr(before, name, None)
+            if is_new and value and math.isfinite(value) and math.frexp(value)[0] != 0.5:
                 warn_caller(f"{name}={value} is no power of two: scaling and unscaling then round gradients")
 
     # As torch's: reports are keyed by the identity of optimizers, which a pickle does not keep.
@@ -252,7 +242,6 @@ class LossScaler(Generic[Rule]):
     def _begin_iteration(self) -> None:
         self._reports: dict[int, StepReport | None] = {}  # of the optimizers that are unscaled, by identity
         self._stepped: set[int] = set()
-        self._culprits: list[str] = []
 
     def is_enabled(self) -> bool:
         """Whether this scaler does anything; a disabled one only passes losses through and steps."""
@@ -302,10 +291,7 @@ class LossScaler(Generic[Rule]):
                 "this optimizer belongs to an attached model, whose gradients are unscaled already: call "
                 "loss.backward() and optimizer.step() without a scaler"
             )
-        report = unscale_gradients(optimizer, to_fp32(1.0 / self.get_scale()))
-        if report is not None and report.overflow and self.skips_once_too_often():
-            self._culprits += nonfinite_parameters(optimizer)
-        self._reports[id(optimizer)] = report
+        self._reports[id(optimizer)] = unscale_gradients(optimizer, to_fp32(1.0 / self.get_scale()))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step(*args, **kwargs)`` with unscaled gradients, unless one of them is inf or NaN.
@@ -344,18 +330,16 @@ class LossScaler(Generic[Rule]):
         if not self._enabled:
             return
         if new_scale is not None:
-            self._take(replace(self.state, scale=_one_number(new_scale)), "new_scale")
+            self._take(replace(self.state, scale=_one_number(new_scale)))
             self._begin_iteration()
             return
         self._check_scaled("update")
         reports = [report for report in self._reports.values() if report is not None]
         if not reports:
             raise RuntimeError("no gradients were checked since the last update(): call step(optimizer) before it")
-        culprits = self._culprits
         self._begin_iteration()
         measured = [report.largest_gradient for report in reports if report.largest_gradient is not None]
-        report = StepReport(any(report.overflow for report in reports), max(measured, default=None))
-        self.record_step(report, nonfinite=lambda: culprits)
+        self.record_step(StepReport(any(report.overflow for report in reports), max(measured, default=None)))
 
     def _check_scaled(self, method: str) -> None:
         if not self._was_asked_to_scale:

@@ -155,8 +155,11 @@ class ScaleRule:
         return replace(self, **{name: saved[key] for key, name in known.items()})
 
     def from_torch(self, saved: Mapping[str, Any]) -> Self:
-        """These settings with what is of use in a state of ``torch.amp.GradScaler``, not :meth:`checked` yet."""
-        return replace(self, scale=saved["scale"], consecutive_skips=0)
+        """These settings with what this rule can use of a state of ``torch.amp.GradScaler``, not :meth:`checked` yet.
+
+        That is nothing where the rule is not torch's: a constant stays, and what follows the gradients measures anew.
+        """
+        return self
 
 
 RULES: dict[str, type[ScaleRule]] = {}
@@ -175,11 +178,6 @@ class StaticRule(ScaleRule):
     """A constant scale: only counts. Not registered: a policy names it by its number."""
 
     name, summary = "static", "constant"
-
-    def from_torch(self, saved: Mapping[str, Any]) -> Self:
-        kept, dropped = scale_text(self.scale), scale_text(saved["scale"])
-        warn_caller(f"a constant loss scale of {kept} stays: the saved one of {dropped} is dropped")
-        return self
 
 
 # The scale that follows the gradients
@@ -241,10 +239,6 @@ class HeadroomRule(ScaleRule):
 
     def is_finding_its_level(self, clean_scale: float | None) -> bool:
         return self.scale > 1.0 and self.level is None
-
-    def from_torch(self, saved: Mapping[str, Any]) -> Self:
-        fresh: dict[str, Any] = {"level": None, "headroom": self.init_headroom, "is_futile": False, "quiet_steps": 0}
-        return replace(super().from_torch(saved), scale=power_of_two_below(saved["scale"]), **fresh)
 
     def adjust(self, report: StepReport) -> Self:
         if report.overflow:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
 from collections.abc import Mapping
@@ -77,12 +76,12 @@ class DynamicLossScaler(LossScaler[DynamicRule]):
             default 50.
         enabled: False makes every method pass through, as with torch's.
 
-    A factor or scale that is no power of two is allowed, as in torch, with a warning: scaling then rounds. A negative
-    ``backoff_factor`` ends at ``min_scale``, where torch's scale turns negative.
+    A factor or scale that is no power of two is allowed, as in torch, with a warning: scaling then rounds. A
+    ``backoff_factor`` that is not positive ends at ``min_scale``, where torch's scale turns negative.
 
     Raises:
         ValueError: for settings outside these ranges.
-        TypeError: for a ``device`` that torch does not know.
+        TypeError: for a number in the place of a ``device``.
     """
 
     def __init__(
@@ -101,7 +100,8 @@ class DynamicLossScaler(LossScaler[DynamicRule]):
         max_scale: float | None = None,
         max_consecutive_skips: int = 50,
     ) -> None:
-        _check_device(device)
+        if isinstance(device, (int, float)):  # StaticLossScaler's argument
+            raise TypeError(f"device={device!r} is no device: write init_scale={device!r}, if that is the scale")
         rule = DynamicRule(
             init_scale,
             growth_factor=growth_factor,
@@ -115,7 +115,7 @@ class DynamicLossScaler(LossScaler[DynamicRule]):
         )
         rule.checked()  # before these are counted with
         rule = replace(rule, growth_tracker=-growth_delay, hysteresis_left=hysteresis)
-        super().__init__(rule, scale_is="init_scale", max_consecutive_skips=max_consecutive_skips, enabled=enabled)
+        super().__init__(rule, max_consecutive_skips=max_consecutive_skips, enabled=enabled)
 
     def get_growth_factor(self) -> float:
         """The factor by which the scale grows."""
@@ -225,15 +225,7 @@ class HeadroomLossScaler(LossScaler[HeadroomRule]):
             max_scale=LARGEST_SCALE if max_scale is None else max_scale,
             largest=largest,
         )
-        super().__init__(rule, scale_is="init_scale", max_consecutive_skips=max_consecutive_skips, enabled=enabled)
-
-
-def _check_device(device: Any) -> None:
-    # torch.device() is the one that knows all names of devices.
-    with contextlib.suppress(RuntimeError):  # an unknown name
-        if device is None or isinstance(device, torch.device) or (isinstance(device, str) and torch.device(device)):
-            return
-    raise TypeError(f"device={device!r} is no device: write init_scale={device!r}, if that is the scale")
+        super().__init__(rule, max_consecutive_skips=max_consecutive_skips, enabled=enabled)
 
 
 _SCALERS: dict[str, type[LossScaler[Any]]] = {

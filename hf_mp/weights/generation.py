@@ -13,7 +13,6 @@ from hf_mp.casting.active import active_autocast
 from hf_mp.casting.handlers import Plan, PlannedCall
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.torch_patches import Patch, Patches, around
-from hf_mp.weights.weight_calls import write_in_place
 
 if TYPE_CHECKING:
     from hf_mp.weights.region import Region
@@ -23,7 +22,7 @@ def _into_cache(region: Region, name: str, func: Callable[..., Any], args: Any, 
     """A write of keys or values into a static cache, which may have been made in FP32: they are widened, exactly."""
     if len(args) == 4 and args[3].dtype is region.dtype and args[0].dtype is torch.float32:
         return region.call_unlisted(func, (*args[:3], args[3].float()), kwargs)
-    return write_in_place(region, name, func, args, kwargs)
+    return func(*args, **kwargs)
 
 
 CACHE_WRITES: Plan = dict.fromkeys(

@@ -95,22 +95,9 @@ class ProductUses:
         self._names.update(dict.fromkeys(ruled, frozenset()))
         self._ruled = weakref.WeakSet(self._names)
         self._used_otherwise: _Names = weakref.WeakKeyDictionary()
-        self._known: dict[Hashable, bool] = {}  # kinds of forwards that have ended: whether they are watched
-
-    def knows(self, kind: Hashable) -> bool:
-        """Whether a forward of this kind has ended."""
-        return kind in self._known
-
-    def is_watched(self, kind: Hashable) -> bool:
-        """Whether a forward of this kind reads ``.dtype`` or ``.data`` of a weight, or uses what came from outside.
-
-        True for an unknown one.
-        """
-        return self._known.get(kind, True)
-
-    def watch(self, kind: Hashable) -> None:
-        """Have forwards of this kind watched from now on."""
-        self._known[kind] = True
+        # By the kinds of forwards that have ended, whether they read `.dtype` or `.data` of a weight, or use what came
+        # from outside, so that a mode has to watch their calls.
+        self.is_watched: dict[Hashable, bool] = {}
 
     def slots(self, model: nn.Module) -> list[Slot]:
         """Where the weights of ``model`` are looked up; not those in whose place something else lies."""
@@ -140,7 +127,7 @@ class ProductUses:
 
     def learn(self, kind: Hashable, slots: Iterable[Slot], notes: Notes, *, is_watched: bool) -> None:
         """Take in what the first forward of this kind did with the weights of these slots."""
-        self._known[kind] = is_watched
+        self.is_watched[kind] = is_watched
         for slot in slots:
             module, name, uses = slot.module, slot.name, notes.get((id(slot.weight), slot.in_16_bits))
             if uses is None or module in self._ruled:

@@ -30,7 +30,7 @@ from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.product_uses import ProductUses
 from hf_mp.weights.region_losses import planned_losses
 from hf_mp.weights.slots import UNASKED, Slots
-from hf_mp.weights.weight_calls import calls_of_weights
+from hf_mp.weights.weight_calls import CALLS_OF_WEIGHTS
 from hf_mp.weights.working_copies import WatchedParameter
 
 
@@ -64,7 +64,7 @@ class Region(autocast):
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self._meets_compiler = self._has_kernels = False
         self._threads: list[int] = []  # in which a forward of the model runs
-        self._plan = {**training_plan(self._plan), **calls_of_weights(self._plan), **planned_losses(self._plan)}
+        self._plan = {**training_plan(self._plan), **CALLS_OF_WEIGHTS, **planned_losses(self._plan)}
         self._plan.update(CACHE_WRITES)
         if layout.policy.exact_generation:
             self.sum_in_fp64()
@@ -94,16 +94,20 @@ class Region(autocast):
         thread.weights, thread.is_reading = weights, is_reading
         thread.lowers_caches = is_reading and self._lowers_attention()
         kernels: AbstractContextManager[None] = nullcontext()
+        versions: list[int] = []
         thread.is_dispatched, thread.sees_calls = False, True
         if weights is not None:
             weights.fill()
+            versions = weights.versions()
             if self._may_be_dispatched():
-                kernels = self._kernels(weights)
+                kernels = self._kernels()
                 thread.is_dispatched, thread.sees_calls = True, weights.is_watched
         self._threads.append(ident)
         try:
             with self.layout.saving(), kernels, self:
                 yield
+            if weights is not None:
+                weights.refuse_writes(versions)
         finally:
             self._threads.remove(ident)
             vars(thread).update(before)
@@ -133,13 +137,10 @@ class Region(autocast):
         return True
 
     @contextmanager
-    def _kernels(self, weights: Slots) -> Iterator[None]:
-        versions = [] if weights.is_watched else weights.versions()
+    def _kernels(self) -> Iterator[None]:
         # Kernels hold for this thread: one of another forward is not affected.
         with dispatched(self):
             yield
-        if not weights.is_watched:
-            _refuse_writes(weights.written(versions))
         if compiled_frames():  # a first compiled function: its graph has the casts of this region for everybody
             torch._dynamo.reset()
             self._meets_compiler = True
@@ -226,14 +227,6 @@ _SHARED_BY_THREADS = (
     "a forward with gradients began while another thread ran one of the same attached model, and a module holds the "
     "16-bit weights of one forward: run them one after the other, or give the other thread a copy.deepcopy of the model"
 )
-
-
-def _refuse_writes(name: str | None) -> None:
-    if name is not None:
-        raise RuntimeError(
-            f"a forward wrote into {name} in place, which the first of its kind did not, so that its 16-bit copy was "
-            "written and not the weight: write weights between forwards"
-        )
 
 
 def _is_composite(entry: PlannedCall | None) -> bool:

@@ -77,10 +77,10 @@ class Slots:
         self._has_border_by_slot = has_grad and layout.takes_gradients  # a tied weight, which sums 16-bit gradients
         self._kind, self._notes = kind, Notes()
         # Whether to ask as_used() about each call, also where gradient checkpointing makes it again later.
-        self.is_learning = kind is not None and not self._uses.knows(kind)
+        self.is_learning = kind is not None and kind not in self._uses.is_watched
         self.is_scaled = has_grad and is_scaled
         # Whether a mode has to see the calls.
-        self.is_watched = self.is_learning or self._uses.is_watched(kind)
+        self.is_watched = self.is_learning or self._uses.is_watched.get(kind, True)
         # Whether this forward reads `.dtype` or `.data` of a weight, or uses what came from outside.
         self.must_be_watched = False
         self._inside: dict[int, _Inside] = {}  # by the identity of what is outside, and of what is inside
@@ -151,16 +151,20 @@ class Slots:
                     self._handles.append(module.register_forward_hook(self._empty_gathered, always_call=True))
 
     def versions(self) -> list[int]:
-        """Of what lies in the slots: a write in place raises it."""
-        return [value._version for _, value in self._filled]
+        """Of what lies in the slots: a write in place raises it. FSDP frees its slots before the forward ends: none."""
+        return [value._version for _, value in self._filled] if self._layout.keeps_copies else []
 
     @torch.no_grad()
-    def written(self, versions: Sequence[int]) -> str | None:
-        """Of a slot whose copy was written since it had its one of ``versions``, and its weight not, the name."""
-        for (slot, value), version in zip(self._filled, versions, strict=True):
+    def refuse_writes(self, versions: Sequence[int]) -> None:
+        """Raise a RuntimeError if a copy was written since it had its one of ``versions``, and its weight not."""
+        for version, (slot, value) in zip(versions, self._filled, strict=False):
             if value._version != version and not torch.equal(value, slot.weight.to(value.dtype)):
-                return f"{type(slot.module).__name__}.{slot.name}"
-        return None
+                value.detach().copy_(slot.weight)
+                raise RuntimeError(
+                    f"a forward wrote into {type(slot.module).__name__}.{slot.name} in place, which the first of its "
+                    "kind did not, so that its 16-bit copy was written and not the weight: write weights between "
+                    "forwards"
+                )
 
     def _fill_gathered(self, gathered: nn.Module, *args: Any) -> None:
         with torch._C.DisableTorchFunction():  # the region runs already, and has nothing to decide here
@@ -213,45 +217,12 @@ class Slots:
         self.must_be_watched = True
         self._note(inside, tensor, by_product=False)
         for place, (slot, value) in enumerate(self._filled):
-            if value is inside.rounded:  # what is written through `.data` is not in the copy
-                self._put(place, slot, inside.wide)
+            parameters = slot.attributes["_parameters"]
+            # What is written through `.data` is not in the copy. A forward may have put something else into the slot.
+            if value is inside.rounded and parameters.get(slot.name) is value:
+                parameters[slot.name] = inside.wide
+                self._filled[place] = slot, inside.wide
         return [inside.outside] if inside.wide is inside.outside else [inside.outside, inside.wide]
-
-    def _put(self, place: int, slot: Slot, value: Tensor) -> None:
-        """Put another value into a slot that is filled."""
-        parameters = slot.attributes["_parameters"]
-        if parameters.get(slot.name) is self._filled[place][1]:
-            parameters[slot.name] = value
-            self._filled[place] = slot, value
-
-    def is_copy(self, tensor: Any) -> bool:
-        """Whether ``tensor`` is the working copy of a weight."""
-        inside = self._inside.get(id(tensor))
-        return inside is not None and inside.rounded is tensor
-
-    def write(self, func: Callable[..., Any], targets: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
-        """Make a call that writes ``targets``, some of them working copies: into the parameters, and round them anew.
-
-        As anywhere in torch, what the forward computed with such a weight before has no backward any more.
-        """
-        weights = {id(i.outside): i.outside for one in targets if (i := self._inside.get(id(one))) is not None}
-        written = func(*self.in_fp32(args, {})[0], **self.in_fp32((), kwargs)[1])
-        # A weight that is put back must have its border, whatever the write ran in.
-        with torch.set_grad_enabled(self.has_grad):  # writes are made without
-            for place, (slot, _) in enumerate(self._filled):
-                if id(slot.weight) in weights and (found := self._bring_in_all([slot])):
-                    self._put(place, slot, value := found[0][1])
-                    written = value if written is slot.weight else written
-        return written
-
-    def in_fp32(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments of a call, of working copies the parameters themselves."""
-
-        def outside(tensor: Tensor) -> Tensor:
-            return self._inside[id(tensor)].outside if self.is_copy(tensor) else tensor
-
-        changed: tuple[Any, Any] = apply_to_tensors(outside, (args, dict(kwargs)))
-        return changed
 
     def as_used(
         self, args: Any, kwargs: Any, *, by_product: bool = False, by_selection: bool = False
@@ -356,7 +327,7 @@ class Slots:
         with torch._C.DisableTorchFunctionSubclass():  # a loss that may stay unread
             nodes = [node for result in results if (node := result.grad_fn) is not None]
         if seal(nodes, self._crossings, self.first_node, self._made_earlier):
-            self._uses.watch(self._kind)
+            self._uses.is_watched[self._kind] = True
 
     @contextmanager
     def recomputing(self, args: tuple[Any, ...]) -> Iterator[None]:

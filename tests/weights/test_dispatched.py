@@ -173,18 +173,21 @@ def test_nothing_stays_after_an_error_nor_holds_elsewhere() -> None:
     assert F.linear(X, X).dtype is torch.float32
 
 
-def test_a_late_write_in_place_is_refused() -> None:
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_a_late_write_in_place_is_refused(is_watched: bool) -> None:
     def use(model: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
             model.write(model.layer.weight)
+        assert not is_watched or model.layer.weight.dtype is torch.float32
         return model.layer(x)
 
     model = attached(use, write=lambda weight: None)
-    before = model.layer.weight.clone()
+    before, expected = model.layer.weight.clone(), model(X)
     model.write = lambda weight: weight.mul_(0.5)
     with pytest.raises(RuntimeError, match=r"wrote into Linear\.weight in place, which the first of its kind did not"):
         model(X)
-    assert torch.equal(model.layer.weight, before)
+    model.write = lambda weight: None
+    assert torch.equal(model.layer.weight, before) and torch.equal(model(X), expected)
 
 
 def test_a_function_of_torchscript_has_gradients_of_one_dtype_alone() -> None:
