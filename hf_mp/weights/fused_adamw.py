@@ -71,10 +71,9 @@ def _update_split(
     found_inf: Tensor | None,
 ) -> None:
     adamw_([tensors for _, tensors in batch], settings, factor, found_inf)
-    parameters = [parameter for parameter, _ in batch]
-    SplitParameter.note_written(*parameters)
+    SplitParameter.note_written(*[parameter for parameter, _ in batch])
     # Where the device may skip, a report of an overflow reads the gradients afterwards.
-    for parameter in parameters if found_inf is None else ():
+    for parameter, _ in batch if found_inf is None else ():
         parameter.grad = None
 
 
