@@ -391,9 +391,8 @@ class MixedPrecision:
             copied = MixedPrecision(self.policy, loss_scaler=self.scaler.copy(), tables=self._tables, rules=self.rules)
             memo[id(self)] = copied
             if (model := self.model) is not None and id(model) in memo:
-                copied._model = weakref.ref(
-                    memo[id(model)]
-                )  # taken at its first forward, when the modules that rules name are there
+                # Nothing is attached before its first forward: only then are the modules there that rules name.
+                copied._model = weakref.ref(memo[id(model)])
         return memo[id(self)]
 
     def state_dict(self) -> dict[str, Any]:
