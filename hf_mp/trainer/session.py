@@ -60,6 +60,7 @@ class TrainerSession:
     def __init__(self, settings: SessionSettings, args: TrainingArguments) -> None:
         self.settings, self.args = settings, args
         self.runtime = settings.make_runtime(args) if settings.policy.is_mixed else None
+        settings.warn_of_no_effect()
         self.overflow_reports: list[OverflowReport] = []
         self._healer: Healer | None = None
         self.recorder: PrecisionRecorder | None = None

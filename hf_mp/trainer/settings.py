@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import torch
 from transformers import TrainingArguments
+from transformers.utils import logging
 
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
@@ -18,9 +19,13 @@ from hf_mp.scaling.scalers import LossScaler, scaler_for
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.refusals import fsdp_version
 
+logger = logging.get_logger(__name__)
+
 SAVE_FAILURES = ("continue", "stop")
 SAVE_DTYPES = {"fp32": torch.float32, "original": None, **{e.name: e.dtype for e in LOWER_PRECISION_DTYPES.values()}}
 
+# What needs a loss that is scaled, or a model that is attached.
+_OF_MIXED = ("loss_scale", "loss_scaler_settings", "rules", "histogram_steps", "precision_report")
 # Still fields, so that a script which gives one is told the way out.
 _GONE = {
     "save_in_background": "save less often (save_steps)",
@@ -154,6 +159,12 @@ class SessionSettings(PrecisionOptions):
         for name, choices in (("save_failure", SAVE_FAILURES), ("save_dtype", SAVE_DTYPES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
+
+    def warn_of_no_effect(self) -> None:
+        """Name the options that were given and change nothing in FP32."""
+        given = [name for name in _OF_MIXED if getattr(self, name)]
+        if given and not self.policy.is_mixed:
+            logger.warning(f"no effect with precision='fp32': {', '.join(given)}")
 
     def make_scaler(self) -> LossScaler[Any]:
         """A loss scaler; raises ValueError for settings that it does not have."""

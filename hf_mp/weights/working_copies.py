@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -65,8 +66,12 @@ def is_master(weight: Tensor) -> TypeGuard[nn.Parameter]:
 
 def let_optimizers_be_fast(kind: type[nn.Parameter]) -> None:
     """Have torch's optimizers use their multi-tensor implementations for parameters of ``kind`` as well."""
-    if kind not in optimizers._foreach_supported_types:
-        optimizers._foreach_supported_types.append(kind)
+    types = getattr(optimizers, "_foreach_supported_types", None)
+    if types is None:
+        lost = "torch.optim names its _foreach_supported_types no more: optimizers update tensor by tensor, slower"
+        warnings.warn(lost, stacklevel=3)
+    elif kind not in types:
+        types.append(kind)
 
 
 def watch(parameter: nn.Parameter) -> None:
