@@ -134,6 +134,11 @@ def test_a_sample_leaves_no_column_out(shape: tuple[int, ...]) -> None:
     assert len(columns.unique()) == min(shape[-1], len(columns))
 
 
+def test_a_stride_is_a_prime_that_divides_nothing() -> None:
+    assert sampling_stride((397,), 100) == 5  # 4 divides none, and is no prime
+    assert sampling_stride((400,), 80) == 7  # 5 divides, and 6 is no prime
+
+
 def test_a_small_tensor_is_sampled_whole_and_copied() -> None:
     tensor = torch.arange(12.0).reshape(3, 4)
     taken = sample(tensor.t())

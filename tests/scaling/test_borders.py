@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from crossings import Crossings
-from tiny import assert_true, attached, gradients_of
+from tiny import Dispatched, assert_true, attached, gradients_of
 from torch import Tensor, nn
 
 from hf_mp.scaling import borders
@@ -160,7 +160,9 @@ def test_several_gradients_are_multiplied_as_one_is(factor: float | None) -> Non
     before = [gradient.clone() for gradient in gradients]
     number = None if factor is None else torch.tensor([factor])
     with torch.no_grad():
-        found = borders._multiply_all(gradients, number, Crossings())
+        with Dispatched("_foreach_mul") as products:
+            found = borders._multiply_all(gradients, number, Crossings())
+        assert len(products.calls) == (factor is not None)
         expected = [borders.multiply(gradient, number, Crossings()) for gradient in gradients]
     for one, other in zip(found, expected, strict=True):
         assert one.dtype is other.dtype
