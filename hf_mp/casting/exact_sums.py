@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_mp.casting.cpu.upcast import run_through_fp32
-from hf_mp.casting.handlers import Plan, cast_all
+from hf_mp.casting.cpu.upcast import map_tensors, run_through_fp32
+from hf_mp.casting.handlers import CASTABLE, Plan, cast_all
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.tables import OPS, CastRule, TableName
 
@@ -47,6 +47,10 @@ def sum_in_fp64(
 ) -> Any:  # fmt: skip
     """Make a call of the lower-precision table in FP64, of operands and with a result in ``dtype``, or the mode's."""
     dtype = mode.dtype if dtype is None else dtype
+    if (out := kwargs.get("out")) is not None:  # as it is, like every call with one; autograd takes none (TRL's head)
+        wide = functools.partial(map_tensors, lambda one: one.double() if one.dtype in CASTABLE else one)
+        given = {key: wide(value) for key, value in kwargs.items() if key != "out"}
+        return out.copy_(mode.call_unlisted(func, tuple(map(wide, args)), given))
     if any(one.dtype is torch.float64 for one in tensors_in((args, kwargs))):  # as it is, like every call with FP64
         return func(*args, **kwargs)
     args, kwargs = cast_all(mode, dtype, args, kwargs)
