@@ -38,6 +38,11 @@ def test_what_is_read_and_what_is_left(dtype: torch.dtype, policy: str) -> None:
         torch.testing.assert_close(found[1], before[1], rtol=2**-10, atol=2**-10)
         found[1] = before[1]
     assert same(before, found)
+    with torch.no_grad():
+        model[1].bias.add_(1.0)
+    kept = model[1].bias.clone()
+    layout.restore(model)  # has nothing to give back any more
+    assert torch.equal(model[1].bias, kept)
 
 
 @pytest.mark.parametrize("trained_alone", [True, False])
