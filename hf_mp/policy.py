@@ -271,6 +271,8 @@ class PrecisionPolicy:
             key, _, value = (piece.strip() for piece in part.partition("="))
             if key not in names or not value:
                 raise ValueError(f"{part!r} in precision={text!r}: write field=value with one of {', '.join(names)}")
+            if key in values:
+                raise ValueError(f"{key} is given twice in precision={text!r}")
             values[key] = _read_field(key, value)
         named = {} if base else {"compute": cls.compute}
         return replace(base or cls(), **_with_loss_scale({**named, **values}))  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 
 from hf_mp.casting.handlers import Plan, PlannedCall
 from hf_mp.casting.tables import of_the_dispatcher
+from hf_mp.casting.uncompiled import uncompiled
 
 # In no table, and made of ops that are in some: all of a call is cast or nothing, as by the mode.
 _WHOLE = """
@@ -144,6 +145,7 @@ def _kernel(call: Callable[..., Any], defaults: tuple[Any, ...]) -> Callable[...
     running, key, set_excluded = _running, _key(), _set_excluded
     assert set_excluded is not None
 
+    @uncompiled  # torch 2.11 meets its frame while a block of the model is compiled
     def kernel(*args: Any, **kwargs: Any) -> Any:
         autocast = running.autocast
         # Ops of a backward have the dtypes of those of their forward. One that runs inside of a forward sees the key.

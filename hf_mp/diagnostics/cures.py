@@ -93,7 +93,7 @@ def find_rules(
     # What a place feeds was out of range with it: each look shows what is left by itself.
     for _ in range(MOST_LOOKS):
         if not (planned := [next_remedy(found, {**runtime.remedies, **rules}) for found in leaving_range(ops)]):
-            return placed
+            return [one for one in placed if one.rules.items() <= rules.items()]  # the others did not help
         for remedy in planned:
             rules.update(remedy.rules)
         placed += planned

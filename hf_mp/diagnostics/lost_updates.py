@@ -102,9 +102,10 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> TrainingCheck:
     groups = [group for _, _, group in trained]
     # Of a MasterWeightOptimizer, the optimizer inside has the settings and the moments, and says whether it is SGD.
     inner = getattr(optimizer, "optimizer", optimizer)
-    named = {**vars(inner), **inner.defaults, **next(iter(inner.state.values()), {})}
-    # optimi's kahan_sum=None means True for 16-bit weights.
-    keeps_bits = any(value is not False for name, value in named.items() if _KEEPS_BITS.search(name))
+    # optimi's kahan_sum=None means True for 16-bit weights; without, its state has the name, and no tensor.
+    held = {name: isinstance(value, Tensor) for name, value in next(iter(inner.state.values()), {}).items()}
+    said = {name: value is not False for name, value in {**vars(inner), **inner.defaults}.items()}
+    keeps_bits = any(holds for name, holds in {**held, **said}.items() if _KEEPS_BITS.search(name))
     evidence = Evidence(beta2=beta2_of(groups), keeps_bits=keeps_bits, is_training=True)
     evidence.learning_rate = max(filter(None, map(learning_rate_of, groups)), default=None)
     for name, parameter, group in trained:

@@ -66,8 +66,9 @@ class RangeReport:
         text = f"{title}\n{aligned([header, *rows], range(2, 5))}\n" if rows else ""
         lines = [f"{len(self.overflows)} of {len(self.ops)} ops overflow in FP16, {len(self.close)} come close."]
         rules = ", ".join(f"{key!r}: {value!r}" for key, value in self.rules.items())
-        lines += [*self.notes, f"rules={{{rules}}}" if self.rules else "No rules are needed."]
-        return text + "".join(f"{line}\n" for line in lines)  # rules are to be copied: no line ends
+        needed = "" if self.overflows else "No rules are needed."
+        lines += [*self.notes, f"rules={{{rules}}}" if self.rules else needed]
+        return text + "".join(f"{line}\n" for line in lines if line)  # rules are to be copied: no line ends
 
 
 def _cells(op: OpRange) -> tuple[str, str, str, str]:

@@ -15,7 +15,7 @@ LOWEST, HIGHEST = -48, 20
 OCTAVE_WIDTH, HEIGHT = 10, 100
 WIDTH = OCTAVE_WIDTH * (HIGHEST - LOWEST)
 
-MOST_POINTS = 1000  # of a curve: a run of a million steps is a page of kilobytes
+MOST_POINTS = 500  # stretches of a curve: a run of a million steps is a page of kilobytes
 
 
 def axis_percent(log2: float) -> float:
@@ -78,7 +78,7 @@ def _chart(
     return {
         "name": name,
         # In units of the data, which the view box of the picture stretches: nothing is placed here.
-        "curve": " ".join(f"{x},{-y:.3f}" for x, y in points[:: 1 + len(points) // MOST_POINTS]),
+        "curve": " ".join(f"{x},{-y:.3f}" for x, y in _thinned(points)),
         "first_step": min(steps),
         "last_step": max(steps),
         "bottom": math.floor(min(heights)),
@@ -86,6 +86,17 @@ def _chart(
         "label": label,
         "skips": skips,
     }
+
+
+def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The lowest and the highest point of each of at most ``MOST_POINTS`` stretches."""
+    # Both ends of a stretch, not its mean: a loss scale that fell for one step is what a reader looks for.
+    length = -(-len(points) // MOST_POINTS)
+    kept: list[tuple[int, float]] = []
+    for start in range(0, len(points), length):
+        stretch = [y for _, y in points[start : start + length]]
+        kept += [points[start + place] for place in sorted({stretch.index(min(stretch)), stretch.index(max(stretch))})]
+    return kept
 
 
 def percent(share: float) -> str:

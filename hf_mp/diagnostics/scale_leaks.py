@@ -20,11 +20,13 @@ from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.scaling.rules import scale_with_headroom
 from hf_mp.step.mixed_precision import MixedPrecision
 
-# A gradient whose way into the model was not scaled is a + b / S. Rounding to FP16 does not depend on S, and underflow
-# takes away from a at most.
+# A gradient that leaks S is a + b * S, one whose way in was not scaled a + b / S. Rounding to FP16 does not depend on
+# S, and underflow takes away from a at most.
 HEADROOM = 6.0  # doublings from the larger scale to an overflow, as of the headroom scaler
+APART = 2.0**4  # from there to the smaller scale, still far from underflow: shows b * S
 TINY_SCALES = (2.0**-8, 2.0**-9)  # show b / S; two, for what underflows does not point the same way twice
 LEAST_SHARE = 0.05  # of b in a gradient, to be told
+_ROUNDING = 2.0**-8  # of the largest gradient: what sums of FP16 values may be off by
 _SAMPLED = 4096  # elements of each gradient
 _TRIES = 3  # at scales 2**8 apart, where the one in force overflows
 
@@ -36,7 +38,7 @@ class ScaleLeakError(RuntimeError):
 def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> None:
     """Check that the gradients of one batch are equal at several loss scales.
 
-    Forward and backward run four times or a few more; weights, buffers, gradients, random generators and the loss scale
+    Forward and backward run five times or a few more; weights, buffers, gradients, random generators and the loss scale
     are restored. Up to 4,096 elements of each gradient are compared. If nothing is scaled, nothing runs.
 
     Args:
@@ -82,12 +84,12 @@ def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
             return
         # Not the scale in force, which may be far from where gradients are best seen.
         larger = scale_with_headroom(largest, HEADROOM)
-        scales = (larger, *TINY_SCALES)
+        scales = (larger, larger / APART, *TINY_SCALES)
         samples = [at(scale)[0] for scale in scales]
     if leaks := _leaks(samples):
         more = f" and {len(leaks) - 5} more" if len(leaks) > 5 else ""
         raise ScaleLeakError(
-            f"gradients change with the loss scale, so they are wrong: at {', '.join(f'{s:g}' for s in scales)} "
+            f"gradients change with the loss scale, so they are wrong: at {', '.join(f'{s:g}' for s in scales[:3])} "
             f"their root mean squares are, of {', '.join(leaks[:5])}{more}. The loss is computed from a tensor that "
             "forward() does not return (a hook, an attribute): return it. A precision without loss scaling (bf16) does "
             "not need that"
@@ -95,12 +97,26 @@ def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
 
 
 def _leaks(samples: list[dict[str, Tensor]]) -> list[str]:
-    """The parameters whose gradients have 1/S in them, with their sizes."""
+    """The parameters whose gradients have S or 1/S in them, with their sizes."""
+    typical = max(_size(sample) for sample in samples[0].values())
     return [
-        f"{name} ({', '.join(f'{found[name].square().mean().sqrt().item():.3g}' for found in samples)})"
+        f"{name} ({', '.join(f'{_size(found[name]):.3g}' for found in samples[:3])})"
         for name in samples[0]
-        if _shrinks(*(found[name] for found in samples))
+        if _grows(samples[0][name], samples[1][name], typical) or _shrinks(*(samples[i][name] for i in (0, 2, 3)))
     ]
+
+
+def _size(sample: Tensor) -> float:
+    return sample.square().mean().sqrt().item() if sample.numel() else 0.0
+
+
+def _grows(larger: Tensor, smaller: Tensor, typical: float) -> bool:
+    """Whether S is in a gradient, by its values at the larger and the smaller scale."""
+    if (larger - smaller).norm() <= LEAST_SHARE * larger.norm():
+        return False
+    # What cancels out (a bias in front of a batch norm) is nothing but rounding errors, and small ones may underflow.
+    ratio = _size(larger) / (_size(smaller) or math.inf)
+    return _size(larger) > _ROUNDING * typical or 0.9 * APART < ratio < 1.1 * APART
 
 
 def _shrinks(larger: Tensor, tiny: Tensor, tinier: Tensor) -> bool:

@@ -10,7 +10,7 @@ time; they are not measured on a GPU yet.
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import os
 import warnings
 from collections.abc import Sequence
@@ -54,6 +54,8 @@ def chosen(name: str, tensors: Sequence[Tensor]) -> Any:
 def why_not(tensors: Sequence[Tensor]) -> str | None:
     """Why no kernel can run on these tensors; None where they can."""
     device = tensors[0].device
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
     for tensor in tensors:
         if not _is_readable(tensor, device):
             return (

@@ -24,6 +24,7 @@ from hf_mp.scaling.rules import (
     Rule,
     StaticRule,
     StepReport,
+    check_scale,
     scale_text,
     to_fp32,
     warn_caller,
@@ -216,6 +217,8 @@ class LossScaler(Generic[Rule]):
             way_out = "resume without it, or disable this one"
             raise RuntimeError(f"the state is empty, as that of a disabled scaler is: {way_out}")
         is_torchs = set(state_dict) == _TORCH_KEYS
+        if is_torchs:
+            check_scale(state_dict["scale"])
         self._take(self.state.from_torch(state_dict) if is_torchs else self.state.from_dict(state_dict))
 
     def _take(self, rule: Rule) -> None:

@@ -47,8 +47,10 @@ class AttachedForward(ReplacedForward):
             passage = _Passage(self, args, kwargs)
             try:
                 outputs = passage.forward(*passage.args, **passage.kwargs)
-            finally:
-                passage.leave()
+            except BaseException as error:
+                passage.leave(error)
+                raise
+            passage.leave(None)
             return passage.bring_out(outputs)
 
     def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> AttachedForward:
@@ -75,9 +77,10 @@ class _Passage:
         self.forward = autocasts.active[-1].ruled(forward.module(), forward.inside)
 
     @torch.compiler.disable
-    def leave(self) -> None:
-        """The model's own forward has ended, also by an exception."""
-        self._inside.__exit__(None, None, None)
+    def leave(self, error: BaseException | None) -> None:
+        """The model's own forward has ended, or raised ``error``."""
+        traceback = None if error is None else error.__traceback__
+        self._inside.__exit__(None if error is None else type(error), error, traceback)
         if self._weights is not None:
             self._runtime.region.ended(self._weights)
 

@@ -119,8 +119,8 @@ class StepGuard:
             vars(optimizer).pop("step_was_skipped", None)
             runtime.scaler.settle_later(take_in)
         # Lean gradients are read by the kernels that were queued, and nobody else needs them.
-        if hasattr(optimizer, "keeps_masters") and not vars(optimizer).get("step_was_skipped"):
-            optimizer.zero_grad()
+        if hasattr(optimizer, "free_gradients") and not vars(optimizer).get("step_was_skipped"):
+            optimizer.free_gradients()
         return result
 
     def _read_then_update(

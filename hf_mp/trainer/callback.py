@@ -28,11 +28,12 @@ from hf_mp.trainer.refusals import (
 )
 from hf_mp.trainer.save_dtype import extend_save
 from hf_mp.trainer.session import OfSession, TrainerSession
-from hf_mp.trainer.settings import PrecisionOptions, SessionSettings
+from hf_mp.trainer.settings import GONE, PrecisionOptions, SessionSettings
 
 # A callback can neither replace the Trainer's optimizer nor end its training in a checkpoint.
 _OPTIONS = {option.name for option in fields(PrecisionOptions)} - {
-    *("precision", "loss_scale", "free_gradients", "save_in_background", "handle_preemption")
+    *("precision", "loss_scale", "free_gradients", "handle_preemption"),
+    *GONE,
 }
 
 

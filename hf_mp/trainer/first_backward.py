@@ -15,7 +15,7 @@ from hf_mp.step.mixed_precision import MixedPrecision
 def check_first_backward(runtime: MixedPrecision, args: TrainingArguments, accelerator: Any) -> Callable[[], None]:
     """Have the next ``accelerator.backward`` run at several loss scales first, and compare what it leaves.
 
-    The graph of the first micro-batch is kept for four backwards, each as long as a usual one; weights, buffers, random
+    The graph of the first micro-batch is kept for five backwards, each as long as a usual one; weights, buffers, random
     numbers and gradients are then as if there had been none, so that training is the same bit for bit. In memory, the
     gradients come on top of the activations, at a time when the optimizer's moments are not there yet.
 
@@ -32,6 +32,8 @@ def check_first_backward(runtime: MixedPrecision, args: TrainingArguments, accel
     # Each backward would be reduced over the processes; a compiled one frees what it has used.
     if args.world_size > 1 or is_compiled:
         return lambda: None
+    if getattr(accelerator.backward, "is_first_check", False):  # of a run that failed before its first backward
+        del accelerator.backward
     backward = accelerator.backward
 
     def restore() -> None:
@@ -47,5 +49,6 @@ def check_first_backward(runtime: MixedPrecision, args: TrainingArguments, accel
         backward(loss, **kwargs)
 
     # On the instance: Trainer.training_step calls accelerator.backward, for which accelerate has no hook.
+    checked.is_first_check = True  # type: ignore[attr-defined]
     accelerator.backward = checked
     return restore

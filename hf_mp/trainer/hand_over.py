@@ -23,7 +23,9 @@ def working_copies(model: nn.Module | MixedPrecision) -> Iterator[tuple[str, Ten
                     for name, copy in hf_mp.working_copies(model)]
         client.update_named_params(metadata, hf_mp.working_copies(model))
 
-    As a directory: ``model.save_pretrained(folder, state_dict=dict(hf_mp.working_copies(model)))``.
+    As a directory: ``model.save_pretrained(folder, state_dict=dict(hf_mp.working_copies(model)))``. Buffers that a
+    model saves (of BatchNorm, the router's bias of DeepSeek-V3) are not among them: add those of
+    ``model.state_dict()``. Transformers ignores ``state_dict`` where it has distributed the model itself.
 
     A copy that the forward keeps, or the parameter of a lean layout, comes as it is: read it before the next step, and
     do not write to it. What the forward reads in FP32 (norms, embeddings, modules of an ``"fp32"`` rule) is rounded for

@@ -36,8 +36,12 @@ def start_recording(
     from hf_mp.diagnostics.precision_recorder import record_precision
 
     said = {**args.to_dict(), "world_size": args.world_size}
-    # JSON has no word for max_grad_norm=inf, which is a setting.
-    told = {name: str(value) if value == math.inf else value for name, value in said.items()}
+    # JSON has no word for max_grad_norm=inf, which is a setting, nor for numbers of NumPy.
+    plain = {
+        name: type(value) in (bool, int) or (type(value) is float and math.isfinite(value))
+        for name, value in said.items()
+    }
+    told = {name: value if value is None or plain[name] else str(value) for name, value in said.items()}
     return record_precision(
         runtime,
         str(args.output_dir),

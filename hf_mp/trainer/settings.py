@@ -13,7 +13,7 @@ from transformers.utils import logging
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PRESETS, SWITCHES, PrecisionPolicy, parse_loss_scale
-from hf_mp.scaling.events import ON_OVERFLOW, FreeGradients, check_on_overflow
+from hf_mp.scaling.events import ON_OVERFLOW, FreeGradients, check_free_gradients, check_on_overflow
 from hf_mp.scaling.rules import RULES, StaticRule
 from hf_mp.scaling.scalers import LossScaler, scaler_for
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -27,7 +27,7 @@ SAVE_DTYPES = {"fp32": torch.float32, "original": None, **{e.name: e.dtype for e
 # What needs a loss that is scaled, or a model that is attached.
 _OF_MIXED = ("loss_scale", "loss_scaler_settings", "rules", "histogram_steps", "precision_report")
 # Still fields, so that a script which gives one is told the way out.
-_GONE = {
+GONE = {
     "save_in_background": "save less often (save_steps)",
     "keep_overflow_batches": "save the inputs in a training_step of your own; the overflow report names the step",
     "max_fp32_share": "use precision='bf16' where the rules that are logged take too much out of 16 bits",
@@ -93,7 +93,7 @@ class PrecisionOptions:
     check_gradients: bool = _option(
         True,
         "Compare the gradients of the first micro-batch at several loss scales, between which they must not differ: "
-        "four backwards more, once a run.",
+        "five backwards more, once a run.",
     )
     histogram_steps: int = _option(
         0,
@@ -127,8 +127,7 @@ class SessionSettings(PrecisionOptions):
     """What one Trainer does: its options, and what only code can give.
 
     Raises:
-        ValueError: for a number of steps that is none, an unknown ``save_failure``, and what healing cannot work with.
-        TypeError: for one string as patterns.
+        ValueError: for an option outside of its values, one that is gone, and what healing cannot work with.
     """
 
     tables: TableName = "compact"
@@ -149,11 +148,12 @@ class SessionSettings(PrecisionOptions):
 
             check_interval("histogram_steps", self.histogram_steps)
         check_on_overflow(self.on_overflow)
+        check_free_gradients(self.policy, self.free_gradients)
         if self.on_overflow == "heal":
             from hf_mp.diagnostics.healing import check_healing
 
             check_healing(self.on_overflow, self.policy, in_backward=self.free_gradients == "backward")
-        for name, instead in _GONE.items():
+        for name, instead in GONE.items():
             if value := getattr(self, name):
                 raise ValueError(f"{name}={value!r} is gone: leave it out, or {instead}")
         for name, choices in (("save_failure", SAVE_FAILURES), ("save_dtype", SAVE_DTYPES)):

@@ -94,7 +94,7 @@ class Region(autocast):
         thread.weights, thread.is_reading = weights, is_reading
         thread.lowers_caches = is_reading and self._lowers_attention()
         kernels: AbstractContextManager[None] = nullcontext()
-        versions: list[int] = []
+        versions, written, failure = list[int](), None, None
         thread.is_dispatched, thread.sees_calls = False, True
         if weights is not None:
             weights.fill()
@@ -106,13 +106,21 @@ class Region(autocast):
         try:
             with self.layout.saving(), kernels, self:
                 yield
-            if weights is not None:
-                weights.refuse_writes(versions)
+        except RuntimeError as error:  # torch's, of a copy that was written, does not say what to do
+            failure = error
         finally:
             self._threads.remove(ident)
             vars(thread).update(before)
             if weights is not None:
+                written = weights.take_back_writes(versions)
                 weights.clear()
+        if written is not None:
+            raise RuntimeError(
+                f"a forward wrote into {written} in place, which the first of its kind did not, so that its 16-bit "
+                "copy was written and not the weight: write weights between forwards"
+            ) from failure
+        if failure is not None:
+            raise failure
 
     def _may_be_dispatched(self) -> bool:
         """Whether kernels may make the calls of a forward that are in tables."""

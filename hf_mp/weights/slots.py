@@ -151,20 +151,19 @@ class Slots:
                     self._handles.append(module.register_forward_hook(self._empty_gathered, always_call=True))
 
     def versions(self) -> list[int]:
-        """Of what lies in the slots: a write in place raises it. FSDP frees its slots before the forward ends: none."""
-        return [value._version for _, value in self._filled] if self._layout.keeps_copies else []
+        """Of what lies in the slots: a write in place raises it. None with FSDP: its slots are emptied."""
+        keeps_slots = self._layout.keeps_copies or isinstance(self._layout, TensorParallelLayout)
+        return [value._version for _, value in self._filled] if keeps_slots else []
 
     @torch.no_grad()
-    def refuse_writes(self, versions: Sequence[int]) -> None:
-        """Raise a RuntimeError if a copy was written since it had its one of ``versions``, and its weight not."""
+    def take_back_writes(self, versions: Sequence[int]) -> str | None:
+        """Round anew what was written since it had its one of ``versions``, and its weight not; the name of one."""
+        written = None
         for version, (slot, value) in zip(versions, self._filled, strict=False):
             if value._version != version and not torch.equal(value, slot.weight.to(value.dtype)):
                 value.detach().copy_(slot.weight)
-                raise RuntimeError(
-                    f"a forward wrote into {type(slot.module).__name__}.{slot.name} in place, which the first of its "
-                    "kind did not, so that its 16-bit copy was written and not the weight: write weights between "
-                    "forwards"
-                )
+                written = f"{type(slot.module).__name__}.{slot.name}"
+        return written
 
     def _fill_gathered(self, gathered: nn.Module, *args: Any) -> None:
         with torch._C.DisableTorchFunction():  # the region runs already, and has nothing to decide here

@@ -167,16 +167,18 @@ def test_a_silhouette_is_the_histogram_shifted_by_the_loss_scale() -> None:
     assert charts.silhouette(histogram(torch.zeros(3))) == ""
 
 
-def test_a_long_run_is_drawn_with_few_points() -> None:
+def test_a_long_run_is_drawn_with_few_points_that_keep_its_extremes() -> None:
     generator = np.random.default_rng(0)
     left = generator.uniform(3.0, 9.0, 20_000)
+    left[12_345] = 0.5
     steps = [StepRecord(i + 1, 2.0 ** (i % 7), float(y), i % 10_000 == 5, "") for i, y in enumerate(left)]
     scale, headroom = charts.scale_charts({step.step: step for step in steps})
     assert scale is not None and headroom is not None and len(scale["skips"]) == 2
     for chart in (scale, headroom):
-        assert len(chart["curve"].split()) <= charts.MOST_POINTS
+        assert len(chart["curve"].split()) <= 2 * charts.MOST_POINTS
         assert (chart["first_step"], chart["last_step"]) == (1, 20_000)
-    assert (scale["bottom"], scale["top"], headroom["bottom"], headroom["top"]) == (0, 7, 3, 9)
+    assert (scale["bottom"], scale["top"], headroom["bottom"], headroom["top"]) == (0, 7, 0, 9)
+    assert "12346,-0.500" in headroom["curve"].split()
 
 
 # The command

@@ -64,6 +64,33 @@ def test_a_feature_that_a_hook_or_attribute_kept_is_found() -> None:
         hf_mp.check_gradients(model, X, with_hidden_features(model))
 
 
+class _Accumulating(torch.autograd.Function):
+    """Adds to the gradient of its weight itself, as a fused accumulation of gradients does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: list[nn.Parameter]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight[0]
+        return x * weight[0].detach().to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        with torch.no_grad():
+            own = (gradient.float() * x.float()).sum(0)
+            ctx.weight.grad = own if ctx.weight.grad is None else ctx.weight.grad + own
+        return gradient * ctx.weight.detach().to(gradient.dtype), None
+
+
+def test_a_gradient_that_backward_writes_itself_has_the_scale_in_it() -> None:
+    model: Any = nn.Sequential(nn.Linear(6, 6))
+    model.scale = weight = nn.Parameter(torch.ones(6))
+    model.forward = lambda x: _Accumulating.apply(model[0](x), [weight])
+    MixedPrecision("fp16").attach(model)
+    with pytest.raises(hf_mp.ScaleLeakError, match=r"are, of scale \("):
+        hf_mp.check_gradients(model, X, lambda outputs: outputs.float().pow(2).mean())
+
+
 def test_where_nothing_is_scaled_nothing_is_run() -> None:
     model = Body()
     MixedPrecision("bf16").attach(model)

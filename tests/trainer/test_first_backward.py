@@ -85,3 +85,16 @@ def test_where_it_cannot_be_compared_the_backward_is_left_alone(
     assert accelerator.backward is torch.Tensor.backward
     restore()
     assert accelerator.backward is torch.Tensor.backward
+
+
+def test_the_check_of_a_run_that_failed_before_its_first_backward_is_not_kept(tmp_path: Path) -> None:
+    model = tiny_gpt2()
+    kind = type("Accelerator", (), {"backward": lambda self, loss, **kwargs: loss.backward(**kwargs)})
+    accelerator = kind()
+    prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for _ in range(2):
+        check_first_backward(model.forward.runtime, arguments(tmp_path), accelerator)
+    first = accelerator.backward
+    ids = torch.arange(8)[None]
+    accelerator.backward(model(input_ids=ids, labels=ids).loss)
+    assert first is not accelerator.backward and "backward" not in vars(accelerator)

@@ -186,6 +186,14 @@ def test_a_late_write_in_place_is_refused(is_watched: bool) -> None:
     model.write = lambda weight: weight.mul_(0.5)
     with pytest.raises(RuntimeError, match=r"wrote into Linear\.weight in place, which the first of its kind did not"):
         model(X)
+
+    def fails(weight: Tensor) -> None:
+        weight.mul_(0.5)
+        raise KeyError("of the model")
+
+    model.write = fails
+    with pytest.raises(KeyError, match="of the model"):
+        model(X)
     model.write = lambda weight: None
     assert torch.equal(model.layer.weight, before) and torch.equal(model(X), expected)
 

@@ -233,6 +233,8 @@ def beta2_of(groups: Iterable[Mapping[str, Any]]) -> float:
 def _picture_of(held: Iterable[Held]) -> str:
     """A histogram as one line, with a bar for each power of two."""
     counts = histogram(torch.cat([one.values for one in held])).by_octave()
+    if not counts:  # all of them are below FP32's normal numbers
+        return ""
     first, last, highest = min(counts), max(counts), max(counts.values())
     bars = (_BARS[math.ceil(8 * counts.get(power, 0) / highest)] for power in range(first, last + 1))
     return f"2^{first} {''.join(bars)} 2^{last + 1}"

@@ -106,8 +106,9 @@ def clear_up(run_directory: Path) -> None:
         OSError: where the disk fails.
     """
     staging = run_directory / STAGING_FOLDER
-    names = {path.name for folder in (run_directory, staging) for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
-    for name in sorted(names):
+    # A loop's checkpoint that is aside has a name of its own.
+    found = [*run_directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), *staging.glob("*")]
+    for name in sorted({path.name for path in found}):
         restore(run_directory / name)
     _remove(staging)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import warnings
@@ -137,7 +138,20 @@ class MasterWeightOptimizer(Optimizer):
         optimizer = vars(self).get("optimizer")
         if optimizer is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(optimizer, name)
+        value = getattr(optimizer, name)
+        is_own_method = inspect.ismethod(value) and value.__self__ is optimizer
+        if self._is_stepping or not is_own_method or all(isinstance(p, SplitParameter) for p in self._parameters()):
+            return value
+        return functools.partial(self._call_on_masters, value)
+
+    @torch.no_grad()
+    def _call_on_masters(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A method of the wrapped optimizer that may write parameters, as ``eval()`` of schedule-free ones."""
+        masters = {parameter: self._open(parameter) for parameter in self._parameters()}
+        with self._in_place_of_parameters(masters):
+            result = method(*args, **kwargs)
+        self._close(masters)
+        return result
 
     def master(self, parameter: nn.Parameter) -> Tensor:
         """The FP32 master weight of ``parameter``, detached, of its shape; write through the parameter."""
@@ -171,6 +185,13 @@ class MasterWeightOptimizer(Optimizer):
                 parameter.grad = None
         else:
             self.optimizer.zero_grad(set_to_none=False)
+
+    @stores_16_bits
+    def free_gradients(self) -> None:
+        """Let go of the gradients of split masters, which a step that the device may skip has left."""
+        for parameter in self._parameters():
+            if isinstance(parameter, SplitParameter):
+                parameter.grad = None
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the global 2-norm of the gradients to ``max_norm``; ``inf`` only measures.

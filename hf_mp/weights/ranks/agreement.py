@@ -46,9 +46,11 @@ class Ranks:
         check_placement(model, placement)
         check_masters(model, placement)
         ddp: Any = placement.ddp
-        if ddp is None or ddp.process_group in self._groups or not torch.is_grad_enabled():
+        if ddp is None or not torch.is_grad_enabled():
             return
-        check_ddp(ddp)
+        check_ddp(ddp)  # each time: hooks may come later, and the model into another DDP
+        if ddp.process_group in self._groups:
+            return
         # Inside join() other processes may have no batch left and so no step to agree on. There all gradients are
         # those of the all-reduce, and who steps decides alike.
         if not ddp._join_config.enable:
@@ -73,8 +75,9 @@ class Ranks:
         for group in [*self._groups, *mesh_groups(parameters)]:  # one after the other: the dimensions of a mesh
             largest = -1.0 if report.largest_gradient is None else report.largest_gradient
             number = math.inf if report.overflow else largest  # the maximum over all is the report of all
-            # On the host, where the verdict is, if a backend of the group serves it: torch's own choice for values.
-            device = torch.distributed.distributed_c10d._get_object_coll_device(group)
+            # On the host, where the verdict is, if a backend of the group serves it: nothing public tells.
+            choose = getattr(torch.distributed.distributed_c10d, "_get_object_coll_device", None)
+            device = next(iter(parameters)).device if choose is None else choose(group)
             sent = torch.tensor([number], dtype=torch.float32, device=device)
             torch.distributed.all_reduce(sent, torch.distributed.ReduceOp.MAX, group=group)
             number = sent.item()

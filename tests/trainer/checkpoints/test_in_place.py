@@ -192,6 +192,15 @@ def test_a_finished_checkpoint_that_is_unsafe_to_load_is_put_back_after_a_kill(t
     assert entries(tmp_path) == ["checkpoint-5"]
 
 
+@pytest.mark.usefixtures("told")
+def test_a_loops_checkpoint_that_was_set_aside_is_put_back(tmp_path: Path) -> None:
+    aside = in_place.aside_of(tmp_path / "last")
+    aside.mkdir(parents=True)
+    finish(aside, step=5)
+    in_place.clear_up(tmp_path)
+    assert entries(tmp_path) == ["last"]
+
+
 # In a Trainer
 
 
