@@ -3,6 +3,7 @@
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -158,6 +159,15 @@ def adamw_kernel(
             tl.store(copies_at, master.to(WORKING), mask=mask)
 
 
+@functools.cache
+def _kept(number: float, device: torch.device, stream: int) -> Tensor:
+    """What stands for a factor or verdict that is not given: a kernel that asked would be compiled twice.
+
+    Kept for good, because a captured graph reads it at each replay.
+    """
+    return torch.full((1,), number, dtype=torch.float32, device=device)
+
+
 @torch.no_grad()
 def adamw_(
     parameters: Sequence[AdamWTensors],
@@ -171,9 +181,8 @@ def adamw_(
     """
     device = parameters[0].gradient.device
     stream = stream_of(device)
-    # Kept integers in the place of what is not given: a kernel that asked whether it is would be compiled twice.
-    found_inf = on_device((0,), device, stream) if found_inf is None else found_inf.to(device)
-    factor = on_device((1,), device, stream) if factor is None else factor
+    found_inf = _kept(0.0, device, stream) if found_inf is None else found_inf.to(device)
+    factor = _kept(1.0, device, stream) if factor is None else factor
     numbers = torch.empty((3, len(parameters)), dtype=torch.float32, device=device)
     rate_at = settings.lr if isinstance(settings.lr, Tensor) else None
     kinds: dict[tuple[Any, ...], list[int]] = {}

@@ -548,6 +548,25 @@ def test_masters_that_do_not_fit_are_refused() -> None:
     assert all(p.dtype is torch.float16 for p in wrapper.param_groups[0]["params"])
 
 
+class Averaging(torch.optim.SGD):
+    """Has methods that write parameters with what its state holds, as schedule-free optimizers."""
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.lerp_(end=self.state[parameter]["z"], weight=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_other_methods_of_the_optimizer_run_on_masters(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.ones(8, dtype=dtype))
+    optimizer = Averaging([weight], lr=0.1)
+    wrapper = MasterWeightOptimizer(optimizer)
+    wrapper.state[weight]["z"] = torch.full((8,), 1.0 + 2.0**-14)
+    wrapper.eval()
+    assert torch.equal(wrapper.master(weight), torch.full((8,), 1.0 + 2.0**-15)) and weight.dtype is dtype
+
+
 @pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps])
 def test_copies_and_pickles_of_the_wrapper_are_refused(how: Any) -> None:
     with pytest.raises(TypeError, match=r"not copied or pickled: wrap another optimizer, and load state_dict\(\)"):

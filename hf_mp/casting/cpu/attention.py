@@ -29,6 +29,8 @@ BLOCK_SCORES = 2**17  # 512 KiB in FP32: heads with fewer are taken several at o
 # Whether flash attention is faster in BF16 than in FP32; a torch that does not tell keeps its own.
 HAS_AMX = bool(getattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})().get("amx_bf16"))
 
+# torch's kernel by name: no mode and no choice of another one may come between. Without it, torch's own attention runs.
+_MATH: Any = getattr(torch.ops.aten, "_scaled_dot_product_attention_math", None)
 _FLASH_CHOICE = SDPBackend.FLASH_ATTENTION.value
 ATTENTION = frozenset({F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention})
 
@@ -48,7 +50,7 @@ class Attention(NamedTuple):
 def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Attention | None:
     """The attention that a call computes, if :func:`attend` does; None for another one, which is torch's to judge."""
     try:
-        return None if must_be_plain() else _read(*args, **kwargs)
+        return None if _MATH is None or must_be_plain() else _read(*args, **kwargs)
     except (TypeError, AttributeError, RuntimeError):
         return None  # not a valid call: torch's own error is the better one
 
@@ -117,10 +119,8 @@ def _blocks(query: Tensor, key: Tensor) -> list[tuple[int, slice]]:
 
 def _attended(heads: Sequence[Tensor], mask: Tensor | None, settings: Any) -> Tensor:
     dropout, is_causal, scale = settings
-    # torch's kernel by name: no mode and no choice of another one is to come between.
-    found: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
-        *(head.unsqueeze(0) for head in heads), mask, dropout, is_causal, scale=scale
-    )[0][0]
+    given = (head.unsqueeze(0) for head in heads)
+    found: Tensor = _MATH(*given, mask, dropout, is_causal, scale=scale)[0][0]
     return found
 
 

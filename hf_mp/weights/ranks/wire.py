@@ -151,7 +151,8 @@ def send_in_16_bits(model: nn.Module, policy: PrecisionPolicy, runtime: Runtime,
             module.set_custom_all_gather(RoundedGather(group, policy.compute, kept))
             # FSDP2 has read FP32 values of a split parameter, and noted its dtype, which gradients would have by name.
             for one in group.fsdp_params:
-                for spec in (one._sharding_spec, one.sharded_param._spec):
+                held = getattr(one, "_sharding_spec", None), getattr(one.sharded_param, "_spec", None)
+                for spec in filter(None, held):
                     spec.tensor_meta = spec.tensor_meta._replace(dtype=one.sharded_param.dtype)
         if policy.wire is not torch.float32 and type(group._reduce_scatter_comm).__name__ == "DefaultReduceScatter":
             module.set_custom_reduce_scatter(ScaledReduceScatter(group, policy, runtime))
