@@ -322,4 +322,6 @@ class TestTrainer:
 
     def test_accumulation_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="gradient_accumulation_steps=2 adds gradients up"):
-            hf_mp.MixedPrecisionArguments(str(tmp_path), free_gradients="backward", gradient_accumulation_steps=2)
+            hf_mp.MixedPrecisionArguments(
+                str(tmp_path), precision="fp16-lean", free_gradients="backward", gradient_accumulation_steps=2
+            )
