@@ -30,7 +30,7 @@ class ComputeDtype:
     spellings: tuple[str, ...]
     cpp_name: str
     loss_scale: str | None = None
-    has_cpu_products: Callable[[], bool] = bool  # which is False: this CPU multiplies it nowhere
+    has_cpu_products: Callable[[], bool] = lambda: False
     has_cpu_convolutions: bool = True
 
     @property

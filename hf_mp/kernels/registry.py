@@ -54,7 +54,7 @@ def chosen(name: str, tensors: Sequence[Tensor]) -> Any:
 def why_not(tensors: Sequence[Tensor]) -> str | None:
     """Why no kernel can run on these tensors; None where they can."""
     device = tensors[0].device
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         return "triton is not installed"
     for tensor in tensors:
         if not _is_readable(tensor, device):
@@ -72,6 +72,11 @@ def _is_readable(tensor: Tensor, device: torch.device) -> bool:
         return False  # a DTensor; a fake parameter is a parameter too
     is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
     return is_dense and tensor.dtype in _DTYPES and tensor.device == device
+
+
+@functools.cache  # where there is none, every look goes through the folders of packages, at each step
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def is_interpreting() -> bool:

@@ -249,15 +249,14 @@ def seal(nodes: Iterable[Any], crossings: Crossings, first: int, made_earlier: C
         for place, (to, _) in enumerate(node.next_functions):
             if to is None or to in seen or type(to) is _INWARD:
                 continue
-            if first <= to._sequence_nr() < _AT_ONCE:  # AccumulateGrad has the largest
+            is_new = first <= to._sequence_nr() < _AT_ONCE  # AccumulateGrad has the largest
+            if not is_new and made_earlier(to):
+                continue
+            if is_new or leads_inside(to, first, outside):
                 seen.add(to)
                 todo.append(to)
-            elif not made_earlier(to):
-                if leads_inside(to, first, outside):
-                    seen.add(to)
-                    todo.append(to)
-                else:
-                    leaving.append(place)
+            else:
+                leaving.append(place)
         if places := [place for place in leaving if place not in getattr(node, "border_at", ())]:
             node.register_hook(_Edges(node, places, crossings))
             found = True

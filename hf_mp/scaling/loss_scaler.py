@@ -216,10 +216,11 @@ class LossScaler(Generic[Rule]):
         if not state_dict:
             way_out = "resume without it, or disable this one"
             raise RuntimeError(f"the state is empty, as that of a disabled scaler is: {way_out}")
-        is_torchs = set(state_dict) == _TORCH_KEYS
-        if is_torchs:
+        if set(state_dict) == _TORCH_KEYS:
             check_scale(state_dict["scale"])
-        self._take(self.state.from_torch(state_dict) if is_torchs else self.state.from_dict(state_dict))
+            self._take(self.state.from_torch(state_dict))
+        else:
+            self._take(self.state.from_dict(state_dict))
 
     def _take(self, rule: Rule) -> None:
         before, self.state = self._state, rule.checked()

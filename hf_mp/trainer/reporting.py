@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 from transformers import TrainingArguments
@@ -36,18 +36,18 @@ def start_recording(
     from hf_mp.diagnostics.precision_recorder import record_precision
 
     said = {**args.to_dict(), "world_size": args.world_size}
-    # JSON has no word for max_grad_norm=inf, which is a setting, nor for numbers of NumPy.
-    plain = {
-        name: type(value) in (bool, int) or (type(value) is float and math.isfinite(value))
-        for name, value in said.items()
-    }
-    told = {name: value if value is None or plain[name] else str(value) for name, value in said.items()}
     return record_precision(
         runtime,
         str(args.output_dir),
         histogram_steps=settings.histogram_steps,
-        settings={name: told[name] for name in _SETTINGS.split() if told.get(name) is not None},
+        settings={name: _for_json(said[name]) for name in _SETTINGS.split() if said.get(name) is not None},
     )
+
+
+def _for_json(value: Any) -> Any:
+    # JSON has no word for max_grad_norm=inf, which is a setting, nor for numbers of NumPy.
+    is_plain = type(value) in (bool, int) or (type(value) is float and math.isfinite(value))
+    return value if is_plain else str(value)
 
 
 def show_contract(

@@ -94,7 +94,7 @@ class Region(autocast):
         thread.weights, thread.is_reading = weights, is_reading
         thread.lowers_caches = is_reading and self._lowers_attention()
         kernels: AbstractContextManager[None] = nullcontext()
-        versions, written, failure = list[int](), None, None
+        versions, written = list[int](), None
         thread.is_dispatched, thread.sees_calls = False, True
         if weights is not None:
             weights.fill()
@@ -104,23 +104,19 @@ class Region(autocast):
                 thread.is_dispatched, thread.sees_calls = True, weights.is_watched
         self._threads.append(ident)
         try:
-            with self.layout.saving(), kernels, self:
-                yield
-        except RuntimeError as error:  # torch's, of a copy that was written, does not say what to do
-            failure = error
-        finally:
-            self._threads.remove(ident)
-            vars(thread).update(before)
-            if weights is not None:
-                written = weights.take_back_writes(versions)
-                weights.clear()
-        if written is not None:
-            raise RuntimeError(
-                f"a forward wrote into {written} in place, which the first of its kind did not, so that its 16-bit "
-                "copy was written and not the weight: write weights between forwards"
-            ) from failure
-        if failure is not None:
-            raise failure
+            try:
+                with self.layout.saving(), kernels, self:
+                    yield
+            finally:
+                self._threads.remove(ident)
+                vars(thread).update(before)
+                if weights is not None:
+                    written = weights.take_back_writes(versions)
+                    weights.clear()
+        except RuntimeError:  # torch's, of a copy that was written, does not say what to do
+            _refuse_writes(written)
+            raise
+        _refuse_writes(written)
 
     def _may_be_dispatched(self) -> bool:
         """Whether kernels may make the calls of a forward that are in tables."""
@@ -235,6 +231,14 @@ _SHARED_BY_THREADS = (
     "a forward with gradients began while another thread ran one of the same attached model, and a module holds the "
     "16-bit weights of one forward: run them one after the other, or give the other thread a copy.deepcopy of the model"
 )
+
+
+def _refuse_writes(name: str | None) -> None:
+    if name is not None:
+        raise RuntimeError(
+            f"a forward wrote into {name} in place, which the first of its kind did not, so that its 16-bit copy was "
+            "written and not the weight: write weights between forwards"
+        )
 
 
 def _is_composite(entry: PlannedCall | None) -> bool:

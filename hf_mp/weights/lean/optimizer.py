@@ -139,10 +139,11 @@ class MasterWeightOptimizer(Optimizer):
         if optimizer is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(optimizer, name)
-        is_own_method = inspect.ismethod(value) and value.__self__ is optimizer
-        if self._is_stepping or not is_own_method or all(isinstance(p, SplitParameter) for p in self._parameters()):
+        if self._is_stepping or not (inspect.ismethod(value) and value.__self__ is optimizer):
             return value
-        return functools.partial(self._call_on_masters, value)
+        # Split parameters are read and written in FP32 as they are; the masters of others are taken out for the call.
+        has_whole = any(_needs_master(p) and not isinstance(p, SplitParameter) for p in self._parameters())
+        return functools.partial(self._call_on_masters, value) if has_whole else value
 
     @torch.no_grad()
     def _call_on_masters(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
