@@ -28,6 +28,7 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 TINY = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 199, "n_positions": 48}
+STANDS_FOR = {torch.float16: False, torch.bfloat16: torch.backends.mkldnn.is_available()}  # the CPU's products
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -70,9 +71,10 @@ def _seeded() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _without_fp16_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every machine takes the FP16 path of a CPU without FP16 arithmetic; a test of the other path sets it back."""
-    monkeypatch.setitem(CPU_PRODUCTS, torch.float16, False)
+def _one_kind_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every machine stands for a CPU that multiplies in BF16 and not in FP16; a test of another one sets it back."""
+    for dtype, is_native in STANDS_FOR.items():
+        monkeypatch.setitem(CPU_PRODUCTS, dtype, is_native)
 
 
 @pytest.fixture(autouse=True)

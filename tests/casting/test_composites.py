@@ -159,6 +159,8 @@ AS_TORCH: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 @pytest.mark.parametrize("name", AS_TORCH)
 def test_on_the_cpu_tables_modules_are_as_under_torchs_autocast(name: str) -> None:
     module, x = AS_TORCH[name]()
+    if name == "LSTM" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no LSTM in BF16 for this CPU: torch's autocast fails")
     with torch.autocast("cpu", BF16):
         expected = first(module(x))
     with autocast(BF16, tables="cpu"):

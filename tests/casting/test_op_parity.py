@@ -123,6 +123,8 @@ def _cpu_cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "dtypes"), list(_cpu_cases()))
 def test_cpu_tables_give_torchs_dtypes_and_values(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    if name == "lstm" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no LSTM in BF16 for this CPU: torch's autocast fails, or gives FP32")
     functions = callable_spellings(name, "cpu")
     assert functions
     for function in functions:
