@@ -46,7 +46,7 @@ class Rerun(NamedTuple):
 def run_again(
     runtime: MixedPrecision,
     backward: KeptBackward,
-    watching: Callable[[autocast], AbstractContextManager[Any]],
+    watching: Callable[[autocast, nn.Module], AbstractContextManager[None]],
     *,
     dtype: torch.dtype,
     rules: Mapping[str, str] | None = None,
@@ -55,8 +55,8 @@ def run_again(
 ) -> Rerun:
     """Run a micro-batch in ``dtype``, without side effects; arguments as of :func:`look`.
 
-    ``watching`` gives what is entered around the forward and the backward, for the autocast that these run under;
-    ``scale`` is what the gradients that came in are multiplied with.
+    ``watching`` gives what is entered around the forward and the backward, for the autocast that these run under and
+    the model; ``scale`` is what the gradients that came in are multiplied with.
     """
     model = runtime.model
     assert model is not None  # it was called
@@ -73,7 +73,7 @@ def run_again(
 
         gradients = {}
         # Around the backward too, in which checkpoints run forwards again.
-        with watching(mode):
+        with watching(mode, model):
             outputs = backward.again(make)
             if with_gradients:
                 pairs = zip(backward.incoming, outputs, strict=True)
@@ -105,17 +105,8 @@ def look(
         rules: further rules than the run's; in FP32 there are none.
         with_gradients: also differentiate, for which the gradients that came in must have been kept.
     """
-    model = runtime.model
-    assert model is not None  # it was called
     recorder = RangeRecorder(backward=with_gradients)
-    rerun = run_again(
-        runtime,
-        backward,
-        lambda mode: recorder.recording(mode, model),
-        dtype=dtype,
-        rules=rules,
-        with_gradients=with_gradients,
-    )
+    rerun = run_again(runtime, backward, recorder.recording, dtype=dtype, rules=rules, with_gradients=with_gradients)
     return rerun._replace(ranges=recorder.ranges())
 
 

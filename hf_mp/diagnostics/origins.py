@@ -8,7 +8,7 @@ originates there; otherwise the result inherits the origin of its input. So an i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.batchnorm import _NormBase
 
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.nested import named_tensors, tensors_in
@@ -60,28 +61,30 @@ _UNKNOWN, _UNWRITTEN = Origin("not found", 0, is_mask=True), Origin("not found",
 class OriginTracker:
     """Tracks the origin of non-finite values, in the forward by storage; slow, because it reads all values.
 
+    Args:
+        entry: the module whose forward is run; default: the whole model.
+        inputs: of it, by name.
+
     Attributes:
         of_gradients: the origins of what is not finite in gradients of parameters; after the backward.
     """
 
-    def __init__(self, model: nn.Module, entry: nn.Module | None = None) -> None:
-        self._model = model
-        names = {id(module): name for name, module in model.named_modules()}
-        self._running = [names.get(id(entry), "")]  # modules, innermost last
-        self._parameters: dict[tuple[int, torch.Size], str] = {}
+    def __init__(self, entry: nn.Module | None = None, inputs: Iterable[tuple[str, Tensor]] = ()) -> None:
+        self._entry, self._inputs = entry, inputs
         self._origins: dict[int, Origin] = {}  # by storage
         self._made = 0
         self.of_gradients: list[Origin | None] = []
 
     @contextmanager
-    def watching(self, mode: autocast) -> Iterator[None]:
-        """To run a forward under ``mode`` and its backward in."""
+    def watching(self, mode: autocast, model: nn.Module) -> Iterator[None]:
+        """To run a forward of ``model`` under ``mode`` and its backward in."""
         # Now and not before, since a replay has masters in the place of split parameters.
-        parameters = dict(self._model.named_parameters())
+        parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
+        self._blame_what_is_there(model)
         # By memory and shape: what a forward uses of a parameter is an alias, and flat parameters lie in one memory.
         self._parameters = {(_memory(one), one.shape): name for name, one in parameters.items()}
+        self._running = [name for name, module in modules.items() if module is self._entry] or [""]  # innermost last
         leaves: list[Any] = [get_gradient_edge(one).node for one in parameters.values() if one.requires_grad]
-        modules = dict(self._model.named_modules())
         with watching(modules, mode, self._called, entered=self._entered, left=self._left):
             yield
         # Leaves' nodes are those of the training, too: what is noted there would stay.
@@ -91,8 +94,19 @@ class OriginTracker:
         """The origin of the inf or NaN in ``tensor``; None without one, or if it was there before."""
         return self._origins.get(_memory(tensor)) if finiteness(tensor) else None
 
-    def blame(self, tensor: Tensor, origin: Origin) -> None:
-        self._origins[_memory(tensor)] = origin
+    def _blame_what_is_there(self, model: nn.Module) -> None:
+        """Note what is not finite before the forward."""
+        for name, tensor in self._inputs:
+            if finiteness(tensor) is Finiteness.NOT_FINITE:
+                self._origins[_memory(tensor)] = Origin("input", 0, tensor=name, inputs=ranges_of([(name, tensor)]))
+        # In training, batch normalization only writes the statistics of its batches.
+        norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+        written = {id(buffer) for module in norms for buffer in module.buffers() if module.training}
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            # A buffer may be a mask, which holds -inf on purpose; a parameter may not.
+            least = Finiteness.MINUS_INF if isinstance(tensor, nn.Parameter) else Finiteness.NOT_FINITE
+            if finiteness(tensor) >= least and id(tensor) not in written:
+                self._origins[_memory(tensor)] = _in_weight(name, tensor)
 
     def _entered(self, name: str, args: Any, kwargs: Any) -> None:
         self._mark((args, kwargs), Site(self._running[-1]))
@@ -178,7 +192,7 @@ class OriginTracker:
             shown.append((name or f"input {place}", tensor))
             if name and not finiteness(tensor) and finiteness(rounded := tensor.detach().to(outputs[0].dtype)):
                 self._made += 1
-                return origin_in_weight(name, tensor, order=self._made, rounded=rounded)
+                return _in_weight(name, tensor, order=self._made, rounded=rounded)
         origin = self._new("forward", site, shown, outputs)
         origin.is_mask = state is Finiteness.MINUS_INF and (site.op in _MASKING or not given)
         return origin
@@ -208,7 +222,7 @@ class OriginTracker:
         return Origin(phase, self._made, *site, "", ranges_of(inputs), ranges_of(shown))
 
 
-def origin_in_weight(name: str, tensor: Tensor, *, order: int = 0, rounded: Tensor | None = None) -> Origin:
+def _in_weight(name: str, tensor: Tensor, *, order: int = 0, rounded: Tensor | None = None) -> Origin:
     """A parameter or buffer that is not finite, or whose value ``rounded`` to 16 bits is not."""
     found = [(name, tensor), *([] if rounded is None else [(f"{name}, in 16 bits", rounded)])]
     return Origin("weight", order, name.rpartition(".")[0], tensor=name, inputs=ranges_of(found))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,11 +94,9 @@ class RangeRecorder:
         self._found: dict[tuple[str, str], OpRange] = {}  # by module and op
         self._hooks: list[RemovableHandle] = []
 
-    @contextmanager
-    def recording(self, mode: Any, model: nn.Module) -> Iterator[None]:
+    def recording(self, mode: Any, model: nn.Module) -> AbstractContextManager[None]:
         """To run forwards of ``model`` and backwards in, under the autocast ``mode``."""
-        with watching(dict(model.named_modules()), mode, self._record):
-            yield
+        return watching(dict(model.named_modules()), mode, self._record)
 
     def ranges(self) -> tuple[OpRange, ...]:
         """What was recorded, in the order of the first calls; ends the recording of gradients."""
@@ -116,25 +114,25 @@ class RangeRecorder:
         given = call.args, call.kwargs
         with torch._C.DisableTorchFunction(), torch.no_grad():
             # Below torch functions: what this looks with is not to be cast or recorded itself.
-            operands = [_largest(_floating(given))] if is_product else []  # before they are written to
+            operands = _floating(given) if is_product else []
+            largest = _largest(operands)  # before they are written to
         result = call.make()
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            outputs = _made(name, result, given)
-            if outputs or is_product:
-                key = call.module, name
-                found = self._range_of(key, given, outputs, operands)
-                self._found[key] = self._found[key].with_call(found) if key in self._found else found
-                if self._backward:
-                    self._watch_gradients(key, outputs, _floating(given) if is_product else [])
+            self._take((call.module, name), given, operands, largest, _made(name, result, given))
         return result
 
-    def _range_of(self, key: tuple[str, str], given: Any, outputs: list[Tensor], operands: list[float]) -> OpRange:
-        """One call; ``operands`` has the largest magnitude of a product's."""
+    def _take(
+        self, key: tuple[str, str], given: Any, operands: list[Tensor], largest: float, outputs: list[Tensor]
+    ) -> None:
+        """Take down a call that was made; of a product, ``largest`` is the largest magnitude in its ``operands``."""
+        if not (outputs or operands):
+            return
         held = [output for output in outputs if output.dtype is STAND_IN]
-        made, is_fp16 = _largest(held), bool(operands or held)
-        largest = max_of([*operands, made])
+        in_16_bits = [*held, *operands]
+        made, is_fp16 = _largest(held), bool(in_16_bits)
+        largest = max_of([largest, made])
         read = (tensor for tensor in tensors_in(_activations(key[1], given)) if tensor.dtype is STAND_IN)
-        return OpRange(
+        found = OpRange(
             *key,
             largest=largest if is_fp16 else _largest(outputs),
             is_fp16=is_fp16,
@@ -142,11 +140,9 @@ class RangeRecorder:
             # NaN is not within the limit. What the call is given has to be looked at only where it is beyond.
             is_origin=not largest <= self._limit and _largest(read) <= self._limit,
         )
-
-    def _watch_gradients(self, key: tuple[str, str], outputs: list[Tensor], operands: list[Tensor]) -> None:
-        """Take down gradients of results and, for a product, of what it reads."""
-        for tensor in (*(output for output in outputs if output.dtype is STAND_IN), *operands):
-            if tensor.requires_grad:
+        self._found[key] = self._found.get(key, found).with_call(found)
+        for tensor in in_16_bits:
+            if self._backward and tensor.requires_grad:
                 self._hooks.append(tensor.register_hook(functools.partial(self._take_gradient, key)))
 
     def _take_gradient(self, key: tuple[str, str], gradient: Tensor | None) -> None:
@@ -193,8 +189,7 @@ def _largest_of(tensor: Tensor) -> float:
     # One pass, and two numbers: .abs() would copy each activation.
     smallest, largest = (found.item() for found in torch.aminmax(values))
     if smallest < MASK:
-        kept = values[values >= MASK]
-        smallest, largest = (found.item() for found in torch.aminmax(kept)) if kept.numel() else (0.0, 0.0)
+        return _largest([values[values >= MASK]])
     found = max(-smallest, largest)
     return found if found < math.inf else math.nan
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
+from torch.nn.modules.batchnorm import SyncBatchNorm
 
-from hf_mp.casting.mode import autocast
 from hf_mp.diagnostics.cures import find_cure
 from hf_mp.diagnostics.kept_state import KeptBackward
 from hf_mp.diagnostics.looks import run_again, scaled_entry
-from hf_mp.diagnostics.origins import Origin, OriginTracker, origin_in_weight
+from hf_mp.diagnostics.origins import Origin, OriginTracker
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.remedies import merged
 from hf_mp.diagnostics.values import Finiteness, finiteness, ranges_of
@@ -41,16 +39,9 @@ def replay(runtime: MixedPrecision, backward: KeptBackward, report: OverflowRepo
     model, scale = runtime.model, runtime.scaler.get_scale()
     assert model is not None  # it was called
     _refuse_what_takes_others(model)
-    tracker = OriginTracker(model, backward.calls[0].forward.module())
-
-    @contextmanager
-    def watching(mode: autocast) -> Iterator[None]:
-        _blame_what_is_there(tracker, model, backward)
-        with tracker.watching(mode):
-            yield
-
+    tracker = OriginTracker(backward.calls[0].forward.module(), backward.inputs())
     dtype, is_kept = runtime.policy.compute, backward.is_kept()
-    rerun = run_again(runtime, backward, watching, dtype=dtype, scale=scale, with_gradients=is_kept)
+    rerun = run_again(runtime, backward, tracker.watching, dtype=dtype, scale=scale, with_gradients=is_kept)
     if difference := _difference(backward, rerun.outputs):
         # Nothing below is valid for another forward than the one that failed.
         return replace(report, notes=(difference,))
@@ -116,21 +107,6 @@ def _of_entry(backward: KeptBackward, outputs: list[Tensor], scale: float) -> Or
             ranges = ranges_of([("input 0", gradient)]), ranges_of([("output 0", scaled)])
             return Origin("backward", 0, "", "loss scaling", "", *ranges)
     return None
-
-
-def _blame_what_is_there(tracker: OriginTracker, model: nn.Module, backward: KeptBackward) -> None:
-    """Tell the tracker what was not finite before the forward."""
-    for name, tensor in backward.inputs():
-        if finiteness(tensor) is Finiteness.NOT_FINITE:
-            tracker.blame(tensor, Origin("input", 0, tensor=name, inputs=ranges_of([(name, tensor)])))
-    # In training, batch normalization only writes the statistics of its batches.
-    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
-    written = {id(buffer) for module in norms for buffer in module.buffers() if module.training}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        # A buffer may be a mask, which holds -inf on purpose; a parameter may not.
-        least = Finiteness.MINUS_INF if isinstance(tensor, nn.Parameter) else Finiteness.NOT_FINITE
-        if finiteness(tensor) >= least and id(tensor) not in written:
-            tracker.blame(tensor, origin_in_weight(name, tensor))
 
 
 def _with_cure(runtime: MixedPrecision, backward: KeptBackward, report: OverflowReport) -> OverflowReport:

@@ -18,8 +18,8 @@ NAN = float("nan")
 
 
 def origin_of(function: Callable[[], Tensor]) -> Origin | None:
-    tracker, mode = OriginTracker(nn.Identity()), autocast(torch.float16)
-    with tracker.watching(mode), mode:
+    tracker, mode = OriginTracker(), autocast(torch.float16)
+    with tracker.watching(mode, nn.Identity()), mode:
         result = function()
     return tracker.of(result)
 
