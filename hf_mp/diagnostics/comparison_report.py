@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
-from hf_mp.diagnostics.tables import aligned, for_json, listed
+from hf_mp.diagnostics.tables import aligned, for_json
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class PrecisionComparison:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values for JSON; inf and NaN are None."""
-        return dict(for_json(asdict(self)))
+        return for_json(self)
 
     def __str__(self) -> str:
         title = f"{self.model}: how far from FP32 ({self.batches} batches, {self.positions:,} positions)"
@@ -60,8 +60,8 @@ class PrecisionComparison:
         header = ("precision", "rules", "logits RMS", "largest", *likeliest)
         rows = []
         for one in self.errors:
-            numbers = (_short(number) for number in astuple(one)[2:] if number is not None)
-            rows.append((one.precision, listed(one.rules), *numbers))
+            rules = ", ".join(f"{key}: {value}" for key, value in one.rules.items())
+            rows.append((one.precision, rules, *(_short(number) for number in astuple(one)[2:] if number is not None)))
         return "\n".join((title, aligned([header, *rows], range(2, len(header))), *self.notes))
 
 

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from hf_mp.diagnostics.cures import Cure, find_cure
 from hf_mp.diagnostics.kept_state import KeptBackward, keep_random_states
-from hf_mp.diagnostics.overflow import OverflowExplainer, explain_overflows, observing, runtime_of, suspects_of
+from hf_mp.diagnostics.overflow import explain_overflows, observing, runtime_of, suspects_of
 from hf_mp.diagnostics.remedies import CannotHealError, merged
 from hf_mp.policy import PrecisionPolicy, needs_loss_scale
 from hf_mp.scaling.events import StepObserver, check_on_overflow
@@ -50,8 +50,7 @@ class Healed:
 
     def __str__(self) -> str:
         where = f"{self.op!r} in {f'module {self.module!r}' if self.module else 'the model itself'}"
-        rules = ", ".join(f"{key!r}: {value!r}" for key, value in self.rules.items())
-        return f"{where} came to {self.largest:g}, and FP16 ends at {FP16_MAX:g}: {self.remedy} ({{{rules}}})"
+        return f"{where} came to {self.largest:g}, and FP16 ends at {FP16_MAX:g}: {self.remedy} ({self.rules})"
 
 
 class Healer(StepObserver):
@@ -65,7 +64,7 @@ class Healer(StepObserver):
     def __init__(self, runtime: MixedPrecision) -> None:
         check_healing("heal", runtime.policy, in_backward=runtime.uses_up_gradients)
         self._runtime = runtime
-        self._explainer = observing(runtime, OverflowExplainer) or explain_overflows(runtime)
+        self._explainer = explain_overflows(runtime)
         self.healed: list[Healed] = []
         self.clip: Callable[[Optimizer], None] | None = None
         self._ddp: Any = None

@@ -21,7 +21,7 @@ from hf_mp.diagnostics.run_log import VERSION, RunLog
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, as_record
 from hf_mp.environment.machine import describe_hardware, package_versions
 from hf_mp.scaling.events import StepObserver
-from hf_mp.scaling.rules import StepReport, headroom_left
+from hf_mp.scaling.rules import StepReport, headroom_left, whole
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
 
@@ -154,12 +154,6 @@ class PrecisionRecorder(StepObserver):
         return reports
 
 
-def check_interval(name: str, steps: Any) -> None:
-    """Raise ValueError unless ``steps`` is a number of steps, or 0; ``name`` is what it was given as."""
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-        raise ValueError(f"{name}={steps!r} must be a whole number of steps from one to the next, or 0 for never")
-
-
 def record_precision(
     model: nn.Module | MixedPrecision,
     run_directory: str | Path,
@@ -193,7 +187,7 @@ def record_precision(
     runtime = runtime_of(model)
     if not runtime.policy.is_mixed:
         raise ValueError(f"precision={str(runtime.policy)!r} is FP32 throughout: there is nothing to record")
-    check_interval("histogram_steps", histogram_steps)
+    whole(0)(histogram_steps=histogram_steps)
     # Here, where the caller sees it, and not at the first record.
     json.dumps(settings, allow_nan=False)
     if (known := observing(runtime, PrecisionRecorder)) is None:

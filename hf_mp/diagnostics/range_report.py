@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from hf_mp.diagnostics.ranges import OpRange
@@ -55,7 +55,7 @@ class RangeReport:
             OSError: if it cannot be written.
         """
         file = Path(path) / RULES_NAME if Path(path).is_dir() else Path(path)
-        file.write_text(json.dumps(for_json(asdict(self)), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(for_json(self), indent=2) + "\n", encoding="utf-8")
         return file
 
     def __str__(self) -> str:
@@ -65,9 +65,8 @@ class RangeReport:
         title = f"{self.model} in {self.precision}, {self.batches} batches"
         text = f"{title}\n{aligned([header, *rows], range(2, 5))}\n" if rows else ""
         lines = [f"{len(self.overflows)} of {len(self.ops)} ops overflow in FP16, {len(self.close)} come close."]
-        rules = ", ".join(f"{key!r}: {value!r}" for key, value in self.rules.items())
         needed = "" if self.overflows else "No rules are needed."
-        lines += [*self.notes, f"rules={{{rules}}}" if self.rules else needed]
+        lines += [*self.notes, f"rules={self.rules}" if self.rules else needed]
         return text + "".join(f"{line}\n" for line in lines if line)  # rules are to be copied: no line ends
 
 

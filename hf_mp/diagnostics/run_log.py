@@ -153,15 +153,12 @@ def _take(run: RunRecords, record: Mapping[str, Any]) -> bool:
     return False
 
 
-def _step(record: Mapping[str, Any]) -> StepRecord:
-    # Whoever draws the page relies on numbers.
-    step, scale = int(record["step"]), float(record["loss_scale"])
-    return StepRecord(step, scale, record["headroom"], record["skipped"], record["cause"])
-
-
 # Of a step each, as the record is read.
 _EVENTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
-    "step": _step,
+    # Whoever draws the page relies on numbers.
+    "step": lambda record: StepRecord(
+        int(record["step"]), float(record["loss_scale"]), record["headroom"], record["skipped"], record["cause"]
+    ),
     "overflow": lambda record: OverflowReport.from_dict(record["report"]),
     "healed": lambda record: Healed(**record["healed"]),
     "magnitudes": from_record,

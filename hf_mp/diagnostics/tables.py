@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from typing import Any
 
 
@@ -20,15 +21,6 @@ def aligned(lines: Sequence[Sequence[str]], numbers: Collection[int]) -> str:
     )
 
 
-def listed(rules: dict[str, str]) -> str:
-    """Rules in a cell of a table."""
-    return ", ".join(f"{key}: {value}" for key, value in rules.items())
-
-
-def for_json(value: Any) -> Any:
-    """``value``, of mappings and sequences, with None for inf and NaN."""
-    if isinstance(value, dict):
-        return {key: for_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [for_json(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def for_json(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass as JSON has them, with None for inf and NaN."""
+    return dict(json.loads(json.dumps(asdict(record)), parse_constant=lambda constant: None))

@@ -14,7 +14,7 @@ from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PRESETS, SWITCHES, PrecisionPolicy, parse_loss_scale
 from hf_mp.scaling.events import ON_OVERFLOW, FreeGradients, check_free_gradients, check_on_overflow
-from hf_mp.scaling.rules import RULES, StaticRule
+from hf_mp.scaling.rules import RULES, StaticRule, whole
 from hf_mp.scaling.scalers import LossScaler, scaler_for
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.refusals import fsdp_version
@@ -143,10 +143,7 @@ class SessionSettings(PrecisionOptions):
 
     def __post_init__(self) -> None:
         self.policy = self.precision_policy
-        if self.histogram_steps != 0:
-            from hf_mp.diagnostics.precision_recorder import check_interval  # imported where it is asked for
-
-            check_interval("histogram_steps", self.histogram_steps)
+        whole(0)(histogram_steps=self.histogram_steps)
         check_on_overflow(self.on_overflow)
         check_free_gradients(self.policy, self.free_gradients)
         if self.on_overflow == "heal":
