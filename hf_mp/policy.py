@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -179,9 +180,8 @@ class PrecisionPolicy:
             )
         object.__setattr__(self, "loss_scale", parse_loss_scale(self.loss_scale))
 
-    def _said_dtypes(self) -> dict[str, str]:
-        """The dtype fields as messages spell them; raises for any dtype that is not supported."""
-        names, said = {entry.dtype: entry.name for entry in compute_dtypes()}, {}
+    def _check_dtypes(self) -> None:
+        names, said = {entry.dtype: entry.name for entry in compute_dtypes()}, {}  # as messages spell the fields
         for field in _DTYPE_FIELDS:
             dtype = self.wire if field == "reduce" else getattr(self, field)
             if not isinstance(dtype, torch.dtype):
@@ -189,10 +189,6 @@ class PrecisionPolicy:
             if dtype not in names:
                 raise ValueError(f"{field}={dtype} is not allowed: use {', '.join(names.values())}")
             said[field] = f"{field}={names[dtype]}"
-        return said
-
-    def _check_dtypes(self) -> None:
-        said = self._said_dtypes()
         if self.masters is not torch.float32:
             raise ValueError(f"{said['masters']} loses small updates: master weights are fp32")
         if self.output is not torch.float32:
@@ -263,38 +259,31 @@ class PrecisionPolicy:
 
     @classmethod
     def _parse_fields(cls, text: str) -> PrecisionPolicy:
-        values: dict[str, object] = {}
+        values: dict[str, Any] = {}
         names = [field.name for field in fields(cls)]
         first, *others = text.split(",")
         base = PRESETS.get(spell(first))
         for part in others if base else (first, *others):
-            key, _, value = (piece.strip() for piece in part.partition("="))
+            key, _, value = map(str.strip, part.partition("="))
             if key not in names or not value:
                 raise ValueError(f"{part!r} in precision={text!r}: write field=value with one of {', '.join(names)}")
             if key in values:
                 raise ValueError(f"{key} is given twice in precision={text!r}")
             values[key] = _read_field(key, value)
-        named = {} if base else {"compute": cls.compute}
-        return replace(base or cls(), **_with_loss_scale({**named, **values}))  # type: ignore[arg-type]
+        compute: Any = values.get("compute", None if base else cls.compute)
+        if needs_loss_scale(compute):
+            values.setdefault("loss_scale", compute_dtype(compute).loss_scale)
+        return replace(base or cls(), **values)
 
     def __str__(self) -> str:
         switches = [f"{name}=true" for name in SWITCHES if getattr(self, name)]
         plain = replace(self, **dict.fromkeys(SWITCHES, False))  # type: ignore[arg-type]
-        for name, preset in PRESETS.items():
-            if preset == plain:
-                return ",".join([name, *switches])
-        named = {name: getattr(self, name) for name in _DTYPE_FIELDS}
-        dtypes = [f"{name}={compute_dtype(dtype).name}" for name, dtype in named.items() if dtype is not None]
-        scale = "none" if self.loss_scale is None else self.loss_scale
-        return ",".join([*dtypes, f"loss_scale={scale}", *switches])
-
-
-def _with_loss_scale(values: dict[str, object]) -> dict[str, object]:
-    """``values`` of fields, with the loss scale that a ``compute`` among them needs, if they have none."""
-    compute = values.get("compute")
-    if "loss_scale" not in values and isinstance(compute, torch.dtype) and needs_loss_scale(compute):
-        return {**values, "loss_scale": compute_dtype(compute).loss_scale}
-    return values
+        said = [name for name, preset in PRESETS.items() if preset == plain]
+        if not said:
+            dtypes = {name: getattr(self, name) for name in _DTYPE_FIELDS}
+            said = [f"{name}={compute_dtype(dtype).name}" for name, dtype in dtypes.items() if dtype is not None]
+            said.append(f"loss_scale={self.loss_scale or 'none'}")
+        return ",".join([*said, *switches])
 
 
 def _read_field(key: str, value: str) -> object:
@@ -310,22 +299,17 @@ def _read_field(key: str, value: str) -> object:
     return dtypes[spell(value)]
 
 
-def _default_layout(entry: ComputeDtype) -> dict[str, PrecisionPolicy]:
-    return {entry.name: PrecisionPolicy(compute=entry.dtype, loss_scale=entry.loss_scale)}
+def _layouts(*entries: ComputeDtype) -> dict[str, PrecisionPolicy]:
+    """All default layouts, then all lean ones: help texts and messages list them in this order."""
+    default = {entry.name: PrecisionPolicy(compute=entry.dtype, loss_scale=entry.loss_scale) for entry in entries}
+    return default | {f"{name}-lean": replace(policy, params=policy.compute) for name, policy in default.items()}
 
 
-def _lean_layout(entry: ComputeDtype) -> dict[str, PrecisionPolicy]:
-    policy = PrecisionPolicy(params=entry.dtype, compute=entry.dtype, loss_scale=entry.loss_scale)
-    return {f"{entry.name}-lean": policy}
-
-
-PRESETS: dict[str, PrecisionPolicy] = {"fp32": PrecisionPolicy(compute=torch.float32)}
+PRESETS: dict[str, PrecisionPolicy] = {
+    "fp32": PrecisionPolicy(compute=torch.float32),
+    **_layouts(*LOWER_PRECISION_DTYPES.values()),
+}
 """The policies by name. A new one is one entry, before :mod:`hf_mp.trainer` and :mod:`hf_mp.memory` are imported."""
-
-# All default layouts first: help texts and messages list them in this order.
-for _layout in (_default_layout, _lean_layout):
-    for _entry in LOWER_PRECISION_DTYPES.values():
-        PRESETS |= _layout(_entry)
 
 
 def add_compute_dtype(entry: ComputeDtype) -> None:
@@ -334,7 +318,7 @@ def add_compute_dtype(entry: ComputeDtype) -> None:
     A program calls it before :mod:`hf_mp.trainer` and :mod:`hf_mp.memory` are imported.
     """
     LOWER_PRECISION_DTYPES[entry.dtype] = entry
-    PRESETS.update(_default_layout(entry) | _lean_layout(entry))
+    PRESETS.update(_layouts(entry))
 
 
 def mixed_presets() -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 import os
 import platform
-from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -18,7 +17,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 _CPU_FLAGS_16_BIT = ("avx512_fp16", "amx_fp16", "fphp", "asimdhp", "avx512_bf16", "amx_bf16", "bf16")
 
 
-def package_versions() -> Mapping[str, str]:
+def package_versions() -> dict[str, str]:
     """Versions of Python, hf_mp and the packages that affect numerics, or ``"not installed"``."""
     versions = {"hf_mp": __version__}
     for name in _PACKAGES:
@@ -29,7 +28,7 @@ def package_versions() -> Mapping[str, str]:
     return {**versions, "Python": platform.python_version()}
 
 
-def describe_hardware() -> Mapping[str, str]:
+def describe_hardware() -> dict[str, str]:
     """Platform, CPU and GPUs, without kernel release and host name: reports get published."""
     cpuinfo = _CPUINFO.read_text(encoding="utf-8", errors="replace") if _CPUINFO.exists() else ""
     fields = {  # of the first processor

@@ -14,8 +14,8 @@ from hf_mp.environment.machine import describe_hardware, package_versions
 def examine_machine() -> dict[str, dict[str, str]]:
     """Versions, hardware and advice, each by name; initializes CUDA if there is a GPU."""
     return {
-        "versions": dict(package_versions()),
-        "hardware": dict(describe_hardware()),
+        "versions": package_versions(),
+        "hardware": describe_hardware(),
         "advice": advise_here(),
     }
 

@@ -118,8 +118,8 @@ def as_json(report: MemoryReport) -> dict[str, Any]:
         "training": {preset: _training_json(row) for preset, row in report.training.items()},
         "unavailable": report.unavailable,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": dict(package_versions()),
-        "device": dict(describe_hardware()),
+        "versions": package_versions(),
+        "device": describe_hardware(),
     }
 
 
