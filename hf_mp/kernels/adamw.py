@@ -99,8 +99,7 @@ def adamw_by_torch(tensors: AdamWTensors, settings: AdamWSettings, factor: Tenso
     """:func:`adamw_` of one parameter by torch's fused AdamW, on a whole FP32 master and a whole FP32 gradient."""
     tensors.step.add_(1)
     master = _whole_master(tensors)
-    gradient = tensors.gradient.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    _fused([tensors], master, gradient if factor is None else gradient.mul_(factor.squeeze()), settings)
+    _fused([tensors], master, _unscaled(tensors.gradient.contiguous(), factor), settings)
     _write_working(tensors, master)
 
 
@@ -142,7 +141,8 @@ def _update(batch: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tens
         return
     # Once for the whole parameter: its blocks are steps of torch's, which must all see the same count.
     torch._foreach_add_([tensors.step for tensors in batch], 1)
-    for parts, working, remainder, gradient in _blocks(batch, factor):
+    blocks = _joined(batch, factor) if len(batch) > 1 else _blocks_of(batch[0], factor)
+    for parts, working, remainder, gradient in blocks:
         master = merge(working, remainder)
         _fused(parts, master, gradient, settings)
         split_into(master, working, remainder)
@@ -199,11 +199,8 @@ def _batches(parameters: Sequence[AdamWTensors]) -> Iterator[list[AdamWTensors]]
         yield batch
 
 
-def _blocks(batch: Sequence[AdamWTensors], factor: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Flat blocks, each merged, updated and split while in the cache: parts, working half, remainder and gradient."""
-    if len(batch) == 1:
-        yield from _blocks_of_one(batch[0], factor)
-        return
+def _joined(batch: Sequence[AdamWTensors], factor: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """All of ``batch`` as one block, as :func:`_blocks_of` gives them."""
     # In C++, which makes the views of all of them at once: a call for each would cost more than their update.
     halves: Any = [tensors.working for tensors in batch], [tensors.remainder for tensors in batch]
     working, remainder = map(_flatten_dense_tensors, halves)
@@ -213,7 +210,8 @@ def _blocks(batch: Sequence[AdamWTensors], factor: Tensor | None) -> Iterator[tu
         torch._foreach_copy_(half, _unflatten_dense_tensors(flat, half))
 
 
-def _blocks_of_one(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[tuple[Any, ...]]:
+def _blocks_of(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Flat blocks, each merged, updated and split while in the cache: parts, working half, remainder and gradient."""
     # whole vectors, so that torch's scalar loop for the rest begins where it would in the whole tensor
     elements = _BLOCK_ELEMENTS_PER_THREAD * torch.get_num_threads()
     given: Any = (tensors.exp_avg, tensors.exp_avg_sq, tensors.working, tensors.remainder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -65,13 +64,12 @@ def _filled(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 def _joined(values: list[Tensor]) -> list[Tensor]:
     """The same values in fewer tensors: biases and weights of norms, of which a call costs more than its work."""
-    small = [value.dim() == 1 and value.numel() <= _JOINED_ELEMENTS and type(value) is Tensor for value in values]
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for value in itertools.compress(values, small):
-        by_dtype.setdefault(value.dtype, []).append(value)
-    return [value for value, is_small in zip(values, small, strict=True) if not is_small] + [
-        torch.cat(found) for found in by_dtype.values()
-    ]
+    large: list[Tensor] = []
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for value in values:
+        is_small = value.dim() == 1 and value.numel() <= _JOINED_ELEMENTS and type(value) is Tensor
+        (small.setdefault(value.dtype, []) if is_small else large).append(value)
+    return [*large, *map(torch.cat, small.values())]
 
 
 @torch.no_grad()

@@ -21,7 +21,6 @@ from hf_mp.kernels.triton_tables import (
     DTYPES,
     WARPS,
     load_as_fp32,
-    on,
     on_device,
     place_of,
     places,
@@ -184,20 +183,19 @@ def adamw_(
     found_inf = _kept(0.0, device, stream) if found_inf is None else found_inf.to(device)
     factor = _kept(1.0, device, stream) if factor is None else factor
     numbers = torch.empty((3, len(parameters)), dtype=torch.float32, device=device)
-    rate_at = settings.lr if isinstance(settings.lr, Tensor) else None
+    has_lr_at = isinstance(settings.lr, Tensor)
+    lr_at, lr = (settings.lr, 0.0) if has_lr_at else (numbers, settings.lr)
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for number, tensors in enumerate(parameters):
         if tensors.gradient.numel():
-            working = None if tensors.working is None else DTYPES[tensors.working.dtype]
-            kind = (DTYPES[tensors.gradient.dtype], working, tensors.remainder is not None)
+            kind = (tensors.gradient.dtype, getattr(tensors.working, "dtype", None), tensors.remainder is not None)
             kinds.setdefault(kind, []).append(number)
-    with on(device):
+    with torch.cuda.device_of(numbers):  # Triton launches on the current device
         # Steps are counted on the device: the host does not know yet whether the last update was skipped.
         advance_kernel[(triton.cdiv(len(parameters), STEPS),)](
             on_device(tuple(tensors.step.data_ptr() for tensors in parameters), device, stream), numbers,
-            numbers if rate_at is None else rate_at, found_inf, 0.0 if rate_at is not None else settings.lr,
-            settings.weight_decay, settings.beta1, settings.beta2, len(parameters),
-            HAS_LR_AT=rate_at is not None, BLOCK=STEPS, num_warps=WARPS, enable_fp_fusion=False,
+            lr_at, found_inf, lr, settings.weight_decay, settings.beta1, settings.beta2, len(parameters),
+            HAS_LR_AT=has_lr_at, BLOCK=STEPS, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         for (gradient, working, is_split), group in kinds.items():
             rows = [(parameters[number].gradient, *parameters[number].state()) for number in group]
@@ -205,8 +203,8 @@ def adamw_(
                 adamw_kernel[(len(table.blocks),)](
                     table.columns, table.blocks, numbers, factor, found_inf, settings.beta2, 1.0 - settings.beta1,
                     1.0 - settings.beta2, settings.eps, table.columns.shape[1], len(parameters),
-                    GRADIENT=gradient, WORKING=working, SPLIT=is_split, **table.constants(), num_warps=WARPS,
-                    enable_fp_fusion=False,  # each product and sum is rounded, as the reference does
+                    GRADIENT=DTYPES[gradient], WORKING=DTYPES.get(working), SPLIT=is_split, **table.constants(),
+                    num_warps=WARPS, enable_fp_fusion=False,  # each product and sum is rounded, as the reference does
                 )  # fmt: skip
 
 

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from hf_mp.kernels.cross_entropy import Rows
 from hf_mp.kernels.registry import Pair
-from hf_mp.kernels.triton_tables import DTYPES, on
+from hf_mp.kernels.triton_tables import DTYPES, WARPS
 
 BLOCK = 4096
-WARPS = 8
 
 # The number of classes is a constant of the compiled kernel: a model has one.
 
@@ -113,7 +112,7 @@ class RowKernels:
         rows, classes = logits.shape
         denominators = torch.empty(rows, dtype=torch.float32, device=logits.device)
         losses = torch.empty_like(denominators)
-        with on(logits.device):
+        with torch.cuda.device_of(logits):  # Triton launches on the current device
             forward_kernel[(rows,)](
                 logits, targets, denominators, losses, CLASSES=classes, BLOCK=BLOCK, num_warps=WARPS,
                 enable_fp_fusion=True,
@@ -124,7 +123,7 @@ class RowKernels:
     def backward(result: Tensor, logits: Tensor, targets: Tensor, denominators: Tensor, factors: Tensor) -> None:
         """As :func:`hf_mp.kernels.cross_entropy.Rows.backward`."""
         rows, classes = logits.shape
-        with on(logits.device):
+        with torch.cuda.device_of(logits):
             backward_kernel[(rows,)](
                 result, logits, targets, denominators, factors, CLASSES=classes, BLOCK=BLOCK, num_warps=WARPS,
                 enable_fp_fusion=True,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_mp.kernels.gradient_scan import Scan, scan_reference
 from hf_mp.kernels.registry import Pair
-from hf_mp.kernels.triton_tables import BLOCKS, DTYPES, WARPS, load_as_fp32, on, place_of, tables_of
+from hf_mp.kernels.triton_tables import BLOCKS, DTYPES, WARPS, load_as_fp32, place_of, tables_of
 
 # Partial results that the last kernel takes at once.
 PARTS = 4096
@@ -62,7 +62,7 @@ def scan(tensors: Sequence[Tensor]) -> Scan:
     largest_bits = torch.empty(count, dtype=torch.int32, device=device)
     squares, result = (torch.empty(size, dtype=torch.float32, device=device) for size in (count, 2))
     begin = 0
-    with on(device):
+    with torch.cuda.device_of(result):  # Triton launches on the current device
         for table, dtype in launches:
             scan_kernel[(len(table.blocks),)](
                 table.columns, table.blocks, largest_bits, squares, table.columns.shape[1], begin,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -30,11 +29,6 @@ class Table(NamedTuple):
     def constants(self) -> dict[str, Any]:
         """What the kernel is compiled for."""
         return {"NUMELS": len(self.columns) - 1, "ALIGNED": self.is_aligned, "BLOCK": BLOCKS[self.is_aligned]}
-
-
-def on(device: torch.device) -> AbstractContextManager[Any]:
-    """To launch in: Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def tables_of(rows: Iterable[Sequence[Tensor]], device: torch.device, *numbers: Sequence[int]) -> list[Table]:
