@@ -105,11 +105,11 @@ def memory(
 ) -> None:
     """Show the memory that MODEL takes: loaded in six precisions and, with --train, during fine-tuning."""
     options = {name: value for name, value in locals().items() if name not in ("config_only", "traceback")}
-    gone = {name: instead for name, instead in _GONE.items() if options.pop(name)}
 
     with _errors_in_one_line("memory", traceback):
-        for name, instead in gone.items():
-            raise ValueError(f"--{name} is gone: {instead}")
+        for name, instead in _GONE.items():
+            if options.pop(name):
+                raise ValueError(f"--{name} is gone: {instead}")
         from hf_mp.memory.command import run
 
         typer.echo(run(**options), nl=False)

@@ -34,11 +34,10 @@ def run(
         raise ValueError("--parallel is for several ranks: say how many, as --ranks 64")
     # Their remarks would stand between the tables.
     quiet_libraries()
-    takes_steps = any((train, gpu, settings["ranks"] > 1))
     report = gather_report(
         model,
         gpu_bytes=None if gpu is None else parse_size(gpu),
-        presets=precision or (SHOWN_PRESETS if takes_steps else ()),
+        presets=precision or (SHOWN_PRESETS if train or gpu or settings["ranks"] > 1 else ()),
         # Lines, not one that is redrawn: a file or a pipe would get each state of it.
         progress=lambda step: typer.echo(f"hf-mp memory: {step} ...", err=True),
         **settings,

@@ -88,10 +88,10 @@ def ask_hub(name: str) -> Exception | None:
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class of a configuration: its architecture, or the language model of its type."""
     # An encoder without a head has no loss.
-    bare = {str(getattr(modeling_auto, "MODEL_MAPPING_NAMES", {}).get(config.model_type))}
+    bare = modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type)
     for name in getattr(config, "architectures", None) or []:
         found = getattr(transformers, name, None)
-        if name not in bare and isinstance(found, type) and issubclass(found, PreTrainedModel):
+        if name != bare and isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found
     for task in _TASKS:
         if config.model_type in task:

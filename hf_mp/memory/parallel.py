@@ -128,9 +128,8 @@ def shard(model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
         return model
     from torch.distributed.fsdp import fully_shard
 
-    for block in blocks_of(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for module in (*blocks_of(model), model):
+        fully_shard(module, mesh=mesh)
     return model
 
 

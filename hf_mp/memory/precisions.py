@@ -51,7 +51,7 @@ def bitsandbytes_config(precision: str | torch.dtype, double_quant: bool = False
         return None
     with quiet_bitsandbytes():  # here, since Transformers would import it aloud; where it is missing, Python says so
         importlib.import_module("bitsandbytes")
-    return BitsAndBytesConfig(**quantization, **({"bnb_4bit_use_double_quant": True} if double_quant else {}))
+    return BitsAndBytesConfig(**quantization, bnb_4bit_use_double_quant=double_quant)
 
 
 # Training: ours, FP32, the Trainer's own mixed precision, pure BF16, quantized weights with LoRA

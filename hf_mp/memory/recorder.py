@@ -45,9 +45,9 @@ class MemoryRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in _here(tensors_in(result)):
+        for tensor in self._here(tensors_in(result)):
             storage = tensor.untyped_storage()
-            if tensor.device.type == self.device_type and storage._cdata not in self.ledger.live:
+            if storage._cdata not in self.ledger.live:
                 self._add(storage, self._category(tensor, func, args), str(func))
         return result
 
@@ -78,8 +78,8 @@ class MemoryRecorder(TorchDispatchMode):
 
     def take(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Set the category of tensors, also of those older than the recorder."""
-        here = (tensor for tensor in _here(tensors) if tensor.device.type == self.device_type)
-        for storage in (tensor.untyped_storage() for tensor in here):
+        for tensor in self._here(tensors):
+            storage = tensor.untyped_storage()
             if storage._cdata not in self.ledger.live:
                 self._add(storage, category)
             self.ledger.live[storage._cdata].category = category
@@ -92,13 +92,20 @@ class MemoryRecorder(TorchDispatchMode):
         if phase is not Phase.BACKWARD:  # backward begins with the loss, where forward ended
             self._in_head = False
 
+    @torch.no_grad()
+    def _here(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """The parts of ``tensors`` on this process's device; of a collective under way, what it writes into."""
+        parts: list[Any] = local_parts(tensors)
+        held = [part.elem if type(part).__name__ == "AsyncCollectiveTensor" else part for part in parts]
+        return [part for part in held if part.device.type == self.device_type]
+
     @contextlib.contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
         """Categorize the gradients, weights and logits of ``model``."""
         for _, kind, tensor in tensors_of(model):
             category = _CATEGORIES.get(kind, Category.INPUTS_AND_BUFFERS)
             if isinstance(tensor, nn.Parameter):
-                self._parameters.add(_here([tensor])[0].untyped_storage()._cdata)
+                self._parameters.update(part.untyped_storage()._cdata for part in self._here([tensor]))
                 category = Category.FROZEN_WEIGHTS
                 if tensor.requires_grad:
                     is_copy = tensor.dtype in LOWER_PRECISION_DTYPES
@@ -132,10 +139,3 @@ class MemoryRecorder(TorchDispatchMode):
 
     def _leave_head(self, gradient: Tensor) -> None:
         self._in_head = False
-
-
-@torch.no_grad()
-def _here(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The parts of ``tensors`` that this process holds; of a collective under way, what it writes into."""
-    parts: list[Any] = local_parts(tensors)
-    return [part.elem if type(part).__name__ == "AsyncCollectiveTensor" else part for part in parts]

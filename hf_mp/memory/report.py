@@ -114,29 +114,27 @@ def as_json(report: MemoryReport) -> dict[str, Any]:
         "parameters": report.parameters,
         "units": "bytes",
         "gpu_bytes": report.gpu_bytes,
-        "loaded": {precision: _footprint_json(footprint) for precision, footprint in report.footprints.items()},
-        "training": {preset: _training_json(row) for preset, row in report.training.items()},
+        "loaded": {
+            precision: {
+                "total_bytes": footprint.total_bytes,
+                "bytes_by_kind": footprint.by_kind,
+                "bytes_by_dtype": footprint.by_dtype,
+                "get_memory_footprint_bytes": footprint.transformers_bytes,
+                "tensors": [vars(row) for row in footprint.rows],
+            }
+            for precision, footprint in report.footprints.items()
+        },
+        "training": {
+            preset: {
+                "label": TRAINING_PRESETS[preset].label,
+                "estimate": asdict(row.estimate),
+                "largest_batch_size": row.largest_batch and row.largest_batch.batch_size,
+                "largest_batch_peak_bytes": row.largest_batch and row.largest_batch.peak_bytes,
+            }
+            for preset, row in report.training.items()
+        },
         "unavailable": report.unavailable,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": package_versions(),
         "device": describe_hardware(),
-    }
-
-
-def _footprint_json(footprint: MemoryFootprint) -> dict[str, Any]:
-    return {
-        "total_bytes": footprint.total_bytes,
-        "bytes_by_kind": footprint.by_kind,
-        "bytes_by_dtype": footprint.by_dtype,
-        "get_memory_footprint_bytes": footprint.transformers_bytes,
-        "tensors": [vars(row) for row in footprint.rows],
-    }
-
-
-def _training_json(row: TrainingRow) -> dict[str, Any]:
-    return {
-        "label": TRAINING_PRESETS[row.estimate.settings.precision].label,
-        "estimate": asdict(row.estimate),
-        "largest_batch_size": row.largest_batch and row.largest_batch.batch_size,
-        "largest_batch_peak_bytes": row.largest_batch and row.largest_batch.peak_bytes,
     }

@@ -6,9 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-MIB = 2**20
-
-_UNITS = {"TiB": 2**40, "GiB": 2**30, "MiB": MIB, "KiB": 2**10}  # largest first
+_UNITS = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}  # largest first
 
 
 def parse_size(text: str | int) -> int:

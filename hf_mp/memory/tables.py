@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_mp.memory.footprint import Kind, MemoryFootprint, kept_sentence
-from hf_mp.memory.parallel import Collective
 from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS
 from hf_mp.memory.report import MemoryReport, TrainingRow
 from hf_mp.memory.sizes import readable
@@ -44,14 +43,11 @@ def training_figures(row: TrainingRow) -> Figures:
         yield "largest batch", str(largest.batch_size or "not even 1")
         yield "its peak", "" if largest.peak_bytes is None else readable(largest.peak_bytes)
     # Smaller ones are agreements of the ranks on one number.
-    sent = (one for one in row.estimate.communication if one.sent_bytes >= 1024)
-    yield from ((sent_by(one), readable(one.sent_bytes)) for one in sent)
-
-
-def sent_by(one: Collective) -> str:
-    """What a collective is called in the table."""
-    where = "" if one.within_node else " of several machines"
-    return f"sent by {one.name} of {one.ranks} ranks{where}, {_SENT.get(one.dtype, one.dtype)}"
+    for one in row.estimate.communication:
+        if one.sent_bytes >= 1024:
+            where = "" if one.within_node else " of several machines"
+            label = f"sent by {one.name} of {one.ranks} ranks{where}, {_SENT.get(one.dtype, one.dtype)}"
+            yield label, readable(one.sent_bytes)
 
 
 def in_columns(columns: Mapping[str, Figures]) -> list[tuple[str, ...]]:

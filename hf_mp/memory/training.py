@@ -124,7 +124,6 @@ class Trainee:
     batch: dict[str, Tensor]
     accumulation_steps: int
     runtime: MixedPrecision | None = None
-    communication: CommunicationRecorder | None = None  # to count the collectives of each step
 
 
 def estimate_training_memory(
@@ -205,9 +204,8 @@ def estimate_training_memory(
         if communication is not None and parallel == "tp":
             make_tensor_parallel(planned, ranks)
         trainee = make_trainee(shard(prepared, mesh), kind, settings, target)
-        trainee.communication = communication
         _finish(trainee, settings)
-        profile = record_steps(trainee, MemoryRecorder(target))
+        profile = record_steps(trainee, MemoryRecorder(target), communication)
     return TrainingMemory(
         **vars(profile),
         model=kind.__name__,
@@ -399,18 +397,19 @@ def _arguments_of_optimizer(name: str) -> Any:
     return args
 
 
-def record_steps(trainee: Trainee, recorder: MemoryRecorder) -> StepProfile:
-    """Train until the highest step was seen, and return its profile."""
+def record_steps(
+    trainee: Trainee, recorder: MemoryRecorder, communication: CommunicationRecorder | None = None
+) -> StepProfile:
+    """Train until the highest step was seen, and return its profile; ``communication`` has counted the last one."""
     recorder.take(trainee.batch.values(), Category.INPUTS_AND_BUFFERS)
     profiles: list[StepProfile] = []
     updates = 0
-    communication = trainee.communication or contextlib.nullcontext()
-    with recorder.following(trainee.model), communication, recorder:
+    with recorder.following(trainee.model), communication or contextlib.nullcontext(), recorder:
         # A step that the loss scale skips is no update.
         while updates < _RECORDED_UPDATES and len(profiles) < _MOST_STEPS:
             recorder.ledger.start_step()
-            if trainee.communication is not None:
-                trainee.communication.start()
+            if communication is not None:
+                communication.start()
             updates += train_one_step(trainee, recorder.start_phase)
             recorder.take(tensors_in(list(trainee.optimizer.state.values())), Category.OPTIMIZER_STATE)
             trainee.optimizer.zero_grad()

@@ -55,11 +55,11 @@ def count(folder: str, parallel: Any, kind: str, preset: str) -> dict[str, Any]:
         loaded.load_state_dict({name: p.detach().clone() for name, p in loaded.named_parameters()}, assign=True)
     model = shard(prepare_model(loaded, settings), make_mesh(spread))
     trainee = make_trainee(model, type(loaded), settings, torch.device("cpu"))
-    trainee.communication = communication = CommunicationRecorder(NODE_SIZE)
+    communication = CommunicationRecorder(NODE_SIZE)
     if parallel == "ddp":
         trainee.forward = DistributedDataParallel(model)
     with LettingGo():
-        profile = record_steps(trainee, MemoryRecorder(torch.device("cpu")))
+        profile = record_steps(trainee, MemoryRecorder(torch.device("cpu")), communication)
     return {"collectives": communication.collectives(), "peak_bytes": profile.peak_bytes}
 
 
