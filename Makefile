@@ -82,7 +82,8 @@ clean: ## remove the environment, caches and built packages; outputs/ stays
 	@rm -rf .venv .venv-torch-* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch goes first: every other package is then content with the tested one.
+# torch goes first, by pip, whose settings may name another index for it: every other package is then content with it.
+# The rest comes by uv in an eighth of the time that pip takes, or by pip where uv cannot reach the registry.
 $(INSTALLED): pyproject.toml constraints.txt hf_mp/__init__.py
 	@if [ ! -x $(BIN)/python ]; then \
 	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -91,6 +92,7 @@ $(INSTALLED): pyproject.toml constraints.txt hf_mp/__init__.py
 	    echo 'Name a newer one: make $(MAKECMDGOALS) PYTHON=python3.12'; exit 1; }; \
 	  $(PYTHON) -m venv .venv; fi
 	@echo 'Installing the tested packages into .venv (this once; torch alone can take minutes to download) ...'
-	@$(BIN)/python -m pip install -q -c constraints.txt torch
-	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,recipes]'
+	@$(BIN)/python -m pip install -q -c constraints.txt torch uv
+	@$(BIN)/uv pip install -q --python $(BIN)/python -c constraints.txt -e '.[test,recipes]' \
+	  || $(BIN)/python -m pip install -q -c constraints.txt -e '.[test,recipes]'
 	@touch $@
