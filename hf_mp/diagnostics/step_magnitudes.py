@@ -51,9 +51,9 @@ class StepMagnitudes:
 
     def of(self, kind: Kind, layer: str | None = None) -> Histogram:
         """The histogram of all tensors of a kind (in one layer), weighted by their strides."""
-        found = [t for t in self.tensors if t.kind is kind and layer in (None, t.layer)]
-        weighted = ([count * t.stride for count in t.histogram.counts] for t in found)
-        return Histogram(tuple(map(sum, zip([0] * BINS, *weighted, strict=True))))
+        found = (t for t in self.tensors if t.kind is kind and layer in (None, t.layer))
+        counts = (t.stride * np.array(t.histogram.counts) for t in found)
+        return Histogram(tuple(sum(counts, start=np.zeros(BINS, np.int64)).tolist()))
 
     def swamped(self, layer: str | None = None) -> Swamped:
         """The updates (of one layer) that BF16 weights would lose, weighted as in :meth:`of`."""

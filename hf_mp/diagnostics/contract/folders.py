@@ -10,7 +10,7 @@ import json
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from enum import EnumType
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from hf_mp.casting.nested import named_tensors
 from hf_mp.diagnostics.contract.risks import (
     Evidence,
     Held,
@@ -143,9 +144,12 @@ def _read_torch_file(file: Path, folder: Folder) -> None:
     if not isinstance(loaded, Mapping):
         raise TypeError("it holds no dictionary of tensors: save model.state_dict()")
     # torch.save of Trainer, accelerate and DeepSpeed names optimizer files so; what is inside does not tell.
-    prefix = "optim." if "optim" in file.name else ""
-    for name, value in _walk(loaded.get("module", loaded) if not prefix else loaded, prefix, folder):
-        folder.add(name, _part_of(file, value))
+    prefix = "optim" if "optim" in file.name else ""
+    held = loaded if prefix else loaded.get("module", loaded)
+    folder.groups += _groups_in(held)
+    for name, value in named_tensors(held, prefix):
+        if value.layout is torch.strided:
+            folder.add(name, _part_of(file, value))
 
 
 def _part_of(file: Path, value: Any, start: int = 0) -> Part:
@@ -155,18 +159,11 @@ def _part_of(file: Path, value: Any, start: int = 0) -> Part:
     return Part(file, value.dtype, first, value.numel())
 
 
-def _walk(value: Any, name: str, folder: Folder) -> Iterator[tuple[str, Any]]:
-    """The tensors in nested containers by their paths; settings of groups on the way are noted."""
-    if isinstance(value, Tensor) and value.layout is torch.strided:
-        yield name.rstrip("."), value
-    items = (
-        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    )
-    # Groups are met on the way in every nesting that a loop may have saved its optimizer in.
-    if isinstance(value, Mapping) and "lr" in value:
-        folder.groups.append(value)
-    for key, item in items:
-        yield from _walk(item, f"{name}{key}.", folder)
+def _groups_in(value: Any) -> list[Mapping[str, Any]]:
+    """The settings of an optimizer's groups, in every nesting that a loop may have saved it in."""
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    found = [group for item in items for group in _groups_in(item)]
+    return [value, *found] if isinstance(value, Mapping) and "lr" in value else found
 
 
 class _Metadata(pickle.Unpickler):

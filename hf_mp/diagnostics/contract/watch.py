@@ -90,22 +90,20 @@ class ContractWatch(ExitStack, StepObserver):
         self.backward_ended()
         # accelerate's wrapper and MasterWeightOptimizer both have .optimizer; the state is the innermost one's.
         optimizer = getattr(as_accelerated(optimizer), "optimizer", optimizer)
-        owners: dict[int, tuple[str, nn.Module, nn.Parameter]] = {}
         computed: dict[int, set[str]] = defaultdict(set)  # by parameter, which several modules may share
-        for path, module in self.model.named_modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    # Tied weights: one row, under the first name, as named_parameters has it.
-                    owners.setdefault(id(parameter), (f"{path}.{name}".strip("."), module, parameter))
-                    computed[id(parameter)] |= self._computed.get(module, set())
+        for module, dtypes in self._computed.items():
+            for parameter in module._parameters.values():
+                computed[id(parameter)] |= dtypes
+        # Tied weights: one row, under the first name.
         return PrecisionContract.of(
-            self._row(kind_of(name, module, parameter), parameter, computed[key], optimizer, (saved or {}).get(name))
-            for key, (name, module, parameter) in owners.items()
+            self._row(name, parameter, computed[id(parameter)], optimizer, (saved or {}).get(name))
+            for name, parameter in self.model.named_parameters()
         )
 
     def _row(
-        self, kind: str, parameter: nn.Parameter, computed: set[str], optimizer: Any, save_dtype: torch.dtype | None
+        self, name: str, parameter: nn.Parameter, computed: set[str], optimizer: Any, save_dtype: torch.dtype | None
     ) -> ContractRow:
+        kind = kind_of(name, self.model.get_submodule(name.rpartition(".")[0]), parameter)
         elements, dtype = local_part(parameter).numel(), parameter.dtype
         stored = saved = spell(dtype)
         if isinstance(parameter, SplitParameter):
