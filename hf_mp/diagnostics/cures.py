@@ -10,13 +10,7 @@ import torch
 from hf_mp.diagnostics.kept_state import KeptBackward
 from hf_mp.diagnostics.looks import Rerun, look
 from hf_mp.diagnostics.ranges import OpRange
-from hf_mp.diagnostics.remedies import (
-    CannotHealError,
-    Planned,
-    fitting_scale,
-    leaving_range,
-    next_remedy,
-)
+from hf_mp.diagnostics.remedies import CannotHealError, Remedy, fitting_scale, leaving_range, next_remedy
 from hf_mp.policy import needs_loss_scale
 from hf_mp.scaling.rules import scale_with_headroom
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -39,7 +33,7 @@ class Cure:
 
     finite_in_fp32: bool
     finite_in_bf16: bool
-    remedies: tuple[Planned, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
     scale: float | None = None
     fits: float | None = None
     reason: str = ""
@@ -82,13 +76,13 @@ def find_rules(
     runtime: MixedPrecision,
     ops: Sequence[OpRange],
     look: Callable[[dict[str, str]], Sequence[OpRange]],
-) -> list[Planned]:
+) -> list[Remedy]:
     """The remedies beside the rules of ``runtime`` with which ``look``, given theirs, finds nothing out of range.
 
     Raises:
         CannotHealError: where no rules help.
     """
-    placed: list[Planned] = []
+    placed: list[Remedy] = []
     rules: dict[str, str] = {}
     # What a place feeds was out of range with it: each look shows what is left by itself.
     for _ in range(MOST_LOOKS):

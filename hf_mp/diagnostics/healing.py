@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from transformers.utils import logging
 from hf_mp.diagnostics.cures import Cure, find_cure
 from hf_mp.diagnostics.kept_state import KeptBackward, keep_random_states
 from hf_mp.diagnostics.overflow import explain_overflows, observing, runtime_of, suspects_of
-from hf_mp.diagnostics.remedies import CannotHealError, merged
+from hf_mp.diagnostics.remedies import CannotHealError, Remedy, merged
 from hf_mp.policy import PrecisionPolicy, needs_loss_scale
-from hf_mp.scaling.events import StepObserver, check_on_overflow
-from hf_mp.scaling.rules import FP16_MAX, StepReport
+from hf_mp.scaling.events import StepObserver
+from hf_mp.scaling.rules import StepReport
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.ranks.placement import is_sharded, placement_of
 
@@ -29,43 +29,19 @@ NOT_HEALED = "on_overflow='heal': not healed: "
 MOST_TRIES = 20  # of one step: for another place that leaves the range, or a smaller loss scale
 
 
-@dataclass(frozen=True)
-class Healed:
-    """One remedy that was put in place.
-
-    Attributes:
-        step: number of the optimizer step, from 1.
-        remedy: which kind, of :data:`hf_mp.diagnostics.remedies.REMEDIES`.
-        rules: the rules of autocast that it consists of.
-        module, op: where values left FP16's range.
-        largest: their largest magnitude; FP16 ends at 65504.
-    """
-
-    step: int
-    remedy: str
-    rules: dict[str, str]
-    module: str
-    op: str
-    largest: float
-
-    def __str__(self) -> str:
-        where = f"{self.op!r} in {f'module {self.module!r}' if self.module else 'the model itself'}"
-        return f"{where} came to {self.largest:g}, and FP16 ends at {FP16_MAX:g}: {self.remedy} ({self.rules})"
-
-
 class Healer(StepObserver):
     """Puts remedies in place when a step overflows in its forward; returned by :func:`heal_overflows`.
 
     Attributes:
-        healed: a :class:`Healed` for each remedy, oldest first; those of an earlier run are in ``runtime.remedies``.
+        healed: each :class:`Remedy` that was put in place, oldest first; those of an earlier run: ``runtime.remedies``.
         clip: what a Trainer does to the gradients before it steps, given an optimizer; None where that is not known.
     """
 
     def __init__(self, runtime: MixedPrecision) -> None:
-        check_healing("heal", runtime.policy, in_backward=runtime.uses_up_gradients)
+        check_healing(runtime.policy, in_backward=runtime.uses_up_gradients)
         self._runtime = runtime
         self._explainer = explain_overflows(runtime)
-        self.healed: list[Healed] = []
+        self.healed: list[Remedy] = []
         self.clip: Callable[[Optimizer], None] | None = None
         self._ddp: Any = None
 
@@ -149,7 +125,7 @@ class Healer(StepObserver):
 
     def _note(self, cure: Cure) -> None:
         step = self._runtime.stats.steps + 1
-        new = [Healed(step, remedy, rules, at.module, at.op, at.largest) for remedy, rules, at in cure.remedies]
+        new = [replace(remedy, step=step) for remedy in cure.remedies]
         self.healed += new
         lines = "\n".join(f"  {one}" for one in new)
         logger.warning(f"Step {step} left FP16's range in its forward, and is run again with:\n{lines}")
@@ -187,15 +163,14 @@ def _has_known_gradients(backward: KeptBackward) -> bool:
     return are_losses and backward.is_kept() and not backward.is_spoilt()
 
 
-def check_healing(on_overflow: str, policy: PrecisionPolicy, *, in_backward: bool = False) -> None:
-    """Raise a ValueError for an unknown ``on_overflow``, and for settings that ``"heal"`` cannot work with."""
-    check_on_overflow(on_overflow)
-    if on_overflow == "heal" and not needs_loss_scale(policy.compute):
+def check_healing(policy: PrecisionPolicy, *, in_backward: bool) -> None:
+    """Raise a ValueError for settings that healing cannot work with."""
+    if not needs_loss_scale(policy.compute):
         raise ValueError(
             f"on_overflow='heal' is for FP16, and precision={str(policy)!r} has a range that no forward leaves: leave "
             "it out"
         )
-    if on_overflow == "heal" and in_backward:
+    if in_backward:
         raise ValueError(
             "free_gradients='backward' has updated weights before an overflow is known, and the step cannot run again: "
             "use free_gradients='step' with on_overflow='heal'"

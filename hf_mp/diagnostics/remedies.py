@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from hf_mp.casting.rules import MOST_SCALED, SCALABLE, parse_divisor
 from hf_mp.diagnostics.ranges import OpRange, is_in_place
@@ -15,12 +15,28 @@ SPARE_DOUBLINGS = 4  # that a divided product may still grow
 MOST_DIVIDED = 2**12  # a larger divisor takes results of magnitude 1 near FP16's smallest normal number, 2**-14
 
 
-class Planned(NamedTuple):
-    """A remedy for one place, and what made it necessary."""
+@dataclass(frozen=True)
+class Remedy:
+    """A remedy for one place.
+
+    Attributes:
+        remedy: which kind, of :data:`REMEDIES`.
+        rules: the rules of autocast that it consists of.
+        module, op: where values left FP16's range.
+        largest: their largest magnitude; FP16 ends at 65504.
+        step: number of the optimizer step for which it was put in place, from 1.
+    """
 
     remedy: str
     rules: dict[str, str]
-    found: OpRange
+    module: str
+    op: str
+    largest: float
+    step: int = 0
+
+    def __str__(self) -> str:
+        where = f"{self.op!r} in {f'module {self.module!r}' if self.module else 'the model itself'}"
+        return f"{where} came to {self.largest:g}, and FP16 ends at {FP16_MAX:g}: {self.remedy} ({self.rules})"
 
 
 def _divided_product(found: OpRange, held: Mapping[str, str]) -> dict[str, str]:
@@ -52,7 +68,7 @@ REMEDIES: dict[str, Callable[[OpRange, Mapping[str, str]], dict[str, str]]] = {
 }
 
 
-def next_remedy(found: OpRange, held: Mapping[str, str]) -> Planned:
+def next_remedy(found: OpRange, held: Mapping[str, str]) -> Remedy:
     """The smallest remedy that was not tried for this place.
 
     Raises:
@@ -63,7 +79,7 @@ def next_remedy(found: OpRange, held: Mapping[str, str]) -> Planned:
     tried = [place for place, (_, rules) in enumerate(offers) if rules and rules.items() <= held.items()]
     for name, rules in offers[max(tried, default=-1) + 1 :]:
         if rules:
-            return Planned(name, rules, found)
+            return Remedy(name, rules, found.module, found.op, found.largest)
     raise CannotHealError(
         f"{found.op!r} in {found.module!r} stays out of FP16's range with every remedy: use precision='bf16'"
     )

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
-from hf_mp.diagnostics.healing import Healed
 from hf_mp.diagnostics.overflow_report import OverflowReport
+from hf_mp.diagnostics.remedies import Remedy
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, from_record
 
 logger = logging.get_logger(__name__)
@@ -76,7 +76,7 @@ class RunRecords:
     start: dict[str, Any] = field(default_factory=dict)  # the settings of the last start; empty if not recorded
     steps: dict[int, StepRecord] = field(default_factory=dict)  # in order
     overflows: list[OverflowReport] = field(default_factory=list)
-    healed: list[Healed] = field(default_factory=list)
+    healed: list[Remedy] = field(default_factory=list)
     contract: list[list[str]] = field(default_factory=list)  # of the last start, in the order of its header
     magnitudes: StepMagnitudes | None = None  # of the last recorded step
     has_ended: bool = False  # whether the last start reached its end
@@ -100,7 +100,7 @@ def read_run(directory: Path) -> RunRecords:
     events, damaged = _events(run, lines)
     run.steps = {one.step: one for one in events if isinstance(one, StepRecord)}
     run.overflows = [one for one in events if isinstance(one, OverflowReport)]
-    run.healed = [one for one in events if isinstance(one, Healed)]
+    run.healed = [one for one in events if isinstance(one, Remedy)]
     run.magnitudes = next((one for one in reversed(events) if isinstance(one, StepMagnitudes)), None)
     more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
     wanted = {
@@ -160,6 +160,6 @@ _EVENTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
         int(record["step"]), float(record["loss_scale"]), record["headroom"], record["skipped"], record["cause"]
     ),
     "overflow": lambda record: OverflowReport.from_dict(record["report"]),
-    "healed": lambda record: Healed(**record["healed"]),
+    "healed": lambda record: Remedy(**record["healed"]),
     "magnitudes": from_record,
 }

@@ -149,7 +149,7 @@ class SessionSettings(PrecisionOptions):
         if self.on_overflow == "heal":
             from hf_mp.diagnostics.healing import check_healing
 
-            check_healing(self.on_overflow, self.policy, in_backward=self.free_gradients == "backward")
+            check_healing(self.policy, in_backward=self.free_gradients == "backward")
         for name, instead in GONE.items():
             if value := getattr(self, name):
                 raise ValueError(f"{name}={value!r} is gone: leave it out, or {instead}")
