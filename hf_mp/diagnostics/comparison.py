@@ -67,16 +67,16 @@ def compare_precisions(
         raise TypeError(f"compare_precisions takes a model, not a {type(model).__name__}")
     if (outer := active_autocast()) is not None and outer.enabled:
         raise RuntimeError(f"inside hf_mp.autocast({outer.dtype}) nothing is plain FP32: compare precisions outside")
-    found = {variant: _Differences() for variant in _variants(precisions, tables)}
+    found = [_Differences(*one) for one in _variants(precisions, tables)]
     given = checked(batches)
     positions = 0
     with _plain_model(model) as plain:
         for number, batch in enumerate(given, 1):
             reference = run_in_fp32(plain, batch, number)
             positions += int(reference.counts.sum())
-            for variant, differences in found.items():
-                differences.add(in_rows(_logits_in(variant, plain, batch, tables)), reference)
-    errors = tuple(differences.error(*variant) for variant, differences in found.items())
+            for one in found:
+                one.add(in_rows(_logits_in(one, plain, batch, tables)), reference)
+    errors = tuple(one.error() for one in found)
     return PrecisionComparison(type(model).__name__, len(given), positions, errors, _notes(reference.output, errors))
 
 
@@ -87,25 +87,22 @@ def _notes(output: str, errors: Iterable[PrecisionError]) -> tuple[str, ...]:
     return (*([] if output == "logits" else [of_output]), *([] if is_finite else [of_range]))
 
 
-_Variant = tuple[PrecisionPolicy, tuple[tuple[Any, str], ...]]  # a precision with rules
-
-
-def _variants(precisions: Any, tables: TableName) -> list[_Variant]:
+def _variants(precisions: Any, tables: TableName) -> list[tuple[PrecisionPolicy, Rules]]:
     """The precisions, each with the rules that were asked for."""
     if isinstance(precisions, (str, torch.dtype, PrecisionPolicy)):
         raise TypeError(f"precisions are several: write [{str(precisions)!r}]")
-    found: list[_Variant] = []
+    found: list[tuple[PrecisionPolicy, Rules]] = []
     for one in precisions:
         pair: Any = one if isinstance(one, tuple) else (one, {})
         if len(pair) != 2 or not isinstance(pair[1], Mapping):
             raise TypeError(f"{one!r} is no precision with rules: write ('fp16', {{'lm_head': 'fp32'}})")
-        precision, rules = pair
-        policy = PrecisionPolicy.parse(precision)
-        parse_rules(rules, TABLES[tables])  # before the reference runs, which takes minutes
-        found.append((policy, tuple(rules.items())))
+        variant = PrecisionPolicy.parse(pair[0]), pair[1]
+        parse_rules(pair[1], TABLES[tables])  # before the reference runs, which takes minutes
+        if variant not in found:
+            found.append(variant)
     if not found:
         raise ValueError("precisions is empty: give at least one, such as 'fp16'")
-    return list(dict.fromkeys(found))
+    return found
 
 
 # The model, plain and in FP32
@@ -128,8 +125,8 @@ def _plain_model(model: nn.Module) -> Iterator[nn.Module]:
 # A batch in another precision
 
 
-def _logits_in(variant: _Variant, model: nn.Module, batch: Any, tables: TableName) -> Tensor:
-    runtime = MixedPrecision(variant[0], rules=dict(variant[1]), tables=tables)
+def _logits_in(variant: _Differences, model: nn.Module, batch: Any, tables: TableName) -> Tensor:
+    runtime = MixedPrecision(variant.policy, rules=variant.rules, tables=tables)
     with weights_kept(model):  # FP16 and 16 bits more do not hold all of FP32
         try:
             runtime.attach(model)
@@ -160,8 +157,10 @@ class _Sum:
 
 @dataclass
 class _Differences:
-    """The differences of one precision to FP32, over all batches."""
+    """The differences of one precision, with rules, to FP32, over all batches."""
 
+    policy: PrecisionPolicy
+    rules: Rules
     logits: _Sum = field(default_factory=_Sum)
     likeliest: _Sum = field(default_factory=_Sum)  # of log-probabilities
     divergence: float = 0.0
@@ -186,8 +185,8 @@ class _Differences:
         probability = expected.exp()
         self.divergence += (probability * (expected - found)).masked_fill(probability == 0.0, 0.0).sum().item()
 
-    def error(self, policy: PrecisionPolicy, rules: tuple[tuple[Any, str], ...]) -> PrecisionError:
-        named = {key if isinstance(key, str) else op_name(key): value for key, value in rules}
+    def error(self) -> PrecisionError:
+        rules = {key if isinstance(key, str) else op_name(key): value for key, value in self.rules.items()}
         count = self.likeliest.count
         likeliest = (*self.likeliest.numbers(), self.divergence / count) if count else ()
-        return PrecisionError(str(policy), named, *self.logits.numbers(), *likeliest)
+        return PrecisionError(str(self.policy), rules, *self.logits.numbers(), *likeliest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -32,14 +32,11 @@ class Reference(NamedTuple):
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    before = [ops.fp32_precision for ops in _LOWERED]
-    try:
+    with ExitStack() as restored:
         for ops in _LOWERED:
+            restored.callback(setattr, ops, "fp32_precision", ops.fp32_precision)
             ops.fp32_precision = "ieee"
         yield
-    finally:
-        for ops, precision in zip(_LOWERED, before, strict=True):
-            ops.fp32_precision = precision
 
 
 def run_in_fp32(model: nn.Module, batch: Any, number: int) -> Reference:

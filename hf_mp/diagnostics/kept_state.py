@@ -45,16 +45,9 @@ class KeptCall:
     forward: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    is_training: bool
     restore_random_states: Callable[[], None]
     losses: dict[str, Tensor] = field(default_factory=dict)  # scalar outputs by name, detached
-
-    def __post_init__(self) -> None:
-        self.is_training = self.forward.module().training
-
-    def inputs(self) -> list[tuple[str, Tensor]]:
-        """The input tensors, named by the forward's parameters."""
-        bound = inspect.signature(self.forward.original).bind(*self.args, **self.kwargs)
-        return named_tensors(bound.arguments)
 
     def again(self, make: Callable[..., Any]) -> dict[str, Tensor]:
         """The outputs by name of what ``make`` gives for the call, with the random numbers that it had."""
@@ -87,8 +80,9 @@ class KeptBackward:
         return list({id(entry.call): entry.call for entry in reversed(self.incoming)}.values())
 
     def inputs(self) -> list[tuple[str, Tensor]]:
-        """The input tensors of all calls by name."""
-        return [named for call in self.calls for named in call.inputs()]
+        """The input tensors of all calls, named by the forward's parameters."""
+        bound = [inspect.signature(call.forward.original).bind(*call.args, **call.kwargs) for call in self.calls]
+        return [named for one in bound for named in named_tensors(one.arguments)]
 
     def is_kept(self) -> bool:
         """Whether all gradients that entered are here."""
@@ -124,7 +118,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 for tensor, value in tensors.items():
                     tensor.copy_(value)
             for container, items in containers:
-                _refill(container, items)
+                container.clear()
+                container.extend(items) if isinstance(container, list) else container.update(items)
 
 
 def _held_by(model: nn.Module) -> tuple[dict[Tensor, Tensor], list[tuple[Any, Any]]]:
@@ -135,11 +130,6 @@ def _held_by(model: nn.Module) -> tuple[dict[Tensor, Tensor], list[tuple[Any, An
     tensors = {t: t.detach().clone() for _, t in held if isinstance(t, Tensor) and not t.is_inference()}
     containers: list[Any] = [*registries, *own]
     return tensors, [(container, container.copy()) for container in containers]
-
-
-def _refill(container: Any, items: Any) -> None:
-    container.clear()
-    container.extend(items) if isinstance(container, list) else container.update(items)
 
 
 @contextlib.contextmanager

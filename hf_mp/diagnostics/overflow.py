@@ -17,7 +17,6 @@ from hf_mp.diagnostics.replay import replay
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import StepReport
-from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.attachable import runtimes_of
 from hf_mp.weights.ranks.placement import get_rank, is_running
@@ -45,9 +44,9 @@ class OverflowExplainer(StepObserver):
         self._keeps_all = False
         self.reports: list[OverflowReport] = []
 
-    def forward(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep the call; returns a callback for its outputs."""
-        call = KeptCall(forward, args, kwargs, keep_random_states())
+        call = KeptCall(forward, args, kwargs, forward.module().training, keep_random_states())
 
         def forward_ended(outputs: Any) -> None:
             for name, output in named_tensors(outputs):
