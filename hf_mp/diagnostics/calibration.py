@@ -54,8 +54,6 @@ def calibrate(
         ValueError: without a batch, for a precision without FP16, or an attached model.
         CannotHealError: if no rules help.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"calibrate takes a model, not a {type(model).__name__}")
     policy, given = PrecisionPolicy.parse(precision), checked(batches)
     if not needs_loss_scale(policy.compute):
         raise ValueError(f"precision={str(policy)!r} has FP32's range, which nothing leaves: calibrate is for FP16")

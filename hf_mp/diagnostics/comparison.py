@@ -16,13 +16,15 @@ from hf_mp.casting.active import active_autocast
 from hf_mp.casting.rules import Rules, parse_rules
 from hf_mp.casting.tables import TABLES, TableName, op_name
 from hf_mp.diagnostics.comparison_report import PrecisionComparison, PrecisionError
-from hf_mp.diagnostics.fp32_reference import Reference, in_rows, logits_of, run_in_fp32
+from hf_mp.diagnostics.fp32_reference import Reference, logits_of, run_in_fp32
 from hf_mp.diagnostics.given_batches import call, checked
 from hf_mp.diagnostics.kept_state import eagerly, gradients_set_aside, untouched, weights_kept
+from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.diagnostics.ranges import MASK, max_of
+from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.attachable import detach, runtimes_of
+from hf_mp.weights.attachable import detach
 
 Precision = PrecisionPolicy | torch.dtype | str
 ROWS_ELEMENTS = 2**22  # logits that are compared at once, in FP64
@@ -63,8 +65,6 @@ def compare_precisions(
             and a model that is inf or NaN in FP32, or returns no floating tensor.
         RuntimeError: inside an autocast.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"compare_precisions takes a model, not a {type(model).__name__}")
     if (outer := active_autocast()) is not None and outer.enabled:
         raise RuntimeError(f"inside hf_mp.autocast({outer.dtype}) nothing is plain FP32: compare precisions outside")
     found = [_Differences(*one) for one in _variants(precisions, tables)]
@@ -75,7 +75,7 @@ def compare_precisions(
             reference = run_in_fp32(plain, batch, number)
             positions += int(reference.counts.sum())
             for one in found:
-                one.add(in_rows(_logits_in(one, plain, batch, tables)), reference)
+                one.add(_logits_in(one, plain, batch, tables), reference)
     errors = tuple(one.error() for one in found)
     return PrecisionComparison(type(model).__name__, len(given), positions, errors, _notes(reference.output, errors))
 
@@ -111,7 +111,7 @@ def _variants(precisions: Any, tables: TableName) -> list[tuple[PrecisionPolicy,
 @contextmanager
 def _plain_model(model: nn.Module) -> Iterator[nn.Module]:
     """``model`` in evaluation mode and FP32, or a copy of it where mixed precision is attached; restores it."""
-    if runtimes_of(model):
+    if attached_runtime(model) is not None:
         model = detach(copy.deepcopy(model))
     with gradients_set_aside(list(model.parameters())), untouched(model), weights_kept(model), eagerly():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -145,10 +145,9 @@ class _Sum:
     maximum: float = 0.0
 
     def add(self, values: Tensor) -> None:
-        if values.numel():
-            self.count += values.numel()
-            self.squares += values.square().sum().item()
-            self.maximum = max_of([self.maximum, values.abs().max().item()])
+        self.count += values.numel()
+        self.squares += values.square().sum().item()
+        self.maximum = max_of([self.maximum, largest_magnitude([values]).item()])
 
     def numbers(self) -> tuple[float, float]:
         """The root of the mean square, and the largest magnitude."""

@@ -47,33 +47,28 @@ def run_in_fp32(model: nn.Module, batch: Any, number: int) -> Reference:
     """
     with untouched(model), _without_tf32():
         name, logits = logits_of(call(model, batch))
-    rows = in_rows(logits)
-    if rows.isnan().any() or (rows == math.inf).any():
+    if logits.isnan().any() or (logits == math.inf).any():
         raise ValueError(
             f"{type(model).__name__} is inf or NaN in FP32 for batch {number}, so that no precision can be compared "
             "with it: the cause is the model or its data, look for weights that are not finite"
         )
-    return Reference(name, rows, _what_counts(model, logits, batch))
+    return Reference(name, logits, _what_counts(model, logits, batch))
 
 
 def logits_of(outputs: Any) -> tuple[str, Tensor]:
-    """The logits, or the first floating output that is no loss, with its name."""
+    """The logits, or the first floating output that is no loss, of shape (positions, classes), with its name."""
     named = [(name, t) for name, t in named_tensors(outputs) if t.is_floating_point() and t.dim()]
     if not named:
         raise ValueError("the model returns no floating tensor besides a loss: there is nothing to compare")
-    return next((one for one in named if one[0] == "logits"), named[0])
-
-
-def in_rows(logits: Tensor) -> Tensor:
-    return logits.detach().reshape(-1, logits.shape[-1] if logits.dim() > 1 else 1)
+    name, logits = next((one for one in named if one[0] == "logits"), named[0])
+    return name, logits.detach().reshape(-1, logits.shape[-1] if logits.dim() > 1 else 1)
 
 
 def _what_counts(model: nn.Module, logits: Tensor, batch: Any) -> Tensor:
-    """Which positions count: those that a mask of their shape does not hide."""
-    positions = logits.shape[:-1] if logits.dim() > 1 else logits.shape
+    """Which positions count: those that a mask of as many does not hide."""
     # Padding gives logits, which nobody reads. Of an encoder-decoder, the decoder gives them.
     prefix = "decoder_" if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else ""
     mask = batch.get(f"{prefix}attention_mask") if isinstance(batch, Mapping) else None
-    if mask is None or mask.shape != positions:
-        mask = torch.ones(positions, device=logits.device)
+    if mask is None or mask.numel() != len(logits):
+        mask = torch.ones(len(logits), device=logits.device)
     return mask.bool().flatten()

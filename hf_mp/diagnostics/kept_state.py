@@ -38,7 +38,7 @@ def keep_random_states() -> Callable[[], None]:
     return restore
 
 
-@dataclass
+@dataclass(eq=False)
 class KeptCall:
     """One call of an attached forward, before it is made."""
 
@@ -77,7 +77,7 @@ class KeptBackward:
 
     @property
     def calls(self) -> list[KeptCall]:
-        return list({id(entry.call): entry.call for entry in reversed(self.incoming)}.values())
+        return list(dict.fromkeys(entry.call for entry in reversed(self.incoming)))
 
     def inputs(self) -> list[tuple[str, Tensor]]:
         """The input tensors of all calls, named by the forward's parameters."""
@@ -98,8 +98,8 @@ class KeptBackward:
 
     def again(self, make: Callable[..., Any]) -> list[Tensor]:
         """The outputs that the gradients came in through, of calls made again by ``make(call, args, kwargs)``."""
-        outputs = {id(call): call.again(make) for call in self.calls}
-        return [outputs[id(entry.call)][entry.output] for entry in self.incoming]
+        outputs = {call: call.again(make) for call in self.calls}
+        return [outputs[entry.call][entry.output] for entry in self.incoming]
 
 
 @contextlib.contextmanager

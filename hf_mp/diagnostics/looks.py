@@ -40,7 +40,7 @@ class Rerun(NamedTuple):
     @property
     def largest_gradient(self) -> float:
         """The largest magnitude of a weight's gradient; 0 without any."""
-        return largest_magnitude([*self.gradients.values()]).item() if self.gradients else 0.0
+        return largest_magnitude(self.gradients.values()).item()
 
 
 def run_again(

@@ -60,10 +60,9 @@ class OverflowExplainer(StepObserver):
         return forward_ended
 
     def _gradient_arrives(self, call: KeptCall, name: str, is_kept: bool, gradient: Tensor | None) -> None:
-        # check_gradients runs backwards of its own, with the run's observers taken away.
-        if self not in self._runtime.observers:  # a backward that is none of the training's
-            return
-        if gradient is None:  # DDP looking for unused parameters hands one on for each output that has none
+        # check_gradients runs backwards of its own, with the run's observers taken away. DDP looking for unused
+        # parameters hands on a None for each output without a gradient.
+        if gradient is None or self not in self._runtime.observers:
             return
         # of torch, private: outputs of one forward may get their gradients in several backwards, and the reverse
         task = torch._C._current_graph_task_id()

@@ -22,7 +22,7 @@ from hf_mp.casting.rules import WITH_WEIGHTS, Product
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.watching import WatchedCall, watching
 from hf_mp.diagnostics.values import UNINITIALISED
-from hf_mp.kernels.gradient_scan import real_values
+from hf_mp.kernels.gradient_scan import largest_magnitude, real_values
 from hf_mp.scaling.rules import FP16_MAX
 
 STAND_IN = torch.bfloat16  # for FP16
@@ -181,16 +181,10 @@ def _made(op: str, result: Any, given: Any) -> list[Tensor]:
 
 def _largest(tensors: Iterable[Tensor]) -> float:
     """The largest magnitude, -inf and masks left out; NaN where there is inf or NaN."""
-    return max_of(_largest_of(tensor) for tensor in tensors if tensor.is_floating_point() and tensor.numel())
-
-
-def _largest_of(tensor: Tensor) -> float:
-    values = real_values(tensor.detach())
-    # One pass, and two numbers: .abs() would copy each activation.
-    smallest, largest = (found.item() for found in torch.aminmax(values))
-    if smallest < MASK:
-        return _largest([values[values >= MASK]])
-    found = max(-smallest, largest)
+    values = [real_values(tensor.detach()) for tensor in tensors if tensor.is_floating_point()]
+    found = largest_magnitude(values).item()
+    if not found < -MASK:  # nearly always it is, and nothing has to be copied
+        found = largest_magnitude(one[~(one < MASK)] for one in values).item()
     return found if found < math.inf else math.nan
 
 

@@ -74,15 +74,15 @@ def next_remedy(found: OpRange, held: Mapping[str, str]) -> Remedy:
     Raises:
         CannotHealError: where all have been tried.
     """
-    offers = [(name, rules_of(found, held)) for name, rules_of in REMEDIES.items()]
+    offers = [(name, rules) for name, rules_of in REMEDIES.items() if (rules := rules_of(found, held))]
     # What holds already has not helped, and neither has what is smaller.
-    tried = [place for place, (_, rules) in enumerate(offers) if rules and rules.items() <= held.items()]
-    for name, rules in offers[max(tried, default=-1) + 1 :]:
-        if rules:
-            return Remedy(name, rules, found.module, found.op, found.largest)
-    raise CannotHealError(
-        f"{found.op!r} in {found.module!r} stays out of FP16's range with every remedy: use precision='bf16'"
-    )
+    tried = [place for place, (_, rules) in enumerate(offers) if rules.items() <= held.items()]
+    left = offers[max(tried, default=-1) + 1 :]
+    if not left:
+        raise CannotHealError(
+            f"{found.op!r} in {found.module!r} stays out of FP16's range with every remedy: use precision='bf16'"
+        )
+    return Remedy(*left[0], found.module, found.op, found.largest)
 
 
 def leaving_range(ranges: Iterable[OpRange]) -> list[OpRange]:
@@ -105,13 +105,9 @@ def merged(several: Iterable[Mapping[str, str]]) -> dict[str, str]:
     found: dict[str, str] = {}
     for rules in several:
         for key, value in rules.items():
-            found[key] = max(found.get(key, value), value, key=_reach)
+            # FP32 has a wider range than any divisor.
+            found[key] = max(found.get(key, value), value, key=lambda rule: parse_divisor(rule) or math.inf)
     return found
-
-
-def _reach(rule: str) -> float:
-    """What a rule is compared by with another one for the same place: FP32 has a wider range than any divisor."""
-    return parse_divisor(rule) or math.inf
 
 
 class CannotHealError(LossScaleError):

@@ -135,7 +135,6 @@ def _alone(runtime: MixedPrecision) -> Iterator[None]:
         yield
     finally:
         runtime.scaler.state, runtime.observers = state, observers
-        runtime.check.forget()
 
 
 def _gradients_at(

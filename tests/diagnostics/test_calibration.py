@@ -123,7 +123,7 @@ def test_a_report_is_saved(model: Gated, tmp_path: Path) -> None:
     [
         ({"batches": []}, ValueError, "batches is empty: give at least one"),
         ({"precision": "bf16"}, ValueError, "precision='bf16' has FP32's range, which nothing leaves"),
-        ({"model": "gpt2"}, TypeError, "calibrate takes a model, not a str"),
+        ({"model": "gpt2"}, TypeError, "the model is of type str: pass"),
     ],
 )
 def test_bad_input(model: Gated, given: dict[str, Any], error: type, message: str) -> None:

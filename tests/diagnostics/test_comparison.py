@@ -166,7 +166,7 @@ def test_the_table_is_80_columns_wide_and_data_is_json(compared: PrecisionCompar
         ({"precisions": [("fp16", "head")]}, TypeError, r"\('fp16', 'head'\) is no precision with rules: write"),
         ({"precisions": [("fp16", {"nosuch": "fp32"})]}, ValueError, "rule 'nosuch' matches no module of Gated"),
         ({"precisions": [("fp16", {"head": "fp8"})]}, ValueError, "rule 'head': 'fp8' is not known for modules"),
-        ({"model": "gpt2"}, TypeError, "compare_precisions takes a model, not a str"),
+        ({"model": "gpt2"}, TypeError, "the model is of type str: pass"),
     ],
 )
 def test_bad_input(given: dict[str, Any], error: type, message: str) -> None:

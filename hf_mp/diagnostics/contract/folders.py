@@ -214,17 +214,12 @@ _READERS: dict[str, Callable[[Path, Folder], None]] = {
 }
 
 
-def evidence_of(
-    folder: Folder,
-    learning_rate: float | None = None,
-    *,
-    keeps_bits: bool = False,
-) -> Evidence:
+def evidence_of(folder: Folder, learning_rate: float | None, *, keeps_bits: bool) -> Evidence:
     """Sample the tensors of a folder.
 
     Args:
         folder: of :func:`read_folder`.
-        learning_rate: of the updates; default: what the folder says, if it does.
+        learning_rate: of the updates; None: what the folder says, if it does.
         keeps_bits: as in :class:`Evidence`.
     """
     # The largest counts: updates lost at the peak are lost at every other step, too.
