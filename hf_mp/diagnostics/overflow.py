@@ -104,29 +104,25 @@ class OverflowExplainer(StepObserver):
 
     def _explain(self, suspects: list[KeptBackward], backwards: list[KeptBackward]) -> OverflowReport:
         """The first report that has found an origin, else the last one."""
+        scaler = self._runtime.scaler
         for backward in suspects:
-            report = self._replay(backward, backwards)
+            report = OverflowReport(
+                step=self._runtime.stats.steps + 1,
+                micro_batch=backwards.index(backward) + 1,
+                micro_batches=len(backwards),
+                rank=get_rank(),
+                phase="not found",
+                loss_scale=scaler.get_scale(),
+                smallest_scale=scaler.smallest_scale,
+            )
+            try:
+                report = replay(self._runtime, backward, report)
+                # What was not kept may be why: it is, for the next failure.
+                self._keeps_all = self._keeps_all or report.phase == "not found"
+            except Exception as error:  # training goes on whatever the replay meets, and the report tells
+                report = replace(report, notes=(f"the replay failed: {type(error).__name__}: {error}",))
             if report.phase != "not found":
                 break
-        return report
-
-    def _replay(self, backward: KeptBackward, backwards: list[KeptBackward]) -> OverflowReport:
-        scaler = self._runtime.scaler
-        place = OverflowReport(
-            step=self._runtime.stats.steps + 1,
-            micro_batch=backwards.index(backward) + 1,
-            micro_batches=len(backwards),
-            rank=get_rank(),
-            phase="not found",
-            loss_scale=scaler.get_scale(),
-            smallest_scale=scaler.smallest_scale,
-        )
-        try:
-            report = replay(self._runtime, backward, place)
-        except Exception as error:  # training goes on whatever the replay meets, and the report tells
-            return replace(place, notes=(f"the replay failed: {type(error).__name__}: {error}",))
-        # What was not kept may be why: it is, for the next failure.
-        self._keeps_all = self._keeps_all or report.phase == "not found"
         return report
 
     def _publish(self, report: OverflowReport) -> None:

@@ -121,36 +121,25 @@ def _events(run: RunRecords, lines: list[bytes]) -> tuple[list[Any], list[int]]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            if record["record"] not in _EVENTS:
-                is_new = _take(run, record) or is_new
-                continue
-            event = _EVENTS[record["record"]](record)
+            match record["record"]:
+                case "run" if record["version"] == VERSION:
+                    run.start = {key: value for key, value in record.items() if key not in ("record", "version")}
+                    run.has_ended, is_new = False, True
+                case "contract":
+                    run.contract = record["rows"]
+                case "end":
+                    run.has_ended = True
+                case kind:
+                    event = _EVENTS[kind](record)
+                    # A resumed run takes steps again from its checkpoint on: the later ones count. An overflow is
+                    # written before its step, so the first of a start need not be a step.
+                    if is_new:
+                        events, is_new = [one for one in events if one.step < event.step], False
+                    events.append(event)
         # A log is read after crashes: what is whole in it is worth showing.
         except _DAMAGED:
             damaged.append(number)
-            continue
-        # A resumed run takes steps again from its checkpoint on: the later ones count. An overflow is written before
-        # its step, so the first of a start need not be a step.
-        if is_new:
-            events, is_new = [one for one in events if one.step < event.step], False
-        events.append(event)
     return events, damaged
-
-
-def _take(run: RunRecords, record: Mapping[str, Any]) -> bool:
-    """Take what is of a start as a whole; whether it begins here."""
-    match record["record"]:
-        case "run" if record["version"] == VERSION:
-            run.start = {key: value for key, value in record.items() if key not in ("record", "version")}
-            run.has_ended = False
-            return True
-        case "contract":
-            run.contract = record["rows"]
-        case "end":
-            run.has_ended = True
-        case unknown:
-            raise ValueError(f"record {unknown!r}")
-    return False
 
 
 # Of a step each, as the record is read.
