@@ -75,8 +75,7 @@ def calibrate(
             runtime.detach()
     if all(op.fp16_gradient is None for op in ops):
         notes.append("the batches give no loss: there was no backward")
-    found = tuple(ops), dict(runtime.remedies), tuple(notes)
-    return RangeReport(type(model).__name__, str(policy), len(given), *found)
+    return RangeReport(type(model).__name__, str(policy), len(given), tuple(ops), dict(runtime.remedies), tuple(notes))
 
 
 def _look(

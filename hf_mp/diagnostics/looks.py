@@ -76,8 +76,10 @@ def run_again(
         with watching(mode, model):
             outputs = backward.again(make)
             if with_gradients:
-                pairs = zip(backward.incoming, outputs, strict=True)
-                given = [scaled_entry(incoming.gradient, scale, output) for incoming, output in pairs]  # type: ignore[arg-type]
+                given = [
+                    scaled_entry(entry.gradient, scale, output)  # type: ignore[arg-type]
+                    for entry, output in zip(backward.incoming, outputs, strict=True)
+                ]
                 weights = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
                 found = _differentiate(outputs, given, [*weights.values()])
                 gradients = {name: one for name, one in zip(weights, found, strict=True) if one is not None}

@@ -106,8 +106,8 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> TrainingCheck:
     held = {name: isinstance(value, Tensor) for name, value in next(iter(inner.state.values()), {}).items()}
     said = {name: value is not False for name, value in {**vars(inner), **inner.defaults}.items()}
     keeps_bits = any(holds for name, holds in {**held, **said}.items() if _KEEPS_BITS.search(name))
-    evidence = Evidence(beta2=beta2_of(groups), keeps_bits=keeps_bits, is_training=True)
-    evidence.learning_rate = max(filter(None, map(learning_rate_of, groups)), default=None)
+    rate, beta2 = learning_rate_of(groups) or None, beta2_of(groups)
+    evidence = Evidence(learning_rate=rate, beta2=beta2, keeps_bits=keeps_bits, is_training=True)
     for name, parameter, group in trained:
         _look_at(name, parameter, group, optimizer, evidence)
     return TrainingCheck(tuple(evidence.weights), evidence.learning_rate, find_risks(evidence), keeps_bits)
@@ -135,7 +135,7 @@ def _trained(model: Any, optimizer: Any) -> tuple[Optimizer, list[tuple[str, nn.
 def _look_at(name: str, parameter: nn.Parameter, group: dict[str, Any], optimizer: Any, evidence: Evidence) -> None:
     """Add a parameter and its state to ``evidence``."""
     inner = getattr(optimizer, "optimizer", optimizer)
-    local, rate = local_part(parameter.detach()), learning_rate_of(group)
+    local, rate = local_part(parameter.detach()), learning_rate_of([group])
     values = sample(local)
     if isinstance(parameter, SplitParameter) or getattr(optimizer, "keeps_masters", False):
         values = values.float()  # a lean parameter's 16 bits say nothing of its master, which is FP32

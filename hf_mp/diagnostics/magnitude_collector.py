@@ -25,7 +25,7 @@ SHARDED = "weights, weight gradients and updates: FSDP gathers and shards the pa
 NO_GRADIENTS = "weight gradients: none were left after the backward (an optimizer-in-backward uses them up)"
 
 
-class MagnitudeCollector:
+class MagnitudeCollector(ExitStack):
     """Samples the tensors of the step whose first forward begins now, and counts them when it has ended.
 
     It hooks the modules that hold parameters until the first backward, writes only its own tensors and draws no random
@@ -36,11 +36,11 @@ class MagnitudeCollector:
     """
 
     def __init__(self, runtime: MixedPrecision, model: nn.Module, forward: AttachedForward) -> None:
+        super().__init__()  # which holds the hooks
         self._runtime, self._model = runtime, model
         self._weights: dict[tuple[str, str], nn.Parameter] = {}
         self._asked_for_gradient: set[str] = set()
         self._notes: list[str] = []
-        self._watching = ExitStack()
         if is_sharded(model):  # gathered parameters are gone when the backward ends
             self._notes.append(SHARDED)
         else:
@@ -60,7 +60,7 @@ class MagnitudeCollector:
             for name, module in model.named_modules()
             if module._parameters and module is not entry and not isinstance(module, torch.jit.ScriptModule)
         }
-        self._watching.enter_context(watching(inside, left=self._see_output))
+        self.enter_context(watching(inside, left=self._see_output))
 
     def _see_output(self, name: str, output: Any) -> None:
         tensor = next((one for one in tensors_in(output) if one.is_floating_point()), None)
@@ -88,11 +88,8 @@ class MagnitudeCollector:
                 values = values.to(torch.float32) * factor.squeeze()
             self._samples[key] = sampling_stride(tuple(local.shape)), values
 
-    def stop_watching(self) -> None:
-        self._watching.close()
-
     def backward_ended(self) -> None:
-        self.stop_watching()
+        self.close()
         # At each backward anew, since gradients are sums by then; the last one of the step stays.
         for key, parameter in self._weights.items():
             gradient, factor = gradient_and_factor(parameter)
@@ -101,7 +98,7 @@ class MagnitudeCollector:
 
     def finish(self) -> StepMagnitudes:
         """Count the samples of the step, which was just taken."""
-        self.stop_watching()
+        self.close()
         has_gradients = any(kind is Kind.WEIGHT_GRADIENTS for kind, _, _ in self._samples)
         missing = [] if has_gradients or not self._weights else [NO_GRADIENTS]
         found = [TensorMagnitudes(*key, stride, histogram(values)) for key, (stride, values) in self._samples.items()]

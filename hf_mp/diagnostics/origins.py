@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +29,9 @@ _MASKING = frozenset({"full_like", "new_full", "masked_fill", "masked_fill_", "w
 # These overwrite their target.
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
 
-# Keys of a node's metadata, which lives as long as its graph.
+# Keys of a node's metadata, which lives as long as its graph. A call site is the name of the innermost module, and of
+# the torch function, "" where none is seen.
 _SITE, _ORIGIN = "hf_mp's call site", "hf_mp's origin"
-
-
-class Site(NamedTuple):
-    """Where a call is made: the innermost module's name, and the torch function, if one is seen."""
-
-    module: str
-    op: str = ""
 
 
 @dataclass
@@ -109,21 +103,22 @@ class OriginTracker:
                 self._origins[_memory(tensor)] = _in_weight(name, tensor)
 
     def _entered(self, name: str, args: Any, kwargs: Any) -> None:
-        self._mark((args, kwargs), Site(self._running[-1]))
+        self._mark((args, kwargs))
         self._running.append(name)
 
     def _left(self, name: str, output: Any) -> None:
-        self._mark(output, Site(self._running.pop()))
+        self._mark(output)
+        self._running.pop()
 
-    def _mark(self, value: Any, site: Site) -> None:
-        """Have the nodes behind the tensors in ``value`` know ``site``, as far as they know none yet."""
+    def _mark(self, value: Any, op: str = "") -> None:
+        """Have the nodes behind the tensors in ``value`` know the call site, as far as they know none yet."""
         # In a node's metadata, and not by its number: autograd's threads count for themselves.
         with torch._C.DisableTorchFunction():
             nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(value)]
         while nodes:
             node = nodes.pop()
             if node is not None and node.next_functions and _SITE not in node.metadata:
-                node.metadata[_SITE] = site
+                node.metadata[_SITE] = self._running[-1], op
                 node.register_hook(self._differentiated)
                 nodes += [before for before, _ in node.next_functions]
 
@@ -131,8 +126,8 @@ class OriginTracker:
         """Make a call, and note who made what is not finite in its results."""
         if (name := watched.name) is None:
             return watched.make()
-        site, args, kwargs = Site(self._running[-1], name), watched.args, watched.kwargs
-        self._mark((args, kwargs), Site(site.module))  # what no call that is seen has made: a function of autograd's
+        args, kwargs = watched.args, watched.kwargs
+        self._mark((args, kwargs))  # what no call that is seen has made: a function of autograd's
         overwritten = args[0] if name in _OVERWRITES else kwargs.get("out")
         with torch._C.DisableTorchFunction():
             given = named_tensors(dict([*enumerate(args), *kwargs.items()]))
@@ -140,14 +135,14 @@ class OriginTracker:
             before = dict(sorted((_memory(one), self._state(one)) for _, one in given if one is not overwritten))
         made = self._made
         result = watched.make()
-        self._mark(result, site)
+        self._mark(result, name)
         with torch._C.DisableTorchFunction():
             # An assignment, x[0] = y, returns nothing.
             outputs = [*tensors_in(args[:1] if result is None else result)]
             if name in UNINITIALISED:
                 self._origins.update(dict.fromkeys(map(_memory, outputs), _UNWRITTEN))
             else:
-                self._look(site, given, before, made, outputs)
+                self._look(name, given, before, made, outputs)
         return result
 
     def _state(self, tensor: Tensor) -> Finiteness | None:
@@ -161,13 +156,13 @@ class OriginTracker:
 
     def _look(
         self,
-        site: Site,
+        op: str,
         given: list[tuple[str, Tensor]],
         before: dict[int, Finiteness | None],
         made: int,
         outputs: list[Tensor],
     ) -> None:
-        """Note the origins of ``outputs``, of a call before which ``made`` origins were known."""
+        """Note the origins of ``outputs``, of a call of ``op`` before which ``made`` origins were known."""
         origin = self._read(before)
         is_known = origin is not None and not origin.is_mask
         for output in outputs:
@@ -178,12 +173,12 @@ class OriginTracker:
             # Memory that is written in part holds whatever was there; a view says nothing new.
             if is_known if was is None else state > was:
                 if origin is None or (origin.is_mask and state is not Finiteness.MINUS_INF):
-                    origin = self._of_call(site, given, outputs, state)
+                    origin = self._of_call(op, given, outputs, state)
                 self._origins[memory] = origin
             elif memory not in before:
                 self._origins.pop(memory, None)
 
-    def _of_call(self, site: Site, given: list[tuple[str, Tensor]], outputs: list[Tensor], state: Finiteness) -> Origin:
+    def _of_call(self, op: str, given: list[tuple[str, Tensor]], outputs: list[Tensor], state: Finiteness) -> Origin:
         # What it wrote to is no longer what it read.
         read = [(place, tensor) for place, tensor in given if not any(tensor is output for output in outputs)]
         shown = []
@@ -193,8 +188,8 @@ class OriginTracker:
             if name and not finiteness(tensor) and finiteness(rounded := tensor.detach().to(outputs[0].dtype)):
                 self._made += 1
                 return _in_weight(name, tensor, order=self._made, rounded=rounded)
-        origin = self._new("forward", site, shown, outputs)
-        origin.is_mask = state is Finiteness.MINUS_INF and (site.op in _MASKING or not given)
+        origin = self._new("forward", self._running[-1], op, shown, outputs)
+        origin.is_mask = state is Finiteness.MINUS_INF and (op in _MASKING or not given)
         return origin
 
     def _differentiated(self, given: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> None:
@@ -209,17 +204,19 @@ class OriginTracker:
             if not spoilt_nodes:
                 return
             if (origin := node.metadata.get(_ORIGIN)) is None:
-                site = node.metadata[_SITE]
-                site = site._replace(op=site.op or re.sub(r"Backward\d*$", "", node.name()))
+                module, op = node.metadata[_SITE]
+                op = op or re.sub(r"Backward\d*$", "", node.name())
                 read = [(f"input {number}", one) for number, one in enumerate(came) if one is not None]
-                origin = self._new("backward", site, read, [one for one in given if one is not None])
+                origin = self._new("backward", module, op, read, [one for one in given if one is not None])
             for after in spoilt_nodes:
                 after.metadata.setdefault(_ORIGIN, origin)
 
-    def _new(self, phase: Phase, site: Site, inputs: list[tuple[str, Tensor]], outputs: list[Tensor]) -> Origin:
+    def _new(
+        self, phase: Phase, module: str, op: str, inputs: list[tuple[str, Tensor]], outputs: list[Tensor]
+    ) -> Origin:
         self._made += 1
         shown = [(f"output {number}", output) for number, output in enumerate(outputs)]
-        return Origin(phase, self._made, *site, "", ranges_of(inputs), ranges_of(shown))
+        return Origin(phase, self._made, module, op, "", ranges_of(inputs), ranges_of(shown))
 
 
 def _in_weight(name: str, tensor: Tensor, *, order: int = 0, rounded: Tensor | None = None) -> Origin:

@@ -82,7 +82,7 @@ class PrecisionRecorder(StepObserver):
         )
         collector, self._collector = self._collector, None
         if collector is not None and report.overflow:
-            collector.stop_watching()
+            collector.close()
             self._due = 0  # the next step in its place: of this one, hardly a value is finite
         elif collector is not None:
             self.latest = collector.finish()
@@ -90,7 +90,7 @@ class PrecisionRecorder(StepObserver):
 
     def detached(self) -> None:
         if self._collector is not None:
-            self._collector.stop_watching()
+            self._collector.close()
 
     def note_contract(self, contract: PrecisionContract) -> None:
         """Record the run's precision contract."""

@@ -223,7 +223,7 @@ def evidence_of(folder: Folder, learning_rate: float | None, *, keeps_bits: bool
         keeps_bits: as in :class:`Evidence`.
     """
     # The largest counts: updates lost at the peak are lost at every other step, too.
-    rate = learning_rate or max(filter(None, map(learning_rate_of, folder.groups)), default=None)
+    rate = learning_rate or learning_rate_of(folder.groups) or None
     evidence = Evidence(is_saved=True, keeps_bits=keeps_bits, learning_rate=rate, beta2=beta2_of(folder.groups))
     for name, parts in folder.parts.items():
         if (role := role_of(name) if _STATE.match(name) else "weights") is None:

@@ -220,9 +220,10 @@ def role_of(key: str) -> str | None:
     return next((role for role, words in _ROLES.items() if re.search(words, last)), None)
 
 
-def learning_rate_of(group: Mapping[str, Any]) -> float | None:
-    """The larger of the one now and the one that an LR scheduler keeps; None where the optimizer finds its own."""
-    return max((float(group[key]) for key in ("lr", "initial_lr") if group.get(key) is not None), default=None)
+def learning_rate_of(groups: Iterable[Mapping[str, Any]]) -> float | None:
+    """The largest of those now and those that an LR scheduler keeps; None where the optimizer finds its own."""
+    rates = (group.get(key) for group in groups for key in ("lr", "initial_lr"))
+    return max((float(rate) for rate in rates if rate is not None), default=None)
 
 
 def beta2_of(groups: Iterable[Mapping[str, Any]]) -> float:
