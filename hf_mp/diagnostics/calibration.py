@@ -62,7 +62,7 @@ def calibrate(
     # BF16 has FP32's exponents: nothing overflows there, so all places are seen at once with their magnitudes.
     stand_in = replace(policy, compute=STAND_IN, params=STAND_IN if policy.is_lean else policy.params, loss_scale=None)
     runtime = MixedPrecision(stand_in, rules=rules, tables=tables)
-    with untouched(model), gradients_set_aside(list(model.parameters())), weights_kept(model), eagerly():
+    with untouched(model), gradients_set_aside(model.parameters()), weights_kept(model), eagerly():
         try:
             runtime.attach(model)
             # Once with gradients, which tell where a loss scale would overflow; looks for rules need none.

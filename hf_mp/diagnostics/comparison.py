@@ -113,7 +113,7 @@ def _plain_model(model: nn.Module) -> Iterator[nn.Module]:
     """``model`` in evaluation mode and FP32, or a copy of it where mixed precision is attached; restores it."""
     if attached_runtime(model) is not None:
         model = detach(copy.deepcopy(model))
-    with gradients_set_aside(list(model.parameters())), untouched(model), weights_kept(model), eagerly():
+    with gradients_set_aside(model.parameters()), untouched(model), weights_kept(model), eagerly():
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.dtype in LOWER_PRECISION_DTYPES:
                 # Through .data, so that the parameters stay the objects that optimizers and hooks know.

@@ -75,7 +75,7 @@ class Healer(StepObserver):
         """Put in place what helps, on all ranks alike; whether the step can run again with it."""
         runtime = self._runtime
         # All ranks come here, since they agree on the verdict; each looks at its own batches.
-        cures: list[Cure | None] = runtime.ranks.gather(self._find(list(self._explainer.backwards)))
+        cures: list[Cure | None] = runtime.ranks.gather(self._find())
         found = [cure for cure in cures if cure is not None]
         if error := next((cure.error for cure in found if cure.error), None):
             raise CannotHealError(error)
@@ -110,9 +110,9 @@ class Healer(StepObserver):
             )
         return False
 
-    def _find(self, backwards: list[KeptBackward]) -> Cure | None:
-        """What helps against the overflow of these micro-batches; None where nothing does, or it is not known."""
-        for backward in suspects_of(backwards):  # a batch with inf or NaN is named by the explainer
+    def _find(self) -> Cure | None:
+        """What helps against the overflow of the micro-batches; None where nothing does, or it is not known."""
+        for backward in suspects_of(self._explainer.backwards):  # a batch with inf or NaN is named by the explainer
             cure = find_cure(self._runtime, backward)
             if cure.reason:
                 logger.warning_once(NOT_HEALED + cure.reason)
@@ -159,7 +159,7 @@ class Healer(StepObserver):
 
 def _has_known_gradients(backward: KeptBackward) -> bool:
     """Whether another forward would get the same incoming gradients: finite ones, of losses alone."""
-    are_losses = all(incoming.output in incoming.call.losses for incoming in backward.incoming)
+    are_losses = all(entry.output in entry.call.losses for entry in backward.incoming)
     return are_losses and backward.is_kept() and not backward.is_spoilt()
 
 

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,19 +133,20 @@ def _held_by(model: nn.Module) -> tuple[dict[Tensor, Tensor], list[tuple[Any, An
 
 
 @contextlib.contextmanager
-def gradients_set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
+def gradients_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Set gradients to None, and restore them at the end, scaled ones unchanged."""
-    # A split parameter has gradients apart from .grad.
-    names = ("_scaled", "_read")
-    kept = [(_GRAD.__get__(p), {name: getattr(p, name) for name in names if hasattr(p, name)}) for p in parameters]
+    kept = []
     for parameter in parameters:
+        # A split parameter has gradients apart from .grad.
+        others = {name: getattr(parameter, name) for name in ("_scaled", "_read") if hasattr(parameter, name)}
+        kept.append((parameter, _GRAD.__get__(parameter), others))
         parameter.grad = None
     try:
         yield
     finally:
-        for parameter, (gradient, others) in zip(parameters, kept, strict=True):
+        for parameter, gradient, others in kept:
             _GRAD.__set__(parameter, gradient)
-            parameter.__dict__.update(others)
+            vars(parameter).update(others)
 
 
 @contextlib.contextmanager

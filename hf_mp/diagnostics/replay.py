@@ -51,7 +51,7 @@ def replay(runtime: MixedPrecision, backward: KeptBackward, report: OverflowRepo
     # What comes first in a step is the origin of what comes later.
     origin = _first(map(tracker.of, rerun.outputs)) or _of_entry(backward, rerun.outputs, scale)
     if origin := origin or _first(tracker.of_gradients):
-        return _with_origin(runtime, backward, report, origin)
+        return _with_origin(runtime, model, backward, report, origin)
     if not is_kept:
         return replace(report, notes=(_NOT_KEPT,))
     return replace(report, notes=(_TOO_LARGE,)) if too_large else report
@@ -66,13 +66,11 @@ def _refuse_what_takes_others(model: nn.Module) -> None:
 
 
 def _with_origin(
-    runtime: MixedPrecision, backward: KeptBackward, report: OverflowReport, origin: Origin
+    runtime: MixedPrecision, model: nn.Module, backward: KeptBackward, report: OverflowReport, origin: Origin
 ) -> OverflowReport:
-    assert runtime.model is not None
     found = {name: getattr(origin, name) for name in ("phase", "module", "op", "tensor", "inputs", "outputs")}
     report, notes = replace(report, **found, smaller_scale_helps=False), list[str]()
-    buffers = runtime.model.named_buffers()
-    spoiled = [name for name, buffer in buffers if finiteness(buffer) is Finiteness.NOT_FINITE]
+    spoiled = [name for name, buffer in model.named_buffers() if finiteness(buffer) is Finiteness.NOT_FINITE]
     if spoiled and origin.phase != "weight":  # one that is itself the origin needs no note
         notes.append(f"the forward has left inf or NaN in {', '.join(spoiled[:5])}, which no skip takes back")
     if origin.phase in ("forward", "backward"):

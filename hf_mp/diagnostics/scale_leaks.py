@@ -55,8 +55,7 @@ def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callabl
     attached = runtime.model
     if attached is None or not runtime.check.is_scaled:
         return
-    parameters = [parameter for parameter in attached.parameters() if parameter.requires_grad]
-    with gradients_set_aside(parameters), torch.enable_grad():
+    with gradients_set_aside(attached.parameters()), torch.enable_grad():
 
         def backward() -> None:
             outputs = call(attached, batch)
@@ -74,10 +73,11 @@ def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
 
     Buffers, random generators and the scale are restored; weights are not written.
     """
-    assert runtime.model is not None
+    model = runtime.model
+    assert model is not None
     # The run's observers would keep these backwards for replays and histograms.
-    with untouched(runtime.model), _alone(runtime):
-        at = functools.partial(_gradients_at, runtime, backward, keep_random_states())
+    with untouched(model), _alone(runtime):
+        at = functools.partial(_gradients_at, runtime, model, backward, keep_random_states())
         tried = (runtime.scaler.get_scale() * 2.0 ** (-8 * number) for number in range(_TRIES + 1))
         largest = next((found for scale in tried if (found := at(scale)[1]) < math.inf), math.inf)
         if not 0.0 < largest < math.inf:
@@ -138,19 +138,22 @@ def _alone(runtime: MixedPrecision) -> Iterator[None]:
 
 
 def _gradients_at(
-    runtime: MixedPrecision, backward: Callable[[], None], restore_random_states: Callable[[], None], scale: float
+    runtime: MixedPrecision,
+    model: nn.Module,
+    backward: Callable[[], None],
+    restore_random_states: Callable[[], None],
+    scale: float,
 ) -> tuple[dict[str, Tensor], float]:
     """FP32 samples of the gradients by name, and their largest magnitude."""
-    assert runtime.model is not None
     runtime.scaler.state = replace(runtime.scaler.state, scale=scale)
     restore_random_states()  # forward, recomputation and autograd functions may draw
     try:
         backward()
-        named = [(name, p.grad) for name, p in runtime.model.named_parameters() if p.grad is not None]
+        named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
         largest = largest_magnitude([gradient for _, gradient in named]).item()
         return {name: sample(gradient, _SAMPLED).float() for name, gradient in named}, largest
     finally:
         runtime.check.forget()
         # The next backward is not to add to these, and the caller's own were set aside.
-        for parameter in runtime.model.parameters():
+        for parameter in model.parameters():
             parameter.grad = None
