@@ -53,7 +53,7 @@ class Histogram:
         """The share of the finite nonzero values that FP16 rounds to zero, after multiplication by 2**log2_scale."""
         # Exactly 2**-25 is rounded to zero too, but counts with its octave, all of which but this is kept.
         first_kept = FP16_SMALLEST_KEPT - log2_scale + _BIAS
-        return _ratio(sum(self.counts[1 : max(first_kept, 1)][: BINS - 2]), self.finite_nonzero)
+        return sum(self.counts[1 : max(first_kept, 1)][: BINS - 2]) / max(self.finite_nonzero, 1)
 
 
 @torch.no_grad()
@@ -76,7 +76,7 @@ class Swamped(NamedTuple):
     @property
     def share(self) -> float:
         """0 to 1; 0 without updates."""
-        return _ratio(self.swamped, self.updates)
+        return self.swamped / max(self.updates, 1)
 
 
 @torch.no_grad()
@@ -90,10 +90,6 @@ def swamped(weights: Tensor, updates: Tensor, dtype: torch.dtype = torch.float16
     counted = (changes != 0.0) & changes.isfinite() & working.isfinite()
     is_lost = (working.double() + changes).to(dtype) == working
     return Swamped(int((counted & is_lost).sum()), int(counted.sum()))
-
-
-def _ratio(count: int, total: int) -> float:
-    return count / total if total else 0.0
 
 
 def sample(tensor: Tensor, limit: int = SAMPLE_ELEMENTS) -> Tensor:

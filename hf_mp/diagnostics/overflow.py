@@ -174,11 +174,12 @@ def observing(runtime: MixedPrecision, kind: type[_Observer]) -> _Observer | Non
 
 def runtime_of(model: Any) -> MixedPrecision:
     """The runtime attached to ``model``, or ``model`` if it is one."""
-    if isinstance(model, MixedPrecision):
-        return model
-    if (runtime := attached_runtime(model)) is not None:
-        return runtime
-    raise ValueError(f"no mixed precision is attached to this {type(model).__name__}: call hf_mp.prepare(...) first")
+    runtime = model if isinstance(model, MixedPrecision) else attached_runtime(model)
+    if runtime is None:
+        raise ValueError(
+            f"no mixed precision is attached to this {type(model).__name__}: call hf_mp.prepare(...) first"
+        )
+    return runtime
 
 
 def attached_runtime(model: nn.Module) -> MixedPrecision | None:

@@ -108,14 +108,14 @@ class OverflowReport:
             return "In FP32 the same micro-batch is not finite either: the cause is the model or its data."
         if self.finite_in_fp32:
             return f"In FP32 the same micro-batch is finite. {self._way_out}"
-        if self.phase == "input":
-            return "Clean the data."
-        # One that is above FP16's end is as good as ever in FP32.
-        if self.phase == "weight":
-            return self._way_out if self._in_16_bits else "Go back to an earlier checkpoint, or load other weights."
-        if self.phase == "loss outside of the model":
-            return "Look for a division by zero, a logarithm or root of zero, or too large a factor in the loss."
-        return f"FP32 was not tried; it may be finite there. {self._way_out}"
+        # A weight above FP16's end is as good as ever in FP32.
+        other_weight = "Go back to an earlier checkpoint, or load other weights."
+        return {
+            "input": "Clean the data.",
+            "weight": self._way_out if self._in_16_bits else other_weight,
+            "loss outside of the model": "Look for a division by zero, a logarithm or root of zero, or too large a "
+            "factor in the loss.",
+        }.get(self.phase, f"FP32 was not tried; it may be finite there. {self._way_out}")
 
     @property
     def _way_out(self) -> str:
@@ -137,8 +137,8 @@ class OverflowReport:
         if self.nonfinite_gradients:
             names, more = self.nonfinite_gradients[:5], len(self.nonfinite_gradients) - 5
             lines.append(f"  spoiled gradients: {', '.join(names)}{f' and {more} more' if more > 0 else ''}")
-        lines += [f"  {note}" for note in self.notes]
-        return "\n".join([*lines, *([f"  {self.advice}"] if self.advice else [])])
+        lines += [f"  {note}" for note in (*self.notes, self.advice) if note]
+        return "\n".join(lines)
 
     __str__ = to_text
 

@@ -51,20 +51,12 @@ def _divided_product(found: OpRange, held: Mapping[str, str]) -> dict[str, str]:
     return {key: f"scaled/{divisor}"} if is_normal and divisor <= MOST_SCALED else {}
 
 
-def _op_in_fp32(found: OpRange, held: Mapping[str, str]) -> dict[str, str]:
-    # The target of an op in place stays what it is, in 16 bits.
-    return {} if is_in_place(found.op) else {f"{found.module}:{found.op}": "fp32"}
-
-
-def _module_in_fp32(found: OpRange, held: Mapping[str, str]) -> dict[str, str]:
-    return {found.module: "fp32"} if found.module else {}
-
-
 # The rules of autocast that each puts in place beside those held, none where it does not apply; the smallest first.
 REMEDIES: dict[str, Callable[[OpRange, Mapping[str, str]], dict[str, str]]] = {
     "the product of divided numbers": _divided_product,
-    "the op in FP32": _op_in_fp32,
-    "the module in FP32": _module_in_fp32,
+    # The target of an op in place stays what it is, in 16 bits.
+    "the op in FP32": lambda found, held: {} if is_in_place(found.op) else {f"{found.module}:{found.op}": "fp32"},
+    "the module in FP32": lambda found, held: {found.module: "fp32"} if found.module else {},
 }
 
 

@@ -23,7 +23,7 @@ OPEN_ROWS = 20  # of a table or a list of layers; the rest is folded
 
 # The loss scale is a factor of these; the others are unscaled.
 _SCALED = (Kind.ACTIVATION_GRADIENTS, Kind.WEIGHT_GRADIENTS)
-_SHOWN = (Kind.ACTIVATION_GRADIENTS, Kind.WEIGHT_GRADIENTS, Kind.ACTIVATIONS, Kind.WEIGHTS, Kind.UPDATES)
+_SHOWN = (*_SCALED, Kind.ACTIVATIONS, Kind.WEIGHTS, Kind.UPDATES)
 
 
 def write_report(run_directory: str | Path, path: str | Path | None = None) -> Path:
@@ -107,7 +107,7 @@ def _galleries(step: StepMagnitudes) -> Iterator[tuple[str, int, Histogram, list
         layers = [(layer, found) for layer in step.layers if (found := step.of(kind, layer)).total]
         # A kind that was not recorded, such as activations of a compiled model, has no gallery.
         if layers:
-            yield kind.value, step.log2_scale if kind in _SCALED else 0, step.of(kind), layers
+            yield kind, step.log2_scale if kind in _SCALED else 0, step.of(kind), layers
 
 
 def swamped_rows(step: StepMagnitudes) -> list[tuple[str, Swamped]]:

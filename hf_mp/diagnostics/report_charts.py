@@ -59,22 +59,15 @@ def scale_charts(steps: Mapping[int, StepRecord]) -> tuple[Chart | None, Chart |
     # A scale holds for its step: a slope between two would show scales that never were.
     scales = [(x, math.log2(step.loss_scale)) for number, step in steps.items() for x in (number, number + 1)]
     left = [(number, step.headroom) for number, step in steps.items() if step.headroom is not None]
-    skips = [number for number, step in steps.items() if step.skipped]
-    # A run that skips every other step would make a page of megabytes.
-    skips = skips[:: 1 + len(skips) // MOST_POINTS]
-    return (
-        _chart("scale", scales, list(steps), "2^{}", skips),
-        _chart("headroom", left, list(steps), "{}", skips),
-    )
+    return _chart("scale", scales, steps, "2^{}"), _chart("headroom", left, steps, "{}")
 
 
-def _chart(
-    name: str, points: Sequence[tuple[int, float]], steps: Sequence[int], label: str, skips: Sequence[int]
-) -> Chart | None:
+def _chart(name: str, points: Sequence[tuple[int, float]], steps: Mapping[int, StepRecord], label: str) -> Chart | None:
     """A line over ``steps``, whose heights are told by ``label``; None for less than two points."""
     if len(points) < 2:
         return None
     heights = [y for _, y in points]
+    skips = [number for number, step in steps.items() if step.skipped]
     return {
         "name": name,
         # In units of the data, which the view box of the picture stretches: nothing is placed here.
@@ -84,7 +77,8 @@ def _chart(
         "bottom": math.floor(min(heights)),
         "top": math.floor(max(heights)) + 1,
         "label": label,
-        "skips": skips,
+        # A run that skips every other step would make a page of megabytes.
+        "skips": skips[:: 1 + len(skips) // MOST_POINTS],
     }
 
 

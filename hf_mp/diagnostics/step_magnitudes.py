@@ -7,15 +7,13 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hf_mp.diagnostics.magnitudes import BINS, Histogram, Swamped
 
 _COUNT = np.dtype("<u4")
-
-NO_UPDATES = Swamped(0, 0)
 
 
 class Kind(StrEnum):
@@ -26,14 +24,13 @@ class Kind(StrEnum):
     UPDATES = "updates"
 
 
-@dataclass(frozen=True)
-class TensorMagnitudes:
+class TensorMagnitudes(NamedTuple):
     kind: Kind
     layer: str  # name of the module in the model
     tensor: str  # the parameter's name in its module; "" for an activation
     stride: int  # every `stride`-th element was counted
     histogram: Histogram  # of the counted elements; gradients are unscaled
-    swamped: Swamped = NO_UPDATES  # counted updates that would leave a BF16 weight unchanged
+    swamped: Swamped = Swamped(0, 0)  # counted updates that would leave a BF16 weight unchanged
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ def as_record(step: StepMagnitudes) -> dict[str, Any]:
     counts = np.array([t.histogram.counts for t in step.tensors], dtype=_COUNT)
     return {
         **vars(step),
-        "tensors": [[t.kind.value, t.layer, t.tensor, t.stride, *t.swamped] for t in step.tensors],
+        "tensors": [[t.kind, t.layer, t.tensor, t.stride, *t.swamped] for t in step.tensors],
         "counts": base64.b64encode(zlib.compress(counts.tobytes())).decode("ascii"),
     }
 

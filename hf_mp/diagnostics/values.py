@@ -31,7 +31,7 @@ class Finiteness(IntEnum):
 @torch.no_grad()
 def finiteness(tensor: Tensor, limit: float = math.inf) -> Finiteness:
     """The finiteness of ``tensor``; FINITE for integers and empty tensors. ``limit`` and above count as inf."""
-    if tensor.dtype not in _LOOKED_AT or tensor.numel() == 0 or tensor.device.type == "meta":
+    if tensor.dtype not in _LOOKED_AT or tensor.device.type == "meta":
         return Finiteness.FINITE
     # Nearly all tensors end here, after one pass.
     if largest_magnitude([tensor]).item() < limit:
