@@ -156,7 +156,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Show the contract after the first step."""
         if self.session is not None:
-            self.session.after_step(kwargs.get("optimizer"))
+            self.session.on_optimizer_step(args, state, control, **kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the loss scale and its statistics to a training log, also in the history and for later callbacks."""

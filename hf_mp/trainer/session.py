@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer import SCALER_NAME
 from transformers.utils import logging
 
@@ -34,7 +34,6 @@ from hf_mp.weights.attachable import runtimes_of
 from hf_mp.weights.reading_layout import ReadingLayout
 
 if TYPE_CHECKING:  # what not every training asks for is imported where it does
-    from hf_mp.diagnostics.healing import Healer
     from hf_mp.diagnostics.overflow_report import OverflowReport
     from hf_mp.diagnostics.precision_recorder import PrecisionRecorder
 
@@ -43,7 +42,7 @@ logger = logging.get_logger(__name__)
 STATE_NAME = "mixed_precision.json"  # in each checkpoint directory
 
 
-class TrainerSession:
+class TrainerSession(TrainerCallback):
     """Mixed precision for the runs of one Trainer, from :meth:`begin` to :meth:`end`; with FP32 nothing happens.
 
     Args:
@@ -62,13 +61,11 @@ class TrainerSession:
         self.runtime = settings.make_runtime(args) if settings.policy.is_mixed else None
         settings.warn_of_no_effect()
         self.overflow_reports: list[OverflowReport] = []
-        self._healer: Healer | None = None
         self.recorder: PrecisionRecorder | None = None
         self.contract: PrecisionContract | None = None
         self._watch: ContractWatch | None = None  # until the first step has ended
         self._loaded_in: dict[str, torch.dtype] = {}  # dtypes of the model before it was attached, by name
         self._model: weakref.ref[nn.Module] | None = None  # that the runtime was made for
-        self._references: list[MixedPrecision] = []
         # In reverse order: on a model that was begun twice, fused heads come back to what they were at first.
         self._at_detach = ExitStack()
 
@@ -81,21 +78,20 @@ class TrainerSession:
             model: of the Trainer.
             measures_norm: have the norm of the gradients measured along with their check, for :meth:`clip_grad_norm`.
         """
-        # save_dtype="original" rounds to what each weight was loaded in, which attaching replaces by FP32.
         if self._model is None or self._model() is not model:
+            # save_dtype="original" rounds to what each weight was loaded in, which attaching replaces by FP32.
             held = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
             self._loaded_in = {name: one.dtype for name, one in held if one.is_floating_point()}
-        if self.runtime is None:
+            if self.runtime is not None and self._model is not None:
+                # With a model_init, each train() has a new model: a runtime is of one.
+                self.runtime.detach()
+                self.runtime = self.settings.make_runtime(self.args)
             self._model = weakref.ref(model)
+        if self.runtime is None:
             return
-        if self._model is not None and self._model() is not model:
-            # With a model_init, each train() has a new model: a runtime is of one.
-            self.runtime.detach()
-            self.runtime = self.settings.make_runtime(self.args)
         if self.runtime.model is None:
             release(model)
             self.runtime.attach(model)
-            self._model = weakref.ref(model)
             self.runtime.is_of_session = True
         self.runtime.check.measures_norm = measures_norm
         self._observe(self.runtime, model)
@@ -114,8 +110,7 @@ class TrainerSession:
         if settings.on_overflow == "heal":
             from hf_mp.diagnostics.healing import heal_overflows
 
-            self._healer = heal_overflows(runtime)
-            self._healer.clip = functools.partial(self._clip_again, model)
+            heal_overflows(runtime).clip = functools.partial(self._clip_again, model)
 
     def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer to step from now on."""
@@ -126,15 +121,13 @@ class TrainerSession:
 
         At equal weights it then gives the same log-probabilities, bit for bit. It is not trained.
         """
-        # A second attachment would cast twice: some trainers give the policy model as its own reference.
         model = getattr(model, "_orig_mod", model)  # of torch.compile
-        known = [runtime.model for runtime in (self.runtime, *self._references) if runtime is not None]
-        if self.runtime is None or model is None or any(model is one for one in known):
-            return
-        release(model)
-        self._references.append(self._attach_to_read(model, self._at_detach, trained_alone=False))
+        # A second attachment would cast twice: some trainers give the policy model as its own reference.
+        if self.runtime is not None and model is not None and model is not self.runtime.model:
+            release(model)
+            self._attach_to_read(model, self._at_detach, trained_alone=False)
 
-    def _attach_to_read(self, model: nn.Module, at_end: ExitStack, *, trained_alone: bool) -> MixedPrecision:
+    def _attach_to_read(self, model: nn.Module, at_end: ExitStack, *, trained_alone: bool) -> None:
         settings = self.settings
         layout = ReadingLayout(settings.policy, trained_alone=trained_alone)
         # Nothing is trained in it, and a scale would be one more state that has to agree.
@@ -145,7 +138,6 @@ class TrainerSession:
         at_end.callback(runtime.detach)
         self._keep_head(model, at_end)
         runtime.is_of_session = True
-        return runtime
 
     def _keep_head(self, model: nn.Module, at_end: ExitStack) -> None:
         if self.settings.policy.fp32_head:
@@ -178,11 +170,6 @@ class TrainerSession:
 
     # In the run
 
-    @property
-    def uses_gradients_up(self) -> bool:
-        """Whether the parameters are updated inside backward, so that no gradient is left to look at."""
-        return self.runtime is not None and self.runtime.uses_up_gradients
-
     def clip_grad_norm(self, model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor | None:
         """Clip the gradients to this 2-norm, ``inf`` only measures it; None if torch's own function must do that.
 
@@ -201,11 +188,10 @@ class TrainerSession:
         """What the Trainer did to the gradients of a step that ran again since."""
         max_norm = self.args.max_grad_norm
         limit = max_norm if max_norm and max_norm > 0 else math.inf  # which measures the norm alone
-        norm = self.clip_grad_norm(model, optimizer, limit)
-        if norm is None:
+        if self.clip_grad_norm(model, optimizer, limit) is None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
 
-    def after_step(self, optimizer: Any) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """A step has just ended: the first that was not skipped shows the contract."""
         # A skipped step updated nothing: it does not show in which dtype moments are kept.
         # Asked only while there is a watch: on a GPU, the answer waits for the step.
@@ -280,7 +266,6 @@ class TrainerSession:
         """Leave ordinary FP32 models; the runtime keeps its loss scale and its stats."""
         self._at_detach.close()
         self._stop_watching()
-        self._references.clear()
         if self.runtime is not None:
             self.runtime.detach()
 

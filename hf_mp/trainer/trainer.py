@@ -23,14 +23,7 @@ from hf_mp.trainer.save_dtype import extend_save
 from hf_mp.trainer.session import OfSession, TrainerSession
 from hf_mp.trainer.settings import SessionSettings
 from hf_mp.weights.ranks.agreement import compare_settings
-
-
-class _AfterSteps(TrainerCallback):
-    def __init__(self, trainer: MixedPrecisionTrainer) -> None:
-        self._trainer = trainer
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.session.after_step(kwargs.get("optimizer"))
+from hf_mp.weights.ranks.placement import has_processes
 
 
 class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
@@ -82,7 +75,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
         if policy.is_mixed:
             refuse_compiled_whole(self)
         extend_save(self, self)
-        self.add_callback(_AfterSteps(self))
+        self.add_callback(self.session)
 
     # Begin and end
 
@@ -90,10 +83,9 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
         """As the stock Trainer's; lets go of the model and the optimizer at its end."""
         forget_prepared(self)
         try:
-            world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
-            if world is not None and self.args.parallel_mode is ParallelMode.DISTRIBUTED:
+            if has_processes() and self.args.parallel_mode is ParallelMode.DISTRIBUTED:
                 # Before DDP is made, which broadcasts weights of different dtypes into an abort of gloo.
-                compare_settings(world, f"precision={self.precision_policy}")
+                compare_settings(cast(Any, torch.distributed.group.WORLD), f"precision={self.precision_policy}")
             return super().train(*args, **kwargs)
         finally:
             self.session.end()
@@ -150,9 +142,10 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
         return super()._clip_grad_norm(model) if norm is None else norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if grad_norm is None and self.session.uses_gradients_up:
-            return None
-        if grad_norm is None:
+        if grad_norm is None and self.mixed_precision is not None:
+            # An update inside backward has left no gradient to look at.
+            if self.mixed_precision.uses_up_gradients:
+                return None
             grad_norm = self.session.clip_grad_norm(model, cast(Optimizer, self.optimizer), math.inf)
         return super()._get_grad_norm(model, grad_norm)
 
