@@ -70,7 +70,7 @@ def test_one_process_and_two_resume_what_two_have_saved(two: Results, precision:
 )
 def test_a_damaged_shard_is_named_by_all_before_anything_is_loaded(two: Results, damage: str, said: str) -> None:
     for rank in two["2-damaged-fsdp-damaged"]:
-        assert re.search(f"(?s)nothing is loaded from .*checkpoint-2: {said}.*Resume from another", rank[damage])
+        assert re.search(f"(?s)No valid checkpoint found in .*checkpoint-2: {said}.*Resume from another", rank[damage])
         assert rank[f"{damage} newest"] == 1
         assert any(re.search(f"(?s)resuming from .*checkpoint-1; .*{said}", line) for line in rank[f"{damage} warned"])
         assert rank["unchanged"]
@@ -83,7 +83,7 @@ def test_a_damaged_shard_is_named_by_all_before_anything_is_loaded(two: Results,
         ("another_model", "CheckpointError: weights of another model: it lacks .*model/bias.* and has .*model/transf"),
         ("other_groups", "CheckpointError: .*groups of 16 parameters .* groups of 1, 15 .* the same groups"),
         ("values_that_json_does_not_know", "CheckpointError: extra, .* is no value for JSON: .*Tensor"),
-        ("nothing_there", "NoCheckpointError: there is no checkpoint in .*nowhere yet: train from the start"),
+        ("nothing_there", "NoCheckpointError: No valid checkpoint found in .*nowhere: .*none yet. Train from the start"),
         ("no_directory", "CheckpointError: .* could not be saved: rank 0: .*File exists"),
         ("factored_moments", "CheckpointError: .*_var of transformer.* cannot be cut for another number of ranks"),
         ("moments_in_blocks", "CheckpointError: absmax1 of transformer.* cannot be cut for another number of ranks"),

@@ -18,7 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME, logging
 from hf_mp.scaling.scalers import LossScaleError
 from hf_mp.trainer.checkpoints import in_place, inspection, loaded_state
 from hf_mp.trainer.checkpoints.lock import lock_directory
-from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, CheckpointError, NoCheckpointError
+from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, CheckpointError
 from hf_mp.trainer.checkpoints.preemption import Preempted, PreemptionCallback
 from hf_mp.trainer.checkpoints.saves import Saves, largest
 from hf_mp.trainer.checkpoints.shards import gathered, refused_together
@@ -156,12 +156,9 @@ class CrashSafe(_Base):
         loaded_state.check_parameters(checkpoint, loaded)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
+        with loaded_state.naming(str(checkpoint), "the state of the optimizer or the scheduler"):
             super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        with loaded_state.naming(checkpoint, "the state of the optimizer or the scheduler"):
-            super()._load_optimizer_and_scheduler(checkpoint)
-        if self.optimizer is not None:
+        if checkpoint is not None and self.optimizer is not None:
             loaded_state.check_optimizer(checkpoint, self.optimizer)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -187,15 +184,7 @@ class CrashSafe(_Base):
 
 
 def _choose(run_directory: Path) -> int:
-    chosen, passed_over = inspection.find_newest_whole(inspection.list_checkpoints(run_directory))
-    message = f"No valid checkpoint found in output directory ({run_directory})"
-    if chosen is None and not passed_over:
-        raise NoCheckpointError(f"{message}: there is none yet. Train without resume_from_checkpoint to begin anew")
-    if chosen is None:
-        raise CheckpointError(
-            f"{message}:\n{passed_over}\nNone of them was changed. Copy a whole one there, or train without "
-            "resume_from_checkpoint to begin anew"
-        )
-    if passed_over:
-        logger.warning(f"resuming from {chosen}; newer ones were passed over:\n{passed_over}")
+    chosen, warning = inspection.choose_newest_whole(run_directory, inspection.list_checkpoints(run_directory))
+    if warning:
+        logger.warning(warning)
     return inspection.step_of(chosen) or 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME
@@ -14,6 +14,8 @@ from hf_mp.trainer.checkpoints.manifest import (
     MANIFEST_NAME,
     UNFINISHED_NAME,
     CheckpointError,
+    FileEntry,
+    NoCheckpointError,
     find_damage,
     read_manifest,
 )
@@ -24,6 +26,7 @@ logger = logging.get_logger(__name__)
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]{{0,17}})")  # \d has the digits of every script
 # The second is there while Transformers' JITCheckpointCallback saves.
 _MARKS = (UNFINISHED_NAME, "checkpoint-is-incomplete.txt")
+_Judge = Callable[[Path, Mapping[str, FileEntry] | None], list[str]]
 
 
 def step_of(checkpoint: Path) -> int | None:
@@ -39,19 +42,26 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: step_of(path) or 0)
 
 
-def find_problems(checkpoint: Path) -> list[str]:
+def find_problems(checkpoint: Path, judge: _Judge | None = None) -> list[str]:
     """Why not to load a checkpoint: damage, then hazards; one line a file, empty where there is none.
 
     With a manifest every file is read and compared. Without one (the stock Trainer's) each file is checked for what its
     format can tell, such as a missing end.
+
+    Args:
+        checkpoint: of a Trainer.
+        judge: what tells the problems of another program's, from what its manifest lists.
     """
+    # Before a file is read: a pipe would have the check of its sum wait for ever.
+    if out_of_place := find_out_of_place(checkpoint):
+        return out_of_place
     try:
-        # Before a file is read: a pipe would have the check of its sum wait for ever.
-        if out_of_place := find_out_of_place(checkpoint):
-            return out_of_place
-        files = read_manifest(checkpoint)
-    except CheckpointError as error:
+        return (judge or _judge)(checkpoint, read_manifest(checkpoint))
+    except (CheckpointError, OSError) as error:
         return [str(error)]
+
+
+def _judge(checkpoint: Path, files: Mapping[str, FileEntry] | None) -> list[str]:
     if files is not None:
         return find_damage(checkpoint, files) or find_hazards(checkpoint)
     if marks := [name for name in _MARKS if (checkpoint / name).exists()]:
@@ -79,33 +89,47 @@ def warn_of_missing_state(checkpoint: Path, world_size: int) -> None:
     """
     ranks = [""] if world_size == 1 else [f"_{rank}" for rank in range(world_size)]
     # Sharded optimizers are in folders, and FSDP's whole ones in optimizer.bin.
-    sought = {"optimizer.pt": "optimizer*", "scheduler.pt": "scheduler.pt"}
-    sought.update({f"rng_state{rank}.pth": f"rng_state{rank}.pth" for rank in ranks})
-    if missing := [name for name, pattern in sought.items() if not any(checkpoint.glob(pattern))]:
+    missing = [] if any(checkpoint.glob("optimizer*")) else ["optimizer.pt"]
+    sought = ["scheduler.pt", *(f"rng_state{rank}.pth" for rank in ranks)]
+    if missing := missing + [name for name in sought if not (checkpoint / name).exists()]:
         logger.warning(
             f"{checkpoint} has no {', '.join(missing)}: what they hold starts anew (without one of the first two, both "
             "the optimizer's state and the learning rate's schedule do)"
         )
 
 
-def find_newest_whole(
-    checkpoints: Sequence[Path], look: Callable[[Path], list[str]] = find_problems
-) -> tuple[Path | None, str]:
-    """The last of ``checkpoints`` without a problem; and which were passed over for it and why, one line each."""
-    passed_over: list[str] = []
+def choose_newest_whole(
+    directory: Path, checkpoints: Sequence[Path], look: Callable[[Path], list[str]] = find_problems
+) -> tuple[Path, str]:
+    """The last of the ``checkpoints`` in ``directory`` without a problem.
+
+    Returns:
+        It, and a warning of those that were passed over for it, with the reasons; empty where none was.
+
+    Raises:
+        NoCheckpointError: if there are none.
+        CheckpointError: if each has a problem; they are named.
+    """
+    passed_over = ""
     for checkpoint in reversed(checkpoints):
         if not (problems := look(checkpoint)):
-            return checkpoint, "\n".join(passed_over)
-        passed_over.append(f"  {checkpoint.name}: {'; '.join(problems)}")
-    return None, "\n".join(passed_over)
+            warning = f"resuming from {checkpoint}; newer ones were passed over:{passed_over}"
+            return checkpoint, warning if passed_over else ""
+        passed_over += f"\n  {checkpoint.name}: {'; '.join(problems)}"
+    if not passed_over:
+        raise NoCheckpointError(f"No valid checkpoint found in {directory}: there is none yet. Train from the start")
+    raise CheckpointError(
+        f"No valid checkpoint found in {directory}:{passed_over}\nNothing is loaded, and none of them was changed. "
+        "Resume from another one, copy a whole one there, or train from the start"
+    )
 
 
 def newest_whole_of(run_directory: Path) -> str:
     """The newest whole checkpoint of a run, for a message."""
     try:
-        newest, _ = find_newest_whole(list_checkpoints(run_directory))
+        newest, _ = choose_newest_whole(run_directory, list_checkpoints(run_directory))
+    except CheckpointError:
+        return f"there is no whole checkpoint in {run_directory} yet"
     except OSError as error:
         return f"which checkpoint in {run_directory} is whole is not known ({error})"
-    if newest is None:
-        return f"there is no whole checkpoint in {run_directory} yet"
     return f"the newest whole checkpoint in {run_directory} is {newest.name}"

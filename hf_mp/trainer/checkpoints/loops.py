@@ -21,9 +21,7 @@ from hf_mp.trainer.checkpoints.manifest import (
     MANIFEST_NAME,
     CheckpointError,
     FileEntry,
-    NoCheckpointError,
     find_damage,
-    read_manifest,
 )
 from hf_mp.trainer.checkpoints.model_shards import compare, model_tensors, named_parameters, put_tensors
 from hf_mp.trainer.checkpoints.optimizer_shards import make_room, put_state, take_state
@@ -36,7 +34,7 @@ from hf_mp.trainer.checkpoints.shards import (
     write_shards,
 )
 from hf_mp.trainer.checkpoints.synced import write_synced
-from hf_mp.trainer.checkpoints.untrusted import find_out_of_place, read_json
+from hf_mp.trainer.checkpoints.untrusted import read_json
 from hf_mp.weights.ranks.placement import get_rank, get_world_size
 
 SHARDS_FOLDER = "shards"
@@ -188,15 +186,13 @@ def _find(directory: Path) -> Path:
     with refused_together():
         names = _candidates(directory) if get_rank() == 0 else []
     found = [Path(name) for name in together(names)]
-    if not found:
-        raise NoCheckpointError(f"there is no checkpoint in {directory} yet: train from the start")
     # A stable sort: of one step, the one in the staging folder stays the earlier, and so the second choice.
     found.sort(key=lambda path: inspection.step_of(path) or 0)
-    chosen, passed_over = inspection.find_newest_whole(found, lambda checkpoint: together(_problems(checkpoint)))
-    if chosen is None:
-        raise CheckpointError(f"nothing is loaded from {directory}:\n{passed_over}\nResume from another checkpoint")
-    if passed_over:
-        warnings.warn(f"resuming from {chosen}; newer ones were passed over:\n{passed_over}", stacklevel=3)
+    chosen, warning = inspection.choose_newest_whole(
+        directory, found, lambda checkpoint: together(inspection.find_problems(checkpoint, _problems))
+    )
+    if warning:
+        warnings.warn(warning, stacklevel=3)
     return chosen
 
 
@@ -211,24 +207,14 @@ def _candidates(directory: Path) -> list[str]:
     return [str(path) for folder in folders for path in inspection.list_checkpoints(folder)]
 
 
-def _problems(checkpoint: Path) -> list[str]:
-    """Why not to load a checkpoint, judged by this rank's share of its files."""
-    try:
-        files = read_manifest(checkpoint)
-        if files is None:
-            return [f"{MANIFEST_NAME} is missing: it was never finished, or is of another program"]
-        if STATE_FILE not in files:
-            return [f"{STATE_FILE} is missing: resume a Trainer's checkpoint with train(resume_from_checkpoint=...)"]
-        return find_out_of_place(checkpoint) or _strangers(checkpoint, files) or _damage(checkpoint, files)
-    except (CheckpointError, OSError) as error:
-        return [str(error)]
-
-
-def _strangers(checkpoint: Path, files: Mapping[str, FileEntry]) -> list[str]:
-    """Shards that the manifest does not list; the reader would find them, because it lists their folder."""
-    listed = [f"{SHARDS_FOLDER}/{path.name}" for path in (checkpoint / SHARDS_FOLDER).glob(f"*{SUFFIX}")]
-    return [f"{name} is not in the manifest: remove it" for name in sorted(set(listed) - set(files))]
-
-
-def _damage(checkpoint: Path, files: Mapping[str, FileEntry]) -> list[str]:
+def _problems(checkpoint: Path, files: Mapping[str, FileEntry] | None) -> list[str]:
+    """Why not to load a checkpoint of a loop, judged by this rank's share of its files."""
+    if files is None:
+        return [f"{MANIFEST_NAME} is missing: it was never finished, or is of another program"]
+    if STATE_FILE not in files:
+        return [f"{STATE_FILE} is missing: resume a Trainer's checkpoint with train(resume_from_checkpoint=...)"]
+    # Shards that the manifest does not list would be read all the same: the reader lists their folder.
+    there = {f"{SHARDS_FOLDER}/{path.name}" for path in (checkpoint / SHARDS_FOLDER).glob(f"*{SUFFIX}")}
+    if strangers := sorted(there - files.keys()):
+        return [f"{name} is not in the manifest: remove it" for name in strangers]
     return find_damage(checkpoint, dict(sorted(files.items())[get_rank() :: get_world_size()]))

@@ -43,8 +43,8 @@ class Hazard(ValueError):
 
 
 def find_hazards(directory: Path) -> list[str]:
-    """Why a checkpoint must not be loaded: one line a file, empty where nothing was found."""
-    return find_out_of_place(directory) or find_in_files(directory, _hazard)
+    """Why files must not be loaded, after :func:`find_out_of_place`: one line each, empty where nothing was found."""
+    return find_in_files(directory, _hazard)
 
 
 def find_out_of_place(directory: Path) -> list[str]:
@@ -94,15 +94,13 @@ def _out_of_place(path: Path, directory: Path) -> str | None:
 
 def _hazard(path: Path) -> str | None:
     for pattern, kind, check in _CHECKS:
-        if not re.fullmatch(pattern, path.name):
-            continue
         try:
-            check(path)
+            if re.fullmatch(pattern, path.name):
+                check(path)
         except Hazard as hazard:
             return str(hazard)
         except Exception as error:  # whatever a stranger's bytes bring about: the file is refused by name
             return f"is no {kind} ({(str(error).splitlines() or [type(error).__name__])[0][:200]})"
-        return None
     return None
 
 
