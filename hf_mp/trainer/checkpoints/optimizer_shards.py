@@ -7,7 +7,6 @@ torch's ``get_state_dict`` is not used: it takes a step to make the state that i
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -45,12 +44,11 @@ def take_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
     for name, parameter in _together(groups).items():
-        entry = optimizer.state.get(parameter, {})
-        found = {key: value for key, value in entry.items() if isinstance(value, Tensor)}
-        for key, value in found.items():
-            tensors[f"{PREFIX}{name}/{key}"] = _whole(name, parameter, key, value).contiguous()
-        if plain := {key: value for key, value in entry.items() if key not in found}:
-            values[name] = plain
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{PREFIX}{name}/{key}"] = _whole(name, parameter, key, value).contiguous()
+            else:
+                values.setdefault(name, {})[key] = value
     kind = type(_innermost(optimizer)).__name__
     settings = [_settings(group, owned) for group, owned in zip(optimizer.param_groups, groups, strict=True)]
     return tensors, {"kind": kind, "groups": settings, "values": values}
@@ -116,18 +114,14 @@ def put_state(
     for name, tensor in tensors.items():
         parameter, key = _parameter_and_key(name)
         entries.setdefault(parameter, {})[key] = tensor
-    state: dict[int, dict[str, Any]] = {}
-    settings: list[dict[str, Any]] = []
-    numbers = itertools.count()
-    groups = zip(_by_group(optimizer, names), optimizer.param_groups, plain["groups"], strict=True)
-    for owned, group, saved in groups:
-        kept = {key: _like(group.get(key), value) for key, value in saved.items() if key != "params"}
-        settings.append({**kept, "params": []})
-        for name in owned:
-            settings[-1]["params"].append(number := next(numbers))
-            if name in entries:
-                state[number] = entries[name]
+    groups = _by_group(optimizer, names)
     # By numbers, which is torch's own format: hooks of wrappers and of lean layouts then see what they know.
+    numbers = {name: number for number, name in enumerate(_together(groups))}
+    settings = []
+    for owned, group, saved in zip(groups, optimizer.param_groups, plain["groups"], strict=True):
+        kept = {key: _like(group.get(key), value) for key, value in saved.items()}
+        settings.append({**kept, "params": [numbers[name] for name in owned]})
+    state = {number: entries[name] for name, number in numbers.items() if name in entries}
     optimizer.load_state_dict({"state": state, "param_groups": settings})
 
 
