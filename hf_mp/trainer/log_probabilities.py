@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_mp.casting.positions import positions_of
-from hf_mp.diagnostics.kept_state import keep_random_states
+from hf_mp.diagnostics.kept_state import untouched
 
 IGNORED = -100  # of Transformers and torch: a label that does not count
 CLIP_RANGE = 0.2  # of the ratio in PPO and in TRL's GRPO
@@ -90,7 +89,8 @@ def log_probability_gap(
             "new_tokens would have no effect: nothing is drawn where batch has labels, or generated has "
             "log-probabilities; leave it out"
         )
-    with _without_dropout(model):
+    with untouched(model):
+        model.eval()
         if generated is not None:
             batch = _as_given(model, batch, generated)
         elif "labels" not in batch:
@@ -108,17 +108,6 @@ def log_probability_gap(
     return _compare(trained[counts].double() - before, before, clip)
 
 
-@contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:  # one by one: a frozen part may have been in evaluation mode
-            module.training = True
-
-
 def _as_given(model: Any, batch: Mapping[str, Tensor], generated: Tensor) -> dict[str, Tensor]:
     ids = batch["input_ids"]
     _check(ids, generated)
@@ -130,19 +119,15 @@ def _as_given(model: Any, batch: Mapping[str, Tensor], generated: Tensor) -> dic
 def _drawn(model: Any, batch: Mapping[str, Tensor], new_tokens: int | None) -> dict[str, Tensor]:
     new_tokens = 32 if new_tokens is None else new_tokens
     prompt, mask = batch["input_ids"], _mask(batch)
-    restore_random_states = keep_random_states()
-    try:
-        ids = model.generate(
-            prompt,
-            attention_mask=mask,
-            min_new_tokens=new_tokens,
-            max_new_tokens=new_tokens,
-            do_sample=True,
-            top_k=0,  # generate() would leave out all but the 50 likeliest tokens
-            use_cache=True,
-        )
-    finally:
-        restore_random_states()
+    ids = model.generate(
+        prompt,
+        attention_mask=mask,
+        min_new_tokens=new_tokens,
+        max_new_tokens=new_tokens,
+        do_sample=True,
+        top_k=0,  # generate() would leave out all but the 50 likeliest tokens
+        use_cache=True,
+    )
     labels = ids.clone()
     labels[:, : prompt.shape[1]] = IGNORED
     return _labelled(model, ids, torch.cat([mask, mask.new_ones(len(mask), new_tokens)], 1), labels)

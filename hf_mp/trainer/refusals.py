@@ -73,9 +73,7 @@ _OF_BITSANDBYTES = re.compile("bnb|paged|lion_|ademamix|^(?!.*torch).*8bit")  # 
 def _refuse_optimizer(optim: str, args: TrainingArguments) -> None:
     if optim.endswith("layerwise") or "lomo" in optim:
         raise ValueError(f"optim={optim!r} updates inside backward, where an overflow cannot be skipped: use another")
-    if fsdp_version(args) != 2:
-        return
-    if _OF_BITSANDBYTES.search(optim):
+    if fsdp_version(args) == 2 and _OF_BITSANDBYTES.search(optim):
         raise ValueError(
             f"optim={optim!r} of bitsandbytes updates plain tensors, and under FSDP2 parameters are DTensors: use "
             "optim='adamw_torch', or DDP"
@@ -126,14 +124,11 @@ def refuse_missing(model: nn.Module | None, optimizer: Optimizer | None, trainer
             "not be skipped: use hf_mp.prepare(model, optimizer) where it makes them"
         )
     # accelerate wraps a model when it prepares it: one that is bare among several processes was skipped.
-    wrapped: Any = None if trainer is None or trainer.is_deepspeed_enabled else trainer.model_wrapped
-    if trainer is None or trainer.args.world_size == 1 or wrapped is not trainer.model:
-        return
-    if wrapped is not None and not any(map(is_dtensor, wrapped.parameters())):
+    is_bare = trainer is not None and trainer.args.world_size > 1 and trainer.model_wrapped is model
+    if is_bare and not any(map(is_dtensor, model.parameters())):
         raise ValueError(
-            f"this is one of {trainer.args.world_size} processes, and the Trainer has wrapped its model neither in DDP "
-            "nor in FSDP: each would train alone. If evaluation_loop() ran before train(), leave it out, or make a new "
-            "Trainer"
+            "this is one of several processes, and the Trainer has wrapped its model neither in DDP nor in FSDP: each "
+            "would train alone. If evaluation_loop() ran before train(), leave it out, or make a new Trainer"
         )
 
 

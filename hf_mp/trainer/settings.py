@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
@@ -64,11 +64,10 @@ class PrecisionOptions:
         "for bit; slow.",
     )
     log_probability_gap_steps: int = _option(0, "Gone: call hf_mp.log_probability_gap.")
-    free_gradients: str = _option(
+    free_gradients: FreeGradients = _option(  # noqa: RUF009
         "step",
         "When a lean layout frees a gradient: step (the update has used it) or backward (each parameter is updated "
         "inside backward; with max_grad_norm or a loss scale, backward runs twice).",
-        choices=get_args(FreeGradients),
     )
     on_overflow: str = _option(
         "skip",
@@ -170,14 +169,17 @@ class SessionSettings(PrecisionOptions):
 
     def make_runtime(self, args: TrainingArguments) -> MixedPrecision:
         """A runtime for this policy; ``args`` say to what norm gradients are clipped inside backward."""
-        in_backward: dict[str, Any] = {}
-        if self.free_gradients == "backward":
-            in_backward = {"free_gradients": "backward", "max_grad_norm": args.max_grad_norm or None}
+        in_backward = self.free_gradients == "backward"
         policy = self.policy
         # FSDP2's shards of a lean model are FP32, as those of the default layout: from the start in that layout, the
         # optimizer holds the model's own parameters, which accelerate saves and loads.
         if policy.is_lean and fsdp_version(args) == 2:
             policy = replace(policy, params=torch.float32, reduce=policy.wire)
         return MixedPrecision(
-            policy, loss_scaler=self.make_scaler(), tables=self.tables, rules=self.rules, **in_backward
+            policy,
+            loss_scaler=self.make_scaler(),
+            tables=self.tables,
+            rules=self.rules,
+            free_gradients=self.free_gradients,
+            max_grad_norm=(args.max_grad_norm or None) if in_backward else None,
         )
