@@ -41,8 +41,7 @@ class MixedPrecisionArguments(PrecisionOptions, TrainingArguments):
             self.dataloader_pin_memory = False
         # All that a session would refuse is refused here, before a model is loaded.
         settings = SessionSettings.of(self, {})
-        policy = settings.policy
-        if policy.is_mixed:
+        if settings.policy.is_mixed:
             # For its errors: wrong settings are refused before a model is loaded.
             settings.make_scaler()
         if self.free_gradients == "backward" and self.gradient_accumulation_steps > 1:
@@ -51,7 +50,7 @@ class MixedPrecisionArguments(PrecisionOptions, TrainingArguments):
                 "free_gradients='backward' leaves none: use free_gradients='step', or larger batches with "
                 "gradient_checkpointing=True"
             )
-        refuse_other_precision(self, policy)
+        refuse_other_precision(self, settings.policy)
 
     @property
     def device(self) -> torch.device:
@@ -60,17 +59,13 @@ class MixedPrecisionArguments(PrecisionOptions, TrainingArguments):
         caller = sys._getframe(1).f_locals.get("self")
         # The attribute is set late in Trainer.__init__, which reads the device before.
         if isinstance(caller, Trainer) and getattr(caller, "is_in_train", False):
-            self._refuse_fp32(caller)
+            is_ours = any(isinstance(one, OfSession) for one in (caller, *caller.callback_handler.callbacks))
+            if not is_ours and self.precision_policy.is_mixed:
+                # train() has set it and does not end as usual: evaluate() would take the model for one in training.
+                caller.is_in_train = False
+                raise ValueError(
+                    f"{type(caller).__name__} does not read precision={self.precision!r}, and would train in FP32: use "
+                    "MixedPrecisionTrainer, or give it callbacks=[hf_mp.MixedPrecisionCallback()]; if FP32 is what you "
+                    "want, say precision='fp32'"
+                )
         return super().device
-
-    def _refuse_fp32(self, trainer: Trainer) -> None:
-        is_ours = any(isinstance(one, OfSession) for one in (trainer, *trainer.callback_handler.callbacks))
-        if is_ours or not self.precision_policy.is_mixed:
-            return
-        # train() has set it and does not end here as usual: evaluate() would take the model for one in training.
-        trainer.is_in_train = False
-        raise ValueError(
-            f"{type(trainer).__name__} does not read precision={self.precision!r}, and would train in FP32: use "
-            "MixedPrecisionTrainer, or give it callbacks=[hf_mp.MixedPrecisionCallback()]; if FP32 is what you want, "
-            "say precision='fp32'"
-        )

@@ -27,18 +27,18 @@ def check_first_backward(runtime: MixedPrecision, args: TrainingArguments, accel
     Returns:
         What gives ``accelerator.backward`` back, where it was not called or has been.
     """
+
+    def restore() -> None:
+        if getattr(accelerator.backward, "is_first_check", False):
+            del accelerator.backward
+
+    restore()  # of a run that failed before its first backward
     modules = () if runtime.model is None else runtime.model.modules()
     is_compiled = args.torch_compile or any(module._compiled_call_impl is not None for module in modules)
     # Each backward would be reduced over the processes; a compiled one frees what it has used.
     if args.world_size > 1 or is_compiled:
-        return lambda: None
-    if getattr(accelerator.backward, "is_first_check", False):  # of a run that failed before its first backward
-        del accelerator.backward
+        return restore
     backward = accelerator.backward
-
-    def restore() -> None:
-        if vars(accelerator).get("backward") is checked:
-            del accelerator.backward
 
     def checked(loss: Tensor, **kwargs: Any) -> None:
         restore()

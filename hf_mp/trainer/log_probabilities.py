@@ -110,7 +110,17 @@ def log_probability_gap(
 
 def _as_given(model: Any, batch: Mapping[str, Tensor], generated: Tensor) -> dict[str, Tensor]:
     ids = batch["input_ids"]
-    _check(ids, generated)
+    rows, length = ids.shape
+    if generated.dim() != 2 or len(generated) != rows or not 0 < generated.shape[1] < length:
+        raise ValueError(
+            f"generated has shape {tuple(generated.shape)}, and input_ids {tuple(ids.shape)}: give a log-probability "
+            f"for each of the last N tokens, N from 1 to {length - 1}, as ({rows}, N)"
+        )
+    if (generated > 0).any() or generated.isinf().any():
+        raise ValueError(
+            "generated has values above 0 or infinite ones, which are no log-probabilities of tokens that were drawn: "
+            "give them as the engine returned them, and NaN for padding"
+        )
     labels = torch.full_like(ids, IGNORED)
     labels[:, -generated.shape[1] :] = ids[:, -generated.shape[1] :].masked_fill(generated.isnan(), IGNORED)
     return _labelled(model, ids, _mask(batch), labels)
@@ -160,8 +170,11 @@ def _counted(batch: Mapping[str, Any]) -> Tensor:
             f"{IGNORED} where it does not count"
         )
     others = [name for name, one in batch.items() if isinstance(one, Tensor) and one.dim() and name not in _SEEN]
-    if "position_ids" in others and _count_padding_alone(batch):
-        others.remove("position_ids")
+    if "position_ids" in others:
+        # Those of generation, wherever there is no padding, are no others.
+        mask = _mask(batch)
+        if not ((batch["position_ids"] != positions_of(mask)) & (mask != 0)).any():
+            others.remove("position_ids")
     if others:
         raise ValueError(
             f"batch has {', '.join(others)}, of which generation token by token knows nothing: sequences packed into "
@@ -172,12 +185,6 @@ def _counted(batch: Mapping[str, Any]) -> Tensor:
     if not counts.any():
         raise ValueError(f"labels are {IGNORED}, or generated is NaN, throughout: no token counts")
     return counts
-
-
-def _count_padding_alone(batch: Mapping[str, Any]) -> bool:
-    """Whether ``position_ids`` are those of generation, wherever there is no padding."""
-    mask = _mask(batch)
-    return not ((batch["position_ids"] != positions_of(mask)) & (mask != 0)).any()
 
 
 def _generated_again(model: Any, batch: Mapping[str, Any], first: int, temperature: float) -> Tensor:
@@ -214,20 +221,6 @@ def _takes(model: Any) -> Mapping[str, Any]:
 
 def _of_chosen(logits: Tensor, chosen: Tensor) -> Tensor:
     return logits.float().log_softmax(-1).gather(-1, chosen[..., None]).squeeze(-1)
-
-
-def _check(ids: Tensor, found: Tensor) -> None:
-    rows, length = ids.shape
-    if found.dim() != 2 or len(found) != rows or not 0 < found.shape[1] < length:
-        raise ValueError(
-            f"generated has shape {tuple(found.shape)}, and input_ids {tuple(ids.shape)}: give a log-probability for "
-            f"each of the last N tokens, N from 1 to {length - 1}, as ({rows}, N)"
-        )
-    if (found > 0).any() or found.isinf().any():
-        raise ValueError(
-            "generated has values above 0 or infinite ones, which are no log-probabilities of tokens that were drawn: "
-            "give them as the engine returned them, and NaN for padding"
-        )
 
 
 def _compare(log_r: Tensor, before: Tensor, clip: float) -> LogProbabilityGap:

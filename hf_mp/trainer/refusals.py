@@ -38,20 +38,16 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
         )
     _refuse_lonely_process(args)
     if policy.is_mixed:
-        _refuse_sharding(args)
         _refuse_optimizer(str(getattr(args.optim, "value", args.optim)), args)
         _refuse_other_engines(args, policy)
 
 
-def _refuse_sharding(args: TrainingArguments) -> None:
+def _refuse_other_engines(args: TrainingArguments, policy: PrecisionPolicy) -> None:
     if (version := fsdp_version(args)) not in (None, 2):
         raise ValueError(
             f"FSDP version {version} flattens parameters, and there is nothing left to give a working copy: use "
             "FSDP2 (fsdp_config={'version': 2}, or `accelerate launch --fsdp_version 2`)"
         )
-
-
-def _refuse_other_engines(args: TrainingArguments, policy: PrecisionPolicy) -> None:
     for name in ("fp16_full_eval", "bf16_full_eval"):
         if getattr(args, name):
             raise ValueError(f"{name}=True casts the FP32 masters away: remove it, evaluation uses {policy} already")

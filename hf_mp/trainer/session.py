@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import pickle
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -26,10 +25,11 @@ from hf_mp.diagnostics.contract.watch import ContractWatch
 from hf_mp.diagnostics.lost_updates import check_training
 from hf_mp.scaling.events import PrecisionStats
 from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.trainer.checkpoints.loaded_state import naming
 from hf_mp.trainer.first_backward import check_first_backward
 from hf_mp.trainer.fused_head import keep_fused_heads_in_fp32
 from hf_mp.trainer.reporting import end_recording, show_contract, start_recording
-from hf_mp.trainer.settings import SAVE_DTYPES, SessionSettings
+from hf_mp.trainer.settings import OF_MIXED, SAVE_DTYPES, SessionSettings
 from hf_mp.weights.attachable import runtimes_of
 from hf_mp.weights.reading_layout import ReadingLayout
 
@@ -45,6 +45,8 @@ STATE_NAME = "mixed_precision.json"  # in each checkpoint directory
 class TrainerSession(TrainerCallback):
     """Mixed precision for the runs of one Trainer, from :meth:`begin` to :meth:`end`; with FP32 nothing happens.
 
+    As a callback, it is told of each step.
+
     Args:
         settings: what to do.
         args: of the Trainer.
@@ -59,7 +61,9 @@ class TrainerSession(TrainerCallback):
     def __init__(self, settings: SessionSettings, args: TrainingArguments) -> None:
         self.settings, self.args = settings, args
         self.runtime = settings.make_runtime(args) if settings.policy.is_mixed else None
-        settings.warn_of_no_effect()
+        without_effect = [name for name in OF_MIXED if getattr(settings, name)]
+        if self.runtime is None and without_effect:
+            logger.warning(f"no effect with precision='fp32': {', '.join(without_effect)}")
         self.overflow_reports: list[OverflowReport] = []
         self.recorder: PrecisionRecorder | None = None
         self.contract: PrecisionContract | None = None
@@ -129,11 +133,15 @@ class TrainerSession(TrainerCallback):
 
     def _attach_to_read(self, model: nn.Module, at_end: ExitStack, *, trained_alone: bool) -> None:
         settings = self.settings
-        layout = ReadingLayout(settings.policy, trained_alone=trained_alone)
         # Nothing is trained in it, and a scale would be one more state that has to agree.
         policy = replace(settings.policy, loss_scale=None)
         rules = settings.rules if self.runtime is None else self.runtime.rules
-        runtime = MixedPrecision(policy, tables=settings.tables, rules=rules, layout=layout)
+        runtime = MixedPrecision(
+            policy,
+            tables=settings.tables,
+            rules=rules,
+            layout=ReadingLayout(settings.policy, trained_alone=trained_alone),
+        )
         runtime.attach(model)
         at_end.callback(runtime.detach)
         self._keep_head(model, at_end)
@@ -213,12 +221,10 @@ class TrainerSession(TrainerCallback):
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
         """Run ``model`` in autocast, also between runs: then without masters, and as it was afterwards."""
-        if self.runtime is None or _runtimes_of(model):
-            yield
-            return
-        # Masters would cost an evaluation 4 bytes a parameter, and stay nowhere.
         with ExitStack() as at_end:
-            self._attach_to_read(model, at_end, trained_alone=True)
+            if self.runtime is not None and not _runtimes_of(model):
+                # Masters would cost an evaluation 4 bytes a parameter, and stay nowhere.
+                self._attach_to_read(model, at_end, trained_alone=True)
             yield
 
     # Checkpoints
@@ -233,23 +239,19 @@ class TrainerSession(TrainerCallback):
         """Take over the loss scale from a checkpoint of ours, or from one of a Trainer with ``fp16=True``.
 
         Raises:
-            ValueError: for a file that does not hold such a state; the message names it.
+            CheckpointError: for a file that does not hold such a state; the message names it.
         """
         if self.runtime is None:
             return
         path, torch_path = checkpoint / STATE_NAME, checkpoint / SCALER_NAME
-        try:
+        with naming(path if path.is_file() else torch_path, "the loss scale"):
             if path.is_file():
                 self.runtime.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
             elif torch_path.is_file():
-                path = torch_path
                 self.runtime.scaler.load_state_dict(torch.load(torch_path, weights_only=True))
                 self.runtime.stats = PrecisionStats.resumed(self.runtime.scaler.state)
             else:
                 logger.warning(f"{checkpoint} has no {STATE_NAME}: the loss scale starts anew")
-        # What json, torch.load and the checks of a scaler raise: to the user it is one unreadable file.
-        except (ValueError, TypeError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"cannot resume the loss scale from {path}: {error}") from error
 
     # End
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
-from transformers.utils import logging
 
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
@@ -19,13 +18,11 @@ from hf_mp.scaling.scalers import LossScaler, scaler_for
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.refusals import fsdp_version
 
-logger = logging.get_logger(__name__)
-
 SAVE_FAILURES = ("continue", "stop")
 SAVE_DTYPES = {"fp32": torch.float32, "original": None, **{e.name: e.dtype for e in LOWER_PRECISION_DTYPES.values()}}
 
-# What needs a loss that is scaled, or a model that is attached.
-_OF_MIXED = ("loss_scale", "loss_scaler_settings", "rules", "histogram_steps", "precision_report")
+# What needs a loss that is scaled, or a model that is attached: without effect in FP32.
+OF_MIXED = ("loss_scale", "loss_scaler_settings", "rules", "histogram_steps", "precision_report")
 # Still fields, so that a script which gives one is told the way out.
 GONE = {
     "save_in_background": "save less often (save_steps)",
@@ -155,12 +152,6 @@ class SessionSettings(PrecisionOptions):
         for name, choices in (("save_failure", SAVE_FAILURES), ("save_dtype", SAVE_DTYPES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
-
-    def warn_of_no_effect(self) -> None:
-        """Name the options that were given and change nothing in FP32."""
-        given = [name for name in _OF_MIXED if getattr(self, name)]
-        if given and not self.policy.is_mixed:
-            logger.warning(f"no effect with precision='fp32': {', '.join(given)}")
 
     def make_scaler(self) -> LossScaler[Any]:
         """A loss scaler; raises ValueError for settings that it does not have."""

@@ -283,7 +283,7 @@ def test_a_broken_state_is_named(tmp_path: Path, contender: str) -> None:
     path = checkpoint(begun, 2) / STATE_NAME
     path.write_text(path.read_text().replace('"level"', '"x"'))
     (path.parent / MANIFEST_NAME).unlink()
-    with pytest.raises(ValueError, match=r"cannot resume the loss scale from .*mixed_precision.json: this state"):
+    with pytest.raises(ValueError, match=r"the loss scale of .*mixed_precision.json does not fit this run: this state"):
         make(contender, tmp_path / "b").train(resume_from_checkpoint=str(path.parent))
 
 

@@ -141,7 +141,7 @@ def test_wrong_settings_are_refused_at_once(tmp_path: Path) -> None:
 
 def test_the_callback_takes_them_from_the_arguments(tmp_path: Path) -> None:
     args = arguments(tmp_path, MixedPrecisionArguments, histogram_steps=2)
-    with CaptureLogger(logging.get_logger("hf_mp.trainer.settings")) as captured:
+    with CaptureLogger(logging.get_logger("hf_mp.trainer.session")) as captured:
         Trainer(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[MixedPrecisionCallback()]).train()
     latest = read_run(tmp_path).magnitudes
     assert latest is not None and "lm_head" in latest.layers
@@ -151,7 +151,7 @@ def test_the_callback_takes_them_from_the_arguments(tmp_path: Path) -> None:
 @pytest.mark.parametrize("contender", CONTENDERS)
 def test_what_has_no_effect_in_fp32_is_told(contender: str, tmp_path: Path) -> None:
     args = arguments(tmp_path, MixedPrecisionArguments, precision="fp32", histogram_steps=5, loss_scale="dynamic")
-    with CaptureLogger(logging.get_logger("hf_mp.trainer.settings")) as captured:
+    with CaptureLogger(logging.get_logger("hf_mp.trainer.session")) as captured:
         if contender == "subclass":
             MixedPrecisionTrainer(tiny_gpt2(), args, rules={"lm_head": "fp32"})
         else:

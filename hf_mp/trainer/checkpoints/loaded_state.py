@@ -27,10 +27,9 @@ def naming(checkpoint: str | Path, what: str) -> Iterator[None]:
     """Turn the error of a library that cannot load a state into a CheckpointError that names the checkpoint."""
     try:
         yield
-    except CheckpointError:
+    except (CheckpointError, OSError):  # that of the disk says what is wrong itself
         raise
-    # Whatever torch, accelerate and safetensors raise where state does not fit; an OSError is of the disk.
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError) as error:
+    except Exception as error:  # whatever torch, accelerate and safetensors raise where state does not fit or is none
         raise CheckpointError(
             f"{what} of {checkpoint} does not fit this run: {str(error)[:_MOST_CHARACTERS]}. Resume with the model, "
             "the optimizer and the settings that it was saved with"
