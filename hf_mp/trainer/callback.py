@@ -18,7 +18,8 @@ from hf_mp.trainer.calling_trainer import (
     refuse_compiled_whole,
     resumed_checkpoint,
 )
-from hf_mp.trainer.checkpoints.saves import Saves, check_resumed, clear_up
+from hf_mp.trainer.checkpoints import inspection
+from hf_mp.trainer.checkpoints.saves import Saves, clear_up
 from hf_mp.trainer.refusals import (
     refuse_late_masters,
     refuse_lean,
@@ -129,7 +130,9 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         # The Trainer has made its optimizer and loaded a checkpoint by now: what it read is checked before it trains.
         refuse_missing(model, optimizer, trainer)
         if (checkpoint := resumed_checkpoint(trainer)) is not None:
-            check_resumed(checkpoint, args)
+            inspection.refuse_problems(checkpoint)
+            if args.should_save:
+                inspection.warn_of_missing_state(checkpoint, args.world_size)
         refuse_compiled_whole(trainer)
         if session.runtime.model is not model:
             refuse_other_precision(args, session.settings.policy)

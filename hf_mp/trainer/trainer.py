@@ -26,7 +26,7 @@ from hf_mp.weights.ranks.agreement import compare_settings
 from hf_mp.weights.ranks.placement import has_processes
 
 
-class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
+class MixedPrecisionTrainer(OfSession, CrashSafe):
     """A ``Trainer`` that trains in our mixed precision; with ``precision="fp32"`` it is the stock Trainer, bit for bit.
 
     The model is attached while ``train()`` runs, and an ordinary FP32 model afterwards, also when it raises.

@@ -1,4 +1,4 @@
-"""``CrashSafe``: a mixin for a Trainer that resumes from whole checkpoints only, and whose runs survive signals."""
+"""``CrashSafe``: a Trainer that resumes from whole checkpoints only, and whose runs survive signals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from transformers import Trainer
@@ -27,12 +27,9 @@ from hf_mp.weights.ranks.placement import is_sharded
 
 logger = logging.get_logger(__name__)
 
-# A sibling of a Trainer, not its subclass: `class Ours(CrashSafe, SomeTrainer)`.
-_Base: Any = Trainer if TYPE_CHECKING else object
 
-
-class CrashSafe(_Base):
-    """Keeps the checkpoints of the Trainer that follows it among the bases, as ``docs/faults.md`` promises.
+class CrashSafe(Trainer):
+    """Keeps the checkpoints of a Trainer, or of the one that is a base beside it, as ``docs/faults.md`` promises.
 
     Raises:
         CheckpointError: from ``train``, where another run holds the output directory, no checkpoint can be resumed
@@ -46,7 +43,7 @@ class CrashSafe(_Base):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Without a lock of its own: train() holds that of the directory, and nobody else gets it.
-        self._saves = Saves(self, lambda: self.session, lock=lambda folder: nullcontext())
+        self._saves = Saves(self, lambda: self.session, lock=nullcontext)
         self._preemption = PreemptionCallback(partial(largest, trainer=self))
         self.add_callback(self._preemption)
 
@@ -60,9 +57,10 @@ class CrashSafe(_Base):
         with ExitStack() as at_end:
             try:
                 # The lock before the signals: nothing is there to save yet while another run is waited for.
-                checkpoint = self._begin(at_end, resume_from_checkpoint)
+                self._begin(at_end, resume_from_checkpoint)
+                checkpoint = None if self._resumed_from is None else str(self._resumed_from)
                 if self.session.settings.handle_preemption:
-                    watch.start()
+                    at_end.enter_context(watch.watching())
                 output = super().train(checkpoint, *args, **kwargs)
                 if not watch.requested and largest(int(watch.received is not None), self):
                     # A signal after the last step: saved as it is, unless the best weights have replaced the last ones.
@@ -70,8 +68,6 @@ class CrashSafe(_Base):
             except LossScaleError as error:  # which leaves weights and optimizer as after the last good step
                 self._keep_last_state(error)
                 raise
-            finally:
-                watch.stop()
         if watch.requested:
             self._end_preempted()
         # It came when the state of the last step was gone: it does what it would have done without us.
@@ -79,9 +75,10 @@ class CrashSafe(_Base):
             signal.raise_signal(getattr(signal, watch.received))
         return output
 
-    def _begin(self, at_end: ExitStack, wanted: str | bool | None) -> str | bool | None:
+    def _begin(self, at_end: ExitStack, wanted: str | bool | None) -> None:
         """Lock, clear up after a killed run, and find the checkpoint to resume from."""
         run_directory = Path(str(self.args.output_dir))
+        given = Path(wanted) if isinstance(wanted, (str, os.PathLike)) else None
 
         def begin() -> int:
             at_end.enter_context(lock_directory(run_directory))
@@ -91,23 +88,21 @@ class CrashSafe(_Base):
                 logger.warning(f"{run_directory} cannot be cleared of what a killed run left ({error})")
             if wanted is True:
                 return _choose(run_directory)
-            if isinstance(wanted, (str, os.PathLike)):
-                inspection.refuse_problems(Path(wanted))
+            if given is not None:
+                inspection.refuse_problems(given)
             return 0
 
         # With save_on_each_node each node has a directory of its own: the lowest step is the one that all of them have.
         step = self._for_all(begin)
-        checkpoint = str(run_directory / f"{PREFIX_CHECKPOINT_DIR}-{step}") if wanted is True else wanted
-        self._resumed_from = Path(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else None
+        self._resumed_from = run_directory / f"{PREFIX_CHECKPOINT_DIR}-{step}" if wanted is True else given
         is_ours_to_tell = self.args.should_save and not self.is_deepspeed_enabled
         if self._resumed_from is not None and self._resumed_from.is_dir() and is_ours_to_tell:
             inspection.warn_of_missing_state(self._resumed_from, self.args.world_size)
-        return checkpoint
 
     def _last_checkpoint(self, *, save: bool) -> Path | None:
         """That of the last step; where it is not there, it is saved or None."""
         step = Path(str(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        is_missing = bool(largest(int(not (step / MANIFEST_NAME).is_file()), self))
+        is_missing = largest(int(not (step / MANIFEST_NAME).is_file()), self)
         if is_missing and save:
             assert self.model is not None
             self._save_checkpoint(self.model, None)
@@ -115,13 +110,13 @@ class CrashSafe(_Base):
 
     def _keep_last_state(self, error: Exception) -> None:
         """Save what the last good step left; ``error`` tells where."""
-        step = None
-        try:
-            step = self._last_checkpoint(save=True) if self.state.global_step else None
-        except CheckpointError as failure:
-            error.add_note(str(failure))
-        if step is not None and not self._saves.has_failed:
-            error.add_note(f"The weights and the optimizer's state as the last good step left them are in {step}.")
+        if self.state.global_step:
+            try:
+                step = self._last_checkpoint(save=True)
+                if not self._saves.has_failed:
+                    error.add_note(f"The weights and the optimizer's state of the last good step are in {step}.")
+            except CheckpointError as failure:
+                error.add_note(str(failure))
 
     def _end_preempted(self) -> None:
         step = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

@@ -22,7 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from hf_mp.trainer.checkpoints.manifest import UNFINISHED_NAME, finish
-from hf_mp.trainer.checkpoints.synced import sync_folder, write_synced
+from hf_mp.trainer.checkpoints.synced import sync, write_synced
 
 logger = logging.get_logger(__name__)
 
@@ -57,7 +57,7 @@ def complete(checkpoint: Path, **about: Any) -> None:
         OSError: where the disk fails.
     """
     finish(checkpoint, **about)
-    sync_folder(checkpoint.parent)
+    sync(checkpoint.parent)
     _discard(aside_of(checkpoint))
 
 

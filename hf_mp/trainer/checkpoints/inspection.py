@@ -42,25 +42,6 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: step_of(path) or 0)
 
 
-def find_problems(checkpoint: Path, judge: _Judge | None = None) -> list[str]:
-    """Why not to load a checkpoint: damage, then hazards; one line a file, empty where there is none.
-
-    With a manifest every file is read and compared. Without one (the stock Trainer's) each file is checked for what its
-    format can tell, such as a missing end.
-
-    Args:
-        checkpoint: of a Trainer.
-        judge: what tells the problems of another program's, from what its manifest lists.
-    """
-    # Before a file is read: a pipe would have the check of its sum wait for ever.
-    if out_of_place := find_out_of_place(checkpoint):
-        return out_of_place
-    try:
-        return (judge or _judge)(checkpoint, read_manifest(checkpoint))
-    except (CheckpointError, OSError) as error:
-        return [str(error)]
-
-
 def _judge(checkpoint: Path, files: Mapping[str, FileEntry] | None) -> list[str]:
     if files is not None:
         return find_damage(checkpoint, files) or find_hazards(checkpoint)
@@ -69,6 +50,25 @@ def _judge(checkpoint: Path, files: Mapping[str, FileEntry] | None) -> list[str]
     if not (checkpoint / TRAINER_STATE_NAME).is_file():
         return [f"{TRAINER_STATE_NAME} is missing, which is written last"]
     return find_hazards(checkpoint)
+
+
+def find_problems(checkpoint: Path, judge: _Judge = _judge) -> list[str]:
+    """Why not to load a checkpoint: damage, then hazards; one line a file, empty where there is none.
+
+    With a manifest every file is read and compared. Without one (the stock Trainer's) each file is checked for what its
+    format can tell, such as a missing end.
+
+    Args:
+        checkpoint: whole or not.
+        judge: tells what is wrong with it, from what its manifest lists; default: with a Trainer's.
+    """
+    # Before a file is read: a pipe would have the check of its sum wait for ever.
+    if out_of_place := find_out_of_place(checkpoint):
+        return out_of_place
+    try:
+        return judge(checkpoint, read_manifest(checkpoint))
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
 
 
 def refuse_problems(checkpoint: Path) -> None:
@@ -89,9 +89,9 @@ def warn_of_missing_state(checkpoint: Path, world_size: int) -> None:
     """
     ranks = [""] if world_size == 1 else [f"_{rank}" for rank in range(world_size)]
     # Sharded optimizers are in folders, and FSDP's whole ones in optimizer.bin.
-    missing = [] if any(checkpoint.glob("optimizer*")) else ["optimizer.pt"]
-    sought = ["scheduler.pt", *(f"rng_state{rank}.pth" for rank in ranks)]
-    if missing := missing + [name for name in sought if not (checkpoint / name).exists()]:
+    patterns = {"optimizer.pt": "optimizer*"}
+    sought = ["optimizer.pt", "scheduler.pt", *(f"rng_state{rank}.pth" for rank in ranks)]
+    if missing := [name for name in sought if not any(checkpoint.glob(patterns.get(name, name)))]:
         logger.warning(
             f"{checkpoint} has no {', '.join(missing)}: what they hold starts anew (without one of the first two, both "
             "the optimizer's state and the learning rate's schedule do)"

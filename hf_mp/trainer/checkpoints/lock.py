@@ -19,20 +19,16 @@ ORPHAN_SECONDS = 15.0
 
 
 @contextlib.contextmanager
-def lock_directory(directory: Path, wait_seconds: float = ORPHAN_SECONDS) -> Iterator[None]:
+def lock_directory(directory: Path) -> Iterator[None]:
     """Hold a lock that the system takes back when its process ends, however it ends.
 
-    Args:
-        directory: of a run.
-        wait_seconds: for another process to let go.
-
     Raises:
-        CheckpointError: where another process holds the lock.
+        CheckpointError: where another process does not let go of ``directory`` in :data:`ORPHAN_SECONDS`.
     """
     lock: BaseFileLock = FileLock(directory / LOCK_NAME)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=wait_seconds)
+        lock.acquire(timeout=ORPHAN_SECONDS)
     except Timeout as error:
         raise CheckpointError(
             f"{directory} is in use by another run, and two runs would write over each other's checkpoints: wait for "

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import torch
@@ -166,9 +165,10 @@ def _with_str_keys(value: Any) -> Any:
     """``value`` with pairs instead of mappings whose keys JSON would turn into strings (milestones of a scheduler)."""
     if isinstance(value, Mapping):
         pairs = [(key, _with_str_keys(one)) for key, one in value.items()]
-        is_known = all(isinstance(key, (str, int, float, NoneType)) for key in value)
-        has_others = is_known and not all(isinstance(key, str) for key in value)
-        return {_PAIRS: pairs} if has_others or _PAIRS in value else dict(pairs)
+        others = [key for key in value if not isinstance(key, str)]
+        # Keys of another kind stay, for JSON to refuse.
+        are_known = all(isinstance(key, (int, float, type(None))) for key in others)
+        return {_PAIRS: pairs} if (others and are_known) or _PAIRS in value else dict(pairs)
     return [_with_str_keys(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -182,7 +182,6 @@ def _with_own_keys(value: dict[str, Any]) -> dict[Any, Any]:
 
 def _find(directory: Path) -> Path:
     """``directory``, or the newest whole checkpoint in it; a collective call."""
-    names: list[str] = []
     with refused_together():
         names = _candidates(directory) if get_rank() == 0 else []
     found = [Path(name) for name in together(names)]

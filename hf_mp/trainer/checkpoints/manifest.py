@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
 from hf_mp.environment.machine import package_versions
-from hf_mp.trainer.checkpoints.synced import sync_folder, sync_tree, write_synced
+from hf_mp.trainer.checkpoints.synced import sync, sync_tree, write_synced
 
 MANIFEST_NAME = "hf_mp_manifest.json"
 UNFINISHED_NAME = f"{MANIFEST_NAME}.unfinished"
@@ -67,7 +67,7 @@ def finish(checkpoint: Path, known: Mapping[str, FileEntry] = _NONE, **about: An
     # In one operation the mark goes and the manifest comes: no kill can leave both, or neither.
     write_synced(checkpoint / UNFINISHED_NAME, text)
     os.replace(checkpoint / UNFINISHED_NAME, checkpoint / MANIFEST_NAME)
-    sync_folder(checkpoint)
+    sync(checkpoint)
 
 
 def _with_checksum(content: Mapping[str, Any]) -> str:
@@ -95,8 +95,7 @@ def read_manifest(checkpoint: Path) -> dict[str, FileEntry] | None:
         return _files_of(path.read_text(encoding="utf-8"))
     except (CheckpointError, OSError) as error:
         raise CheckpointError(f"{MANIFEST_NAME}: {error}") from error
-    # What json and a content of another form raise, however a stranger made it up.
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except Exception as error:  # whatever json and a content of another form raise, however a stranger made it up
         raise CheckpointError(f"{MANIFEST_NAME}: it is no manifest ({error!r:.100})") from error
 
 

@@ -7,7 +7,8 @@ torch's ``get_state_dict`` is not used: it takes a step to make the state that i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,19 +44,16 @@ def take_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[
         )
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
-    for name, parameter in _together(groups).items():
-        for key, value in optimizer.state.get(parameter, {}).items():
+    for name in chain.from_iterable(groups):
+        for key, value in optimizer.state.get(names[name], {}).items():
             if isinstance(value, Tensor):
-                tensors[f"{PREFIX}{name}/{key}"] = _whole(name, parameter, key, value).contiguous()
+                tensors[f"{PREFIX}{name}/{key}"] = _whole(name, names[name], key, value).contiguous()
             else:
                 values.setdefault(name, {})[key] = value
-    kind = type(_innermost(optimizer)).__name__
-    settings = [_settings(group, owned) for group, owned in zip(optimizer.param_groups, groups, strict=True)]
-    return tensors, {"kind": kind, "groups": settings, "values": values}
-
-
-def _settings(group: Mapping[str, Any], owned: Iterable[str]) -> dict[str, Any]:
-    return {**{key: _plain(value) for key, value in group.items()}, "params": list(owned)}
+    settings = []
+    for group, owned in zip(optimizer.param_groups, groups, strict=True):
+        settings.append({**{key: _plain(value) for key, value in group.items()}, "params": owned})
+    return tensors, {"kind": _kind_of(optimizer), "groups": settings, "values": values}
 
 
 def make_room(
@@ -69,15 +67,18 @@ def make_room(
     Raises:
         CheckpointError: if the state is of other parameters, or the parameters were in other groups.
     """
-    groups = _by_group(optimizer, names)
-    _check_groups([list(owned) for owned in groups], [group["params"] for group in plain["groups"]])
-    kind = type(_innermost(optimizer)).__name__
-    if kind != plain["kind"]:
+    here, saved = _by_group(optimizer, names), [group["params"] for group in plain["groups"]]
+    if [sorted(group) for group in here] != [sorted(group) for group in saved]:
+        raise CheckpointError(
+            f"the optimizer was saved with {_spelled(saved)}, and has {_spelled(here)} here: make it of the same "
+            "parameters in the same groups"
+        )
+    if (kind := _kind_of(optimizer)) != plain["kind"]:
         raise CheckpointError(
             f"the checkpoint has the state of {plain['kind']}, and the optimizer is {kind}: resume with the optimizer "
             "that was saved"
         )
-    owned, found = _together(groups), dict[str, Tensor]()
+    owned, found = set(chain.from_iterable(here)), dict[str, Tensor]()
     for name, stored in layout.items():
         if not name.startswith(PREFIX):
             continue
@@ -87,23 +88,15 @@ def make_room(
                 f"the checkpoint has {key} of {parameter}, which the optimizer does not have: resume with the "
                 "optimizer that was saved"
             )
-        found[name] = _empty(parameter, owned[parameter], stored)
+        found[name] = _empty(parameter, names[parameter], stored)
     return found
 
 
-def _innermost(optimizer: Any) -> Any:
-    """The optimizer in the wrappers of accelerate and of master weights."""
+def _kind_of(optimizer: Any) -> str:
+    """The class of the optimizer in the wrappers of accelerate and of master weights."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
-    return optimizer
-
-
-def _check_groups(here: list[list[str]], saved: list[list[str]]) -> None:
-    if [sorted(group) for group in here] != [sorted(group) for group in saved]:
-        raise CheckpointError(
-            f"the optimizer was saved with {_spelled(saved)}, and has {_spelled(here)} here: make it of the same "
-            "parameters in the same groups"
-        )
+    return type(optimizer).__name__
 
 
 def put_state(
@@ -116,7 +109,7 @@ def put_state(
         entries.setdefault(parameter, {})[key] = tensor
     groups = _by_group(optimizer, names)
     # By numbers, which is torch's own format: hooks of wrappers and of lean layouts then see what they know.
-    numbers = {name: number for number, name in enumerate(_together(groups))}
+    numbers = {name: number for number, name in enumerate(chain.from_iterable(groups))}
     settings = []
     for owned, group, saved in zip(groups, optimizer.param_groups, plain["groups"], strict=True):
         kept = {key: _like(group.get(key), value) for key, value in saved.items()}
@@ -130,20 +123,16 @@ def _parameter_and_key(name: str) -> tuple[str, str]:
     return parameter, key
 
 
-def _by_group(optimizer: Any, names: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
-    """The parameters of each group of an optimizer by name; they are the model's own."""
-    known = {id(p): (name, p) for name, p in names.items()}
+def _by_group(optimizer: Any, names: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    """The names of the parameters in each group of an optimizer; they are the model's own."""
+    known = {id(parameter): name for name, parameter in names.items()}
     for number, group in enumerate(optimizer.param_groups):
         if unknown := [p for p in group["params"] if id(p) not in known]:
             raise CheckpointError(
                 f"group {number} of the optimizer has a parameter of shape {tuple(unknown[0].shape)} that the model "
                 "does not have: give both as they are trained together"
             )
-    return [dict(known[id(p)] for p in group["params"]) for group in optimizer.param_groups]
-
-
-def _together(groups: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    return {name: parameter for owned in groups for name, parameter in owned.items()}
+    return [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def _whole(name: str, like: Any, key: str, value: Any) -> Tensor:
@@ -155,10 +144,9 @@ def _whole(name: str, like: Any, key: str, value: Any) -> Tensor:
         )
     if not value.dim():
         return value.full_tensor() if is_dtensor(value) else value
-    if not is_dtensor(like):
-        return value
     # A partial sum, or one that is sharded otherwise (factored moments), would be split wrongly.
-    if is_dtensor(value) and value.shape == like.shape and value.placements == like.placements:
+    is_cut_alike = is_dtensor(value) and value.shape == like.shape and value.placements == like.placements
+    if is_cut_alike or not is_dtensor(like):
         return value
     raise CheckpointError(
         f"{key} of {name} has shape {tuple(value.shape)} on this rank, whose part of the parameter has "
@@ -171,20 +159,13 @@ def _empty(name: str, like: Any, stored: TensorStorageMetadata) -> Tensor:
     dtype = stored.properties.dtype
     if is_dtensor(like) and stored.size:
         if stored.size == like.shape:
-            return _on_mesh(like, torch.empty_like(local_part(like), dtype=dtype))
+            return torch.empty_like(like, dtype=dtype)
         raise CheckpointError(
             f"a state of {name} has shape {tuple(stored.size)}, and the parameter {tuple(like.shape)} is sharded "
             "here: resume with the optimizer that was saved, and without FSDP2 if that was"
         )
     # A counter stays on the CPU, as optimizers make it, until they move it themselves.
     return torch.empty(stored.size, dtype=dtype, device=like.device if stored.size else "cpu")
-
-
-def _on_mesh(like: Any, part: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor  # which not every build of torch can import
-
-    mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def _plain(value: Any) -> Any:

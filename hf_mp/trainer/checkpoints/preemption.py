@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -53,23 +53,22 @@ class PreemptionCallback(TrainerCallback):
         self.received: str | None = None
         self.requested = False
         self._agree = agree
-        self._watched: list[int] = []
 
-    def start(self) -> None:
-        """Watch from now on; only in the main thread, where Python delivers signals."""
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch meanwhile; only in the main thread, where Python delivers signals."""
         self.received, self.requested = None, False
+        watched = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
         if threading.current_thread() is not threading.main_thread():
             logger.warning("train() runs outside of the main thread: a signal will not end it in a checkpoint")
-            return
-        self._watched = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
-        for number in self._watched:
+            watched = []
+        for number in watched:
             signal.signal(number, self._handle)
-
-    def stop(self) -> None:
-        """Give the signals back."""
-        for number in self._watched:
-            signal.signal(number, signal.SIG_DFL)
-        self._watched = []
+        try:
+            yield
+        finally:
+            for number in watched:
+                signal.signal(number, signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:

@@ -162,13 +162,6 @@ def clear_up(args: TrainingArguments) -> None:
             logger.warning(f"half-written checkpoints in {directory} are left as they are ({error})")
 
 
-def check_resumed(checkpoint: Path, args: TrainingArguments) -> None:
-    """Raise where the checkpoint that a stock Trainer has read is damaged; warn of state that it lacks."""
-    inspection.refuse_problems(checkpoint)
-    if args.should_save:
-        inspection.warn_of_missing_state(checkpoint, args.world_size)
-
-
 def largest(number: int, trainer: Trainer) -> int:
     """The largest of ``number`` over all processes."""
     if not is_running():
@@ -182,9 +175,9 @@ def largest(number: int, trainer: Trainer) -> int:
 def is_write_failure(error: BaseException) -> bool:
     """Whether ``error`` comes from the disk, in the words of Python, safetensors, torch.save or its sharded form."""
     if isinstance(error, RuntimeError):
-        text = str(error)
-        return any(part in text for part in ("inline_container", "PytorchStreamWriter", "iostream", "Parent directory"))
-    shards: Any = getattr(error.__cause__ or error, "failures", None)  # of torch.distributed.checkpoint, by rank
+        said = ("inline_container", "PytorchStreamWriter", "iostream", "Parent directory")  # by torch.save
+        return any(part in str(error) for part in said)
+    shards: Any = getattr(error, "failures", None)  # of torch.distributed.checkpoint, by rank
     if isinstance(shards, dict):
         return any(is_write_failure(failure[0]) for failure in shards.values())
     return isinstance(error, (OSError, SafetensorError))

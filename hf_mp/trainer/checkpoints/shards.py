@@ -117,21 +117,20 @@ def together(problems: Iterable[str]) -> list[str]:
 @contextmanager
 def refused_together() -> Iterator[None]:
     """Raise on all ranks if one raises, on the others a CheckpointError; the end of the block is a collective call."""
-    error: Exception | None = None
     told: CheckpointError | None = None
+    other: Exception | None = None  # it is raised as it is, once the others know
     try:
         yield
-    except CheckpointError as failure:
-        error = told = failure
-    except Exception as failure:  # it is raised below, once the others know
-        error, told = failure, CheckpointError(f"{type(failure).__name__}: {failure}")
+    except CheckpointError as error:
+        told = error
+    except Exception as error:
+        told, other = CheckpointError(f"{type(error).__name__}: {error}"), error
     found = [one for one in gathered(told) if one is not None]
-    if error is not told:
-        assert error is not None
-        raise error
+    if other is not None:
+        raise other
     if found:
         # Of the class that was raised: that there is no checkpoint yet is no damage, on any rank.
-        raise type(found[0])("; ".join(sorted(set(map(str, found))))) from error
+        raise type(found[0])("; ".join(sorted(set(map(str, found))))) from told
 
 
 @contextmanager

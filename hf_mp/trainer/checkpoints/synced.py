@@ -11,29 +11,25 @@ from pathlib import Path
 
 def write_synced(path: Path, text: str) -> None:
     """Write a UTF-8 file and have it on disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(text, encoding="utf-8")
+    sync(path)
 
 
 def sync_tree(directory: Path) -> None:
-    """Have all files and folders below ``directory``, and itself, on disk; raises for an earlier write, too."""
+    """Have all files and folders below ``directory``, and itself, on disk."""
     # From the bottom up: a name on disk is of use when what it names is there.
     for folder, _, names in os.walk(directory, topdown=False):
         for name in names:
-            _sync(Path(folder, name))
-        sync_folder(Path(folder))
+            sync(Path(folder, name))
+        sync(Path(folder))
 
 
-def sync_folder(folder: Path) -> None:
-    """Have the names in ``folder`` on disk; on Windows, which does not open folders, nothing."""
-    if os.name != "nt":
-        _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on disk; raises for an earlier write of it, too."""
+    is_windows = os.name == "nt"
+    if is_windows and path.is_dir():  # which does not open folders
+        return
+    descriptor = os.open(path, os.O_RDWR if is_windows else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

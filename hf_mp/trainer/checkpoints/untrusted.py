@@ -15,6 +15,7 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,11 +31,23 @@ MAX_JSON_BYTES = 256 * 2**20  # a trainer_state.json with a million log entries 
 # What the metadata of shards may name, besides all that torch.distributed.checkpoint.metadata defines.
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _SHARD_NAMES = {
-    *("torch.Size", "torch.serialization._get_layout", "collections.OrderedDict"),
-    *(f"torch.distributed.checkpoint.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
-    *(f"builtins.{name}" for name in ("list", "dict", "set", "tuple")),
-    *(f"pathlib.{name}" for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath")),
-    *(f"pathlib._local.{name}" for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath")),  # of Python 3.13
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.distributed.checkpoint.filesystem._StoragePrefix",
+    "collections.OrderedDict",
+    "builtins.list",
+    "builtins.dict",
+    "builtins.set",
+    "builtins.tuple",
+    "pathlib.Path",
+    "pathlib.PosixPath",
+    "pathlib.WindowsPath",
+    "pathlib.PurePosixPath",
+    "pathlib._local.Path",  # of Python 3.13, as those that follow
+    "pathlib._local.PosixPath",
+    "pathlib._local.WindowsPath",
+    "pathlib._local.PurePosixPath",
 }
 
 
@@ -125,11 +138,6 @@ def _check_index(path: Path) -> None:
         raise Hazard(f"names a shard outside of the checkpoint: {outside[0]!r:.200}")
 
 
-def _check_safetensors(path: Path) -> None:
-    with safe_open(path, "pt"):  # checks its header, which must be below 100 MB
-        pass
-
-
 # torch reads this file with the plain unpickler (FileSystemReader.read_metadata), so what it names is looked at before.
 class _ShardMetadataReader(pickle.Unpickler):
     """Reads the metadata of ``torch.distributed.checkpoint``, and refuses every other class or function."""
@@ -173,5 +181,6 @@ _CHECKS: tuple[tuple[str, str, Callable[[Path], Any]], ...] = (
     (r"(__\d+)?\.metadata", "metadata of shards", _check_shards),
     (r".*\.index\.json", "index of shards", _check_index),
     (r".*\.json", "JSON", read_json),
-    (r".*\.safetensors", "whole file of safetensors", _check_safetensors),
+    # Which checks its header when it opens the file: it must be below 100 MB.
+    (r".*\.safetensors", "whole file of safetensors", partial(safe_open, framework="pt")),
 )

@@ -29,7 +29,7 @@ from transformers.utils import logging
 import hf_mp.trainer.checkpoints.crash_safe_trainer as crash_safe_trainer
 import hf_mp.trainer.checkpoints.in_place as in_place
 from hf_mp import CheckpointError, LossScaleError, MixedPrecisionArguments, NoCheckpointError, Preempted
-from hf_mp.trainer.checkpoints import lock, saves, shards
+from hf_mp.trainer.checkpoints import lock, saves
 from hf_mp.trainer.checkpoints.inspection import find_problems, list_checkpoints
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from hf_mp.trainer.checkpoints.preemption import PREEMPTED_EXIT_CODE, SIGNALS, PreemptionCallback
@@ -196,10 +196,8 @@ def test_an_error_of_the_program_is_no_failed_save(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(("error", "is_failure"), [(OSError(errno.ENOSPC, "full"), True), (KeyError("ours"), False)])
-def test_a_full_disk_under_shards_is_a_failed_save(tmp_path: Path, error: Exception, is_failure: bool) -> None:
-    with pytest.raises(CheckpointError) as caught, shards._told_as_ours(tmp_path, "could not be saved"):
-        raise CheckpointException("save", {1: (error, StackSummary())})
-    assert saves.is_write_failure(caught.value) is is_failure
+def test_a_full_disk_under_shards_is_a_failed_save(error: Exception, is_failure: bool) -> None:
+    assert saves.is_write_failure(CheckpointException("save", {1: (error, StackSummary())})) is is_failure
 
 
 @pytest.mark.parametrize(
@@ -272,7 +270,7 @@ def test_a_signal_ends_the_run_in_a_checkpoint(
 
 def test_outside_of_the_main_thread_no_signal_is_watched() -> None:
     with CaptureLogger(logging.get_logger("hf_mp.trainer.checkpoints.preemption")) as said:
-        thread = threading.Thread(target=PreemptionCallback(max).start)
+        thread = threading.Thread(target=PreemptionCallback(max).watching().__enter__)
         thread.start()
         thread.join()
     assert "a signal will not end it in a checkpoint" in said.out
@@ -362,8 +360,7 @@ def test_signals_are_left_alone_where_that_is_asked(tmp_path: Path) -> None:
 
 
 def test_a_second_run_is_kept_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept_waiting = functools.partial(lock.lock_directory, wait_seconds=0.1)
-    monkeypatch.setattr(crash_safe_trainer, "lock_directory", kept_waiting)
+    monkeypatch.setattr(lock, "ORPHAN_SECONDS", 0.1)
 
     class Second(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -22,7 +22,7 @@ from transformers import Trainer
 
 import hf_mp.trainer.checkpoints.in_place as in_place
 import hf_mp.trainer.checkpoints.inspection as inspection
-from hf_mp.trainer.checkpoints import saves
+from hf_mp.trainer.checkpoints import lock, saves
 from hf_mp.trainer.checkpoints.in_place import begin, complete, take_back
 from hf_mp.trainer.checkpoints.inspection import find_problems
 from hf_mp.trainer.checkpoints.lock import lock_directory
@@ -134,7 +134,7 @@ def test_what_a_failing_disk_keeps_stays_marked_until_the_next_save(
 
 
 def test_what_another_run_is_writing_stays(tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saves, "lock_directory", functools.partial(lock_directory, wait_seconds=0.1))
+    monkeypatch.setattr(lock, "ORPHAN_SECONDS", 0.1)
     begin(tmp_path / "checkpoint-4")
     with lock_directory(tmp_path):
         clear_up(arguments(tmp_path))

@@ -65,12 +65,15 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_the_lock_of_a_killed_run_is_taken_over_when_its_workers_have_ended(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_run_is_taken_over_when_its_workers_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     holder.stdout.readline()
-    with pytest.raises(CheckpointError, match=r"is in use by another run.*wait"):
-        lock_directory(tmp_path, wait_seconds=0.1).__enter__()
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=r"is in use by another run.*wait"):
+        patch.setattr(lock, "ORPHAN_SECONDS", 0.1)
+        lock_directory(tmp_path).__enter__()
     holder.send_signal(signal.SIGKILL)
     holder.wait(30)
     holder.stdout.close()
