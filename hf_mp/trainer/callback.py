@@ -198,12 +198,13 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
             # To the front, so that those which report see what this one adds to the logs.
             callbacks.remove(self)
             callbacks.insert(0, self)
-            extend_save(trainer, self)
-            Saves(trainer, lambda: _session_of(trainer))
+            extend_save(trainer, lambda: _session_of(trainer))
+            # With FP32, saves are left to the Trainer alone.
+            Saves(trainer, lambda: _session_of(trainer, in_fp32=False))
 
 
-def _session_of(trainer: Trainer) -> TrainerSession | None:
-    """That of the callback that ``trainer`` has now; None without one, and with FP32."""
+def _session_of(trainer: Trainer, *, in_fp32: bool = True) -> TrainerSession | None:
+    """That of the callback that ``trainer`` has now; None without one."""
     callbacks = trainer.callback_handler.callbacks
     found = next((callback for callback in callbacks if isinstance(callback, MixedPrecisionCallback)), None)
-    return None if found is None or found.mixed_precision is None else found.session
+    return None if found is None or not (in_fp32 or found.mixed_precision) else found.session

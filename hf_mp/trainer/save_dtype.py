@@ -15,18 +15,18 @@ from transformers.utils import CONFIG_NAME
 
 from hf_mp.trainer.calling_trainer import extend_method
 from hf_mp.trainer.checkpoints.inspection import step_of
-from hf_mp.trainer.session import OfSession
+from hf_mp.trainer.session import TrainerSession
 
 
-def extend_save(trainer: Trainer, adapter: OfSession) -> None:
-    """Have ``trainer`` save models, and push them to the hub, in what the session of ``adapter`` says."""
+def extend_save(trainer: Trainer, session: Callable[[], TrainerSession | None]) -> None:
+    """Have ``trainer`` save models, and push them to the hub, in what its ``session`` says, if it has one then."""
 
     # Trainer._save is what save_model, a push to the hub and a checkpoint have in common.
     def _save(
         own: Callable[..., None], output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
         folder = Path(output_dir or str(trainer.args.output_dir))
-        dtypes = {} if adapter.session is None else adapter.session.saved_dtypes
+        dtypes = {} if (found := session()) is None else found.saved_dtypes
         if not dtypes or step_of(folder) is not None or not trainer.args.should_save:
             own(output_dir, state_dict)
             return

@@ -74,7 +74,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe):
             super().__init__(model=model, args=args, **named)
         if policy.is_mixed:
             refuse_compiled_whole(self)
-        extend_save(self, self)
+        extend_save(self, lambda: self.session)
         self.add_callback(self.session)
 
     # Begin and end

@@ -72,6 +72,13 @@ def test_each_weight_goes_back_to_what_it_was_loaded_in(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_without_the_callback_a_model_is_saved_as_it_is(tmp_path: Path) -> None:
+    trainer = train("callback", "bf16", tmp_path, tiny_gpt2())
+    trainer.remove_callback(MixedPrecisionCallback)
+    trainer.save_model(str(tmp_path / "model"))
+    assert {value.dtype for value in load_file(tmp_path / "model" / "model.safetensors").values()} == {torch.float32}
+
+
 def test_the_contract_says_what_will_be_saved(tmp_path: Path) -> None:
     trainer = train("subclass", "bf16", tmp_path, tiny_gpt2())
     assert {(row.stored, row.saved) for row in trainer.session.contract.rows} == {("fp32", "bf16")}
