@@ -39,7 +39,8 @@ class MemoryRecorder(TorchDispatchMode):
         self.ledger = Ledger()
         self.device_type = device.type
         self._block_bytes = _CUDA_BLOCK_BYTES if device.type in ("cuda", "meta") else 1  # meta stands for a GPU
-        self._parameters: set[int] = set()
+        # Not by their addresses: that of a parameter which is gone becomes another tensor's.
+        self._parameters: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._in_head = False
         self._followed: list[nn.Parameter] = []
 
@@ -66,7 +67,7 @@ class MemoryRecorder(TorchDispatchMode):
         if phase is Phase.SETUP:
             return Category.INPUTS_AND_BUFFERS
         is_rounding = func is torch.ops.aten._to_copy.default and tensor.dtype in LOWER_PRECISION_DTYPES
-        if is_rounding and args[0].untyped_storage()._cdata in self._parameters:
+        if is_rounding and args[0].untyped_storage() in self._parameters:
             return Category.WORKING_COPIES
         if phase is Phase.UPDATE:
             return Category.TEMPORARIES
@@ -105,7 +106,7 @@ class MemoryRecorder(TorchDispatchMode):
         for _, kind, tensor in tensors_of(model):
             category = _CATEGORIES.get(kind, Category.INPUTS_AND_BUFFERS)
             if isinstance(tensor, nn.Parameter):
-                self._parameters.update(part.untyped_storage()._cdata for part in self._here([tensor]))
+                self._parameters.update(part.untyped_storage() for part in self._here([tensor]))
                 category = Category.FROZEN_WEIGHTS
                 if tensor.requires_grad:
                     is_copy = tensor.dtype in LOWER_PRECISION_DTYPES
