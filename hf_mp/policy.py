@@ -248,14 +248,12 @@ class PrecisionPolicy:
                 f"precision must be a string, a dtype or a PrecisionPolicy, not {type(text).__name__}"
                 f"{did_you_mean(text, PRESETS)}"
             )
-        if (name := spell(text)) in PRESETS:
-            return PRESETS[name]
-        if isinstance(text, torch.dtype) or "=" not in text:
+        if spell(text) not in PRESETS and "=" not in str(text):
             raise ValueError(
                 f"precision={text!r} is not known: use one of {', '.join(PRESETS)}, "
                 f"or spell it out as 'params=fp32,compute=fp16,loss_scale=headroom'{did_you_mean(text, PRESETS)}"
             )
-        return cls._parse_fields(text)
+        return cls._parse_fields(str(text))
 
     @classmethod
     def _parse_fields(cls, text: str) -> PrecisionPolicy:

@@ -184,7 +184,7 @@ def _batches(parameters: Sequence[AdamWTensors]) -> Iterator[list[AdamWTensors]]
     joined: dict[tuple[torch.dtype, ...], tuple[list[AdamWTensors], int]] = {}  # with their number of elements
     most = _BLOCK_ELEMENTS_PER_THREAD * torch.get_num_threads()
     for tensors in parameters:
-        if len(parameters) == 1 or not (is_small(tensors.gradient) and _has_blocks(tensors)):
+        if not (is_small(tensors.gradient) and _has_blocks(tensors)):
             yield [tensors]
             continue
         kind = (tensors.gradient.dtype, tensors.working.dtype)  # type: ignore[union-attr]

@@ -35,19 +35,17 @@ _FLASH_HEAD_DIM = 256  # the largest that the flash kernel takes
 @contextlib.contextmanager
 def kernels_of_a_gpu() -> Iterator[None]:
     """Have attention and dropout on the meta device run as on a CUDA GPU."""
-    # In torch's dispatcher: backward, which recomputes checkpointed blocks, runs outside torch function modes.
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
-    dropout = torch.native_dropout
-    library.impl("dropout", lambda x, p, train: dropout(x, p, True)[0] if train and p else x, "AutogradMeta")
-    # An attached model makes torch.autocast(x.device.type, enabled=False) an island of ours, if torch lets it be made.
-    is_available = autocast_mode.is_autocast_available
+    dropout, is_available = torch.native_dropout, autocast_mode.is_autocast_available
     let_meta = lambda device_type: device_type == STAND_IN.type or is_available(device_type)  # noqa: E731
-    try:
-        with mock.patch.object(autocast_mode, "is_autocast_available", let_meta):
-            yield
-    finally:
-        library._destroy()
+    with (
+        # In torch's dispatcher: backward, which recomputes checkpointed blocks, runs outside torch function modes.
+        torch.library._scoped_library("aten", "IMPL") as library,
+        # An attached model makes torch.autocast(x.device.type, enabled=False) an island of ours, if torch lets it.
+        mock.patch.object(autocast_mode, "is_autocast_available", let_meta),
+    ):
+        library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
+        library.impl("dropout", lambda x, p, train: dropout(x, p, True)[0] if train and p else x, "AutogradMeta")
+        yield
 
 
 def _attention(

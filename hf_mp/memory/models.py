@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
-from unittest import mock
 
 import torch
 import transformers
@@ -21,12 +20,12 @@ from hf_mp.memory.precisions import bitsandbytes_config, parse_precision
 
 ModelLike = str | Path | PreTrainedConfig | PreTrainedModel
 
-# The classes that train a configuration without "architectures" (or with a bare encoder); encoders before decoders.
-_TASKS = (
-    modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-)
+# The classes that train a configuration without "architectures" (or with a bare encoder); of two, the last one is used.
+_LANGUAGE_MODELS = {
+    **modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    **modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    **modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+}
 
 # Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", table 2, and the released checkpoints.
 _GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 50257, "n_positions": 1024}
@@ -93,16 +92,15 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         found = getattr(transformers, name, None)
         if name != bare and isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found
-    for task in _TASKS:
-        if config.model_type in task:
-            return getattr(transformers, task[config.model_type])
+    if config.model_type in _LANGUAGE_MODELS:
+        return getattr(transformers, _LANGUAGE_MODELS[config.model_type])
     raise ValueError(
         f"no language model for model_type {config.model_type!r}: name a class of Transformers in the "
         'configuration, as "architectures": ["BertForMaskedLM"]'
     )
 
 
-def skeleton(config: PreTrainedConfig, precision: str, *, double_quant: bool = False) -> PreTrainedModel:
+def skeleton(config: PreTrainedConfig, precision: str) -> PreTrainedModel:
     """The model that :func:`hf_mp.load` would load, on the meta device.
 
     bitsandbytes' own functions quantize the weights there, too.
@@ -111,18 +109,15 @@ def skeleton(config: PreTrainedConfig, precision: str, *, double_quant: bool = F
     with torch.device("meta"):
         model: PreTrainedModel = model_class(config)._from_config(copy.deepcopy(config), dtype=dtype)
     model.tie_weights()
-    if (quantization := bitsandbytes_config(precision, double_quant)) is None:
+    if (quantization := bitsandbytes_config(precision)) is None:
         return model
     quantizer: Any = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
     quantizer.preprocess_model(model=model, device_map={"": "cpu"}, dtype=dtype)
-    from bitsandbytes.functional import name2qmap
-
-    with mock.patch.dict(name2qmap, clear=True):  # a cache for real models, too, and these tables are on meta
-        for name, parameter in list(model.named_parameters()):
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
-            if quantizer.param_needs_quantization(model, name):
-                cast(Any, parameter)._quantize(torch.device("meta"))
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+        if quantizer.param_needs_quantization(model, name):
+            cast(Any, parameter)._quantize(torch.device("meta"))
     return cast(PreTrainedModel, quantizer.postprocess_model(model) or model)
 
 

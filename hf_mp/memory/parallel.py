@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 from unittest import mock
 
 import torch
@@ -27,35 +27,9 @@ from hf_mp.weights.ranks.placement import check_heads, has_dtensors
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from hf_mp.memory.training import TrainingSettings
+
 Parallel = Literal["ddp", "fsdp2", "hsdp", "tp"]
-MOST_RANKS = 4096
-
-
-@dataclass(frozen=True)
-class Spread:
-    """How a training is spread: ``parallel`` over ``ranks``, of which ``node_size`` are on one machine."""
-
-    ranks: int = 1
-    parallel: Parallel = "fsdp2"
-    node_size: int = 8
-
-    def __post_init__(self) -> None:
-        check_count("ranks", self.ranks, 1, MOST_RANKS)
-        check_count("node_size", self.node_size, 1)
-        if self.parallel not in get_args(Parallel):
-            raise ValueError(f"parallel={self.parallel!r} is not known: use one of {', '.join(get_args(Parallel))}")
-        if self.parallel == "hsdp" and self.ranks % self.node_size:
-            raise ValueError(
-                f"hsdp shards within a machine and replicates over machines: ranks={self.ranks} is not a multiple of "
-                f"node_size={self.node_size}"
-            )
-
-
-def check_count(name: str, value: Any, least: int, most: int | None = None) -> None:
-    """Raise a ValueError unless ``value`` is a whole number from ``least`` to ``most``, None for any."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or value > (most or value):
-        end = "on" if most is None else f"to {most}"
-        raise ValueError(f"{name}={value!r} is not possible: use a whole number from {least} {end}")
 
 
 @dataclass(frozen=True)
@@ -169,8 +143,8 @@ def _all_reduce(gradients: Tensor) -> torch.futures.Future[Tensor]:
 
 
 @contextlib.contextmanager
-def one_rank_of(spread: Spread, device: torch.device) -> Iterator[DeviceMesh | None]:
-    """Be rank 0 of ``spread.ranks``, of which no other exists, on ``device``.
+def one_rank_of(settings: TrainingSettings, device: torch.device) -> Iterator[DeviceMesh | None]:
+    """Be rank 0 of ``settings.ranks``, of which no other exists, on ``device``.
 
     Yields:
         The mesh that FSDP2 shards over, None without it.
@@ -178,55 +152,51 @@ def one_rank_of(spread: Spread, device: torch.device) -> Iterator[DeviceMesh | N
     Raises:
         RuntimeError: where this process is one of several that do exist.
     """
-    if spread.ranks == 1:
+    if settings.ranks == 1:
         yield None
         return
     import torch.distributed as distributed
 
     if distributed.is_initialized():
         raise RuntimeError("this process is one of several already: plan other ranks in a process outside torchrun")
-    with mock.patch.object(sys, "excepthook", sys.excepthook):  # torch puts its own there, which names the rank
-        distributed.init_process_group("fake", rank=0, world_size=spread.ranks, store=distributed.HashStore())
-        try:
-            with _accepted_by_torch(device):
-                yield make_mesh(spread)
-        finally:
-            distributed.destroy_process_group()
+    with contextlib.ExitStack() as stack:
+        replace = lambda *args, **kwargs: stack.enter_context(mock.patch.object(*args, **kwargs))  # noqa: E731
+        replace(sys, "excepthook", sys.excepthook)  # torch puts its own there, which names the rank
+        distributed.init_process_group("fake", rank=0, world_size=settings.ranks, store=distributed.HashStore())
+        stack.callback(distributed.destroy_process_group)
+        _let_torch_accept(device, replace)
+        yield make_mesh(settings)
 
 
-def make_mesh(spread: Spread) -> DeviceMesh | None:
+def make_mesh(settings: TrainingSettings) -> DeviceMesh | None:
     """The mesh that FSDP2 shards over, None without it; a ``FakeTensorMode`` cannot make one."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    shapes = {"fsdp2": (spread.ranks,), "hsdp": (spread.ranks // spread.node_size, spread.node_size)}
-    if (shape := shapes.get(spread.parallel)) is None:
+    shapes = {"fsdp2": (settings.ranks,), "hsdp": (settings.ranks // settings.node_size, settings.node_size)}
+    if (shape := shapes.get(settings.parallel)) is None:
         return None
     # FSDP2 shards over the last dimension, and replicates over one before it.
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
-@contextlib.contextmanager
-def _accepted_by_torch(device: torch.device) -> Iterator[None]:
+def _let_torch_accept(device: torch.device, replace: Callable[..., object]) -> None:
     """Have FSDP2 and DDP run on fake tensors: with ``device`` for that of the mesh, without a look at any value."""
     from torch.distributed import Reducer, _functional_collectives
     from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    with contextlib.ExitStack() as stack:
-        replace = lambda *args, **kwargs: stack.enter_context(mock.patch.object(*args, **kwargs))  # noqa: E731
-        # A fake process group has a mesh of CPUs alone.
-        replace(_fully_shard, "_get_device_from_mesh", lambda mesh: device)
-        # Views for all ranks, of which one is read, take minutes for 1,024.
-        replace(_fsdp_param, "_chunk_with_empty", _chunk_of_first_rank)
-        replace(_functional_collectives, "wait_tensor", lambda tensor: tensor)  # on fake tensors it makes another
-        replace(Reducer, "_rebuild_buckets", lambda reducer: False)
-        if device.type == "meta":  # it stands for a GPU: streams and events are the CPU's, which do nothing
-            replace(torch, "meta", torch.cpu, create=True)
-            replace(torch.cpu.Stream, "record_event", lambda stream, event=None: torch.cpu.Event())
-            for name in ("stream_id", "device_index", "device_type"):  # which FSDP2 reads from torch 2.15 on
-                replace(torch.cpu.Stream, name, 0, create=True)
-            replace(FSDPParamGroup, "_validate_no_meta_params", lambda group: None)
-        yield
+    # A fake process group has a mesh of CPUs alone.
+    replace(_fully_shard, "_get_device_from_mesh", lambda mesh: device)
+    # Views for all ranks, of which one is read, take minutes for 1,024.
+    replace(_fsdp_param, "_chunk_with_empty", _chunk_of_first_rank)
+    replace(_functional_collectives, "wait_tensor", lambda tensor: tensor)  # on fake tensors it makes another
+    replace(Reducer, "_rebuild_buckets", lambda reducer: False)
+    if device.type == "meta":  # it stands for a GPU: streams and events are the CPU's, which do nothing
+        replace(torch, "meta", torch.cpu, create=True)
+        replace(torch.cpu.Stream, "record_event", lambda stream, event=None: torch.cpu.Event())
+        for name in ("stream_id", "device_index", "device_type"):  # which FSDP2 reads from torch 2.15 on
+            replace(torch.cpu.Stream, name, 0, create=True)
+        replace(FSDPParamGroup, "_validate_no_meta_params", lambda group: None)
 
 
 def _chunk_of_first_rank(tensor: Tensor, ranks: int, dim: int) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -15,7 +15,6 @@ from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS, parse_preset
 from hf_mp.memory.training import TrainingMemory, estimate_training_memory
 from hf_mp.policy import spell
 
-Progress = Callable[[str], None]
 T = TypeVar("T")
 
 
@@ -31,9 +30,9 @@ class MemoryReport:
     architecture: str
     parameters: int
     footprints: dict[str, MemoryFootprint]
-    training: dict[str, TrainingRow] = field(default_factory=dict)
-    unavailable: dict[str, str] = field(default_factory=dict)  # the reason for each missing precision
-    gpu_bytes: int | None = None  # memory of the GPU, if given
+    training: dict[str, TrainingRow]
+    unavailable: dict[str, str]  # the reason for each missing precision
+    gpu_bytes: int | None  # memory of the GPU, if given
 
 
 def gather_report(
@@ -41,7 +40,7 @@ def gather_report(
     *,
     gpu_bytes: int | None = None,
     presets: Sequence[str] = (),
-    progress: Progress = lambda step: None,
+    progress: Callable[[str], None] = lambda step: None,
     **settings: Any,
 ) -> MemoryReport:
     """Count and estimate, from the configuration alone; ``presets`` are the ways to train, ``"all"`` for every one.

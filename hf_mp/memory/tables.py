@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType, group
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from hf_mp.memory.footprint import Kind, MemoryFootprint, kept_sentence
@@ -82,10 +82,9 @@ def _tables(title: str, columns: Mapping[str, Figures], width: int) -> Iterator[
     # With 15 characters to a column, rich breaks no word and no number.
     most = max(1, width // 16 - 1)
     for first in range(0, len(columns), most):
-        some = list(columns)[first : first + most]
-        table = Table("", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        for name in some:
-            table.add_column(Text(name), justify="right")
-        for row in in_columns({name: columns[name] for name in some}):
+        some = dict(list(columns.items())[first : first + most])
+        headers = (Column(Text(name), justify="right") for name in some)
+        table = Table("", *headers, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        for row in in_columns(some):
             table.add_row(*map(Text, row))
         yield Padding(table, (1, 0, 0, 0))

@@ -7,11 +7,12 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, get_args
 from unittest import mock
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.optim import Optimizer
@@ -31,14 +32,12 @@ from hf_mp.memory.parallel import (
     Collective,
     CommunicationRecorder,
     Parallel,
-    Spread,
-    check_count,
     make_tensor_parallel,
     one_rank_of,
     reduce_gradients,
     shard,
 )
-from hf_mp.memory.precisions import TrainingPreset, parse_preset
+from hf_mp.memory.precisions import parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.sizes import largest_first, readable
 from hf_mp.policy import PrecisionPolicy, spell
@@ -47,7 +46,7 @@ from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.lean.optimizer import MasterWeightOptimizer
 from hf_mp.weights.ranks.placement import is_dtensor
 
-DEFAULT_OPTIMIZER = "adamw_torch_fused"  # TrainingArguments'
+_MOST_RANKS = 4096
 _MAX_GRAD_NORM = 1.0  # TrainingArguments'
 _RECORDED_UPDATES = 2  # the first creates the optimizer's state, the second is like all others
 _MOST_STEPS = 40  # a real run skips steps at first, until the loss scale has come down
@@ -55,21 +54,31 @@ _RECORDED_MICRO_BATCHES = 2  # the second adds to the gradients of the first, li
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingSettings(Spread):
+class TrainingSettings:
     """How a training step is taken. Each rank has ``batch_size`` sequences, all ranks of ``"tp"`` the same ones."""
 
+    ranks: int = 1  # processes that train together
+    parallel: Parallel = "fsdp2"  # how they do
+    node_size: int = 8  # ranks on one machine
     precision: str  # one of hf_mp.memory.precisions.TRAINING_PRESETS
     seq_len: int  # tokens in a sequence
     batch_size: int = 1  # sequences in one forward
     accumulation_steps: int = 1  # micro-batches in one update
     gradient_checkpointing: bool = False  # whether blocks are recomputed in backward
-    optimizer: str = DEFAULT_OPTIMIZER  # as in TrainingArguments(optim=...)
+    optimizer: str  # as in TrainingArguments(optim=...)
     free_gradients: FreeGradients = "step"  # as for MixedPrecision
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, least in {"batch_size": 1, "accumulation_steps": 1, "seq_len": 2}.items():
-            check_count(name, getattr(self, name), least)
+        _check_count("ranks", self.ranks, 1, _MOST_RANKS)
+        for name, least in {"node_size": 1, "batch_size": 1, "accumulation_steps": 1, "seq_len": 2}.items():
+            _check_count(name, getattr(self, name), least)
+        if self.parallel not in get_args(Parallel):
+            raise ValueError(f"parallel={self.parallel!r} is not known: use one of {', '.join(get_args(Parallel))}")
+        if self.parallel == "hsdp" and self.ranks % self.node_size:
+            raise ValueError(
+                f"hsdp shards within a machine and replicates over machines: ranks={self.ranks} is not a multiple of "
+                f"node_size={self.node_size}"
+            )
         if self.free_gradients == "backward" and self.accumulation_steps > 1:
             raise ValueError(
                 f"accumulation_steps={self.accumulation_steps} adds gradients up, and free_gradients='backward' leaves "
@@ -81,6 +90,12 @@ class TrainingSettings(Spread):
         text += f", {self.accumulation_steps} micro-batches" if self.accumulation_steps > 1 else ""
         text += ", gradient checkpointing" if self.gradient_checkpointing else ""
         return text + (f", one of {self.ranks} ranks, {self.parallel}" if self.ranks > 1 else "")
+
+
+def _check_count(name: str, value: Any, least: int, most: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or value > (most or value):
+        end = "on" if most is None else f"to {most}"
+        raise ValueError(f"{name}={value!r} is not possible: use a whole number from {least} {end}")
 
 
 @dataclass(frozen=True, repr=False)
@@ -221,8 +236,8 @@ def _finish(trainee: Trainee, settings: TrainingSettings) -> None:
     """What a trainee of fake tensors needs besides: DDP around it, and a scaler that keeps none of them."""
     runtime = trainee.runtime
     if settings.ranks > 1 and settings.parallel == "ddp":
-        wire = torch.float32 if runtime is None else runtime.policy.wire
-        trainee.forward = reduce_gradients(trainee.forward, has_hook=wire is not torch.float32)
+        has_hook = runtime is not None and runtime.policy.wire is not torch.float32
+        trainee.forward = reduce_gradients(trainee.forward, has_hook=has_hook)
     if runtime is not None:
         # An update joins gradients of one scale, which it tells by the tensor that holds it.
         runtime.scaler.scale_tensors = functools.cache(runtime.scaler.scale_tensors)  # type: ignore[method-assign]
@@ -268,8 +283,8 @@ def make_settings(
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if seq_len is None:
         seq_len = min(positions or 1024, 1024)
-    # A fused update takes no mixture of DTensors and plain tensors.
-    default = "adamw_torch" if settings.get("parallel") == "tp" else DEFAULT_OPTIMIZER
+    # TrainingArguments' is fused, and a fused update takes no mixture of DTensors and plain tensors.
+    default = "adamw_torch" if settings.get("parallel") == "tp" else "adamw_torch_fused"
     asked = TrainingSettings(
         precision=spell(precision),
         seq_len=seq_len,
@@ -316,19 +331,12 @@ def make_trainee(
     optimizer = make_optimizer(settings.optimizer, model, device)
     if runtime is not None:
         optimizer = runtime.attach_optimizer(optimizer)
+    if preset.autocast is not None:
+        # As accelerate's prepare_model does for fp16=True and bf16=True.
+        inside = autocast(preset.autocast) if device == STAND_IN else torch.autocast(device.type, preset.autocast)
+        model.forward = convert_outputs_to_fp32(inside(model.forward))
     batch = make_batch(kind, settings, device)
-    return Trainee(model, _forward(model, preset, device), optimizer, batch, settings.accumulation_steps, runtime)
-
-
-def _forward(model: nn.Module, preset: TrainingPreset, device: torch.device) -> nn.Module:
-    if preset.autocast is None:
-        return model
-    # As accelerate's prepare_model does for fp16=True and bf16=True.
-    from accelerate.utils import convert_outputs_to_fp32
-
-    inside = autocast(preset.autocast) if device == STAND_IN else torch.autocast(device.type, preset.autocast)
-    model.forward = convert_outputs_to_fp32(inside(model.forward))
-    return model
+    return Trainee(model, model, optimizer, batch, settings.accumulation_steps, runtime)
 
 
 def _with_adapters(model: PreTrainedModel, gradient_checkpointing: bool) -> nn.Module:
@@ -338,10 +346,9 @@ def _with_adapters(model: PreTrainedModel, gradient_checkpointing: bool) -> nn.M
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of Transformers, about a name that peft reads
         # It casts all that is not quantized to FP32, stacked experts too, which are most of a model.
-        experts = [p for module in model.modules() if has_stacked_experts(module) for p in module.parameters()]
-        in_16_bits = [parameter.data for parameter in experts]
+        experts = {p: p.data for module in model.modules() if has_stacked_experts(module) for p in module.parameters()}
         prepared = prepare_model_for_kbit_training(model, use_gradient_checkpointing=gradient_checkpointing)
-        for parameter, data in zip(experts, in_16_bits, strict=True):
+        for parameter, data in experts.items():
             parameter.data = data
         try:
             return get_peft_model(prepared, LoraConfig())
@@ -373,7 +380,7 @@ def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimiz
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, cast(PreTrainedModel, model))
     except (ValueError, ImportError) as error:
         raise ValueError(f"optimizer={name!r} cannot be made: {error}") from error
-    settings = {**settings, "lr": 0.0}  # leaves a given model's weights unchanged
+    settings["lr"] = 0.0  # leaves a given model's weights unchanged
     if kind.__module__.startswith("torch.optim.") and not settings.get("fused"):
         has_dtensors = any(map(is_dtensor, model.parameters()))
         settings.setdefault("foreach", device.type != "cpu" and not has_dtensors)  # torch's, but not for fake tensors
@@ -389,8 +396,7 @@ def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimiz
 
 def _arguments_of_optimizer(name: str) -> Any:
     """``TrainingArguments(optim=name)`` without device setup: a real one resets accelerate's state."""
-    from transformers import TrainingArguments
-    from transformers.training_args import OptimizerNames
+    from transformers.training_args import OptimizerNames, TrainingArguments
 
     args: Any = object.__new__(TrainingArguments)  # whose class has the defaults
     args.optim, args.distributed_state, args._n_gpu = OptimizerNames(name), None, 1  # one process

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedConfig
 
 from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
-from hf_mp.memory.parallel import CommunicationRecorder, Spread, make_mesh, shard
+from hf_mp.memory.parallel import CommunicationRecorder, make_mesh, shard
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.training import make_settings, make_trainee, prepare_model, record_steps
 from hf_mp.weights.ranks.placement import has_dtensors
@@ -48,12 +48,13 @@ class LettingGo(TorchDispatchMode):
 
 
 def count(folder: str, parallel: Any, kind: str, preset: str) -> dict[str, Any]:
-    spread = Spread(distributed.get_world_size(), parallel, NODE_SIZE)
-    settings = make_settings(config(kind), preset, ranks=spread.ranks, parallel=parallel, node_size=NODE_SIZE)
+    settings = make_settings(
+        config(kind), preset, ranks=distributed.get_world_size(), parallel=parallel, node_size=NODE_SIZE
+    )
     loaded: Any = tensor_parallel_worker.loaded(folder, kind) if kind else GPT2LMHeadModel(config(kind))
     if kind:  # on a CPU, Transformers loads the rows of a rank as a view of the whole weight
         loaded.load_state_dict({name: p.detach().clone() for name, p in loaded.named_parameters()}, assign=True)
-    model = shard(prepare_model(loaded, settings), make_mesh(spread))
+    model = shard(prepare_model(loaded, settings), make_mesh(settings))
     trainee = make_trainee(model, type(loaded), settings, torch.device("cpu"))
     communication = CommunicationRecorder(NODE_SIZE)
     if parallel == "ddp":
