@@ -60,8 +60,7 @@ def gather_report(
         return memory_footprint(skeleton(config, precision), as_if_loaded=True)
 
     def train(preset: str) -> TrainingRow:
-        number = f"{list(labels).index(preset) + 1} of {len(labels)}"
-        progress(f"taking a training step in {labels[preset]} ({number})")
+        progress(f"taking a training step in {labels[preset]} ({list(labels).index(preset) + 1} of {len(labels)})")
         return _training_row(model, preset, gpu_bytes, settings)
 
     footprints, not_loaded = _of_each(PRECISIONS, count)

@@ -343,8 +343,8 @@ def _with_adapters(model: PreTrainedModel, gradient_checkpointing: bool) -> nn.M
     """A frozen, quantized model with LoRA adapters, as in peft's guide to quantization; experts stay in 16 bits."""
     with quiet_bitsandbytes():
         from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of Transformers, about a name that peft reads
+    # Transformers warns about a name that peft reads.
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
         # It casts all that is not quantized to FP32, stacked experts too, which are most of a model.
         experts = {p: p.data for module in model.modules() if has_stacked_experts(module) for p in module.parameters()}
         prepared = prepare_model_for_kbit_training(model, use_gradient_checkpointing=gradient_checkpointing)
