@@ -178,19 +178,17 @@ def inward_borders(
     """Bring tensors of one device inside, in one autograd node for all of them; their gradients leave unscaled.
 
     Gives for each of ``outside`` an alias in its own dtype (itself, without ``with_aliases``), and one of its FP16/BF16
-    copy, or None.
+    copy, or None; without aliases there is at least one copy.
     """
-    if not with_aliases and all(copy is None for copy in copies):
-        return list(outside), list(copies)
     inside = _InwardBorders.apply(crossings, copies, with_aliases, *outside)
     # None where nothing wants a gradient.
     if (node := inside[0].grad_fn) is not None:
         node.number = node._sequence_nr()
         if _has_order():
             node._set_sequence_nr(_AT_ONCE)
-    of_copies = iter(inside[len(outside) if with_aliases else 0 :])
-    aliases = list(inside[: len(outside)] if with_aliases else outside)
-    return aliases, [None if copy is None else next(of_copies) for copy in copies]
+    first_copy = len(outside) if with_aliases else 0
+    of_copies = iter(inside[first_copy:])
+    return list(inside[:first_copy] or outside), [None if copy is None else next(of_copies) for copy in copies]
 
 
 class _Edges:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 from torch import Tensor
@@ -39,7 +39,7 @@ class StepObserver:
         """An optimizer step was taken or skipped; the scaler has not counted it yet."""
 
     def overflowed(self, optimizer: Any) -> StepReport | None:
-        """A step is about to be skipped; the verdict on other gradients, if they are there now, else None."""
+        """A step is about to be skipped; the verdict on gradients put in the place of those that overflowed, if any."""
 
     def report(self) -> StepReport | None:
         """The verdict on a step whose gradients were used already; None where there are gradients to look at."""
@@ -52,13 +52,8 @@ class StepObserver:
         """The model is an ordinary one again."""
 
 
-def tried_again(observers: Iterable[StepObserver], optimizer: Any) -> StepReport | None:
-    """The verdict on gradients that an observer has put in the place of those that overflowed; None without one."""
-    return next(filter(None, (observer.overflowed(optimizer) for observer in observers)), None)
-
-
 # The observer of each MixedPrecision(on_overflow=...), by module and class; its argument is the runtime.
-ON_OVERFLOW: dict[str, tuple[str, str] | None] = {"skip": None, "heal": ("hf_mp.diagnostics.healing", "Healer")}
+ON_OVERFLOW: dict[str, str | None] = {"skip": None, "heal": "hf_mp.diagnostics.healing:Healer"}
 
 
 def check_on_overflow(on_overflow: str) -> None:
@@ -69,9 +64,9 @@ def check_on_overflow(on_overflow: str) -> None:
 
 FreeGradients = Literal["step", "backward"]
 # The observer of each MixedPrecision(free_gradients=...); its arguments are the runtime and max_grad_norm.
-FREE_GRADIENTS: dict[str, tuple[str, str] | None] = {
+FREE_GRADIENTS: dict[str, str | None] = {
     "step": None,
-    "backward": ("hf_mp.weights.lean.optimizer_in_backward", "OptimizerInBackward"),
+    "backward": "hf_mp.weights.lean.optimizer_in_backward:OptimizerInBackward",
 }
 
 
@@ -89,11 +84,11 @@ def check_free_gradients(policy: PrecisionPolicy, free_gradients: str, max_grad_
         raise ValueError(f"max_grad_norm={max_grad_norm} must be positive; None for no clipping, inf to measure only")
 
 
-def observers_for(known: Mapping[str, tuple[str, str] | None], name: str, *arguments: Any) -> list[StepObserver]:
+def observers_for(known: Mapping[str, str | None], name: str, *arguments: Any) -> list[StepObserver]:
     """The observer that ``known`` has for ``name``, constructed with ``arguments``; empty for None."""
     # Imported by name, so that a training without it does not load its module.
     home = known[name]
-    return [] if home is None else [getattr(import_module(home[0]), home[1])(*arguments)]
+    return [] if home is None else [resolve_name(home)(*arguments)]
 
 
 @dataclass(frozen=True)
@@ -135,12 +130,7 @@ class PrecisionStats:
 
     @classmethod
     def resumed(cls, state: ScaleRule) -> PrecisionStats:
-        first = cls.before_first_step(state.scale)
-        return replace(first, steps=state.steps, skipped_steps=state.skipped_steps)
-
-    def with_remedies(self, rules: Mapping[str, str]) -> PrecisionStats:
-        """The stats with these rules as the remedies in place."""
-        return replace(self, remedies=tuple(f"{key}: {value}" for key, value in rules.items()))
+        return replace(cls.before_first_step(state.scale), steps=state.steps, skipped_steps=state.skipped_steps)
 
     def after_step(self, used_scale: float, next_scale: float, report: StepReport) -> PrecisionStats:
         """The stats with one more step, which ran at ``used_scale``."""

@@ -44,13 +44,8 @@ class AttachedForward(ReplacedForward):
         if self.runtime.model is None:
             return self.original(*args, **kwargs)
         with labelled("forward"):
-            passage = _Passage(self, args, kwargs)
-            try:
+            with _Passage(self, args, kwargs) as passage:
                 outputs = passage.forward(*passage.args, **passage.kwargs)
-            except BaseException as error:
-                passage.leave(error)
-                raise
-            passage.leave(None)
             return passage.bring_out(outputs)
 
     def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> AttachedForward:
@@ -70,19 +65,28 @@ class _Passage:
             self._output_hooks = [take for one in runtime.observers if (take := one.forward(forward, args, kwargs))]
             if weights.has_borders:
                 args, kwargs = apply_to_tensors(weights.bring_in_argument, (args, kwargs))
-        self.args, self.kwargs = args, kwargs
+        self.args, self.kwargs, self._attached = args, kwargs, forward
         # After the arguments have crossed, so that their aliases count as made in this forward.
         self._inside = runtime.region.running(weights)
-        self._inside.__enter__()
-        self.forward = autocasts.active[-1].ruled(forward.module(), forward.inside)
 
     @torch.compiler.disable
-    def leave(self, error: BaseException | None) -> None:
-        """The model's own forward has ended, or raised ``error``."""
-        traceback = None if error is None else error.__traceback__
-        self._inside.__exit__(None if error is None else type(error), error, traceback)
-        if self._weights is not None:
-            self._runtime.region.ended(self._weights)
+    def __enter__(self) -> _Passage:
+        self._inside.__enter__()
+        self.forward = autocasts.active[-1].ruled(self._attached.module(), self._attached.inside)
+        return self
+
+    @torch.compiler.disable
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        self._inside.__exit__(kind, error, traceback)
+        if self._weights is None:
+            return
+        self._runtime.region.ended(self._weights)
+        # In the place of torch's error too, which of a copy that was written does not say what to do.
+        if self._weights.written is not None and isinstance(error, RuntimeError | None):
+            raise RuntimeError(
+                f"a forward wrote into {self._weights.written} in place, which the first of its kind did not, so that "
+                "its 16-bit copy was written and not the weight: write weights between forwards"
+            )
 
     @torch.compiler.disable
     def bring_out(self, outputs: Any) -> Any:

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
-from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, magnitude_bound
+from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, largest_magnitude_and_norm, magnitude_bound
 from hf_mp.kernels.identity import is_on_host
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.labels import labelled
-from hf_mp.weights.attachable import REPAIRED, UNKNOWN_OPTIMIZER
 from hf_mp.weights.fused_adamw import Clipping
-from hf_mp.weights.layout import WeightLayout, measure
+from hf_mp.weights.layout import WeightLayout, largest_true_magnitude
 from hf_mp.weights.lean.outside_reads import as_stored
 from hf_mp.weights.ranks.agreement import Ranks
 from hf_mp.weights.ranks.placement import is_running, local_parts
@@ -132,7 +131,11 @@ class GradientCheck:
         if self._largest is not None:
             versions = _versions_of(parameters := self.parameters())
             if is_used := any(versions.get(weight, seen) != seen for weight, seen in self._versions.items()):
-                self.warn_once(UNKNOWN_OPTIMIZER)
+                self.warn_once(
+                    "this model is attached to a MixedPrecision, and an optimizer that it does not know updates its "
+                    "weights: updates that overflow are not skipped, and the loss scale stands still. Call "
+                    "attach_optimizer(optimizer), or hf_mp.detach(model)"
+                )
             if is_used or not self.gradients(parameters):
                 self.forget()  # what was measured before was used by another optimizer, or thrown away
         span = labelled("backward")  # a backward that raises ends its span when this object is freed
@@ -159,10 +162,18 @@ class GradientCheck:
         """The largest magnitude of what a backward left; None for nothing (FSDP accumulates without reducing)."""
         if not (found := self.layout.gradients(parameters)):
             return None
-        largest, norm = measure(found, with_norm=self.measures_norm)
+        gradients, norm = [gradient for gradient, _ in found], None
+        are_dense_fp32 = self.measures_norm and all(
+            type(gradient) is Tensor and not gradient.is_sparse and gradient.dtype is torch.float32 and factor is None
+            for gradient, factor in found
+        )
+        if are_dense_fp32:
+            largest, norm = largest_magnitude_and_norm(gradients)
+        else:
+            largest = largest_true_magnitude(found)
         # FSDP and DDP's no_sync leave sums that other ranks have yet to add to.
         is_final = self._ranks.gradients_are_final(parameters)
-        self._measured = MeasuredGradients([gradient for gradient, _ in found]) if is_final else None
+        self._measured = MeasuredGradients(gradients) if is_final else None
         self._norm, self._bound, self.clipping = norm, largest, None
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         return largest
@@ -213,7 +224,10 @@ class GradientCheck:
         """What all processes that train the parameters make of their verdicts: a collective call on several."""
         overflow, largest = verdict.read()
         if is_repaired := largest is not None and not overflow and not math.isfinite(largest):
-            self.warn_once(REPAIRED)
+            self.warn_once(
+                "gradients were inf or NaN when the backward ended, and are finite at optimizer.step(): the step is "
+                "taken with what is there now, and the loss scale does not learn of the overflow"
+            )
         # Without loss scaling there is no headroom to tell of.
         is_known = self.is_scaled and not overflow and not is_repaired
         return self._ranks.agree(StepReport(overflow, largest if is_known else None), verdict.parameters)

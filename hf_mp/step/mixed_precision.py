@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.casting.torch_patches import PATCHES, acquire
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.scaling.borders import Crossings, accumulates
+from hf_mp.scaling.borders import accumulates
 from hf_mp.scaling.events import (
     FREE_GRADIENTS,
     ON_OVERFLOW,
@@ -36,11 +37,12 @@ from hf_mp.step.forward import AttachedForward
 from hf_mp.step.gradients import GradientCheck, Verdict
 from hf_mp.step.update import StepGuard
 from hf_mp.weights.accelerated import as_accelerated
-from hf_mp.weights.attachable import NO_BORDER, RUNTIMES, check_attachable, check_layout, check_optimizer, rules_for
+from hf_mp.weights.attachable import RUNTIMES, check_attachable, check_optimizer, rules_for
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.generation import cache_patches
 from hf_mp.weights.layout import WeightLayout, too_large
 from hf_mp.weights.layout_choice import make_layout, spread_layout
+from hf_mp.weights.model_walk import parameters_in
 from hf_mp.weights.ranks.agreement import Ranks
 from hf_mp.weights.ranks.placement import ALONE, Placement, check_updates, is_running, mesh_groups, placement_of
 from hf_mp.weights.region import Region
@@ -101,7 +103,6 @@ class MixedPrecision:
         self._step_was_skipped = self.is_of_session = False  # a Trainer's, whose next session takes the model over
         self._stats = PrecisionStats.before_first_step(self.scaler.get_scale())
         self._model: weakref.ref[nn.Module] | None = None
-        self._is_under_ddp = False  # in the last forward
         self._patches: weakref.finalize[..., nn.Module] | None = None  # takes them off with the model
         self._forwards, self._guards = list[weakref.ref[AttachedForward]](), list[StepGuard]()
         self.observers: list[StepObserver] = observers_for(FREE_GRADIENTS, free_gradients, self, max_grad_norm)
@@ -143,8 +144,7 @@ class MixedPrecision:
             raise ValueError("this MixedPrecision has a model already: detach() it, or make another one")
         placement = placement_of(model)
         # All that can be refused is refused before the model is touched.
-        check_attachable(model, placement)
-        check_layout(model, placement, self.policy, is_scaled=self.scaler.is_scaling)
+        check_attachable(model, placement, self.policy, is_scaled=self.scaler.is_scaling)
         try:
             self._take_model(model)
             install_replacements(model, self._tables)  # before FSDP is told which weights travel in FP32
@@ -171,7 +171,7 @@ class MixedPrecision:
         # The region refuses names that match no module; then nothing else has changed.
         self.region.add_rules(rules if self.model else {}, self.model)
         self.rules, self.remedies = {**self.rules, **rules}, {**self.remedies, **rules}
-        self.stats = self.stats.with_remedies(self.remedies)
+        self.stats = replace(self.stats, remedies=tuple(f"{name}: {rule}" for name, rule in self.remedies.items()))
 
     def wrap_forwards(self) -> None:
         """Put the attached forward (again) wherever it is missing: a library may have set one of its own."""
@@ -201,8 +201,7 @@ class MixedPrecision:
             accelerated.optimizer = self.attach_optimizer(accelerated.optimizer)
             return optimizer
         check_optimizer(optimizer, self.model)
-        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._use_layout_for(given, placement_of(self.model))
+        self._use_layout_for(parameters_in(optimizer), placement_of(self.model))
         optimizer = self.layout.wrap(optimizer)
         state_to_fp32(optimizer)
         for observer in self.observers:
@@ -217,7 +216,7 @@ class MixedPrecision:
         return optimizer
 
     @torch.compiler.disable
-    def begin_forward(self, entry: nn.Module | None = None) -> Slots | None:
+    def begin_forward(self, entry: nn.Module | None) -> Slots | None:
         """The weights of a forward of ``entry`` that is about to run, which FP32 masters are made for.
 
         None in a transform of functorch, and where the model is gone.
@@ -227,7 +226,6 @@ class MixedPrecision:
         if self._patches is None:  # a deep copy, which is whole now
             self._take_model(model)
         placement = placement_of(model)  # DDP or FSDP may have come after attach()
-        self._is_under_ddp = placement.ddp is not None
         if placement is not ALONE:
             self.ranks.note_forward(model, placement)
             self._use_layout_for(model.parameters(), placement)
@@ -241,22 +239,11 @@ class MixedPrecision:
             self.region.refuse_other_threads()  # here: autograd's own threads recompute what was checkpointed
             self.check.open_backwards.forget_failed()
             self.layout.prepare(model)
-        kind = None if entry is None else (id(entry), has_grad, model.training)
-        return self.weights_for(model, self, has_grad=has_grad, kind=kind)
-
-    def weights_for(
-        self,
-        model: nn.Module,
-        crossings: Crossings,
-        *,
-        has_grad: bool = True,
-        kind: Hashable = None,
-    ) -> Slots:
-        """The weights of one forward of ``model``, of this ``kind``, whose borders ask ``crossings``."""
         # DDP takes a parameter for ready as soon as the border that it shares has run.
-        elements = 1 if self.uses_up_gradients or self._is_under_ddp else GROUP_ELEMENTS
-        uses, made_earlier, is_scaled = self.region.uses, self.region.made_earlier, self.check.is_scaled
-        return Slots(self.layout, model, crossings, has_grad, is_scaled, uses, made_earlier, elements, kind)
+        elements = 1 if self.uses_up_gradients or placement.ddp is not None else GROUP_ELEMENTS
+        region, kind = self.region, (id(entry), has_grad, model.training)
+        is_scaled = self.check.is_scaled
+        return Slots(self.layout, model, self, has_grad, is_scaled, region.uses, region.made_earlier, elements, kind)
 
     def _use_layout_for(self, parameters: Iterable[Tensor], placement: Placement) -> None:
         model, before = self.model, self.layout
@@ -286,7 +273,12 @@ class MixedPrecision:
         if self.check.is_scaled and self.check.open_backwards:
             return self.scaler.scale_tensors(device).inverse
         if self.check.is_scaled and any(accumulates(node, place) for place in places):
-            self.check.warn_once(NO_BORDER)
+            self.check.warn_once(
+                "gradients reached the parameters of an attached model, but none came in through its outputs, so the "
+                "loss scale was not applied and small ones may be lost. The loss was computed from a tensor that "
+                "forward() did not return (a hook, an attribute, a closure): return it, in a tuple, a mapping, a "
+                "dataclass or an object"
+            )
         return None
 
     def gradient_entered(self, node: Any, gradient: Tensor) -> None:
@@ -297,11 +289,9 @@ class MixedPrecision:
             observer.backward_began(node, gradient)
 
     def take(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
-        if self.layout.takes_gradients and (places := [place for place in uses if accumulates(node, place)]):
-            weights, gradients = [node.outside[place] for place in places], [uses[place] for place in places]
-            for place, taken in zip(places, self.layout.take_gradients(weights, gradients, inverse), strict=True):
-                if taken:
-                    del uses[place]
+        if self.layout.takes_gradients:
+            weights = {place: node.outside[place] for place in uses if accumulates(node, place)}
+            self.layout.take_gradients(weights, uses, inverse)
 
     def backward_ended(self, largest: Tensor | None) -> None:
         """Tell the observers; ``largest`` as for :meth:`StepObserver.backward_ended`."""
@@ -315,8 +305,7 @@ class MixedPrecision:
             if (report := observer.report()) is not None:
                 self.grad_norm = self.grad_norm if observer.norm is None else observer.norm
                 return report
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        model = self.model
+        model, parameters = self.model, parameters_in(optimizer)
         placement = placement_of(model)  # FSDP may have come since, around the model too
         if model is not None and placement is not ALONE:
             if placement.fsdp:
@@ -337,9 +326,8 @@ class MixedPrecision:
         The norm before, FP32 of shape (), as the backward left it or the layout that keeps the optimizer's gradients
         knows it; None if torch's own function must do it.
         """
-        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         # A lean layout has them still scaled in 16 bits, where nobody else can clip them.
-        norm = self.layout.clip_grad_norm(given, max_norm)
+        norm = self.layout.clip_grad_norm(parameters_in(optimizer), max_norm)
         if norm is None and (norm := self.check.norm(parameters)) is not None and math.isfinite(max_norm):
             self.check.clip(parameters, max_norm, norm)
         return norm

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_mp.scaling.events import tried_again
 from hf_mp.step.gradients import Verdict
 from hf_mp.step.labels import labelled
 from hf_mp.weights.accelerated import tell_accelerate
@@ -84,24 +83,21 @@ class StepGuard:
         setattr(optimizer, _SUPPORTS_SCALING, True)
 
     def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+        """Verdict, update, next loss scale; gives what the optimizer's own step does."""
         optimizer, runtimes = self.optimizer, list(self.runtimes)
         if not runtimes:
             return self._unguarded(closure, **kwargs) if closure is not None else self._unguarded(**kwargs)
         _check_step(optimizer, runtimes)
         self._told = self._told or tell_accelerate(optimizer)  # it may have been imported since
         loss = None if closure is None else torch.enable_grad()(closure)()
-        result = self._update_or_skip(runtimes, kwargs)
-        return result if closure is None else loss
-
-    def _update_or_skip(self, runtimes: list[MixedPrecision], kwargs: dict[str, Any]) -> Any:
-        """Verdict, update, next loss scale; gives what the optimizer's own step does."""
-        optimizer = self.optimizer
         with labelled("verdict"):
             verdicts = [runtime.verdict(optimizer) for runtime in runtimes]
         verdict, is_alone = verdicts[0], len(runtimes) == 1 and not kwargs
         if is_alone and isinstance(verdict, Verdict) and verdict.waits and can_skip(optimizer, self._replaced_step):
-            return self._update_unless(verdict, runtimes[0])
-        return self._read_then_update(runtimes, verdicts, kwargs)
+            result = self._update_unless(verdict, runtimes[0])
+        else:
+            result = self._read_then_update(runtimes, verdicts, kwargs)
+        return result if closure is None else loss
 
     def _update_unless(self, verdict: Verdict, runtime: MixedPrecision) -> Any:
         """Queue an update that the device skips; the host reads the verdict when somebody asks what became of it.
@@ -135,9 +131,11 @@ class StepGuard:
         with labelled("read of the verdict"):
             reports = [runtime.report(verdict) for runtime, verdict in zip(runtimes, verdicts, strict=True)]
         # A replay has the forwards of one model, and a closure is the loop's to call again.
-        may_try_again = len(runtimes) == 1 and not kwargs and reports[0].overflow
-        if may_try_again and (again := tried_again(runtimes[0].observers, optimizer)) is not None:
-            reports, is_updated = [again], False
+        if len(runtimes) == 1 and not kwargs and reports[0].overflow:
+            for observer in runtimes[0].observers:
+                if (again := observer.overflowed(optimizer)) is not None:
+                    reports, is_updated = [again], False
+                    break
         optimizer.step_was_skipped = was_skipped = any([report.overflow for report in reports])
         if not is_updated and not was_skipped:
             result = self._update(runtimes, kwargs, None)
@@ -170,11 +168,11 @@ class StepGuard:
         state = vars(self.optimizer)
         state.pop("step_was_skipped", None)
         state.pop(_SUPPORTS_SCALING, None)
-        if state.get("step") is self._guarded:  # else a wrapper that was put on later goes on calling this one
+        if state.get("step") is self._guarded:
             del state["step"]
-            state.update(self._before)
-        elif _SUPPORTS_SCALING in self._before:
-            state[_SUPPORTS_SCALING] = self._before[_SUPPORTS_SCALING]
+        else:  # a wrapper that was put on later goes on calling this one
+            self._before.pop("step", None)
+        state.update(self._before)
 
 
 def _check_step(optimizer: Any, runtimes: list[MixedPrecision]) -> None:

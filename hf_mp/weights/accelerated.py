@@ -6,7 +6,7 @@ import sys
 import weakref
 from typing import Any
 
-from hf_mp.casting.torch_patches import Patch, Patches
+from hf_mp.casting.torch_patches import Patch, Patches, acquire
 
 
 def as_accelerated(optimizer: Any) -> Any:
@@ -22,8 +22,7 @@ def tell_accelerate(optimizer: Any) -> weakref.finalize[..., Any] | None:
     """
     if "accelerate.optimizer" not in sys.modules:
         return None
-    _WRAPPERS.count(1)
-    return weakref.finalize(optimizer, _WRAPPERS.count, -1)
+    return weakref.finalize(optimizer, acquire(_WRAPPERS))
 
 
 def _asking_the_inside(original: Any) -> property:

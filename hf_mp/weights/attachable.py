@@ -20,21 +20,6 @@ from hf_mp.policy import PrecisionPolicy
 from hf_mp.weights.lean.split_parameter import SplitParameter
 from hf_mp.weights.ranks.placement import Placement, check_masters, check_placement, check_updates
 
-UNKNOWN_OPTIMIZER = (
-    "this model is attached to a MixedPrecision, and an optimizer that it does not know updates its weights: updates "
-    "that overflow are not skipped, and the loss scale stands still. Call attach_optimizer(optimizer), or "
-    "hf_mp.detach(model)"
-)
-REPAIRED = (
-    "gradients were inf or NaN when the backward ended, and are finite at optimizer.step(): the step is taken with "
-    "what is there now, and the loss scale does not learn of the overflow"
-)
-NO_BORDER = (
-    "gradients reached the parameters of an attached model, but none came in through its outputs, so the loss scale "
-    "was not applied and small ones may be lost. The loss was computed from a tensor that forward() did not return (a "
-    "hook, an attribute, a closure): return it, in a tuple, a mapping, a dataclass or an object"
-)
-
 RUNTIMES: weakref.WeakSet[Any] = weakref.WeakSet()  # each MixedPrecision there is; a model is found by what it says
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -73,8 +58,8 @@ def detach(model: _Module) -> _Module:
     return model
 
 
-def check_attachable(model: nn.Module, placement: Placement) -> None:
-    """Raise a ValueError if mixed precision cannot be attached to ``model`` in any layout."""
+def check_attachable(model: nn.Module, placement: Placement, policy: PrecisionPolicy, *, is_scaled: bool) -> None:
+    """Raise a ValueError if mixed precision cannot be attached to ``model`` with this policy."""
     if isinstance(model, nn.DataParallel):
         raise ValueError("DataParallel replicates a model behind our back: use DistributedDataParallel (torchrun)")
     if not any(parameter.is_floating_point() for parameter in model.parameters()):
@@ -87,10 +72,6 @@ def check_attachable(model: nn.Module, placement: Placement) -> None:
             f"this {type(model).__name__}, or a part of it, is attached to a MixedPrecision already: call "
             "hf_mp.detach(model) first"
         )
-
-
-def check_layout(model: nn.Module, placement: Placement, policy: PrecisionPolicy, *, is_scaled: bool) -> None:
-    """Raise a ValueError if mixed precision cannot be attached to ``model`` with this policy."""
     if policy.is_lean and isinstance(model, DistributedDataParallel):
         raise ValueError(
             f"precision={str(policy)!r} stores weights in 16 bits, and this DistributedDataParallel has laid out its "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude, largest_magnitude_and_norm
+from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.weights.fused_adamw import Clipping, step_whole
 from hf_mp.weights.model_walk import parameters_of, widen_buffers
@@ -73,10 +73,9 @@ class WeightLayout:
         return nullcontext()
 
     def take_gradients(
-        self, weights: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]], inverse: Tensor | None
-    ) -> list[bool]:
-        """Keep the gradients of each weight's uses, still scaled, with ``inverse``; False leaves them to autograd."""
-        return [False] * len(weights)
+        self, weights: Mapping[int, Tensor], uses: dict[int, list[Tensor]], inverse: Tensor | None
+    ) -> None:
+        """Take gradients of ``weights`` from ``uses``, both by place, and keep them still scaled, with ``inverse``."""
 
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
         """The existing gradients, as backward left them, each with the FP32 factor that unscales it (None for 1)."""
@@ -126,18 +125,8 @@ def _to_fp32(parameter: nn.Parameter) -> None:
     torch.utils.swap_tensors(parameter, whole)
 
 
-def measure(found: Sequence[tuple[Tensor, Tensor | None]], *, with_norm: bool) -> tuple[Tensor, Tensor | None]:
-    """The largest magnitude of true gradients, at least one; their 2-norm, where wanted and all are dense FP32."""
-    if with_norm and all(
-        type(gradient) is Tensor and not gradient.is_sparse and gradient.dtype is torch.float32 and factor is None
-        for gradient, factor in found
-    ):
-        return largest_magnitude_and_norm([gradient for gradient, _ in found])
-    return largest_true_magnitude(found), None
-
-
 def largest_true_magnitude(found: Iterable[tuple[Tensor, Tensor | None]]) -> Tensor:
-    """The largest magnitude of gradients times their factors (None for 1), FP32 of shape ()."""
+    """The largest magnitude of gradients, at least one, times their factors (None for 1), FP32 of shape ()."""
     # A fused scan takes gradients of one factor together.
     by_factor: dict[Tensor | None, list[Tensor]] = {}
     for gradient, factor in found:
@@ -146,8 +135,6 @@ def largest_true_magnitude(found: Iterable[tuple[Tensor, Tensor | None]]) -> Ten
     for factor, gradients in by_factor.items():
         magnitude = largest_magnitude(local_parts(gradients))
         largest.append(magnitude if factor is None else magnitude * factor.squeeze())
-    if not largest:
-        return torch.zeros((), dtype=torch.float32, device="cpu")
     return torch.stack([magnitude.to(largest[0].device) for magnitude in largest]).max()
 
 
@@ -155,6 +142,7 @@ def too_large(layout: WeightLayout, model: nn.Module | None) -> list[str]:
     """The parameters whose gradients make a step be skipped, by name."""
     named = () if model is None else model.named_parameters()
     # One read of the device for each parameter: only the error that ends a training asks.
-    largest = {name: largest_true_magnitude(layout.gradients([one])).item() for name, one in named}
+    gradients = {name: layout.gradients([one]) for name, one in named}
+    largest = {name: largest_true_magnitude(one).item() for name, one in gradients.items() if one}
     found = {name: value for name, value in largest.items() if not value < SQUARES_BELOW}
     return [f"{name} ({value:g} squared)" if math.isfinite(value) else name for name, value in found.items()]

@@ -6,30 +6,24 @@ import weakref
 from collections.abc import Iterable
 
 from torch import nn
+from torch.optim import Optimizer
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
-
-class _Walk:
-    """The modules of a model, held weakly, and by identity what each of them has inside."""
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self.modules = [weakref.ref(module) for module in modules]
-        self.children = _children(modules)
-
-
-_WALKS: weakref.WeakKeyDictionary[nn.Module, _Walk] = weakref.WeakKeyDictionary()
+# The modules of each model, held weakly, and by identity what each of them has inside.
+_WALKS: weakref.WeakKeyDictionary[nn.Module, tuple[list[weakref.ref[nn.Module]], list[int]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """``list(model.modules())``, a third of its time while no module is added, replaced or removed."""
-    if (walk := _WALKS.get(model)) is not None:
-        # A module that was removed may be gone, and its address taken by another one.
-        modules = [module for reference in walk.modules if (module := reference()) is not None]
-        if len(modules) == len(walk.modules) and _children(modules) == walk.children:
-            return modules
-    modules = list(model.modules())
-    _WALKS[model] = _Walk(modules)
+    references, children = _WALKS.get(model, ([], None))
+    # A module that was removed may be gone, and its address taken by another one.
+    modules = [module for reference in references if (module := reference()) is not None]
+    if len(modules) != len(references) or _children(modules) != children:
+        modules = list(model.modules())
+        _WALKS[model] = [weakref.ref(module) for module in modules], _children(modules)
     return modules
 
 
@@ -38,6 +32,11 @@ def parameters_of(model: nn.Module) -> list[nn.Parameter]:
     found = [p for module in modules_of(model) for p in module._parameters.values() if p is not None]
     # A tied weight once; parameters are compared by identity, since == compares their values.
     return list({id(parameter): parameter for parameter in found}.values())
+
+
+def parameters_in(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Those of all groups of ``optimizer``."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def widen_buffers(model: nn.Module) -> None:

@@ -20,7 +20,6 @@ class Slot(NamedTuple):
     """Where a weight is looked up."""
 
     module: nn.Module
-    attributes: dict[str, Any]  # of the module
     name: str
     weight: Tensor
     in_16_bits: bool  # whether it holds the working copy while a forward runs, if the weight has one
@@ -33,29 +32,25 @@ class _Kind(NamedTuple):
     op: Callable[..., Any]  # takes them
 
 
-def _known_kinds() -> dict[Callable[..., Any], _Kind]:
-    # By forward: a subclass that has one of its own may use a weight in other ways.
-    usual = frozenset({"weight", "bias"})
-    projections = frozenset({"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"})
-    return {
-        nn.Linear.forward: _Kind(usual, F.linear),
-        nn.Conv1d.forward: _Kind(usual, F.conv1d),
-        nn.Conv2d.forward: _Kind(usual, F.conv2d),
-        nn.Conv3d.forward: _Kind(usual, F.conv3d),
-        nn.ConvTranspose1d.forward: _Kind(usual, F.conv_transpose1d),
-        nn.ConvTranspose2d.forward: _Kind(usual, F.conv_transpose2d),
-        nn.ConvTranspose3d.forward: _Kind(usual, F.conv_transpose3d),
-        nn.MultiheadAttention.forward: _Kind(projections, F.linear),
-    }
-
-
-_KINDS = _known_kinds()
+_USUAL = frozenset({"weight", "bias"})
+_PROJECTIONS = frozenset({"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"})
+# By forward: a subclass that has one of its own may use a weight in other ways.
+_KINDS: dict[Callable[..., Any], _Kind] = {
+    nn.Linear.forward: _Kind(_USUAL, F.linear),
+    nn.Conv1d.forward: _Kind(_USUAL, F.conv1d),
+    nn.Conv2d.forward: _Kind(_USUAL, F.conv2d),
+    nn.Conv3d.forward: _Kind(_USUAL, F.conv3d),
+    nn.ConvTranspose1d.forward: _Kind(_USUAL, F.conv_transpose1d),
+    nn.ConvTranspose2d.forward: _Kind(_USUAL, F.conv_transpose2d),
+    nn.ConvTranspose3d.forward: _Kind(_USUAL, F.conv_transpose3d),
+    nn.MultiheadAttention.forward: _Kind(_PROJECTIONS, F.linear),
+}
 
 
 def _kind_of(module: nn.Module) -> _Kind | None:
     forward: Any = getattr(type(module), "forward", None)  # a scripted module has none
     if forward not in _KINDS and (transformers := sys.modules.get("transformers.pytorch_utils")) is not None:
-        _KINDS[transformers.Conv1D.forward] = _Kind(frozenset({"weight", "bias"}), torch.addmm)
+        _KINDS[transformers.Conv1D.forward] = _Kind(_USUAL, torch.addmm)
     if has_stacked_experts(module):
         return _Kind(frozenset(WEIGHTS), torch.bmm)
     return _KINDS.get(forward)
@@ -105,20 +100,18 @@ class ProductUses:
         for module in modules_of(model):
             attributes = vars(module)
             if "base_layer" in (parts := attributes.get("_modules", ())):
-                self._keep_adapted_experts(parts["base_layer"])
+                base = parts["base_layer"]
+                if base not in self._names and has_stacked_experts(base):
+                    # PEFT adds to them, in FP32, in a parametrization that may not change their dtype.
+                    self._names[base] = frozenset()
             if parameters := attributes.get("_parameters"):  # a traced module has none of its own
                 names = self._names.get(module)
                 names = self._names_by_class(module) if names is None else names
                 for name, weight in parameters.items():
                     # accelerate loads what it has offloaded when its module is called: until then it is on meta.
                     if weight is not None and name not in attributes and weight.device.type != "meta":
-                        found.append(Slot(module, attributes, name, weight, name in names))
+                        found.append(Slot(module, name, weight, name in names))
         return found
-
-    def _keep_adapted_experts(self, base: nn.Module) -> None:
-        # PEFT adds to them, in FP32, in a parametrization that may not change their dtype.
-        if base not in self._names and getattr(_kind_of(base), "op", None) is torch.bmm:
-            self._names[base] = frozenset()
 
     def _names_by_class(self, module: nn.Module) -> frozenset[str]:
         kind = _kind_of(module)

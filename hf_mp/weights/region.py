@@ -64,8 +64,8 @@ class Region(autocast):
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self._meets_compiler = self._has_kernels = False
         self._threads: list[int] = []  # in which a forward of the model runs
-        self._plan = {**training_plan(self._plan), **CALLS_OF_WEIGHTS, **planned_losses(self._plan)}
-        self._plan.update(CACHE_WRITES)
+        of_weights = {**CALLS_OF_WEIGHTS, **CACHE_WRITES}
+        self._plan = {**training_plan(self._plan), **of_weights, **planned_losses(self._plan)}
         if layout.policy.exact_generation:
             self.sum_in_fp64()
         self.thread = _Thread()
@@ -82,7 +82,11 @@ class Region(autocast):
     def refuse_other_threads(self) -> None:
         """Raise a RuntimeError if another thread runs a forward of the model, in whose modules its weights lie."""
         if {threading.get_ident(), *self._threads} != {threading.get_ident()}:
-            raise RuntimeError(_SHARED_BY_THREADS)
+            raise RuntimeError(
+                "a forward with gradients began while another thread ran one of the same attached model, and a module "
+                "holds the 16-bit weights of one forward: run them one after the other, or give the other thread a "
+                "copy.deepcopy of the model"
+            )
 
     @contextmanager
     def running(self, weights: Slots | None) -> Iterator[None]:
@@ -93,30 +97,21 @@ class Region(autocast):
         is_reading = not has_grad and self.observer is None and not torch.is_grad_enabled()
         thread.weights, thread.is_reading = weights, is_reading
         thread.lowers_caches = is_reading and self._lowers_attention()
-        kernels: AbstractContextManager[None] = nullcontext()
-        versions, written = list[int](), None
         thread.is_dispatched, thread.sees_calls = False, True
         if weights is not None:
             weights.fill()
-            versions = weights.versions()
-            if self._may_be_dispatched():
-                kernels = self._kernels()
-                thread.is_dispatched, thread.sees_calls = True, weights.is_watched
+            thread.is_dispatched = self._may_be_dispatched()
+            thread.sees_calls = weights.is_watched or not thread.is_dispatched
+        kernels = self._kernels() if thread.is_dispatched else nullcontext()
         self._threads.append(ident)
         try:
-            try:
-                with self.layout.saving(), kernels, self:
-                    yield
-            finally:
-                self._threads.remove(ident)
-                vars(thread).update(before)
-                if weights is not None:
-                    written = weights.take_back_writes(versions)
-                    weights.clear()
-        except RuntimeError:  # torch's, of a copy that was written, does not say what to do
-            _refuse_writes(written)
-            raise
-        _refuse_writes(written)
+            with self.layout.saving(), kernels, self:
+                yield
+        finally:
+            self._threads.remove(ident)
+            vars(thread).update(before)
+            if weights is not None:
+                weights.clear()
 
     def _may_be_dispatched(self) -> bool:
         """Whether kernels may make the calls of a forward that are in tables."""
@@ -176,11 +171,9 @@ class Region(autocast):
         def recompute(*args: Any, **kwargs: Any) -> Any:
             if active_autocast() is self:
                 return function(*args, **kwargs)
-            with self._no_backward(), self.running(weights):
-                if weights is None:
-                    return function(*args, **kwargs)
-                with weights.recomputing(args):
-                    return function(*args, **kwargs)
+            in_another_thread = nullcontext() if weights is None else weights.recomputing(args)
+            with self._no_backward(), self.running(weights), in_another_thread:
+                return function(*args, **kwargs)
 
         return recompute
 
@@ -227,20 +220,6 @@ class Region(autocast):
         return weights is not None and weights.is_watched
 
 
-_SHARED_BY_THREADS = (
-    "a forward with gradients began while another thread ran one of the same attached model, and a module holds the "
-    "16-bit weights of one forward: run them one after the other, or give the other thread a copy.deepcopy of the model"
-)
-
-
-def _refuse_writes(name: str | None) -> None:
-    if name is not None:
-        raise RuntimeError(
-            f"a forward wrote into {name} in place, which the first of its kind did not, so that its 16-bit copy was "
-            "written and not the weight: write weights between forwards"
-        )
-
-
 def _is_composite(entry: PlannedCall | None) -> bool:
     """Whether the calls inside of a call come here, too."""
     return entry is not None and entry.rule is CastRule.COMPOSITE
@@ -263,8 +242,7 @@ def _as_used(
     # A dispatch mode, which records memory or counts FLOPs, makes calls that autograd has recorded.
     if isinstance(func, OpOverload) and is_in_torch_dispatch_mode():
         return args, kwargs
-    cross = weights.bring_in if torch.is_grad_enabled() else weights.meet
-    return apply_to_tensors(cross, (args, dict(kwargs)))
+    return apply_to_tensors(weights.bring_in, (args, dict(kwargs)))
 
 
 def _with_gradients(

@@ -41,8 +41,8 @@ def _cross_entropy(
     return planned(region, name, func, args, kwargs)
 
 
-def _is_saving_elsewhere() -> bool:
-    """Whether a checkpoint or an offload takes what autograd saves: our loss holds its logits itself."""
+def is_saving_elsewhere() -> bool:
+    """Whether a checkpoint or an offload takes what autograd saves."""
     # saved_tensors_hooks can be set by a public class, but not asked for.
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is not None and top(False) is not None
@@ -51,6 +51,7 @@ def _is_saving_elsewhere() -> bool:
 def _are_rows_of_classes(logits: Tensor, labels: Tensor) -> bool:
     if not is_ordinary(logits) or logits.dtype not in LOWER_PRECISION_DTYPES:
         return False
-    if logits.dim() != 2 or logits.numel() < FEW_ELEMENTS or not logits.is_contiguous() or _is_saving_elsewhere():
+    # Our loss holds its logits itself.
+    if logits.dim() != 2 or logits.numel() < FEW_ELEMENTS or not logits.is_contiguous() or is_saving_elsewhere():
         return False
     return labels.dtype is torch.int64 and labels.shape == logits.shape[:1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -52,10 +52,10 @@ class Slots:
         crossings: what the borders ask.
         has_grad: whether the forward runs with grad.
         is_scaled: whether the loss is scaled.
-        uses: which weights products use; None to give all of them in FP32.
+        uses: which weights products use.
         made_earlier: whether an earlier forward of the model made an autograd node.
         group_elements: the most elements of weights that share a border.
-        kind: of the forward, whose first is looked at; None to look at none.
+        kind: of the forward, whose first is looked at.
     """
 
     def __init__(
@@ -65,22 +65,22 @@ class Slots:
         crossings: Crossings,
         has_grad: bool,
         is_scaled: bool,
-        uses: ProductUses | None,
+        uses: ProductUses,
         made_earlier: Callable[[Any], bool],
-        group_elements: int = GROUP_ELEMENTS,
-        kind: Hashable = None,
+        group_elements: int,
+        kind: Hashable,
     ) -> None:
         self._layout, self._model, self._crossings, self._made_earlier = layout, model, crossings, made_earlier
-        self._uses, self._group_elements = uses or ProductUses(lambda op: False), group_elements
+        self._uses, self._group_elements = uses, group_elements
         self.has_grad = has_grad
         self.has_borders = has_grad and (is_scaled or layout.takes_gradients)
         self._has_border_by_slot = has_grad and layout.takes_gradients  # a tied weight, which sums 16-bit gradients
         self._kind, self._notes = kind, Notes()
         # Whether to ask as_used() about each call, also where gradient checkpointing makes it again later.
-        self.is_learning = kind is not None and kind not in self._uses.is_watched
+        self.is_learning = kind not in uses.is_watched
         self.is_scaled = has_grad and is_scaled
         # Whether a mode has to see the calls.
-        self.is_watched = self.is_learning or self._uses.is_watched.get(kind, True)
+        self.is_watched = self.is_learning or uses.is_watched[kind]
         # Whether this forward reads `.dtype` or `.data` of a weight, or uses what came from outside.
         self.must_be_watched = False
         self._inside: dict[int, _Inside] = {}  # by the identity of what is outside, and of what is inside
@@ -89,11 +89,13 @@ class Slots:
         self._met: dict[int, Tensor] = {}  # from outside, in a part without grad, which a checkpoint may compute again
         self._slots: list[Slot] = []
         self._filled: list[tuple[Slot, Tensor]] = []  # what lies where
+        self._versions: list[int] = []  # of what lies in the slots: a write in place raises it
+        self.written: str | None = None  # a weight of which the forward wrote the copy
         self._handles: list[RemovableHandle] = []  # of FSDP's modules
         # autograd numbers nodes as they are made; nothing public tells which of two is older.
         self.first_node = torch.autograd._get_sequence_nr()
         if layout.keeps_copies:
-            self._filled = self._bring_in_all(list(self._uses.slots(model)))
+            self._filled = self._bring_in_all(uses.slots(model))
 
     def _bring_in_all(self, slots: list[Slot]) -> list[tuple[Slot, Tensor]]:
         """What to put into which of ``slots``."""
@@ -141,7 +143,7 @@ class Slots:
     def fill(self) -> None:
         """Put what is inside into the slots; where FSDP shards the weights, when it has gathered them."""
         for slot, value in self._filled:
-            slot.attributes["_parameters"][slot.name] = value
+            slot.module._parameters[slot.name] = value  # type: ignore[assignment]
         if self.has_grad and not self._layout.keeps_copies:
             self._fill_gathered(self._model)
             for module in fsdp_modules(self._model):
@@ -149,21 +151,8 @@ class Slots:
                 if module._compiled_call_impl is None:
                     self._handles.append(module.register_forward_pre_hook(self._fill_gathered))
                     self._handles.append(module.register_forward_hook(self._empty_gathered, always_call=True))
-
-    def versions(self) -> list[int]:
-        """Of what lies in the slots: a write in place raises it. None with FSDP: its slots are emptied."""
-        keeps_slots = self._layout.keeps_copies or isinstance(self._layout, TensorParallelLayout)
-        return [value._version for _, value in self._filled] if keeps_slots else []
-
-    @torch.no_grad()
-    def take_back_writes(self, versions: Sequence[int]) -> str | None:
-        """Round anew what was written since it had its one of ``versions``, and its weight not; the name of one."""
-        written = None
-        for version, (slot, value) in zip(versions, self._filled, strict=False):
-            if value._version != version and not torch.equal(value, slot.weight.to(value.dtype)):
-                value.detach().copy_(slot.weight)
-                written = f"{type(slot.module).__name__}.{slot.name}"
-        return written
+        if self._layout.keeps_copies or isinstance(self._layout, TensorParallelLayout):  # FSDP's slots are emptied
+            self._versions = [value._version for _, value in self._filled]
 
     def _fill_gathered(self, gathered: nn.Module, *args: Any) -> None:
         with torch._C.DisableTorchFunction():  # the region runs already, and has nothing to decide here
@@ -179,7 +168,8 @@ class Slots:
                 self._group_elements = 1
             for slot, value in self._bring_in_all(slots):
                 # FSDP puts its own among the parameters; Transformers takes DTensors from there for code on shards.
-                (slot.attributes["_parameters"] if is_dtensor(value) else slot.attributes)[slot.name] = value
+                attributes = vars(slot.module)
+                (attributes["_parameters"] if is_dtensor(value) else attributes)[slot.name] = value
                 self._filled.append((slot, value))
 
     def _empty_gathered(self, gathered: nn.Module, *args: Any) -> None:
@@ -196,12 +186,17 @@ class Slots:
         keeps_copies = self._layout.keeps_copies
         for slot, value in filled:
             if not keeps_copies and not is_dtensor(value):
-                slot.attributes.pop(slot.name, None)
-            elif slot.attributes["_parameters"].get(slot.name) is value:  # else the forward has put another there
-                slot.attributes["_parameters"][slot.name] = slot.weight
+                vars(slot.module).pop(slot.name, None)
+            elif slot.module._parameters.get(slot.name) is value:  # else the forward has put another there
+                slot.module._parameters[slot.name] = slot.weight  # type: ignore[assignment]
 
+    @torch.no_grad()
     def clear(self) -> None:
-        """Give the slots back."""
+        """Give the slots back. A copy that was written, and its weight not, is rounded anew."""
+        for version, (slot, value) in zip(self._versions, self._filled, strict=False):
+            if value._version != version and not torch.equal(value, slot.weight.to(value.dtype)):
+                value.detach().copy_(slot.weight)
+                self.written = f"{type(slot.module).__name__}.{slot.name}"
         self._give_back(self._filled)
         for handle in self._handles:
             handle.remove()
@@ -216,16 +211,14 @@ class Slots:
         self.must_be_watched = True
         self._note(inside, tensor, by_product=False)
         for place, (slot, value) in enumerate(self._filled):
-            parameters = slot.attributes["_parameters"]
+            parameters: Any = slot.module._parameters
             # What is written through `.data` is not in the copy. A forward may have put something else into the slot.
             if value is inside.rounded and parameters.get(slot.name) is value:
                 parameters[slot.name] = inside.wide
                 self._filled[place] = slot, inside.wide
         return [inside.outside] if inside.wide is inside.outside else [inside.outside, inside.wide]
 
-    def as_used(
-        self, args: Any, kwargs: Any, *, by_product: bool = False, by_selection: bool = False
-    ) -> tuple[Any, Any]:
+    def as_used(self, args: Any, kwargs: Any, *, by_product: bool, by_selection: bool) -> tuple[Any, Any]:
         """The arguments of a call in the first forward: a weight that not only products use is given in FP32.
 
         ``by_selection``: whether the call gives a part or another order of the weight, as products of experts take.
@@ -284,13 +277,15 @@ class Slots:
         return self._alias(tensor)
 
     def bring_in(self, tensor: Tensor) -> Tensor:
-        """As :meth:`bring_in_argument`, for what a call is given: if it was made before the forward began."""
-        return self._alias(tensor) if tensor.requires_grad and self._is_outside(tensor) else tensor
+        """As :meth:`bring_in_argument`, for what a call is given: if it was made before the forward began.
 
-    def meet(self, tensor: Tensor) -> Tensor:
-        """Remember ``tensor``, if it is from outside, for a thread that computes the call again."""
-        if tensor.requires_grad and self._is_outside(tensor):
-            self._met[id(tensor)] = tensor
+        Without grad it is remembered, for a thread that computes the call again.
+        """
+        if not tensor.requires_grad or not self._is_outside(tensor):
+            return tensor
+        if torch.is_grad_enabled():
+            return self._alias(tensor)
+        self._met[id(tensor)] = tensor
         return tensor
 
     def _alias(self, tensor: Tensor) -> Tensor:

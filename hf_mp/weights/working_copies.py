@@ -38,10 +38,7 @@ class WatchedParameter(nn.Parameter):
         _DATA.__set__(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            clone = self.detach().clone(memory_format=torch.preserve_format)
-            memo[id(self)] = nn.Parameter(clone, self.requires_grad)
-        return memo[id(self)]
+        return nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = nn.Parameter(self.detach(), self.requires_grad)
@@ -68,8 +65,10 @@ def let_optimizers_be_fast(kind: type[nn.Parameter]) -> None:
     """Have torch's optimizers use their multi-tensor implementations for parameters of ``kind`` as well."""
     types = getattr(optimizers, "_foreach_supported_types", None)
     if types is None:
-        lost = "torch.optim names its _foreach_supported_types no more: optimizers update tensor by tensor, slower"
-        warnings.warn(lost, stacklevel=3)
+        warnings.warn(
+            "torch.optim names its _foreach_supported_types no more: optimizers update tensor by tensor, slower",
+            stacklevel=3,
+        )
     elif kind not in types:
         types.append(kind)
 

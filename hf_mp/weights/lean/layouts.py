@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,21 +46,18 @@ class SplitLayout(WeightLayout):
 
     @stores_16_bits
     def take_gradients(
-        self, weights: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]], inverse: Tensor | None
-    ) -> list[bool]:
+        self, weights: Mapping[int, Tensor], uses: dict[int, list[Tensor]], inverse: Tensor | None
+    ) -> None:
         # DDP's hook reduces what lies in its buckets, and puts it there when autograd says that it is ready.
         is_reduced = bool(self._joined)  # by DDP, in buckets
         looks_for_unused = any(buckets.looks_for_unused for buckets in self._joined.values())
-        taken = []
-        for weight, uses in zip(weights, gradients, strict=True):
-            is_taken = isinstance(weight, SplitParameter)
+        for place, weight in weights.items():
             if isinstance(weight, SplitParameter):
-                for gradient in uses:
-                    is_taken &= weight.take_scaled_gradient(gradient, inverse, beside_grad=is_reduced)
+                for gradient in uses.pop(place):
+                    if not weight.take_scaled_gradient(gradient, inverse, beside_grad=is_reduced):
+                        uses.setdefault(place, []).append(gradient)  # autograd's, where a hook is to see it
                 if looks_for_unused:
                     weight.mark_used()
-            taken.append(is_taken)
-        return taken
 
     @stores_16_bits
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
@@ -74,8 +71,7 @@ class SplitLayout(WeightLayout):
         return clip_grad_norm_(parameters, max_norm)
 
     def wrap(self, optimizer: Optimizer) -> Optimizer:
-        is_wrapped = isinstance(optimizer, MasterWeightOptimizer)
-        return optimizer if is_wrapped else MasterWeightOptimizer(optimizer)
+        return optimizer if isinstance(optimizer, MasterWeightOptimizer) else MasterWeightOptimizer(optimizer)
 
     def step(self, *given: Any) -> bool:
         return False

@@ -29,6 +29,7 @@ from hf_mp.weights.lean.split_parameter import (
     multiply_gradients,
     unscaled,
 )
+from hf_mp.weights.model_walk import parameters_in
 from hf_mp.weights.working_copies import seen, watch
 
 # Split masters are put together for as many parameters at once as have this many elements: 16 MiB in FP32.
@@ -97,9 +98,8 @@ class MasterWeightOptimizer(Optimizer):
         optimizer.register_step_pre_hook(self._refuse_direct_step)
         if hasattr(optimizer, "check_overrides"):
             optimizer.check_overrides()  # bitsandbytes knows parameters with settings of their own by identity
-        for group in optimizer.param_groups:
-            self._adopt(group["params"])
-        if not any(_needs_master(parameter) for parameter in self._parameters()):
+        self._adopt(parameters_in(optimizer))
+        if not any(map(_needs_master, parameters_in(self))):
             warnings.warn("MasterWeightOptimizer has nothing to do: no parameter is FP16 or BF16", stacklevel=2)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -110,7 +110,7 @@ class MasterWeightOptimizer(Optimizer):
 
     def _refuse_direct_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # A model that was detached has no masters any more.
-        keeps_masters = any(isinstance(p, SplitParameter) or _needs_master(p) for p in self._parameters())
+        keeps_masters = any(map(_needs_master, parameters_in(self)))
         if optimizer is self.optimizer and not self._is_stepping and keeps_masters:
             raise RuntimeError(
                 f"step() of a {type(optimizer).__name__} whose master weights are in a MasterWeightOptimizer: call the "
@@ -142,13 +142,13 @@ class MasterWeightOptimizer(Optimizer):
         if self._is_stepping or not (inspect.ismethod(value) and value.__self__ is optimizer):
             return value
         # Split parameters are read and written in FP32 as they are; the masters of others are taken out for the call.
-        has_whole = any(_needs_master(p) and not isinstance(p, SplitParameter) for p in self._parameters())
+        has_whole = any(_needs_master(p) and not isinstance(p, SplitParameter) for p in parameters_in(self))
         return functools.partial(self._call_on_masters, value) if has_whole else value
 
     @torch.no_grad()
     def _call_on_masters(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method of the wrapped optimizer that may write parameters, as ``eval()`` of schedule-free ones."""
-        masters = {parameter: self._open(parameter) for parameter in self._parameters()}
+        masters = {parameter: self._open(parameter) for parameter in parameters_in(self)}
         with self._in_place_of_parameters(masters):
             result = method(*args, **kwargs)
         self._close(masters)
@@ -182,7 +182,7 @@ class MasterWeightOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``."""
         if set_to_none:
-            for parameter in self._parameters():
+            for parameter in parameters_in(self):
                 parameter.grad = None
         else:
             self.optimizer.zero_grad(set_to_none=False)
@@ -190,7 +190,7 @@ class MasterWeightOptimizer(Optimizer):
     @stores_16_bits
     def free_gradients(self) -> None:
         """Let go of the gradients of split masters, which a step that the device may skip has left."""
-        for parameter in self._parameters():
+        for parameter in parameters_in(self):
             if isinstance(parameter, SplitParameter):
                 parameter.grad = None
 
@@ -200,7 +200,7 @@ class MasterWeightOptimizer(Optimizer):
         As ``torch.nn.utils.clip_grad_norm_`` (``error_if_nonfinite=False``), without FP32 copies of gradients that are
         still scaled: those keep the factor, for their readers. Gives the unscaled norm before: FP32, of shape ().
         """
-        return clip_grad_norm_(self._parameters(), max_norm)
+        return clip_grad_norm_(parameters_in(self), max_norm)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -211,7 +211,7 @@ class MasterWeightOptimizer(Optimizer):
         """
         # The closure runs a backward, and step() is under no_grad.
         loss = None if closure is None else torch.enable_grad()(closure)()
-        result = self.step_on(self._parameters(), vars(self).get("found_inf"))
+        result = self.step_on(parameters_in(self), vars(self).get("found_inf"))
         return result if closure is None else loss
 
     @torch.no_grad()
@@ -268,9 +268,6 @@ class MasterWeightOptimizer(Optimizer):
                 parameter.copy_(master)
                 self._masters[parameter] = master.detach(), seen(parameter)
 
-    def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
     def _buckets(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         if not steps_by_parameter(self.optimizer):
             return [parameters]
@@ -316,7 +313,7 @@ class MasterWeightOptimizer(Optimizer):
         ``masters`` maps the index of a parameter (as in ``state``) to an FP32 tensor of its shape. Models in a lean
         layout save their masters themselves. Other optimizers can load the state, without masters.
         """
-        saved = {index: self.master(p) for index, p in enumerate(self._parameters()) if p in self._masters}
+        saved = {index: self.master(p) for index, p in enumerate(parameters_in(self)) if p in self._masters}
         return {**self.optimizer.state_dict(), "masters": saved}
 
     @torch.no_grad()
@@ -330,7 +327,7 @@ class MasterWeightOptimizer(Optimizer):
         Raises:
             ValueError: for masters of another shape or dtype, and as ``torch.optim.Optimizer.load_state_dict``.
         """
-        parameters = self._parameters()
+        parameters = parameters_in(self)
         given: Mapping[int, Tensor] = state_dict.get("masters", {})
         _check_masters(given, parameters)
         # torch casts loaded state to the dtype of its parameter: to FP32, if it sees a FP32 one.

@@ -36,6 +36,7 @@ from hf_mp.weights.lean.split_parameter import (
     has_gradient,
     multiply_gradients,
 )
+from hf_mp.weights.model_walk import parameters_in
 
 
 @dataclass
@@ -96,15 +97,15 @@ class OptimizerInBackward(StepObserver):
                 "with running statistics (BatchNorm) are FP32: use free_gradients='step', or freeze them"
             )
         if self._optimizer is not None:
-            self._own = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+            self._own = set(map(id, parameters_in(self._optimizer)))
         self._watch(parameters)
 
     def _watch(self, parameters: Iterable[nn.Parameter]) -> None:
         for _, handle in self._watched:
             handle.remove()
         # The nodes that accumulate: a hook on a parameter itself would make gradients FP32, and runs once a use.
-        split = [parameter for parameter in parameters if isinstance(parameter, SplitParameter)]
-        nodes = [(get_gradient_edge(p).node, weakref.ref(p)) for p in split if p.requires_grad]
+        split = [p for p in parameters if isinstance(p, SplitParameter) and p.requires_grad]
+        nodes = [(get_gradient_edge(parameter).node, weakref.ref(parameter)) for parameter in split]
         self._watched = [(node, node.register_hook(partial(self._complete, of))) for node, of in nodes]
 
     def detached(self) -> None:
@@ -156,8 +157,8 @@ class OptimizerInBackward(StepObserver):
         self._on_measured(backward.largest)
         if self.max_grad_norm is not None and backward.norms:
             # in the optimizer's order, as it adds them up itself
-            norms = [backward.norms.get(p) for group in self._optimizer.param_groups for p in group["params"]]
-            backward.norm = norm_of([norm for norm in norms if norm is not None])
+            in_order = [parameter for parameter in parameters_in(self._optimizer) if parameter in backward.norms]
+            backward.norm = norm_of([backward.norms[parameter] for parameter in in_order])
             if math.isfinite(self.max_grad_norm):
                 backward.clip_factor = clip_factor(backward.norm, self.max_grad_norm)
         # a norm that leaves FP32 would clip everything to nothing
@@ -176,7 +177,11 @@ class OptimizerInBackward(StepObserver):
             return  # what no optimizer here has comes again in the second pass, and stays
         if backward.phase != "discard":
             if parameter in backward.done:
-                raise RuntimeError(_MORE_THAN_ONCE)
+                raise RuntimeError(
+                    "a parameter was given gradients at two times of one backward, and free_gradients='backward' has "
+                    "used the first: checkpoint with use_reentrant=False "
+                    "(gradient_checkpointing_kwargs={'use_reentrant': False}), or use free_gradients='step'"
+                )
             # In both passes: a hook may make the second one's gradients others than those that were measured.
             largest = largest_true_magnitude([gradient_and_factor(parameter)])  # type: ignore[list-item]
             if backward.phase == "update":
@@ -214,10 +219,3 @@ class OptimizerInBackward(StepObserver):
 
     def stepped(self, report: StepReport) -> None:
         self._backward = None
-
-
-_MORE_THAN_ONCE = (
-    "a parameter was given gradients at two times of one backward, and free_gradients='backward' has used the first: "
-    "checkpoint with use_reentrant=False (gradient_checkpointing_kwargs={'use_reentrant': False}), or use "
-    "free_gradients='step'"
-)

@@ -236,15 +236,18 @@ def _noticed(name: str) -> Callable[..., Any]:
 
 
 # In a forward torch asks no __torch_function__ of ours, and these methods are what still tells which elements change.
-_NOT_WRITERS = {"requires_grad_", "share_memory_", "retain_grad_", "rename_", *vars(object), *vars(SplitParameter)}
-_NOT_WRITERS |= {"__index__", "__int__", "__invert__", "__iter__"}
-for _name in filter(writes_in_place, set(dir(Tensor)) - _NOT_WRITERS):
+_NOT_WRITERS = {
+    "requires_grad_", "share_memory_", "retain_grad_", "rename_", "__index__", "__int__", "__invert__", "__iter__"
+}  # fmt: skip
+for _name in filter(writes_in_place, set(dir(Tensor)) - {*_NOT_WRITERS, *vars(object), *vars(SplitParameter)}):
     setattr(SplitParameter, _name, _noticed(_name))
 
 
 def make_split(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Turn a leaf into a :class:`SplitParameter` of ``dtype``, FP16/BF16, in place; its FP32 value stays its master."""
-    check_splittable([parameter])
+    """Turn a leaf that is :func:`check_splittable` into a :class:`SplitParameter` of ``dtype``, FP16/BF16, in place.
+
+    Its FP32 value stays its master.
+    """
     unwatch(parameter)
     halves = split(parameter.detach().float(), dtype)
     parameter.data = halves.working

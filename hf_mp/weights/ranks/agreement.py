@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,6 @@ from hf_mp.weights.ranks.placement import (
     mesh_groups,
 )
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup  # not in every build of torch
-
 
 class Ranks:
     """Which processes train one model together: those of the DDP that it runs in, or of the meshes that FSDP uses.
@@ -35,9 +32,9 @@ class Ranks:
     """
 
     def __init__(self, settings: Callable[[], str]) -> None:
-        self._groups: list[ProcessGroup] = []  # of the DDPs in which forwards with grad ran
+        self._groups: list[torch.distributed.ProcessGroup] = []  # of the DDPs in which forwards with grad ran
         self._settings = settings
-        self._compared: list[ProcessGroup] = []
+        self._compared: list[torch.distributed.ProcessGroup] = []
 
     def note_forward(self, model: nn.Module, placement: Placement) -> None:
         """Look in which DDP a forward of ``model`` runs, and whether FSDP shards it; called when one begins."""
@@ -49,15 +46,13 @@ class Ranks:
         if ddp is None or not torch.is_grad_enabled():
             return
         check_ddp(ddp)  # each time: hooks may come later, and the model into another DDP
-        if ddp.process_group in self._groups:
-            return
         # Inside join() other processes may have no batch left and so no step to agree on. There all gradients are
         # those of the all-reduce, and who steps decides alike.
-        if not ddp._join_config.enable:
+        if ddp.process_group not in self._groups and not ddp._join_config.enable:
             self._groups.append(ddp.process_group)
             self.compare(self._groups)
 
-    def compare(self, groups: Iterable[ProcessGroup]) -> None:
+    def compare(self, groups: Iterable[torch.distributed.ProcessGroup]) -> None:
         """Compare the settings of the ranks of each group, once."""
         for group in groups:
             if group not in self._compared:
@@ -100,7 +95,7 @@ class Ranks:
                 gradient.div_(torch.distributed.get_world_size(group))
 
 
-def compare_settings(group: ProcessGroup, settings: str) -> None:
+def compare_settings(group: torch.distributed.ProcessGroup, settings: str) -> None:
     """Raise a ValueError, on all ranks of ``group``, if not all of them call this with the same ``settings``."""
     if torch.distributed.get_backend(group) == "fake":  # of a plan, which has no other ranks
         return

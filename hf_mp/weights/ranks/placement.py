@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.lean.split_parameter import SplitParameter
-from hf_mp.weights.model_walk import modules_of, parameters_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup  # not in every build of torch
+from hf_mp.weights.model_walk import modules_of, parameters_in, parameters_of
 
 
 def is_running() -> bool:
@@ -42,17 +39,16 @@ def has_processes() -> bool:
 def check_updates(optimizer: Any, model: nn.Module) -> None:
     """Raise a ValueError if ``optimizer`` holds no parameter of ``model``, nor a shard, which FSDP2 puts in either."""
     own = {id(parameter) for parameter in model.parameters()}
-    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(id(parameter) in own or is_dtensor(parameter) for parameter in given):
+    if not any(id(parameter) in own or is_dtensor(parameter) for parameter in parameters_in(optimizer)):
         raise ValueError(
             f"no parameter of this {type(optimizer).__name__} belongs to the attached {type(model).__name__}: make "
             "the optimizer from model.parameters(), after fully_shard, which puts shards in their places"
         )
 
 
-def mesh_groups(parameters: Iterable[Tensor]) -> list[ProcessGroup]:
+def mesh_groups(parameters: Iterable[Tensor]) -> list[torch.distributed.ProcessGroup]:
     """The process groups of the dimensions of the meshes over which ``parameters`` are spread."""
-    groups: list[ProcessGroup] = []
+    groups: list[torch.distributed.ProcessGroup] = []
     for mesh in {id(p.device_mesh): p.device_mesh for p in parameters if is_dtensor(p)}.values():  # type: ignore[attr-defined]
         groups += [group for group in mesh.get_all_groups() if group not in groups]
     return groups

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from hf_mp.weights.region_losses import is_saving_elsewhere
+
 
 class TransientCopies:
     """Rounds a parameter anew at each use, and once more in backward in place of saving the rounding.
@@ -37,8 +39,7 @@ class TransientCopies:
     @contextmanager
     def not_saved(self) -> Iterator[None]:
         """Have autograd save a parameter for a copy of it, unless other hooks are active (activations offloaded)."""
-        top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
-        if not torch.is_grad_enabled() or top_hooks(True) is not None:
+        if not torch.is_grad_enabled() or is_saving_elsewhere():
             yield
             return
         with saved_tensors_hooks(self._pack, self._unpack):

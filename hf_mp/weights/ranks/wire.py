@@ -7,8 +7,8 @@ FSDP2 accepts a custom all-gather and reduce-scatter (``FSDPModule.set_custom_al
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from hf_mp.casting.replacements.routers import is_fp32_router
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.scalers import LossScaler
 from hf_mp.weights.ranks.placement import fsdp_modules
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup  # not in every build of torch
 
 
 class Runtime(Protocol):
@@ -40,6 +37,7 @@ class RoundedGather:
 
     def __init__(self, group: Any, dtype: torch.dtype, kept: Iterable[nn.Module]) -> None:
         self.before, self._dtype = group._all_gather_comm, dtype
+        self.allocate = self.before.allocate  # which FSDP asks for as well
         in_fp32 = {module for one in kept for module in one.modules()}
         self._parameters = group.fsdp_params
         self._is_rounded = [
@@ -49,11 +47,10 @@ class RoundedGather:
             for one in group.fsdp_params
         ]
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """As FSDP's own."""
-        return self.before.allocate(size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
+    @torch.no_grad()
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: torch.distributed.ProcessGroup, async_op: bool = False
+    ) -> Any:
         """Gather ``input_tensor``, one dimension, into ``output_tensor``, as ``torch.distributed`` does.
 
         Ordered with the stream that is current, like any collective; ``async_op`` is for what is not FP32 throughout.
@@ -62,10 +59,6 @@ class RoundedGather:
         # weights are among them, or all in 16 bits.
         if output_tensor.dtype is not torch.float32 or not any(self._is_rounded):
             return self.before(output_tensor, input_tensor, group, async_op)
-        with torch.no_grad():
-            return self._gather(output_tensor, input_tensor, group)
-
-    def _gather(self, output_tensor: Tensor, input_tensor: Tensor, group: Any) -> None:
         sizes = [one._sharded_param_data.numel() for one in self._parameters]
         if sum(sizes) != input_tensor.numel():  # resharded after forward to fewer ranks
             sizes = [one._sharded_post_forward_param_data.numel() for one in self._parameters]
@@ -95,14 +88,16 @@ class ScaledReduceScatter:
 
     def __init__(self, group: Any, policy: PrecisionPolicy, runtime: Runtime) -> None:
         self.before, self._policy, self._runtime = group._reduce_scatter_comm, policy, runtime
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """As FSDP's own."""
-        return self.before.allocate(size, dtype=dtype, device=device)
+        self.allocate = self.before.allocate  # which FSDP asks for as well
 
     @torch.no_grad()
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: torch.distributed.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
     ) -> None:
         """Reduce ``input_tensor``, one dimension, into this rank's part of it, ``output_tensor``."""
         averages, wire = op == torch.distributed.ReduceOp.AVG, self._policy.wire
@@ -119,7 +114,7 @@ class ScaledReduceScatter:
             output_tensor.div_(factor)
 
 
-def sum_parts(output: Tensor, sent: Tensor, group: ProcessGroup) -> None:
+def sum_parts(output: Tensor, sent: Tensor, group: torch.distributed.ProcessGroup) -> None:
     """Sum the ranks' ``sent`` of 16 bits, one dimension, and write this rank's part of the sum to ``output``, FP32.
 
     The sums are made where the parts arrive: as many bytes as a reduce-scatter in 16 bits, and no rounding in between.
