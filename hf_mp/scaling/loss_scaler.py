@@ -214,8 +214,9 @@ class LossScaler(Generic[Rule]):
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"the state of a loss scaler is a mapping, not a {type(state_dict).__name__}")
         if not state_dict:
-            way_out = "resume without it, or disable this one"
-            raise RuntimeError(f"the state is empty, as that of a disabled scaler is: {way_out}")
+            raise RuntimeError(
+                "the state is empty, as that of a disabled scaler is: resume without it, or disable this one"
+            )
         if set(state_dict) == _TORCH_KEYS:
             check_scale(state_dict["scale"])
             self._take(self.state.from_torch(state_dict))

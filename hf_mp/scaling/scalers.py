@@ -248,8 +248,9 @@ def make_loss_scaler(loss_scale: str | float | None, **settings: Any) -> LossSca
     else:
         allowed = {field.name for field in fields(rule) if field.kw_only} | {"scale", *_OF_ALL}
     if unknown := sorted(settings.keys() - allowed):
-        names = ", ".join(unknown)
-        raise ValueError(f"the {rule.name!r} loss scaler has no setting {names}: it has {', '.join(sorted(allowed))}")
+        raise ValueError(
+            f"the {rule.name!r} loss scaler has no setting {', '.join(unknown)}: it has {', '.join(sorted(allowed))}"
+        )
     if scaler is None:
         of_all = {name: settings.pop(name) for name in _OF_ALL & settings.keys()}
         return LossScaler(rule(**settings), **of_all)
@@ -276,8 +277,10 @@ def load_state(state: Mapping[str, Any], policy: PrecisionPolicy, scaler: LossSc
     if not isinstance(state, Mapping):
         raise TypeError(f"a mixed precision state is a mapping, not a {type(state).__name__}")
     if state.get("version") != STATE_VERSION or "loss_scaler" not in state:
-        found, keys = state.get("version"), sorted(state, key=str)
-        raise ValueError(f"not a mixed precision state of version {STATE_VERSION}: version={found!r}, keys {keys}")
+        raise ValueError(
+            f"not a mixed precision state of version {STATE_VERSION}: version={state.get('version')!r}, "
+            f"keys {sorted(state, key=str)}"
+        )
     saved = PrecisionPolicy.parse(str(state.get("precision", policy)))
     # Another rule would read the numbers of this one as its own.
     if saved.loss_scale == policy.loss_scale:

@@ -93,7 +93,7 @@ class _Passage:
         """The outputs, each through its border."""
         weights = self._weights
         if weights is not None:
-            # Here and not in leave(): a forward that raised has not shown all of its calls.
+            # Here and not in __exit__(): a forward that raised has not shown all of its calls.
             weights.learn()
         if weights is None or not weights.has_grad:
             return apply_to_tensors(lambda output: output_border(output, None), outputs, objects=True)

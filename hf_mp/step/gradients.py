@@ -193,12 +193,12 @@ class GradientCheck:
         return self._measured is not None and self._measured.are_among(gradients) and self.are_unchanged(gradients)
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-        """Have the next update scale all gradients down to ``max_norm``, from :meth:`norm`.
+        """Have the next update scale all gradients down to ``max_norm``, from :meth:`norm`; ``inf`` leaves them alone.
 
         They stay as they are until then: a kernel multiplies what it reads, and else torch does before the step.
         """
         is_known = is_on_host(norm)  # for any other device the comparison would wait
-        if is_known and max_norm / (norm + 1e-6) >= 1:
+        if not math.isfinite(max_norm) or (is_known and max_norm / (norm + 1e-6) >= 1):
             return  # torch would multiply them by 1
         self.clipping = Clipping(parameters, max_norm, norm)
         if is_known and not norm.isfinite() and all_finite(local_parts(self.gradients(parameters))):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -243,7 +242,7 @@ class MixedPrecision:
         elements = 1 if self.uses_up_gradients or placement.ddp is not None else GROUP_ELEMENTS
         region, kind = self.region, (id(entry), has_grad, model.training)
         is_scaled = self.check.is_scaled
-        return Slots(self.layout, model, self, has_grad, is_scaled, region.uses, region.made_earlier, elements, kind)
+        return Slots(self.layout, model, self, region.uses, region.made_earlier, has_grad, is_scaled, elements, kind)
 
     def _use_layout_for(self, parameters: Iterable[Tensor], placement: Placement) -> None:
         model, before = self.model, self.layout
@@ -328,7 +327,7 @@ class MixedPrecision:
         """
         # A lean layout has them still scaled in 16 bits, where nobody else can clip them.
         norm = self.layout.clip_grad_norm(parameters_in(optimizer), max_norm)
-        if norm is None and (norm := self.check.norm(parameters)) is not None and math.isfinite(max_norm):
+        if norm is None and (norm := self.check.norm(parameters)) is not None:
             self.check.clip(parameters, max_norm, norm)
         return norm
 

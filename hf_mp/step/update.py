@@ -40,13 +40,9 @@ class _StepWasSkipped:
             return vars(optimizer)["step_was_skipped"]
         raise AttributeError(f"{kind.__name__!r} object has no attribute 'step_was_skipped'")
 
-    def answer_for(self, optimizer: Optimizer) -> weakref.finalize[..., Any]:
-        """Answer for ``optimizer`` as well; the finalizer that this returns ends it."""
-        self._count(1)
-        return weakref.finalize(optimizer, self._count, -1)
-
-    def _count(self, users: int) -> None:
-        self._users += users
+    def count(self, more: int) -> None:
+        """Answer for so many optimizers more."""
+        self._users += more
         if self._users:
             Optimizer.step_was_skipped = self  # type: ignore[attr-defined]
         else:
@@ -110,7 +106,9 @@ class StepGuard:
         if runtime.observers or runtime.scaler.skips_once_too_often():  # these must hear of an overflow at once
             take_in()
         else:
-            self._answered = self._answered or _STEP_WAS_SKIPPED.answer_for(optimizer)
+            if self._answered is None:
+                _STEP_WAS_SKIPPED.count(1)
+                self._answered = weakref.finalize(optimizer, _STEP_WAS_SKIPPED.count, -1)
             # The descriptor at torch's class answers only where the optimizer itself has no such attribute.
             vars(optimizer).pop("step_was_skipped", None)
             runtime.scaler.settle_later(take_in)

@@ -34,5 +34,12 @@ def _asking_the_inside(original: Any) -> property:
 
 
 # accelerate and the Trainer hold LR schedulers back by it.
-_PLACE = "accelerate.optimizer:AcceleratedOptimizer.step_was_skipped"
-_WRAPPERS = Patches((Patch((_PLACE,), _asking_the_inside, "LR schedulers advance on skipped steps"),))
+_WRAPPERS = Patches(
+    (
+        Patch(
+            ("accelerate.optimizer:AcceleratedOptimizer.step_was_skipped",),
+            _asking_the_inside,
+            "LR schedulers advance on skipped steps",
+        ),
+    )
+)

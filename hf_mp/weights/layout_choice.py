@@ -33,9 +33,8 @@ def spread_layout(layout: WeightLayout, parameters: Iterable[Tensor], placement:
         # Of a lean model too: fully_shard has read its weights as what they are, FP32 values.
         return TransientLayout(policy)
     if isinstance(layout, SplitLayout):
-        usual = str(policy).removesuffix("-lean")
         raise ValueError(
             f"precision={str(policy)!r} keeps the rest of each master next to a whole weight, and this "
-            f"model is tensor parallel: use {usual!r}"
+            f"model is tensor parallel: use {str(policy).removesuffix('-lean')!r}"
         )
     return TensorParallelLayout(policy)

@@ -42,8 +42,8 @@ class ReadingLayout(WeightLayout):
             self._narrow(model)
 
     def _narrow(self, model: nn.Module) -> None:
-        with_statistics, others = trained_with_statistics(model), {torch.float32, *LOWER_PRECISION_DTYPES}
-        others.remove(self.policy.params)
+        with_statistics = trained_with_statistics(model)
+        others = {torch.float32, *LOWER_PRECISION_DTYPES} - {self.policy.params}
         for parameter in model.parameters():
             # BatchNorm's weights stay FP32 in a lean layout, next to its statistics.
             is_left = parameter in with_statistics or (self._trained_alone and not parameter.requires_grad)

@@ -81,7 +81,7 @@ class Region(autocast):
 
     def refuse_other_threads(self) -> None:
         """Raise a RuntimeError if another thread runs a forward of the model, in whose modules its weights lie."""
-        if {threading.get_ident(), *self._threads} != {threading.get_ident()}:
+        if set(self._threads) - {threading.get_ident()}:
             raise RuntimeError(
                 "a forward with gradients began while another thread ran one of the same attached model, and a module "
                 "holds the 16-bit weights of one forward: run them one after the other, or give the other thread a "

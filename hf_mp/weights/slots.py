@@ -50,10 +50,10 @@ class Slots:
     Args:
         layout, model: whose weights they are.
         crossings: what the borders ask.
-        has_grad: whether the forward runs with grad.
-        is_scaled: whether the loss is scaled.
         uses: which weights products use.
         made_earlier: whether an earlier forward of the model made an autograd node.
+        has_grad: whether the forward runs with grad.
+        is_scaled: whether the loss is scaled.
         group_elements: the most elements of weights that share a border.
         kind: of the forward, whose first is looked at.
     """
@@ -63,10 +63,10 @@ class Slots:
         layout: WeightLayout,
         model: nn.Module,
         crossings: Crossings,
-        has_grad: bool,
-        is_scaled: bool,
         uses: ProductUses,
         made_earlier: Callable[[Any], bool],
+        has_grad: bool,
+        is_scaled: bool,
         group_elements: int,
         kind: Hashable,
     ) -> None:

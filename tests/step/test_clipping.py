@@ -17,10 +17,11 @@ PRECISIONS = ["bf16", "fp16", "bf16-lean", "fp16-lean"]
 by_precision = pytest.mark.parametrize("precision", PRECISIONS)
 
 
-def after_backward(precision: str = "bf16", factor: float = 1.0) -> tuple[Any, Any]:
+def after_backward(precision: str = "bf16", factor: float = 1.0, **settings: Any) -> tuple[Any, Any]:
     use = lambda m, x: m.second(m.first(x).tanh()).float().square().mean()  # noqa: E731
     model: Any = Using(use, first=linear(), second=nn.Linear(8, 4))
-    model, optimizer = hf_mp.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), precision)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    model, optimizer = hf_mp.prepare(model, optimizer, precision, **settings)
     (model(torch.randn(3, 8)) * factor).backward()
     return model, optimizer
 
@@ -92,6 +93,15 @@ def test_an_infinite_norm_of_finite_gradients_skips_nothing() -> None:
     assert clip(model, optimizer).isinf()  # which makes zeros of them
     optimizer.step()
     assert not optimizer.step_was_skipped
+
+
+def test_gradients_that_are_only_measured_stay_as_they_are() -> None:
+    model, optimizer = after_backward(max_grad_norm=torch.inf)
+    for parameter in model.parameters():
+        parameter.grad.fill_(2.0**63.9)
+    optimizer.step()
+    assert model.forward.runtime.grad_norm.isinf() and not optimizer.step_was_skipped
+    assert all((parameter.grad == 2.0**63.9).all() for parameter in model.parameters())
 
 
 class TestInTheStep:

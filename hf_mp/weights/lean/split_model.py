@@ -19,8 +19,6 @@ from hf_mp.weights.lean.split_parameter import (
 )
 from hf_mp.weights.model_walk import modules_of, parameters_of, widen_buffers
 
-_CONFIG_NAME = "config.json"  # transformers.utils.CONFIG_NAME
-
 
 def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
     """Split what is trainable and not split yet, in ``dtype``; tells whether there was anything to split.
@@ -83,7 +81,7 @@ def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) 
     result = type(model).save_pretrained(model, save_directory, *args, **kwargs)
     config = getattr(model, "config", None)
     # An adapter is saved without one.
-    if config is not None and kwargs.get("is_main_process", True) and Path(save_directory, _CONFIG_NAME).is_file():
+    if config is not None and kwargs.get("is_main_process", True) and Path(save_directory, "config.json").is_file():
         config.dtype = torch.float32
         config.save_pretrained(save_directory)
     return result
