@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.diagnostics.cures import find_rules
-from hf_mp.diagnostics.given_batches import call, checked
+from hf_mp.diagnostics.given_batches import call, checked, loss_of
 from hf_mp.diagnostics.kept_state import eagerly, gradients_set_aside, untouched, weights_kept
 from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.diagnostics.range_report import CLOSE_DOUBLINGS, RangeReport
@@ -22,8 +21,6 @@ from hf_mp.diagnostics.ranges import STAND_IN, OpRange, RangeRecorder
 from hf_mp.policy import PrecisionPolicy, needs_loss_scale
 from hf_mp.scaling.rules import FP16_MAX
 from hf_mp.step.mixed_precision import MixedPrecision
-
-SAFE = FP16_MAX / 2**CLOSE_DOUBLINGS
 
 
 def calibrate(
@@ -84,14 +81,12 @@ def _look(
     """What the batches show, with a backward; or, given further ``rules``, in the forward alone."""
     backward = rules is None
     runtime.add_rules(rules or {})
-    recorder = RangeRecorder(SAFE, backward=backward)
+    recorder = RangeRecorder(FP16_MAX / 2**CLOSE_DOUBLINGS, backward=backward)
     for batch in batches:
         with recorder.recording(runtime.region, model), torch.set_grad_enabled(backward):
             outputs = call(model, batch)
         # Without labels there is none, and the forward alone is told of.
-        # As for any model: a scalar with a gradient is the loss, whatever its name.
-        loss = next((t for t in tensors_in(outputs) if t.numel() == 1 and t.requires_grad), None)
-        if loss is not None:
+        if (loss := loss_of(outputs)) is not None:
             loss.backward()
             model.zero_grad()
     return recorder.ranges()

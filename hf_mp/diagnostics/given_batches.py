@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from hf_mp.casting.nested import named_tensors
 
 
 def checked(batches: Iterable[Any]) -> list[Any]:
@@ -20,3 +22,9 @@ def call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def loss_of(outputs: Any) -> Tensor | None:
+    """The loss that a model returned: of the scalars with a gradient the one of this name, else the first."""
+    scalars = {name: tensor for name, tensor in named_tensors(outputs) if tensor.numel() == 1 and tensor.requires_grad}
+    return scalars.get("loss", next(iter(scalars.values()), None))

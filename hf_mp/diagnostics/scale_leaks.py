@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_mp.diagnostics.given_batches import call
+from hf_mp.diagnostics.given_batches import call, loss_of
 from hf_mp.diagnostics.kept_state import gradients_set_aside, keep_random_states, untouched
 from hf_mp.diagnostics.magnitudes import sample
 from hf_mp.diagnostics.overflow import runtime_of
@@ -55,17 +55,9 @@ def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callabl
     attached = runtime.model
     if attached is None or not runtime.check.is_scaled:
         return
+    compute = loss_of if loss is None else loss
     with gradients_set_aside(attached.parameters()), torch.enable_grad():
-
-        def backward() -> None:
-            outputs = call(attached, batch)
-            if loss is not None:
-                outputs = loss(outputs)
-            elif isinstance(outputs, (Mapping, tuple, list)):
-                outputs = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
-            outputs.backward()
-
-        refuse_leaks(runtime, backward)
+        refuse_leaks(runtime, lambda: compute(call(attached, batch)).backward())  # type: ignore[union-attr]
 
 
 def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:

@@ -58,13 +58,13 @@ class TensorRange:
         # In FP64, which holds the magnitudes of every dtype that is looked at.
         values = real_values(tensor.detach())
         magnitudes = values[values.isfinite()].abs().to(torch.float64)
-        some = magnitudes.numel() > 0
+        smallest, largest = (one.item() for one in magnitudes.aminmax()) if magnitudes.numel() else (None, None)
         return cls(
             name=name,
             dtype=str(tensor.dtype).removeprefix("torch."),
             shape=tuple(tensor.shape),
-            largest=magnitudes.max().item() if some else None,
-            smallest=magnitudes.min().item() if some else None,
+            largest=largest,
+            smallest=smallest,
             inf_count=int(values.isinf().sum()),
             nan_count=int(values.isnan().sum()),
         )
