@@ -128,25 +128,20 @@ def _held_by(model: nn.Module) -> tuple[dict[Tensor, Tensor], list[tuple[Any, An
     held: list[tuple[str, Any]] = [(name, value) for registry in registries for name, value in registry.items()]
     own = [value for name, value in held if name[0] != "_" and type(value) in (list, dict)]  # the others are torch's
     tensors = {t: t.detach().clone() for _, t in held if isinstance(t, Tensor) and not t.is_inference()}
-    containers: list[Any] = [*registries, *own]
-    return tensors, [(container, container.copy()) for container in containers]
+    return tensors, [(container, container.copy()) for container in (*registries, *own)]
 
 
 @contextlib.contextmanager
 def gradients_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Set gradients to None, and restore them at the end, scaled ones unchanged."""
-    kept = []
-    for parameter in parameters:
-        # A split parameter has gradients apart from .grad.
-        others = {name: getattr(parameter, name) for name in ("_scaled", "_read") if hasattr(parameter, name)}
-        kept.append((parameter, _GRAD.__get__(parameter), others))
-        parameter.grad = None
-    try:
+    with contextlib.ExitStack() as restored:
+        for parameter in parameters:
+            # A split parameter has gradients apart from .grad.
+            others = {name: getattr(parameter, name) for name in ("_scaled", "_read") if hasattr(parameter, name)}
+            restored.callback(vars(parameter).update, others)
+            restored.callback(_GRAD.__set__, parameter, _GRAD.__get__(parameter))
+            parameter.grad = None
         yield
-    finally:
-        for parameter, gradient, others in kept:
-            _GRAD.__set__(parameter, gradient)
-            vars(parameter).update(others)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ from hf_mp.casting.uncompiled import is_compiled
 from hf_mp.casting.watching import watching
 from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride, swamped
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
-from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.lean.split_parameter import gradient_and_factor, master_sample
 from hf_mp.weights.ranks.placement import is_sharded, local_part
@@ -35,7 +34,7 @@ class MagnitudeCollector(ExitStack):
     Weight gradients are the sum of all micro-batches, before clipping. Weights and updates are of the FP32 masters.
     """
 
-    def __init__(self, runtime: MixedPrecision, model: nn.Module, forward: AttachedForward) -> None:
+    def __init__(self, runtime: MixedPrecision, model: nn.Module, entry: nn.Module) -> None:
         super().__init__()  # which holds the hooks
         self._runtime, self._model = runtime, model
         self._weights: dict[tuple[str, str], nn.Parameter] = {}
@@ -53,8 +52,8 @@ class MagnitudeCollector(ExitStack):
         if is_compiled(model):
             self._notes.append(COMPILED)
             return
-        entry = forward.module()  # what it returns has left the scaled region
-        # A scripted module takes no hooks; one without parameters gives what others have made.
+        # A scripted module takes no hooks; one without parameters gives what others have made; what `entry` returns has
+        # left the scaled region.
         inside = {
             name: module
             for name, module in model.named_modules()

@@ -22,7 +22,6 @@ from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, as_record
 from hf_mp.environment.machine import describe_hardware, package_versions
 from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import StepReport, headroom_left, whole
-from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
 
 UNEXPLAINED = (
@@ -57,11 +56,11 @@ class PrecisionRecorder(StepObserver):
         self._has_begun = False
         self._written_reports = self._written_remedies = 0
 
-    def forward(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         runtime = self._runtime
         if self._collector is None and runtime.stats.steps >= self._due and runtime.model is not None:
             self._due = runtime.stats.steps + self.histogram_steps
-            self._collector = MagnitudeCollector(runtime, runtime.model, forward)
+            self._collector = MagnitudeCollector(runtime, runtime.model, forward.module())
 
     def backward_ended(self, largest: Tensor | None) -> None:
         if self._collector is not None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import WITH_WEIGHTS, Product
@@ -92,7 +91,7 @@ class RangeRecorder:
     def __init__(self, limit: float = FP16_MAX, *, backward: bool = False) -> None:
         self._limit, self._backward = limit, backward
         self._found: dict[tuple[str, str], OpRange] = {}  # by module and op
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = ExitStack()
 
     def recording(self, mode: Any, model: nn.Module) -> AbstractContextManager[None]:
         """To run forwards of ``model`` and backwards in, under the autocast ``mode``."""
@@ -100,9 +99,7 @@ class RangeRecorder:
 
     def ranges(self) -> tuple[OpRange, ...]:
         """What was recorded, in the order of the first calls; ends the recording of gradients."""
-        for hook in self._hooks:  # parameters keep theirs else
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.close()  # parameters keep theirs else
         return tuple(self._found.values())
 
     def _record(self, call: WatchedCall) -> Any:
@@ -143,7 +140,7 @@ class RangeRecorder:
         self._found[key] = self._found.get(key, found).with_call(found)
         for tensor in in_16_bits:
             if self._backward and tensor.requires_grad:
-                self._hooks.append(tensor.register_hook(functools.partial(self._take_gradient, key)))
+                self._hooks.callback(tensor.register_hook(functools.partial(self._take_gradient, key)).remove)
 
     def _take_gradient(self, key: tuple[str, str], gradient: Tensor | None) -> None:
         if gradient is not None:
