@@ -81,10 +81,13 @@ def compare_precisions(
 
 
 def _notes(output: str, errors: Iterable[PrecisionError]) -> tuple[str, ...]:
-    of_output = f"The model returns no logits: compared is its first floating output, {output!r}."
-    of_range = "Where FP16 gives inf or NaN, hf_mp.calibrate finds the rules that keep the model in range."
-    is_finite = all(math.isfinite(one.logits_rms) for one in errors)
-    return (*([] if output == "logits" else [of_output]), *([] if is_finite else [of_range]))
+    notes = {
+        f"The model returns no logits: compared is its first floating output, {output!r}.": output != "logits",
+        "Where FP16 gives inf or NaN, hf_mp.calibrate finds the rules that keep the model in range.": any(
+            not math.isfinite(one.logits_rms) for one in errors
+        ),
+    }
+    return tuple(note for note, holds in notes.items() if holds)
 
 
 def _variants(precisions: Any, tables: TableName) -> list[tuple[PrecisionPolicy, Rules]]:

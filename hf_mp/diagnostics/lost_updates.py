@@ -106,8 +106,12 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> TrainingCheck:
     held = {name: isinstance(value, Tensor) for name, value in next(iter(inner.state.values()), {}).items()}
     said = {name: value is not False for name, value in {**vars(inner), **inner.defaults}.items()}
     keeps_bits = any(holds for name, holds in {**held, **said}.items() if _KEEPS_BITS.search(name))
-    rate, beta2 = learning_rate_of(groups) or None, beta2_of(groups)
-    evidence = Evidence(learning_rate=rate, beta2=beta2, keeps_bits=keeps_bits, is_training=True)
+    evidence = Evidence(
+        learning_rate=learning_rate_of(groups) or None,
+        beta2=beta2_of(groups),
+        keeps_bits=keeps_bits,
+        is_training=True,
+    )
     for name, parameter, group in trained:
         _look_at(name, parameter, group, optimizer, evidence)
     return TrainingCheck(tuple(evidence.weights), evidence.learning_rate, find_risks(evidence), keeps_bits)
@@ -123,13 +127,14 @@ def _trained(model: Any, optimizer: Any) -> tuple[Optimizer, list[tuple[str, nn.
     # Neither the settings nor the state's own keys are at accelerate's wrapper.
     optimizer = getattr(as_accelerated(optimizer), "optimizer", optimizer)
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    named = [(name, one) for name, one in model.named_parameters() if id(one) in groups and one.requires_grad]
-    if not named:
+    named = model.named_parameters()
+    trained = [(name, one, groups[id(one)]) for name, one in named if id(one) in groups and one.requires_grad]
+    if not trained:
         raise ValueError(
             f"no trainable parameter of this {type(model).__name__} is in the {type(optimizer).__name__}: make the "
             "optimizer from model.parameters()"
         )
-    return optimizer, [(name, one, groups[id(one)]) for name, one in named]
+    return optimizer, trained
 
 
 def _look_at(name: str, parameter: nn.Parameter, group: dict[str, Any], optimizer: Any, evidence: Evidence) -> None:

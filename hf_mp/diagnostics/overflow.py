@@ -196,4 +196,4 @@ def suspects_of(backwards: list[KeptBackward]) -> list[KeptBackward]:
         bad = [b for b in backwards if b.largest is not None and not b.largest.item() < SQUARES_BELOW]
         return bad[:1] or backwards
     # Where nothing has measured them, as at a loss scale of 1: a bad loss is the likeliest.
-    return sorted(backwards, key=lambda backward: not backward.has_bad_loss())
+    return sorted(backwards, key=KeptBackward.has_bad_loss, reverse=True)

@@ -129,9 +129,10 @@ class OverflowReport:
 
     def to_text(self) -> str:
         rank = f", rank {self.rank}" if self.rank else ""
-        where = f"micro-batch {self.micro_batch} of {self.micro_batches}{rank}"
-        scale = scale_text(self.loss_scale)
-        lines = [f"Step {self.step} ({where}) was skipped at loss scale {scale}. {self.headline}."]
+        lines = [
+            f"Step {self.step} (micro-batch {self.micro_batch} of {self.micro_batches}{rank}) was skipped at loss "
+            f"scale {scale_text(self.loss_scale)}. {self.headline}."
+        ]
         lines += [f"  in:  {found}" for found in self.inputs]
         lines += [f"  out: {found}" for found in self.outputs]
         if self.nonfinite_gradients:

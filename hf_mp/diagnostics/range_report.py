@@ -59,15 +59,14 @@ class RangeReport:
         return file
 
     def __str__(self) -> str:
-        shown = [op for op in self.ops if op.overflows or op.is_within(CLOSE_DOUBLINGS)]
         header = ("module", "op", "largest", "headroom", "largest gradient", "in FP16")
-        rows = [(op.module, op.op, *_cells(op)) for op in shown]
+        rows = [(op.module, op.op, *_cells(op)) for op in self.ops if op.overflows or op.is_within(CLOSE_DOUBLINGS)]
         title = f"{self.model} in {self.precision}, {self.batches} batches"
-        text = f"{title}\n{aligned([header, *rows], range(2, 5))}\n" if rows else ""
-        lines = [f"{len(self.overflows)} of {len(self.ops)} ops overflow in FP16, {len(self.close)} come close."]
+        lines = [title, aligned([header, *rows], range(2, 5))] if rows else []
+        lines.append(f"{len(self.overflows)} of {len(self.ops)} ops overflow in FP16, {len(self.close)} come close.")
         needed = "" if self.overflows else "No rules are needed."
         lines += [*self.notes, f"rules={self.rules}" if self.rules else needed]
-        return text + "".join(f"{line}\n" for line in lines if line)  # rules are to be copied: no line ends
+        return "".join(f"{line}\n" for line in lines if line)  # rules are to be copied: no line ends
 
 
 def _cells(op: OpRange) -> tuple[str, str, str, str]:

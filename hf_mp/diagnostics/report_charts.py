@@ -46,8 +46,8 @@ def silhouette(histogram: Histogram, log2_scale: int = 0) -> str:
         return ""
     lowest, highest = min(heights), max(heights.values())
     # Rounded up, so that a single value among millions is seen.
-    tops = {place: HEIGHT - math.ceil(HEIGHT * heights[place] / highest) for place in range(lowest, max(heights) + 1)}
-    bars = "".join(f"V{top}H{OCTAVE_WIDTH * (place + 1 - LOWEST)}" for place, top in tops.items())
+    tops = (HEIGHT - math.ceil(HEIGHT * heights[place] / highest) for place in range(lowest, max(heights) + 1))
+    bars = "".join(f"V{top}h{OCTAVE_WIDTH}" for top in tops)
     return f"M{OCTAVE_WIDTH * (lowest - LOWEST)},{HEIGHT}{bars}V{HEIGHT}"
 
 

@@ -97,6 +97,5 @@ def from_record(record: Mapping[str, Any]) -> StepMagnitudes:
         TensorMagnitudes(Kind(kind), layer, tensor, stride, Histogram(tuple(found.tolist())), Swamped(*lost))
         for (kind, layer, tensor, stride, *lost), found in zip(record["tensors"], counts.reshape(-1, BINS), strict=True)
     ]
-    step, scale, notes = (record[name] for name in ("step", "loss_scale", "notes"))
     # A log may be damaged anywhere, and the page draws a logarithm of the scale.
-    return StepMagnitudes(int(step), float(scale), tuple(tensors), tuple(notes))
+    return StepMagnitudes(int(record["step"]), float(record["loss_scale"]), tuple(tensors), tuple(record["notes"]))

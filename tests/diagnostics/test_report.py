@@ -160,10 +160,10 @@ def test_shares_are_readable_and_never_rounded_to_none_or_all(share: float, text
 
 def test_a_silhouette_is_the_histogram_shifted_by_the_loss_scale() -> None:
     found = histogram(torch.tensor([1.0] * 10 + [2.0] * 5 + [0.0] * 50))
-    assert charts.silhouette(found) == "M480,100V0H490V50H500V100"
-    assert charts.silhouette(found, 4) == "M520,100V0H530V50H540V100"
+    assert charts.silhouette(found) == "M480,100V0h10V50h10V100"
+    assert charts.silhouette(found, 4) == "M520,100V0h10V50h10V100"
     beyond = charts.silhouette(histogram(torch.tensor([2.0**-60] * 2 + [2.0**40] * 10)))
-    assert beyond.startswith("M0,100V80H10V100H20") and beyond.endswith("V100H670V0H680V100")
+    assert beyond.startswith("M0,100V80h10V100h10") and beyond.endswith("V100h10V0h10V100")
     assert charts.silhouette(histogram(torch.zeros(3))) == ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,10 +67,14 @@ def check_folder(
         raise ValueError(f"a learning rate must be positive and finite, as 1e-5, not {learning_rate}")
     folder = read_folder(path)
     evidence = evidence_of(folder, learning_rate, keeps_bits=keeps_bits)
-    held: dict[str, Counter[str]] = {}
+    held: dict[str, Counter[str]] = defaultdict(Counter)
     for role, words in _ROLES.items():
         for one in getattr(evidence, role):
-            held.setdefault(words, Counter())[spell(one.dtype)] += one.elements
-    # A folder of a model alone may be there to be served: only who trains it on loses updates.
-    undecided = bool(evidence.narrow_weights) and not (evidence.is_training or keeps_bits)
-    return FolderCheck(str(folder.path), held, find_risks(evidence), undecided)
+            held[words][spell(one.dtype)] += one.elements
+    return FolderCheck(
+        str(folder.path),
+        dict(held),
+        find_risks(evidence),
+        # A folder of a model alone may be there to be served: only who trains it on loses updates.
+        needs_learning_rate=bool(evidence.narrow_weights) and not (evidence.is_training or keeps_bits),
+    )

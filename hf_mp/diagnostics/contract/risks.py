@@ -172,9 +172,9 @@ def _other_masters(evidence: Evidence) -> Words:
     # Optimizers number their masters: each is compared with the weight of its size that is nearest to it. DeepSpeed's
     # are flat and cut across ranks, so that none has the size of a weight.
     for master in evidence.masters if evidence.is_saved else ():
-        alike = [one for one in evidence.narrow_weights if one.values.shape == master.values.shape]
-        shares = [(_share_apart(master, one), one.name) for one in alike if one.elements == master.elements]
-        nearest += sorted(shares)[:1]
+        size = master.elements, len(master.values)
+        alike = [one for one in evidence.narrow_weights if (one.elements, len(one.values)) == size]
+        nearest += sorted((_share_apart(master, one), one.name) for one in alike)[:1]
     # A thousandth is left for what an optimizer rounds otherwise, such as stochastically.
     off = [(share, name) for share, name in nearest if share > 1e-3]
     if not off:
