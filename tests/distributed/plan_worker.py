@@ -70,5 +70,6 @@ def presets_of(name: str) -> dict[str, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    CPU_PRODUCTS[torch.float16] = False  # as where it is planned: tests/conftest.py
+    # As where it is planned: tests/conftest.py.
+    CPU_PRODUCTS.update({torch.float16: False, torch.bfloat16: torch.backends.mkldnn.is_available()})
     write_results({name: partial(presets_of, name) for name in sys.argv[2:]})
