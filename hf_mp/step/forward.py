@@ -78,15 +78,8 @@ class _Passage:
     @torch.compiler.disable
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         self._inside.__exit__(kind, error, traceback)
-        if self._weights is None:
-            return
-        self._runtime.region.ended(self._weights)
-        # In the place of torch's error too, which of a copy that was written does not say what to do.
-        if self._weights.written is not None and isinstance(error, RuntimeError | None):
-            raise RuntimeError(
-                f"a forward wrote into {self._weights.written} in place, which the first of its kind did not, so that "
-                "its 16-bit copy was written and not the weight: write weights between forwards"
-            )
+        if self._weights is not None:
+            self._runtime.region.ended(self._weights)
 
     @torch.compiler.disable
     def bring_out(self, outputs: Any) -> Any:

@@ -99,19 +99,16 @@ class Region(autocast):
         thread.lowers_caches = is_reading and self._lowers_attention()
         thread.is_dispatched, thread.sees_calls = False, True
         if weights is not None:
-            weights.fill()
             thread.is_dispatched = self._may_be_dispatched()
             thread.sees_calls = weights.is_watched or not thread.is_dispatched
         kernels = self._kernels() if thread.is_dispatched else nullcontext()
         self._threads.append(ident)
         try:
-            with self.layout.saving(), kernels, self:
+            with weights or nullcontext(), self.layout.saving(), kernels, self:
                 yield
         finally:
             self._threads.remove(ident)
             vars(thread).update(before)
-            if weights is not None:
-                weights.clear()
 
     def _may_be_dispatched(self) -> bool:
         """Whether kernels may make the calls of a forward that are in tables."""

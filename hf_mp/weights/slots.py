@@ -90,7 +90,6 @@ class Slots:
         self._slots: list[Slot] = []
         self._filled: list[tuple[Slot, Tensor]] = []  # what lies where
         self._versions: list[int] = []  # of what lies in the slots: a write in place raises it
-        self.written: str | None = None  # a weight of which the forward wrote the copy
         self._handles: list[RemovableHandle] = []  # of FSDP's modules
         # autograd numbers nodes as they are made; nothing public tells which of two is older.
         self.first_node = torch.autograd._get_sequence_nr()
@@ -140,7 +139,7 @@ class Slots:
         by_identity.pop(id(None), None)
         return inside
 
-    def fill(self) -> None:
+    def __enter__(self) -> None:
         """Put what is inside into the slots; where FSDP shards the weights, when it has gathered them."""
         for slot, value in self._filled:
             slot.module._parameters[slot.name] = value  # type: ignore[assignment]
@@ -191,18 +190,25 @@ class Slots:
                 slot.module._parameters[slot.name] = slot.weight  # type: ignore[assignment]
 
     @torch.no_grad()
-    def clear(self) -> None:
-        """Give the slots back. A copy that was written, and its weight not, is rounded anew."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        """Give the slots back. A copy that was written, and its weight not, is rounded anew, and the write refused."""
+        written = None
         for version, (slot, value) in zip(self._versions, self._filled, strict=False):
             if value._version != version and not torch.equal(value, slot.weight.to(value.dtype)):
                 value.detach().copy_(slot.weight)
-                self.written = f"{type(slot.module).__name__}.{slot.name}"
+                written = f"{type(slot.module).__name__}.{slot.name}"
         self._give_back(self._filled)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         if not self._layout.keeps_copies:
             self._filled.clear()
+        # In the place of torch's error too, which of a copy that was written does not say what to do.
+        if written is not None and isinstance(error, RuntimeError | None):
+            raise RuntimeError(
+                f"a forward wrote into {written} in place, which the first of its kind did not, so that its 16-bit "
+                "copy was written and not the weight: write weights between forwards"
+            )
 
     def data_of(self, tensor: Tensor) -> list[Tensor]:
         """Of what is inside of a weight, all tensors whose ``.data`` is the weight's, it first; else ``tensor``."""

@@ -198,6 +198,25 @@ def test_a_late_write_in_place_is_refused(is_watched: bool) -> None:
     assert torch.equal(model.layer.weight, before) and torch.equal(model(X), expected)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of the forward that teaches
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_write_in_place_where_a_checkpoint_is_computed_again_is_refused(use_reentrant: bool) -> None:
+    def block(model: Any, x: Tensor) -> Tensor:
+        if model.writes:
+            with torch.no_grad():
+                model.layer.weight.mul_(0.5)
+        return model.layer(x)
+
+    model = attached(lambda m, x: checkpoint(block, m, x, use_reentrant=use_reentrant), writes=False)
+    x, before = X.clone().requires_grad_(), model.layer.weight.clone()
+    expected = model(x)
+    model.writes = True
+    with pytest.raises(RuntimeError, match=r"wrote into Linear\.weight in place, which the first of its kind did not"):
+        expected.sum().backward()
+    model.writes = False
+    assert torch.equal(model.layer.weight, before) and torch.equal(model(x), expected)
+
+
 def test_a_function_of_torchscript_has_gradients_of_one_dtype_alone() -> None:
     @torch.jit.script
     def scripted(x: Tensor, weight: Tensor) -> Tensor:
