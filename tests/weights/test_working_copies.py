@@ -241,6 +241,17 @@ class TestWatching:
             unwatch(made)
             assert type(made) is kind
 
+    def test_what_is_not_watched_is_not_compared_with_its_copy_at_each_use(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Special(nn.Parameter):
+            pass
+
+        parameter, copies = Special(random(3, 5)), WorkingCopies(torch.float16)
+        copies.get(parameter)
+        monkeypatch.setattr(torch, "equal", lambda *tensors: pytest.fail("the host would wait for the device"))
+        assert copies.get(parameter) is copies.get_all([parameter])[id(parameter)]
+
     @pytest.mark.parametrize("requires_grad", [True, False])
     @pytest.mark.parametrize("read", [True, False], ids=["data was read", "data was not read"])
     @pytest.mark.parametrize("save", [pickle.dump, torch.save], ids=["pickle", "torch.save"])
