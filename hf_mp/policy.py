@@ -276,12 +276,12 @@ class PrecisionPolicy:
     def __str__(self) -> str:
         switches = [f"{name}=true" for name in SWITCHES if getattr(self, name)]
         plain = replace(self, **dict.fromkeys(SWITCHES, False))  # type: ignore[arg-type]
-        said = [name for name, preset in PRESETS.items() if preset == plain]
-        if not said:
-            dtypes = {name: getattr(self, name) for name in _DTYPE_FIELDS}
-            said = [f"{name}={compute_dtype(dtype).name}" for name, dtype in dtypes.items() if dtype is not None]
-            said.append(f"loss_scale={self.loss_scale or 'none'}")
-        return ",".join([*said, *switches])
+        for name, preset in PRESETS.items():
+            if preset == plain:
+                return ",".join([name, *switches])
+        named = {name: getattr(self, name) for name in _DTYPE_FIELDS}
+        dtypes = [f"{name}={compute_dtype(dtype).name}" for name, dtype in named.items() if dtype is not None]
+        return ",".join([*dtypes, f"loss_scale={self.loss_scale or 'none'}", *switches])
 
 
 def _read_field(key: str, value: str) -> object:

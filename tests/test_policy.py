@@ -106,6 +106,11 @@ def test_a_policy_parses_as_itself() -> None:
     assert PrecisionPolicy.parse(policy) is policy
 
 
+def test_a_second_name_of_a_preset_changes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, "mine", PRESETS["fp16"])
+    assert PrecisionPolicy.parse("mine") == PRESETS["fp16"] and str(PrecisionPolicy.parse("mine")) == "fp16"
+
+
 def test_a_policy_is_frozen_and_hashable() -> None:
     policy = PrecisionPolicy.parse("fp16")
     for field in dataclasses.fields(policy):
