@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_mp.casting.nested import named_tensors
 from hf_mp.memory.sizes import largest_first, readable
 from hf_mp.weights.lean.split_parameter import SplitParameter
 
@@ -177,10 +176,13 @@ def gradients_of(parameter: nn.Parameter) -> list[Tensor]:
 def _inside(values: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Tensors in attributes, in containers of them, and in bitsandbytes' own state objects."""
     for name, value in values.items():
-        if _is_bitsandbytes(value):
-            yield from _inside({f"{name}.{key}": item for key, item in vars(value).items()})
-        else:
-            yield from named_tensors(value, name)
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            yield from _inside({f"{name}.{index}": item for index, item in enumerate(value)})
+        elif type(value) is dict or _is_bitsandbytes(value):  # others, as nodes of a tree, may refer to each other
+            items = value if type(value) is dict else vars(value)
+            yield from _inside({f"{name}.{key}": item for key, item in items.items()})
 
 
 def _is_bitsandbytes(value: Any) -> bool:

@@ -1,3 +1,6 @@
+from dataclasses import dataclass, field
+from typing import Any
+
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
@@ -54,6 +57,18 @@ def test_buffers_gradients_and_plain_attributes_have_kinds_of_their_own():
     assert footprint.by_dtype == {"float32": 52, "float16": 10, "int8": 7}
     assert footprint.total_bytes == storages_of(model) == 69
     assert footprint.transformers_bytes == 12 + 17
+
+
+def test_attributes_that_refer_to_each_other_are_no_containers():
+    @dataclass(eq=False)
+    class Node:
+        parent: Any = None
+        children: list[Any] = field(default_factory=list)
+
+    model = nn.Linear(3, 3)
+    model.tree = Node()
+    model.tree.children.append(Node(parent=model.tree))
+    assert memory_footprint(model).total_bytes == 48
 
 
 def test_meta_tensors_are_named_and_hold_nothing():
