@@ -65,7 +65,7 @@ class TrainingSettings:
     batch_size: int = 1  # sequences in one forward
     accumulation_steps: int = 1  # micro-batches in one update
     gradient_checkpointing: bool = False  # whether blocks are recomputed in backward
-    optimizer: str  # as in TrainingArguments(optim=...)
+    optimizer: str = "adamw_torch_fused"  # as in TrainingArguments(optim=...), whose default this is
     free_gradients: FreeGradients = "step"  # as for MixedPrecision
 
     def __post_init__(self) -> None:
@@ -283,8 +283,8 @@ def make_settings(
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if seq_len is None:
         seq_len = min(positions or 1024, 1024)
-    # TrainingArguments' is fused, and a fused update takes no mixture of DTensors and plain tensors.
-    default = "adamw_torch" if settings.get("parallel") == "tp" else "adamw_torch_fused"
+    # A fused update takes no mixture of DTensors and plain tensors.
+    default = "adamw_torch" if settings.get("parallel") == "tp" else TrainingSettings.optimizer
     asked = TrainingSettings(
         precision=spell(precision),
         seq_len=seq_len,
