@@ -188,7 +188,8 @@ def inward_borders(
             node._set_sequence_nr(_AT_ONCE)
     first_copy = len(outside) if with_aliases else 0
     of_copies = iter(inside[first_copy:])
-    return list(inside[:first_copy] or outside), [None if copy is None else next(of_copies) for copy in copies]
+    aliases = list(inside[:first_copy] if with_aliases else outside)
+    return aliases, [None if copy is None else next(of_copies) for copy in copies]
 
 
 class _Edges:
