@@ -28,27 +28,34 @@ def check_first_backward(runtime: MixedPrecision, args: TrainingArguments, accel
         What gives ``accelerator.backward`` back, where it was not called or has been.
     """
 
-    def restore() -> None:
-        if getattr(accelerator.backward, "is_first_check", False):
-            del accelerator.backward
-
-    restore()  # of a run that failed before its first backward
+    left: Any = getattr(accelerator.backward, "restore", None)
+    if left is not None:  # by a run that failed before its first backward
+        left()
     modules = () if runtime.model is None else runtime.model.modules()
     is_compiled = args.torch_compile or any(module._compiled_call_impl is not None for module in modules)
     # Each backward would be reduced over the processes; a compiled one frees what it has used.
     if args.world_size > 1 or is_compiled:
-        return restore
-    backward = accelerator.backward
+        return lambda: None
+    backward, own = accelerator.backward, vars(accelerator).get("backward")
+    is_first = True
+
+    def restore() -> None:
+        # Not where somebody else has replaced it since.
+        if vars(accelerator).get("backward") is checked:
+            del accelerator.backward
+            if own is not None:
+                accelerator.backward = own
 
     def checked(loss: Tensor, **kwargs: Any) -> None:
+        nonlocal is_first
         restore()
-        model = runtime.model
+        was_first, is_first, model = is_first, False, runtime.model
         # Gradients that are there already, of a step that failed before, would be compared along.
-        if model is not None and all(parameter.grad is None for parameter in model.parameters()):
+        if was_first and model is not None and all(parameter.grad is None for parameter in model.parameters()):
             refuse_leaks(runtime, lambda: backward(loss, **{**kwargs, "retain_graph": True}))
         backward(loss, **kwargs)
 
     # On the instance: Trainer.training_step calls accelerator.backward, for which accelerate has no hook.
-    checked.is_first_check = True  # type: ignore[attr-defined]
+    checked.restore = restore  # type: ignore[attr-defined]
     accelerator.backward = checked
     return restore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from trainer_runs import arguments, make_trainer, tiny_gpt2, token_rows, weights
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from hf_mp import MixedPrecisionArguments, ScaleLeakError, prepare
 from hf_mp.trainer.first_backward import check_first_backward
@@ -98,3 +99,27 @@ def test_the_check_of_a_run_that_failed_before_its_first_backward_is_not_kept(tm
     ids = torch.arange(8)[None]
     accelerator.backward(model(input_ids=ids, labels=ids).loss)
     assert first is not accelerator.backward and "backward" not in vars(accelerator)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_others_have_put_in_the_place_of_backward_stays(tmp_path: Path, when: str) -> None:
+    trainer, ran = trainer_of(tmp_path, "subclass", max_steps=3), []
+
+    class Wraps(TrainerCallback):
+        def wrap(self, *args: Any, **kwargs: Any) -> None:
+            own = trainer.accelerator.backward
+
+            @functools.wraps(own)
+            def timed(loss: torch.Tensor, **kwargs: Any) -> None:
+                ran.append(trainer.state.global_step)
+                own(loss, **kwargs)
+
+            trainer.accelerator.backward = timed
+
+    if when == "before":
+        Wraps().wrap()
+    else:
+        Wraps.on_train_begin = Wraps.wrap
+        trainer.add_callback(Wraps())
+    trainer.train()
+    assert sorted(set(ran)) == [0, 1, 2] and ran.count(1) == ran.count(2) == 1
