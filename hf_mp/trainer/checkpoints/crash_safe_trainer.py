@@ -58,7 +58,7 @@ class CrashSafe(Trainer):
             try:
                 # The lock before the signals: nothing is there to save yet while another run is waited for.
                 self._begin(at_end, resume_from_checkpoint)
-                checkpoint = None if self._resumed_from is None else str(self._resumed_from)
+                checkpoint = resume_from_checkpoint if self._resumed_from is None else str(self._resumed_from)
                 if self.session.settings.handle_preemption:
                     at_end.enter_context(watch.watching())
                 output = super().train(checkpoint, *args, **kwargs)
@@ -151,9 +151,12 @@ class CrashSafe(Trainer):
         loaded_state.check_parameters(checkpoint, loaded)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with loaded_state.naming(str(checkpoint), "the state of the optimizer or the scheduler"):
+        if checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and self.optimizer is not None:
+            return
+        with loaded_state.naming(checkpoint, "the state of the optimizer or the scheduler"):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        if self.optimizer is not None:
             loaded_state.check_optimizer(checkpoint, self.optimizer)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -179,7 +182,9 @@ class CrashSafe(Trainer):
 
 
 def _choose(run_directory: Path) -> int:
-    chosen, warning = inspection.choose_newest_whole(run_directory, inspection.list_checkpoints(run_directory))
+    # In the words of the stock Trainer, which programs look for.
+    place = f"output directory ({run_directory})"
+    chosen, warning = inspection.choose_newest_whole(place, inspection.list_checkpoints(run_directory))
     if warning:
         logger.warning(warning)
     return inspection.step_of(chosen) or 0

@@ -99,9 +99,9 @@ def warn_of_missing_state(checkpoint: Path, world_size: int) -> None:
 
 
 def choose_newest_whole(
-    directory: Path, checkpoints: Sequence[Path], look: Callable[[Path], list[str]] = find_problems
+    place: Path | str, checkpoints: Sequence[Path], look: Callable[[Path], list[str]] = find_problems
 ) -> tuple[Path, str]:
-    """The last of the ``checkpoints`` in ``directory`` without a problem.
+    """The last of the ``checkpoints`` without a problem; ``place`` tells a reader where they are.
 
     Returns:
         It, and a warning of those that were passed over for it, with the reasons; empty where none was.
@@ -117,9 +117,9 @@ def choose_newest_whole(
             return checkpoint, warning if passed_over else ""
         passed_over += f"\n  {checkpoint.name}: {'; '.join(problems)}"
     if not passed_over:
-        raise NoCheckpointError(f"No valid checkpoint found in {directory}: there is none yet. Train from the start")
+        raise NoCheckpointError(f"No valid checkpoint found in {place}: there is none yet. Train from the start")
     raise CheckpointError(
-        f"No valid checkpoint found in {directory}:{passed_over}\nNothing is loaded, and none of them was changed. "
+        f"No valid checkpoint found in {place}:{passed_over}\nNothing is loaded, and none of them was changed. "
         "Resume from another one, copy a whole one there, or train from the start"
     )
 

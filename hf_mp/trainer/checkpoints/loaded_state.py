@@ -27,7 +27,7 @@ def naming(checkpoint: str | Path, what: str) -> Iterator[None]:
     """Turn the error of a library that cannot load a state into a CheckpointError that names the checkpoint."""
     try:
         yield
-    except (CheckpointError, OSError):  # that of the disk says what is wrong itself
+    except (CheckpointError, OSError, ImportError, MemoryError):  # which are not of what was saved
         raise
     except Exception as error:  # whatever torch, accelerate and safetensors raise where state does not fit or is none
         raise CheckpointError(

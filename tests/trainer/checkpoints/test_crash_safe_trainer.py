@@ -112,8 +112,10 @@ def test_a_folder_that_only_resembles_a_checkpoint_is_none(tmp_path: Path, step:
 
 
 def test_no_checkpoint_at_all_and_none_that_is_whole(tmp_path: Path) -> None:
-    with pytest.raises(NoCheckpointError, match=r"No valid checkpoint found in .*none yet"):
+    with pytest.raises(NoCheckpointError, match=r"No valid checkpoint found in output directory \(.*none yet"):
         make(tmp_path / "new").train(resume_from_checkpoint=True)
+    with pytest.raises(TypeError, match="not int"):  # by the stock Trainer
+        make(tmp_path / "new").train(resume_from_checkpoint=1)
     make(tmp_path, max_steps=2).train()
     (tmp_path / "checkpoint-2" / MANIFEST_NAME).write_text("{}")
     with pytest.raises(
