@@ -73,7 +73,7 @@ def find_in_files(directory: Path, look: Callable[[Path], str | None]) -> list[s
         for path in (Path(folder, name) for name in (*names, *links)):
             try:
                 reason = look(path)
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # the second before Python 3.13, of a link that leads to itself
                 reason = f"cannot be read ({error})"
             if reason is not None:
                 found.append(f"{path.relative_to(directory).as_posix()} {reason}")

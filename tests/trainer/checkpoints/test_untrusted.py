@@ -112,6 +112,12 @@ def test_a_shard_outside_is_found(tmp_path: Path) -> None:
     assert "names a shard outside of the checkpoint: '../../x'" in problem
 
 
+def test_a_link_that_leads_to_itself_is_found(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to("model.safetensors")
+    (problem,) = find_problems(tmp_path)
+    assert problem.startswith("model.safetensors cannot be read (")
+
+
 # The stock Trainer's, without a manifest
 
 
