@@ -7,6 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from hf_mp.policy import spell
+
 
 def aligned(lines: Sequence[Sequence[str]], numbers: Collection[int]) -> str:
     """Lines of cells as text in columns, of which those at the places ``numbers`` end at the right."""
@@ -22,5 +24,5 @@ def aligned(lines: Sequence[Sequence[str]], numbers: Collection[int]) -> str:
 
 
 def for_json(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass as JSON has them, with None for inf and NaN."""
-    return dict(json.loads(json.dumps(asdict(record)), parse_constant=lambda constant: None))
+    """The fields of a dataclass as JSON has them, with None for inf and NaN, and the names of dtypes."""
+    return dict(json.loads(json.dumps(asdict(record), default=spell), parse_constant=lambda constant: None))

@@ -154,6 +154,8 @@ def test_the_table_is_80_columns_wide_and_data_is_json(compared: PrecisionCompar
     assert max(map(len, lines)) <= 80 and "fp16       head: fp32" in str(compared)
     data = json.loads(json.dumps(compared.to_dict(), allow_nan=False))
     assert data["errors"][1]["kl"] == compared.errors[1].kl
+    ruled = compare_precisions(Gated(), batches(1), [("fp16", {"head": torch.float32})])
+    assert ruled.to_dict()["errors"][0]["rules"] == {"head": "fp32"}
 
 
 @pytest.mark.parametrize(
