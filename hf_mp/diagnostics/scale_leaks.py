@@ -48,16 +48,26 @@ def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callabl
 
     Raises:
         TypeError: if ``model`` is neither.
-        ValueError: for a model that is not attached.
+        ValueError: for a model that is not attached, and one that returns no loss where none is given.
         ScaleLeakError: naming the parameters whose gradients differ.
     """
     runtime = runtime_of(model)
     attached = runtime.model
     if attached is None or not runtime.check.is_scaled:
         return
-    compute = loss_of if loss is None else loss
+
+    def backward() -> None:
+        outputs = call(attached, batch)
+        computed = loss_of(outputs) if loss is None else loss(outputs)
+        if computed is None:
+            raise ValueError(
+                f"{type(attached).__name__} returned no loss: put labels into batch, or give loss, which computes one "
+                "from what the model returns"
+            )
+        computed.backward()
+
     with gradients_set_aside(attached.parameters()), torch.enable_grad():
-        refuse_leaks(runtime, lambda: compute(call(attached, batch)).backward())  # type: ignore[union-attr]
+        refuse_leaks(runtime, backward)
 
 
 def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:

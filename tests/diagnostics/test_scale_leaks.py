@@ -108,6 +108,13 @@ def test_it_wants_an_attached_model() -> None:
         hf_mp.check_gradients(nn.Linear(2, 2), X)
 
 
+def test_it_wants_a_loss() -> None:
+    model = Body()
+    MixedPrecision("fp16").attach(model)
+    with pytest.raises(ValueError, match="Body returned no loss: put labels into batch, or give loss"):
+        hf_mp.check_gradients(model, X)
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
