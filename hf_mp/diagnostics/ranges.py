@@ -181,7 +181,9 @@ def _largest(tensors: Iterable[Tensor]) -> float:
     values = [real_values(tensor.detach()) for tensor in tensors if tensor.is_floating_point()]
     found = largest_magnitude(values).item()
     if not found < -MASK:  # nearly always it is, and nothing has to be copied
-        found = largest_magnitude(one[~(one < MASK)] for one in values).item()
+        # In the dtype of each, as FP64 may be beyond FP32.
+        kept = [one[~(one < MASK)] for one in values]
+        found = max_of(one.abs().max().item() for one in kept if one.numel())
     return found if found < math.inf else math.nan
 
 

@@ -154,3 +154,12 @@ def test_memory_that_was_not_written_yet_is_no_value() -> None:
 
     report = calibrate(Pads(8, 8), [torch.ones(4, 8)])
     assert [op.op for op in report.ops if op.op not in ("getitem", "setitem")] == ["linear"]
+
+
+def test_fp64_may_be_beyond_fp32() -> None:
+    class Counts(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * x.double().square().mean().div(1e-50).log()
+
+    report = calibrate(Counts(8, 8), [torch.ones(4, 8)])
+    assert max(op.largest for op in report.ops) == pytest.approx(1e50) and "inf or NaN" not in str(report)
