@@ -207,4 +207,6 @@ def _session_of(trainer: Trainer, *, in_fp32: bool = True) -> TrainerSession | N
     """That of the callback that ``trainer`` has now; None without one."""
     callbacks = trainer.callback_handler.callbacks
     found = next((callback for callback in callbacks if isinstance(callback, MixedPrecisionCallback)), None)
-    return None if found is None or not (in_fp32 or found.mixed_precision) else found.session
+    if found is None or (found.mixed_precision is None and not in_fp32):
+        return None
+    return found.session

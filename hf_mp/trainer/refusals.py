@@ -120,11 +120,11 @@ def refuse_missing(model: nn.Module | None, optimizer: Optimizer | None, trainer
             "not be skipped: use hf_mp.prepare(model, optimizer) where it makes them"
         )
     # accelerate wraps a model when it prepares it: one that is bare among several processes was skipped.
-    is_bare = trainer is not None and trainer.args.world_size > 1 and trainer.model_wrapped is model
-    if is_bare and not any(map(is_dtensor, model.parameters())):
+    world_size = 1 if trainer is None or trainer.model_wrapped is not model else trainer.args.world_size
+    if world_size > 1 and not any(map(is_dtensor, model.parameters())):
         raise ValueError(
-            "this is one of several processes, and the Trainer has wrapped its model neither in DDP nor in FSDP: each "
-            "would train alone. If evaluation_loop() ran before train(), leave it out, or make a new Trainer"
+            f"this is one of {world_size} processes, and the Trainer has wrapped its model neither in DDP nor in FSDP: "
+            "each would train alone. If evaluation_loop() ran before train(), leave it out, or make a new Trainer"
         )
 
 
