@@ -233,12 +233,12 @@ class TestInsideOfOtherHooks:
 
 
 class TestNativeProducts:
-    def test_on_a_cpu_onednn_is_asked(self) -> None:
+    def test_on_a_cpu_onednn_is_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         if not torch.backends.mkldnn.is_available():
             pytest.skip("this torch has no oneDNN")
-        found = through_fp32._cpu_products()
-        assert found[FP16] == torch.ops.mkldnn._is_mkldnn_fp16_supported()
-        assert found[BF16] == torch.ops.mkldnn._is_mkldnn_bf16_supported() == runs_natively(BF16, "cpu")
+        monkeypatch.setattr(through_fp32, "CPU_PRODUCTS", through_fp32._cpu_products())
+        assert runs_natively(FP16, "cpu") == torch.ops.mkldnn._is_mkldnn_fp16_supported()
+        assert runs_natively(BF16, "cpu") == torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
     @every_dtype
     def test_without_onednn_there_are_none(self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def test_the_gradients_are_read_once_when_the_backward_has_ended(
     args = arguments(tmp_path, precision="bf16", max_grad_norm=max_grad_norm)
     trainer = MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows)
     with (
-        patch.object(gradients, "measure", wraps=gradients.measure) as measure,
+        patch.object(gradients, "largest_magnitude_and_norm", wraps=gradients.largest_magnitude_and_norm) as measure,
         patch.object(gradients, "magnitude_bound", wraps=gradients.magnitude_bound) as magnitude_bound,
     ):
         trainer.train()
