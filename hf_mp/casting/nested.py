@@ -1,4 +1,4 @@
-"""Tensors in whatever a model takes and returns: the one helper for nested values."""
+"""Tensors in the arguments and outputs of a model: the one helper for nested values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``watching``: follows modules and the calls that an autocast sees, for whoever says what to note of them."""
+"""``watching``: follows modules and the calls that an autocast sees, and tells functions of its caller."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def find_rules(
     ops: Sequence[OpRange],
     look: Callable[[dict[str, str]], Sequence[OpRange]],
 ) -> list[Remedy]:
-    """The remedies beside the rules of ``runtime`` with which ``look``, given theirs, finds nothing out of range.
+    """The remedies with which ``look``, given their rules besides those of ``runtime``, finds all in range.
 
     Raises:
         CannotHealError: where no rules help.

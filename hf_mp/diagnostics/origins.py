@@ -170,7 +170,7 @@ class OriginTracker:
             was = before.get(memory, Finiteness.FINITE)
             if self._origins.get(memory, _UNKNOWN).order > made:  # by a call inside of this one
                 continue
-            # Memory that is written in part holds whatever was there; a view says nothing new.
+            # Memory that is written in part holds old values elsewhere; a view says nothing new.
             if is_known if was is None else state > was:
                 if origin is None or (origin.is_mask and state is not Finiteness.MINUS_INF):
                     origin = self._of_call(op, given, outputs, state)

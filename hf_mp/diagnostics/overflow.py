@@ -76,7 +76,7 @@ class OverflowExplainer(StepObserver):
 
     def stepped(self, report: StepReport) -> None:
         """Explain the step if it was skipped unexpectedly, and drop what was kept."""
-        # Let go first: whatever comes below, inputs are not kept beyond their step.
+        # Let go first: inputs are not kept beyond their step, even if the code below raises.
         backwards, self.backwards = self.backwards, []
         scaler = self._runtime.scaler
         if not report.overflow:

@@ -51,7 +51,7 @@ def _divided_product(found: OpRange, held: Mapping[str, str]) -> dict[str, str]:
     return {key: f"scaled/{divisor}"} if is_normal and divisor <= MOST_SCALED else {}
 
 
-# The rules of autocast that each puts in place beside those held, none where it does not apply; the smallest first.
+# The rules of autocast that each adds to those held, none where it does not apply; the smallest first.
 REMEDIES: dict[str, Callable[[OpRange, Mapping[str, str]], dict[str, str]]] = {
     "the product of divided numbers": _divided_product,
     # The target of an op in place stays what it is, in 16 bits.
@@ -93,7 +93,7 @@ def fitting_scale(ranges: Iterable[OpRange], scale: float) -> float:
 
 def merged(several: Iterable[Mapping[str, str]]) -> dict[str, str]:
     """The rules of several processes as one: of two for the same place, the one with the wider range."""
-    # Not the last one: ranks have to agree whatever the order that they are gathered in.
+    # Not the last one: ranks must agree in any order in which they are gathered.
     found: dict[str, str] = {}
     for rules in several:
         for key, value in rules.items():

@@ -144,7 +144,7 @@ def _events(run: RunRecords, lines: list[bytes]) -> tuple[list[Any], list[int]]:
 
 # Of a step each, as the record is read.
 _EVENTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
-    # Whoever draws the page relies on numbers.
+    # The charts of the page need numbers.
     "step": lambda record: StepRecord(
         int(record["step"]), float(record["loss_scale"]), record["headroom"], record["skipped"], record["cause"]
     ),

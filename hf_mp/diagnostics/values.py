@@ -14,7 +14,7 @@ from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 _LOOKED_AT = frozenset({*LOWER_PRECISION_DTYPES, torch.float32, torch.float64, torch.complex64, torch.complex128})
 
-# Ops whose results hold whatever was in memory before.
+# Ops whose results hold what was in memory before.
 UNINITIALISED = frozenset(
     {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted", "resize_"}
 )

@@ -32,7 +32,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # that they read
 
 
 def chosen(name: str, tensors: Sequence[Tensor]) -> Any:
-    """The launcher of the kernel ``name``, if a call that reads ``tensors`` is to use it; None for the reference.
+    """The launcher of the kernel ``name``, if a call that reads ``tensors`` uses it; None for the reference.
 
     Raises:
         ValueError: for an ``HF_MP_KERNELS`` that is not ``auto``, ``triton`` or ``reference``.

@@ -21,7 +21,7 @@ from hf_mp.weights.working_copies import WorkingCopies
 
 
 class Clipping(NamedTuple):
-    """What an update is to scale down to a 2-norm of ``max_norm``, from ``norm``, FP32 of shape ()."""
+    """Gradients that an update scales down to a 2-norm of ``max_norm``, from ``norm``, FP32 of shape ()."""
 
     parameters: Sequence[nn.Parameter]
     max_norm: float
@@ -173,7 +173,7 @@ def _groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequence[nn.P
 
 
 def _split_tensors(optimizer: Optimizer, parameter: SplitParameter, gradient: Tensor | None) -> AdamWTensors | None:
-    """What the kernel needs of ``parameter``; None without a gradient, and where the optimizer is to step."""
+    """What the kernel needs of ``parameter``; None without a gradient, and where the optimizer steps itself."""
     if gradient is None:
         return None
     halves = halves_of(parameter)

@@ -133,7 +133,7 @@ def _weight_gradient(ctx: Any, gradient: Tensor, x: Tensor, multiplied: Callable
         return scaled_by(whole, inverse, ctx.crossings).to(ctx.dtype)
     found = gradient.new_empty(ctx.shapes[1], dtype=ctx.dtype)
     target = _turned(found, ctx.transposed)
-    # Some rows at a time: a gradient of 16 bits beside that of FP32 would be a tenth of a step's peak.
+    # Some rows at a time: a 16-bit gradient next to the FP32 one would be a tenth of a step's peak.
     for part in blocks(*target.shape):
         target[part].copy_(multiplied(gradient[:, part].t(), x))
         if inverse is not None:

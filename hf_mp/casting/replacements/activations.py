@@ -25,7 +25,7 @@ class OneKernel(ReplacedForward):
 
 def has_one_kernel(kind: type[Any]) -> bool:
     """Whether a class of activations is one that torch has a kernel for."""
-    # By name: whoever trains without Transformers need not import it.
+    # By name: a training without Transformers does not import it.
     return kind.__module__ == "transformers.activations" and kind.__name__ in ONE_KERNEL
 
 

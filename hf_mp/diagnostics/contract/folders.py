@@ -46,7 +46,7 @@ class Inert:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    # Pickle gives an object its state by this, whatever the class was.
+    # Pickle calls this to give an object of any class its state.
     __setstate__ = __init__
 
 
@@ -108,8 +108,8 @@ def read_folder(path: Path) -> Folder:
 
 def _read_file(file: Path, folder: Folder) -> None:
     reader = next((read for words, read in _READERS.items() if re.fullmatch(words, file.name)), None)
-    # Transformers writes both formats in a migration, and beside DeepSpeed's folder, and loads the safetensors; counted
-    # twice they are two models.
+    # Transformers writes both formats in a migration, and next to DeepSpeed's folder, and loads the safetensors:
+    # counted twice they would be two models.
     beside = file.parent.parent if "model_states" in file.name else file.parent
     is_copy = re.match(r"(pytorch|adapter)_model.*\.bin$|.*model_states", file.name)
     if reader is None or not file.is_file() or (is_copy and any(beside.glob("*.safetensors"))):
@@ -118,7 +118,7 @@ def _read_file(file: Path, folder: Folder) -> None:
         reader(file, folder)
     except (OSError, TypeError) as error:
         raise ValueError(f"{file} cannot be read: {first_line(error)}") from error
-    except Exception as error:  # whatever damaged bytes bring about: the file is named
+    except Exception as error:  # any error that damaged bytes cause: the file is named
         says = f" ({first_line(error)[:200]})"
         if isinstance(error, (pickle.UnpicklingError, AttributeError)):  # torch would advise to run it
             says = ", or a pickle that runs code, which hf_mp does not"
@@ -138,7 +138,7 @@ def _read_safetensors(file: Path, folder: Folder) -> None:
 
 
 def _read_torch_file(file: Path, folder: Folder) -> None:
-    # weights_only refuses classes that it does not know by name; DeepSpeed pickles enums and configs beside tensors.
+    # weights_only refuses classes that it does not know by name; DeepSpeed pickles enums and configs with its tensors.
     with safe_globals([(Inert, name) for name in get_unsafe_globals_in_checkpoint(str(file))]):
         loaded = torch.load(str(file), map_location="meta", weights_only=True)
     if not isinstance(loaded, Mapping):

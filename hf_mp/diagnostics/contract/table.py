@@ -28,7 +28,7 @@ class ContractRow:
         gradient: of what the backward left.
         reduced: of what travelled between the processes to sum the gradients.
         moments: of the optimizer's state that has an element for each of the parameter's.
-        saved: of the weight that ``save_model`` writes; a frozen one beside adapters is not written.
+        saved: of the weight that ``save_model`` writes; a frozen one under adapters is not written.
     """
 
     kind: str

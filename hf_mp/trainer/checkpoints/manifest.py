@@ -51,7 +51,7 @@ def finish(checkpoint: Path, known: Mapping[str, FileEntry] = _NONE, **about: An
     Args:
         checkpoint: with all of its files.
         known: files that are not read again, because their writers have said what they are.
-        about: what else the manifest is to say, for people: step, number of processes, precision.
+        about: further entries for people to read: step, number of processes, precision.
     """
     # A manifest that is on disk before the files would vouch for what a power failure takes.
     sync_tree(checkpoint)
@@ -95,7 +95,7 @@ def read_manifest(checkpoint: Path) -> dict[str, FileEntry] | None:
         return _files_of(path.read_text(encoding="utf-8"))
     except (CheckpointError, OSError) as error:
         raise CheckpointError(f"{MANIFEST_NAME}: {error}") from error
-    except Exception as error:  # whatever json and a content of another form raise, however a stranger made it up
+    except Exception as error:  # any error of json, or of content in another form
         raise CheckpointError(f"{MANIFEST_NAME}: it is no manifest ({error!r:.100})") from error
 
 

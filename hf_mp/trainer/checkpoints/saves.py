@@ -121,7 +121,7 @@ class Saves:
             own(*args, **kwargs)
         if is_part:
             # The Trainer would remove older ones before this one has its manifest. Not sooner than here: the model is
-            # saved along with training_args.bin, which is to say what the user said.
+            # training_args.bin is saved along, and must hold what the user gave.
             self._trainer.args.save_total_limit = None
 
     def _push(self, own: Callable[..., None], checkpoint_folder: str) -> None:

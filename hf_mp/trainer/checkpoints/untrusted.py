@@ -112,7 +112,7 @@ def _hazard(path: Path) -> str | None:
                 check(path)
         except Hazard as hazard:
             return str(hazard)
-        except Exception as error:  # whatever a stranger's bytes bring about: the file is refused by name
+        except Exception as error:  # any error that damaged or hostile bytes cause: the file is refused by name
             return f"is no {kind} ({(str(error).splitlines() or [type(error).__name__])[0][:200]})"
     return None
 

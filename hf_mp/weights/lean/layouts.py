@@ -55,7 +55,7 @@ class SplitLayout(WeightLayout):
             if isinstance(weight, SplitParameter):
                 for gradient in uses.pop(place):
                     if not weight.take_scaled_gradient(gradient, inverse, beside_grad=is_reduced):
-                        uses.setdefault(place, []).append(gradient)  # autograd's, where a hook is to see it
+                        uses.setdefault(place, []).append(gradient)  # autograd accumulates it, so that a hook sees it
                 if looks_for_unused:
                     weight.mark_used()
 

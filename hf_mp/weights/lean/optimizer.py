@@ -78,7 +78,7 @@ class MasterWeightOptimizer(Optimizer):
     """
 
     keeps_masters = True  # its FP16 gradients may be unscaled: they become FP32
-    _step_supports_amp_scaling = False  # unlike a fused one inside: torch.amp.GradScaler is to unscale by itself
+    _step_supports_amp_scaling = False  # unlike a fused one inside: torch.amp.GradScaler unscales itself
     optimizer: Optimizer
 
     def __init__(self, optimizer: Optimizer, *, layout: Literal["whole"] = "whole") -> None:

@@ -81,7 +81,7 @@ class SplitParameter(nn.Parameter):
         if value.shape == before.shape:  # written, or moved to a device
             self.remainder_bits.copy_(remainder)
             _keep_where_equal(self.remainder_bits, value, before.to(value.device))
-        self._merged, self._snapshot = None, value.clone()  # whoever gave `value` still has it
+        self._merged, self._snapshot = None, value.clone()  # the caller still has `value`
         self._version_seen = version_of(self)
 
     @property
@@ -117,11 +117,11 @@ class SplitParameter(nn.Parameter):
     def take_scaled_gradient(
         self, gradient: Tensor, factor: Tensor | None = None, *, beside_grad: bool = False
     ) -> bool:
-        """Keep what backward brings, still scaled, or add it to what is there; False where autograd is to do it.
+        """Keep what backward brings, still scaled, or add it to what is there; False where autograd has to.
 
         With ``beside_grad`` the sum is kept next to autograd's ``.grad``, whose dtype DDP checks.
         """
-        # Hooks run where autograd accumulates: what is kept beside it would pass them by.
+        # Hooks run where autograd accumulates: a gradient that is kept elsewhere would pass them by.
         if self.has_hooks or gradient.dtype not in LOWER_PRECISION_DTYPES:
             return False
         if self._scaled is None and _GRAD.__get__(self) is None:
