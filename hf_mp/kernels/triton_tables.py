@@ -22,9 +22,7 @@ BLOCKS = {True: 4096, False: 1024}
 class Table(NamedTuple):
     """The tensors of one launch, on their device."""
 
-    columns: (
-        Tensor  # int64 of shape (columns, tensors): addresses, other numbers of a tensor, numbers of elements
-    )
+    columns: Tensor  # int64 of shape (columns, tensors): addresses, other numbers of a tensor, numbers of elements
     blocks: Tensor  # int64 of shape (blocks, 2): the tensor that a block belongs to, and its number there, from 0
     is_aligned: bool  # whether all tensors are whole vectors at addresses of whole vectors
 

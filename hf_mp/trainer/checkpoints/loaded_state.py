@@ -29,9 +29,7 @@ def naming(checkpoint: str | Path, what: str) -> Iterator[None]:
         yield
     except (CheckpointError, OSError, ImportError, MemoryError):  # which are not of what was saved
         raise
-    except (
-        Exception
-    ) as error:  # any error of torch, accelerate or safetensors: state that does not fit or is damaged
+    except Exception as error:  # any error of torch, accelerate or safetensors: state that does not fit or is damaged
         raise CheckpointError(
             f"{what} of {checkpoint} does not fit this run: {str(error)[:_MOST_CHARACTERS]}. Resume with the model, "
             "the optimizer and the settings that it was saved with"
