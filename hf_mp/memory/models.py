@@ -69,9 +69,9 @@ def _fetch(model: str | Path, from_pretrained: Callable[..., Any], **settings: A
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = " ".join(str(error).split()) if reason is None else first_line(reason)
         raise ValueError(
-            f"{model} cannot be loaded: {why} Ways out: a directory that save_pretrained wrote; for `hf-mp memory`, "
-            f"which needs no weights, also a config.json, or one of {', '.join(BUILT_IN)}; and, for a model with "
-            "code of its own, which does not run here, its PreTrainedConfig from from_pretrained"
+            f"{model} cannot be loaded: {why.rstrip('.')}. Ways out: a directory that save_pretrained wrote; for "
+            f"`hf-mp memory`, which needs no weights, also a config.json, or one of {', '.join(BUILT_IN)}; and, for a "
+            "model with code of its own, which does not run here, its PreTrainedConfig from from_pretrained"
         ) from error
 
 

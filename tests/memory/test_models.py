@@ -56,7 +56,7 @@ def test_a_given_configuration_is_left_as_it_is(gpt2_config):
 
 
 def test_an_unknown_name_tells_the_ways_out(no_network):
-    ways_out = r"no-such/model cannot be loaded: no route to host Ways out.*a config.json, or one of gpt2, gpt2-"
+    ways_out = r"no-such/model cannot be loaded: no route to host\. Ways out.*a config.json, or one of gpt2, gpt2-"
     with pytest.raises(ValueError, match=ways_out):
         find_config("no-such/model")
     assert no_network == ["no-such/model"]

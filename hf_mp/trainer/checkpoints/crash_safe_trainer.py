@@ -144,7 +144,8 @@ class CrashSafe(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         checkpoint, loaded = Path(resume_from_checkpoint), self.model if model is None else model
         assert loaded is not None
-        with loaded_state.naming(checkpoint, "the model"):
+        # Of a directory that is not there, Transformers says so itself.
+        with loaded_state.naming(checkpoint, "the model") if checkpoint.is_dir() else nullcontext():
             if (weights := checkpoint / SAFE_WEIGHTS_NAME).is_file() and not is_sharded(loaded):
                 loaded_state.check_weights_file(weights, loaded)
             super()._load_from_checkpoint(resume_from_checkpoint, model)

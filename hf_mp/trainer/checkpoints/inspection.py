@@ -117,7 +117,9 @@ def choose_newest_whole(
             return checkpoint, warning if passed_over else ""
         passed_over += f"\n  {checkpoint.name}: {'; '.join(problems)}"
     if not passed_over:
-        raise NoCheckpointError(f"No valid checkpoint found in {place}: there is none yet. Train from the start")
+        raise NoCheckpointError(
+            f"No valid checkpoint found in {place}: there is none yet. Train from the start, or name another place"
+        )
     raise CheckpointError(
         f"No valid checkpoint found in {place}:{passed_over}\nNothing is loaded, and none of them was changed. "
         "Resume from another one, copy a whole one there, or train from the start"

@@ -113,8 +113,8 @@ class MasterWeightOptimizer(Optimizer):
         keeps_masters = any(map(_needs_master, parameters_in(self)))
         if optimizer is self.optimizer and not self._is_stepping and keeps_masters:
             raise RuntimeError(
-                f"step() of a {type(optimizer).__name__} whose master weights are in a MasterWeightOptimizer: call the "
-                "wrapper's step(), the object that MasterWeightOptimizer(...) or prepare(...) returned"
+                f"this {type(optimizer).__name__} was stepped itself, but its masters are in a MasterWeightOptimizer: "
+                "call step() of the optimizer that prepare(...) or MasterWeightOptimizer(...) returned"
             )
 
     _refuse_direct_step.only_refuses = True  # type: ignore[attr-defined]

@@ -42,7 +42,7 @@ def check_updates(optimizer: Any, model: nn.Module) -> None:
     if not any(id(parameter) in own or is_dtensor(parameter) for parameter in parameters_in(optimizer)):
         raise ValueError(
             f"no parameter of this {type(optimizer).__name__} belongs to the attached {type(model).__name__}: make "
-            "the optimizer from model.parameters(), after fully_shard, which puts shards in their places"
+            "the optimizer from its parameters() (with FSDP2, after fully_shard, which puts shards in their places)"
         )
 
 

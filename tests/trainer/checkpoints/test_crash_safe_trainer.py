@@ -116,6 +116,8 @@ def test_no_checkpoint_at_all_and_none_that_is_whole(tmp_path: Path) -> None:
         make(tmp_path / "new").train(resume_from_checkpoint=True)
     with pytest.raises(TypeError, match="not int"):  # by the stock Trainer
         make(tmp_path / "new").train(resume_from_checkpoint=1)
+    with pytest.raises(ValueError, match=r"^Can't find a valid checkpoint at .*checkpoint-9$"):
+        make(tmp_path / "new").train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
     make(tmp_path, max_steps=2).train()
     (tmp_path / "checkpoint-2" / MANIFEST_NAME).write_text("{}")
     with pytest.raises(
