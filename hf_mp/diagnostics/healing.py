@@ -59,7 +59,7 @@ class Healer(StepObserver):
         if model is None or is_sharded(model):
             logger.warning_once(f"{NOT_HEALED}the model is sharded, and one forward needs all processes")
             return None
-        # Its level comes from steps that were taken: what is tried in between is not to count.
+        # Where no try helps, the scaler forgets them: its level comes from steps that were taken.
         report, state = None, runtime.scaler.state
         for _ in range(MOST_TRIES):
             if not self._heal():
@@ -91,8 +91,8 @@ class Healer(StepObserver):
         """Whether the loss scale goes down to what all ranks have found, or by half as a guess."""
         before = self._runtime.scaler.get_scale()
         scale = min([before, *(cure.scale or before for cure in cures if cure is not None)])
-        # One rank that does not know what helps would overflow again. Without a reason seen, by half: BF16, in which it
-        # is looked at, has 3 bits less than FP16.
+        # A rank that found nothing that helps (None) would overflow again. Where the look, in BF16 with 3 bits less
+        # than FP16, showed no reason to lower the scale, it is halved as a guess.
         is_lower = None not in cures and (scale < before or not is_healed)
         return is_lower and self._runtime.scaler.back_off(min(scale, before / 2.0))
 

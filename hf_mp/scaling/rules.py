@@ -183,14 +183,14 @@ class StaticRule(ScaleRule):
 # The scale that follows the gradients
 
 _LEAST_HEADROOM = 1.0  # doublings; learned headroom sinks no further
-_FAST_ABOVE, _FAST = 4.0, 2.0  # above so many doublings headroom sinks the faster, by so much for each doubling
+_FAST_ABOVE, _FAST = 4.0, 2.0  # headroom above the first sinks faster, by the second for each doubling above it
 _ABOVE_SEEN = 0.5  # doublings that are kept above a rise that was seen
 _ABOVE_UNSEEN = 1.25  # the headroom that an overflow adds whose gradient nothing shows
-_FUTILE_HEADROOM = 12.0  # doublings at which an overflow is not the scale's, unless it returns at once
+_FUTILE_HEADROOM = 12.0  # with so many doublings an overflow is not blamed on the scale, unless it returns at once
 _FUTILE_ADDED = 10.0  # ... but no less than so many above that of the first scale
 _AT_ONCE = 16  # an overflow that returns within so many clean steps is the scale's, whatever its headroom
 _LARGEST_FALL = 8.0  # doublings that one step may count for: a batch of next to no gradient says little
-_FIRST_SCALE = 2.0**16  # torch's; gradients of activations may be far above those of weights that ask for more
+_FIRST_SCALE = 2.0**16  # torch's; small gradients of weights ask for more, but those of activations may be far larger
 
 
 @register
@@ -231,7 +231,7 @@ class HeadroomRule(ScaleRule):
     def checked(self) -> Self:
         checked = super().checked()
         _check_max_scale(self.max_scale, self.min_scale)
-        floor = -power_of_two_below(-max(self.min_scale, SMALLEST_SCALE))
+        floor = -power_of_two_below(-max(self.min_scale, SMALLEST_SCALE))  # rounded up
         ceiling = power_of_two_below(min(self.max_scale, LARGEST_SCALE))
         if ceiling < floor:
             raise ValueError(f"no power of two lies between min_scale={self.min_scale} and max_scale={self.max_scale}")

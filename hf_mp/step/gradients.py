@@ -100,8 +100,8 @@ class GradientCheck:
         self._on_ended, self.layout, self._ranks, self.parameters = on_ended, layout, ranks, parameters
         self.is_scaled = False  # whether the loss is scaled
         self.open_backwards = OpenBackwards()
-        # Whether the 2-norm is measured along, for norm(), and measured gradients are not read again at the step. In a
-        # plain loop they may be written past their version counters meanwhile (`.data`, NumPy).
+        # Whether the 2-norm is measured as well, for norm(), and the step trusts what was measured. Else it reads the
+        # gradients again: a plain loop may have written them past their version counters (`.data`, NumPy).
         self.measures_norm = False
         self._versions: dict[int, int] = {}  # of the weights, at the end of the last backward
         self._warned: set[str] = set()
@@ -182,7 +182,7 @@ class GradientCheck:
 
     def are_unchanged(self, gradients: Sequence[Tensor]) -> bool:
         """Whether all ``gradients``, at least one, were measured, and not written since."""
-        return bool(gradients) and self._measured is not None and self._measured.hold(gradients)
+        return bool(gradients) and self._measured is not None and self._measured.are_still(gradients)
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """The global 2-norm as the backward left it, bit for bit ``get_total_norm``'s; None where it is not known."""
@@ -202,7 +202,7 @@ class GradientCheck:
             return  # torch would multiply them by 1
         self.clipping = Clipping(parameters, max_norm, norm)
         if is_known and not norm.isfinite() and all_finite(local_parts(self.gradients(parameters))):
-            self.clip_now()  # to 0, and the step is taken, as by torch: squares beyond FP32 are no inf or NaN
+            self.clip_now()  # finite gradients of a norm beyond FP32: to 0, and the step is taken, as by torch
             self._measured = None
 
     def clip_now(self) -> None:
@@ -247,7 +247,7 @@ class MeasuredGradients:
         plain = [gradient for gradient in gradients if type(gradient) is Tensor and not gradient.is_inference()]
         self._versions = {id(gradient): (weakref.ref(gradient), gradient._version) for gradient in plain}
 
-    def hold(self, gradients: Iterable[Tensor]) -> bool:
+    def are_still(self, gradients: Iterable[Tensor]) -> bool:
         """Whether all ``gradients`` are among them, unchanged; writes past the version counters are not seen."""
         for gradient in gradients:
             reference, version = self._versions.get(id(gradient), (None, None))

@@ -99,7 +99,8 @@ class MixedPrecision:
         self.check.measures_norm = max_grad_norm is not None
         self._tables, self.rules, self.remedies = tables, rules or {}, dict[str, str]()
         self.region = self._make_region(None)
-        self._step_was_skipped = self.is_of_session = False  # a Trainer's, whose next session takes the model over
+        # Whether a Trainer's session made it (is_of_session): then its next one takes the model over.
+        self._step_was_skipped = self.is_of_session = False
         self._stats = PrecisionStats.before_first_step(self.scaler.get_scale())
         self._model: weakref.ref[nn.Module] | None = None
         self._patches: weakref.finalize[..., nn.Module] | None = None  # takes them off with the model
@@ -216,13 +217,13 @@ class MixedPrecision:
 
     @torch.compiler.disable
     def begin_forward(self, entry: nn.Module | None) -> Slots | None:
-        """The weights of a forward of ``entry`` that is about to run, which FP32 masters are made for.
+        """Make the FP32 masters that are missing; gives the weights of the forward of ``entry`` that is about to run.
 
         None in a transform of functorch, and where the model is gone.
         """
         if (model := self.model) is None:
             return None
-        if self._patches is None:  # a deep copy, which is whole now
+        if self._patches is None:  # a deep copy: by now all of its modules are there
             self._take_model(model)
         placement = placement_of(model)  # DDP or FSDP may have come after attach()
         if placement is not ALONE:
@@ -299,7 +300,7 @@ class MixedPrecision:
 
     def verdict(self, optimizer: Optimizer) -> Verdict | StepReport:
         """What the gradients of ``optimizer`` are like; the report itself where they were used in the backward."""
-        self.scaler.settle()  # where no backward has
+        self.scaler.settle()  # where no backward has done so since the last step
         for observer in self.observers:
             if (report := observer.report()) is not None:
                 self.grad_norm = self.grad_norm if observer.norm is None else observer.norm

@@ -41,7 +41,7 @@ class _StepWasSkipped:
         raise AttributeError(f"{kind.__name__!r} object has no attribute 'step_was_skipped'")
 
     def count(self, more: int) -> None:
-        """Answer for so many optimizers more."""
+        """Answer for ``more`` optimizers than before, 1 or -1; for none, leave torch's class."""
         self._users += more
         if self._users:
             Optimizer.step_was_skipped = self  # type: ignore[attr-defined]
@@ -128,7 +128,7 @@ class StepGuard:
         optimizer, result = self.optimizer, None
         with labelled("read of the verdict"):
             reports = [runtime.report(verdict) for runtime, verdict in zip(runtimes, verdicts, strict=True)]
-        # A replay has the forwards of one model, and a closure is the loop's to call again.
+        # An observer may run the forwards of one model again; a step with arguments of its own is not tried again.
         if len(runtimes) == 1 and not kwargs and reports[0].overflow:
             for observer in runtimes[0].observers:
                 if (again := observer.overflowed(optimizer)) is not None:
@@ -148,7 +148,7 @@ class StepGuard:
             if len(runtimes) == 1 and not kwargs and runtimes[0].layout.step(self.optimizer, *given):
                 return None
             checks = [runtime.check for runtime in runtimes if runtime.check.clipping is not None]
-            for check in checks[:1]:  # of models that share an optimizer, each has the norm of all its gradients
+            for check in checks[:1]:  # each of several models has the norm of all gradients of the optimizer: one clips
                 check.clip_now()
             with nullcontext() if found_inf is None else skipping(self.optimizer, found_inf):
                 result = self._unguarded(**kwargs)

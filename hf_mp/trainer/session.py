@@ -193,7 +193,7 @@ class TrainerSession(TrainerCallback):
         return runtime.clip_grad_norm(optimizer, list(model.parameters()), max_norm)
 
     def _clip_again(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """What the Trainer did to the gradients of a step that ran again since."""
+        """Clip the gradients of a step that ran again as the Trainer clipped those of its first run."""
         max_norm = self.args.max_grad_norm
         limit = max_norm if max_norm and max_norm > 0 else math.inf  # which measures the norm alone
         if self.clip_grad_norm(model, optimizer, limit) is None:
@@ -220,7 +220,7 @@ class TrainerSession(TrainerCallback):
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
-        """Run ``model`` in autocast, also between runs: then without masters, and as it was afterwards."""
+        """Context that runs ``model`` in autocast; between runs it is attached for this alone, without masters."""
         with ExitStack() as at_end:
             if self.runtime is not None and not _runtimes_of(model):
                 # Masters would cost an evaluation 4 bytes a parameter, and stay nowhere.

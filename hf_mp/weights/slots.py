@@ -42,10 +42,11 @@ class Slots:
     While the forward runs, the slot of a weight that products use holds its working copy in 16 bits, behind its border,
     and the slot of any other trained weight an alias of it, behind the same border where gradients are scaled. A slot
     is an entry of a module's ``_parameters``: so calls that no torch function mode sees, such as custom autograd
-    functions, cross the border as well. FSDP has its own there, and the slot is one of ``__dict__``. What comes in by
-    another way (a closure, an attribute, an object) was made outside if its autograd node is older than the forward, or
-    if it is a leaf. The first forward of a kind gives it its border at its first use, and so do all others of this kind
-    if it met any. What comes later for the first time gets its border when the forward has ended: see :meth:`seal`.
+    functions, cross the border as well. FSDP has its own weights there, and a slot is an entry of ``__dict__``. What
+    comes in by another way (a closure, an attribute, an object) was made outside if its autograd node is older than the
+    forward, or if it is a leaf. The first forward of a kind gives it its border at its first use, and so do all others
+    of this kind if it met any. What comes later for the first time gets its border when the forward has ended:
+    see :meth:`seal`.
 
     Args:
         layout, model: whose weights they are.
@@ -55,7 +56,7 @@ class Slots:
         has_grad: whether the forward runs with grad.
         is_scaled: whether the loss is scaled.
         group_elements: the most elements of weights that share a border.
-        kind: of the forward, whose first is looked at.
+        kind: of the forward; the first of each kind shows what its calls do.
     """
 
     def __init__(
@@ -74,7 +75,8 @@ class Slots:
         self._uses, self._group_elements = uses, group_elements
         self.has_grad = has_grad
         self.has_borders = has_grad and (is_scaled or layout.takes_gradients)
-        self._has_border_by_slot = has_grad and layout.takes_gradients  # a tied weight, which sums 16-bit gradients
+        # One border for all slots of a tied weight would sum their gradients in 16 bits.
+        self._has_border_by_slot = has_grad and layout.takes_gradients
         self._kind, self._notes = kind, Notes()
         # Whether to ask as_used() about each call, also where gradient checkpointing makes it again later.
         self.is_learning = kind not in uses.is_watched
@@ -85,7 +87,7 @@ class Slots:
         self.must_be_watched = False
         self._inside: dict[int, _Inside] = {}  # by the identity of what is outside, and of what is inside
         self._carriers: set[int] = set()  # leaves that carry gradients from one piece of the model to another
-        self._outside: set[Any] = set()  # autograd nodes of which it is known
+        self._outside: set[Any] = set()  # autograd nodes that are known to lead to nothing inside
         self._met: dict[int, Tensor] = {}  # from outside, in a part without grad, which a checkpoint may compute again
         self._slots: list[Slot] = []
         self._filled: list[tuple[Slot, Tensor]] = []  # what lies where
@@ -136,7 +138,7 @@ class Slots:
         by_identity = self._inside
         for inside in map(_Inside, outside, wide, rounded):
             by_identity[id(inside.outside)] = by_identity[id(inside.wide)] = by_identity[id(inside.rounded)] = inside
-        by_identity.pop(id(None), None)
+        by_identity.pop(id(None), None)  # of weights without a working copy
         return inside
 
     def __enter__(self) -> None:
@@ -155,7 +157,7 @@ class Slots:
 
     def _fill_gathered(self, gathered: nn.Module, *args: Any) -> None:
         with torch._C.DisableTorchFunction():  # the region runs already, and has nothing to decide here
-            # FSDP's DTensor is that of a part that it gathers by itself.
+            # A DTensor under FSDP is of a module inside, which is gathered when its own forward begins.
             has_dtensors = isinstance(self._layout, TensorParallelLayout)
             slots = self._uses.slots(gathered)
             slots = [slot for slot in slots if has_dtensors or not is_dtensor(slot.weight)]
@@ -203,7 +205,7 @@ class Slots:
         self._handles.clear()
         if not self._layout.keeps_copies:
             self._filled.clear()
-        # In the place of torch's error too, which of a copy that was written does not say what to do.
+        # Also in the place of torch's own error about the written copy, which does not say what to do.
         if written is not None and isinstance(error, RuntimeError | None):
             raise RuntimeError(
                 f"a forward wrote into {written} in place, which the first of its kind did not, so that its 16-bit "
@@ -333,7 +335,7 @@ class Slots:
     def recomputing(self, args: tuple[Any, ...]) -> Iterator[None]:
         """To run a piece of the forward again in, in a thread that may number nodes anew.
 
-        All but leaves, and what calls met in the forward, is inside then.
+        All is inside then but leaves and what calls met in the forward.
         """
         first, self.first_node = self.first_node, -1
         self._carriers = {id(arg) for arg in args if isinstance(arg, Tensor)}

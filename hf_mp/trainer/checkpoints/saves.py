@@ -110,6 +110,7 @@ class Saves:
         try:
             yield
         except BaseException as error:
+            # After a first failure another one of any kind is taken for its consequence.
             if not (is_write_failure(error) or (self._errors and isinstance(error, Exception))):
                 raise
             self._errors.append(error)
@@ -120,12 +121,12 @@ class Saves:
         with self._noting_failures() if is_part else nullcontext():
             own(*args, **kwargs)
         if is_part:
-            # The Trainer would remove older ones before this one has its manifest. Not sooner than here: the model is
-            # training_args.bin is saved along, and must hold what the user gave.
+            # The Trainer would remove older ones before this one has its manifest. Not sooner than here:
+            # training_args.bin, which is written along with the model, has to hold the limit that the user set.
             self._trainer.args.save_total_limit = None
 
     def _push(self, own: Callable[..., None], checkpoint_folder: str) -> None:
-        if self._errors is None:  # else once it is whole
+        if self._errors is None:  # else _save() pushes it once it is whole
             own(checkpoint_folder)
 
     def _run_epoch(self, own: Callable[..., None], *args: Any, **kwargs: Any) -> None:
