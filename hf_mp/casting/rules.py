@@ -92,9 +92,11 @@ def parse_rules(rules: Rules | None, tables: OpTables) -> tuple[OpRules, tuple[M
         The rules by op, and those by module.
 
     Raises:
-        TypeError: for a key that is neither.
+        TypeError: for anything but a mapping, and for a key that is neither.
         ValueError: for a value that is no rule.
     """
+    if not isinstance(rules, Mapping | None):
+        raise TypeError(f"rules={rules!r:.100} is no mapping: write {{'lm_head': 'fp32'}}")
     ops: OpRules = {}
     in_modules = []
     for key, value in (rules or {}).items():

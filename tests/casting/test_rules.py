@@ -147,6 +147,10 @@ class TestModules:
 
 
 class TestErrors:
+    def test_what_is_no_mapping(self) -> None:
+        with pytest.raises(TypeError, match=r"is no mapping: write \{'lm_head': 'fp32'\}"):
+            autocast(rules=["lm_head"])  # type: ignore[arg-type]
+
     @pytest.mark.parametrize("key", [len, print, lambda x: x, 3, None, nn.Linear, (torch.softmax,)])
     def test_something_that_is_no_torch_function(self, key: Any) -> None:
         with pytest.raises(TypeError, match=r"rules are for torch functions and module names, and .* is neither"):

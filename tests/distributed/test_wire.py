@@ -123,9 +123,9 @@ def test_gradients_are_reduced_in_16_bits_where_wanted(two: Results) -> None:
         assert bytes_of["fsdp fp16"]["_reduce_scatter_base_"] == bytes_of["torch"]["_reduce_scatter_base_"]
         for precision in ("fp16-lean", "bf16-lean", IN_16_BITS):
             fsdp, ddp = bytes_of[f"fsdp {precision}"], bytes_of[f"ddp {precision}"]
-            assert fsdp["alltoall_base_"] <= 0.5001 * bytes_of["torch"]["_reduce_scatter_base_"]
+            assert fsdp["alltoall_base_"] <= 0.501 * bytes_of["torch"]["_reduce_scatter_base_"]
             assert "_reduce_scatter_base_" not in fsdp
-            assert ddp["alltoall_base_"] + ddp["_allgather_base_"] <= 0.5001 * bytes_of["ddp fp16"]["allreduce_"]
+            assert ddp["alltoall_base_"] + ddp["_allgather_base_"] <= 0.501 * bytes_of["ddp fp16"]["allreduce_"]
 
 
 @pytest.mark.parametrize(

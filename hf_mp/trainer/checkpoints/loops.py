@@ -141,8 +141,13 @@ def load_checkpoint(
         if runtime is not None and saved["mixed_precision"] is not None:
             runtime.load_state_dict(saved["mixed_precision"])
     if (runtime is None) != (saved["mixed_precision"] is None):
-        where = "no mixed precision is attached" if runtime is None else "it was saved without mixed precision"
-        warnings.warn(f"{checkpoint}: {where}, so the loss scale is not taken over", stacklevel=2)
+        told = "it was saved without mixed precision, so the loss scale is not taken over"
+        if runtime is None:
+            told = (
+                "no mixed precision is attached, so the loss scale is not taken over, and 16-bit parameters keep only "
+                "the rounding of the saved FP32 weights: call hf_mp.prepare first"
+            )
+        warnings.warn(f"{checkpoint}: {told}", stacklevel=2)
     return saved["step"], saved["extra"]
 
 

@@ -114,7 +114,7 @@ def test_a_folder_that_only_resembles_a_checkpoint_is_none(tmp_path: Path, step:
 def test_no_checkpoint_at_all_and_none_that_is_whole(tmp_path: Path) -> None:
     with pytest.raises(NoCheckpointError, match=r"No valid checkpoint found in output directory \(.*none yet"):
         make(tmp_path / "new").train(resume_from_checkpoint=True)
-    with pytest.raises(TypeError, match="not int"):  # by the stock Trainer
+    with pytest.raises(TypeError, match=r"not '?int"):  # by the stock Trainer
         make(tmp_path / "new").train(resume_from_checkpoint=1)
     with pytest.raises(ValueError, match=r"^Can't find a valid checkpoint at .*checkpoint-9$"):
         make(tmp_path / "new").train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
