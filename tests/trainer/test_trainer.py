@@ -33,6 +33,7 @@ from transformers.training_args import OptimizerNames
 from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer, PrecisionPolicy
 from hf_mp.step import gradients
 from hf_mp.trainer.calling_trainer import refuse_compiled_whole
+from hf_mp.trainer.refusals import fsdp_version
 
 Rows = list[dict[str, Tensor]]
 
@@ -63,6 +64,11 @@ def test_the_gradients_are_read_once_when_the_backward_has_ended(
     ):
         trainer.train()
     assert (measure.call_count, magnitude_bound.call_count) == (trainer.state.global_step, 0)
+
+
+def test_without_a_version_fsdp_is_of_the_version_that_transformers_takes(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), fsdp="full_shard", use_cpu=True, report_to=[])
+    assert fsdp_version(args) == args.fsdp_plugin_args["fsdp_version"]
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
