@@ -81,13 +81,12 @@ def compare_precisions(
 
 
 def _notes(output: str, errors: Iterable[PrecisionError]) -> tuple[str, ...]:
-    notes = {
-        f"The model returns no logits: compared is its first floating output, {output!r}.": output != "logits",
-        "Where FP16 gives inf or NaN, hf_mp.calibrate finds the rules that keep the model in range.": any(
-            not math.isfinite(one.logits_rms) for one in errors
-        ),
-    }
-    return tuple(note for note, holds in notes.items() if holds)
+    notes = []
+    if output != "logits":
+        notes.append(f"The model returns no logits: compared is its first floating output, {output!r}.")
+    if not all(math.isfinite(one.logits_rms) for one in errors):
+        notes.append("Where FP16 gives inf or NaN, hf_mp.calibrate finds the rules that keep the model in range.")
+    return tuple(notes)
 
 
 def _variants(precisions: Any, tables: TableName) -> list[tuple[PrecisionPolicy, Rules]]:

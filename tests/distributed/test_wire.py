@@ -104,6 +104,10 @@ def test_an_overflow_of_one_process_is_skipped_by_all(two: Results) -> None:
         assert same_by_name(first["rest"]["weights"], second["rest"]["weights"]), name
 
 
+# torch 2.15 gathers objects, as the settings of the ranks, by the collective that gathers tensors.
+SETTINGS_BYTES = 0 if int(torch.__version__.split(".")[1]) < 15 else 1024
+
+
 def gathered(rank: dict[str, Any], name: str) -> float:
     return rank["received"][name]["_allgather_base_"]
 
@@ -123,9 +127,10 @@ def test_gradients_are_reduced_in_16_bits_where_wanted(two: Results) -> None:
         assert bytes_of["fsdp fp16"]["_reduce_scatter_base_"] == bytes_of["torch"]["_reduce_scatter_base_"]
         for precision in ("fp16-lean", "bf16-lean", IN_16_BITS):
             fsdp, ddp = bytes_of[f"fsdp {precision}"], bytes_of[f"ddp {precision}"]
-            assert fsdp["alltoall_base_"] <= 0.501 * bytes_of["torch"]["_reduce_scatter_base_"]
+            assert fsdp["alltoall_base_"] <= 0.5001 * bytes_of["torch"]["_reduce_scatter_base_"]
             assert "_reduce_scatter_base_" not in fsdp
-            assert ddp["alltoall_base_"] + ddp["_allgather_base_"] <= 0.501 * bytes_of["ddp fp16"]["allreduce_"]
+            sent = ddp["alltoall_base_"] + ddp["_allgather_base_"]
+            assert sent <= 0.5001 * bytes_of["ddp fp16"]["allreduce_"] + SETTINGS_BYTES
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,9 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{key} of the model's state is a {type(value).__name__}: only tensors are saved")
         first[key] = seen.setdefault(identities.get(key, key), _PREFIX + plain_name(key))
-        # safetensors writes contiguous memory only.
-        tensors.setdefault(first[key], value.detach().contiguous())
+        if first[key] not in tensors:  # a tied weight is copied once
+            # safetensors writes contiguous memory only.
+            tensors[first[key]] = value.detach().contiguous()
     return tensors, first
 
 

@@ -110,6 +110,7 @@ def _hazard(path: Path) -> str | None:
         try:
             if re.fullmatch(pattern, path.name):
                 check(path)
+                break  # an index is JSON too, and is not read again
         except Hazard as hazard:
             return str(hazard)
         except Exception as error:  # any error that damaged or hostile bytes cause: the file is refused by name

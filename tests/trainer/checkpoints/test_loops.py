@@ -212,7 +212,8 @@ def test_a_checkpoint_without_all_elements_is_no_checkpoint(tmp_path: Path) -> N
 
 def test_a_scale_that_is_not_taken_over_is_told(tmp_path: Path) -> None:
     hf_mp.save_checkpoint(tmp_path / "c", *made("fp16"), 1)
-    with pytest.warns(UserWarning, match="no mixed precision is attached, .* call hf_mp.prepare first"):
+    told = "no mixed precision is attached, so the loss scale is not taken over, .*16-bit .*: call hf_mp.prepare first"
+    with pytest.warns(UserWarning, match=told):
         hf_mp.load_checkpoint(tmp_path / "c", *made("fp32"))
 
 
