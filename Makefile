@@ -42,20 +42,24 @@ exhaustive: $(INSTALLED) ## run the cases of which `make test` takes a part, and
 outside: $(INSTALLED) ## run outside suites whole: every op of torch's database and more (minutes to hours)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m outside $(ARGS)
 
+# hf_mp with a torch and a transformers, in the environment $$env; by uv as below.
+with_versions = { $(BIN)/uv pip install -q --python $$env/bin/python "torch==$(1)" "transformers==$(2)" \
+  -e '.[test,recipes]' || $$env/bin/python -m pip install -q "torch==$(1)" "transformers==$(2)" -e '.[test,recipes]'; }
+
 # torch's own build for CUDA runs on a CPU as well.
-test-versions: ## run the tests with the oldest and the newest torch and transformers (downloads 6 GB)
+test-versions: $(INSTALLED) ## run the tests with the oldest and the newest torch and transformers (downloads 6 GB)
 	@for versions in "2.11.0 5.17.0" "2.15.0 5.23.0"; do \
 	  set -- $$versions; env=.venv-torch-$$1; echo "== torch $$1, transformers $$2"; \
 	  [ -x $$env/bin/python ] || $(PYTHON) -m venv $$env || exit 1; \
-	  $$env/bin/python -m pip install -q "torch==$$1" "transformers==$$2" -e '.[test,recipes]' || exit 1; \
+	  $(call with_versions,$$1,$$2) || exit 1; \
 	  OMP_NUM_THREADS=1 $$env/bin/python -m pytest -n 2 --dist loadfile -m "not slow and not exhaustive and not outside" $(ARGS) \
 	    || exit 1; \
 	done
 
 # torch's build for CUDA, of 3 GB, and a C compiler for the three answers that autograd wants of a driver. No GPU.
-test-gpu-shapes: ## compare dtypes and kernels of steps on fake CUDA tensors with what is stored (downloads 3 GB)
+test-gpu-shapes: $(INSTALLED) ## compare dtypes and kernels of steps on fake CUDA tensors with what is stored (downloads 3 GB)
 	@env=.venv-torch-2.11.0; [ -x $$env/bin/python ] || $(PYTHON) -m venv $$env || exit 1; \
-	  $$env/bin/python -m pip install -q "torch==2.11.0" "transformers==5.17.0" -e '.[test,recipes]' || exit 1; \
+	  $(call with_versions,2.11.0,5.17.0) || exit 1; \
 	  mkdir -p build/no_driver && cc -shared -fPIC -o build/no_driver/libcuda.so.1 tests/gpu/no_driver.c || exit 1; \
 	  HF_MP_NO_DRIVER=libcuda.so.1 LD_LIBRARY_PATH=$$PWD/build/no_driver LD_PRELOAD=$$PWD/build/no_driver/libcuda.so.1 \
 	  OMP_NUM_THREADS=1 $$env/bin/python -m pytest tests/gpu/test_gpu_shapes.py $(ARGS)

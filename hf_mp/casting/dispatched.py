@@ -11,7 +11,6 @@ import functools
 import sys
 import threading
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch._ops import OpOverload
 
+from hf_mp._warnings import warn_caller
 from hf_mp.casting.handlers import Plan, PlannedCall
 from hf_mp.casting.tables import of_the_dispatcher
 from hf_mp.casting.uncompiled import uncompiled
@@ -63,7 +63,7 @@ def _key() -> Any:
         every.fallback(torch.library.fallthrough_kernel)
     except (AttributeError, RuntimeError) as error:
         lost = "forwards whose gradients nobody scales ask about each torch call, a microsecond each"
-        warnings.warn(f"torch {torch.__version__} takes no kernels for the key {_KEY} ({error}): {lost}", stacklevel=3)
+        warn_caller(f"torch {torch.__version__} takes no kernels for the key {_KEY} ({error}): {lost}")
         return None
     _libraries.append(every)
     # Higher-order operators (flex attention, cond) have tables of their own, which know torch's autocasts alone.

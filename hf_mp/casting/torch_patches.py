@@ -13,13 +13,13 @@ import importlib
 import itertools
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from hf_mp._warnings import warn_caller
 from hf_mp.casting.active import active_autocast, enter_island, leave_island
 from hf_mp.casting.dispatched import undispatched
 from hf_mp.casting.uncompiled import uncompiled
@@ -350,7 +350,7 @@ def _replacement(replace: Callable[[Any], Any], original: Any) -> Any:
 @functools.cache
 def _warn_of_lack(patch: Patch) -> None:
     places = " or ".join(patch.places).replace(":", ".")
-    warnings.warn(f"torch {torch.__version__} has no {places}: {patch.lost}", stacklevel=5)
+    warn_caller(f"torch {torch.__version__} has no {places}: {patch.lost}")
 
 
 PATCHES = Patches()

@@ -7,7 +7,6 @@ compiler would take each call of the mode for a function to compile; a composite
 from __future__ import annotations
 
 import traceback
-import warnings
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -15,12 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_mp._warnings import warn_caller
+
 # torch.compiler.disable wraps a function, which costs each call of the mode a frame more; this marks its code instead.
 try:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 except ImportError:
     lost = "where compiled code breaks off under autocast, the compiler may compile autocast itself, and fail"
-    warnings.warn(f"torch {torch.__version__} has no set_code_exec_strategy: {lost}", stacklevel=2)
+    warn_caller(f"torch {torch.__version__} has no set_code_exec_strategy: {lost}")
 
     def _pass_by(function: FunctionType, *, with_calls: bool) -> None:
         pass

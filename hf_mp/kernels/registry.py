@@ -12,13 +12,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+
+from hf_mp._warnings import warn_caller
 
 VARIABLE = "HF_MP_KERNELS"
 SETTINGS = ("auto", "triton", "reference")
@@ -119,4 +120,4 @@ def _is_right_on(name: str, device: torch.device) -> bool:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
+    warn_caller(message)

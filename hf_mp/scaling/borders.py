@@ -9,7 +9,6 @@ Outside, every gradient is FP32 and true; inside, every FP16 gradient is S times
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from hf_mp._warnings import warn_caller
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 
@@ -164,10 +164,9 @@ def _has_order() -> bool:
     # Nothing public orders nodes.
     found = hasattr(torch._C._FunctionBase, "_set_sequence_nr")
     if not found:
-        warnings.warn(
+        warn_caller(
             "this torch cannot order autograd nodes (_set_sequence_nr is gone): gradients reach the parameters at the "
-            "end of a backward, which takes up to 2 bytes a parameter more, and DDP's all-reduce does not overlap",
-            stacklevel=2,
+            "end of a backward, which takes up to 2 bytes a parameter more, and DDP's all-reduce does not overlap"
         )
     return found
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hf_mp._warnings import warn_caller
 from hf_mp.scaling.explicit import unscale_gradients
 from hf_mp.scaling.rules import (
     Rule,
@@ -27,7 +28,6 @@ from hf_mp.scaling.rules import (
     check_scale,
     scale_text,
     to_fp32,
-    warn_caller,
     whole,
 )
 

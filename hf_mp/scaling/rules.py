@@ -9,7 +9,6 @@ import ctypes
 import math
 import numbers
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
@@ -376,11 +375,3 @@ def scale_text(scale: float) -> str:
         return f"{scale:.0f}"
     mantissa, exponent = math.frexp(scale)
     return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
-
-
-def warn_caller(message: str) -> None:
-    """A warning at the first line outside this package, so that Python's filters show it once for each such line."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "hf_mp":
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)

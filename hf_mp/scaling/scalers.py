@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from inspect import signature
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hf_mp._warnings import warn_caller
 from hf_mp.policy import PrecisionPolicy, compute_dtype, parse_loss_scale
 from hf_mp.scaling.loss_scaler import LossScaleError, LossScaler
 from hf_mp.scaling.rules import (
@@ -287,4 +287,4 @@ def load_state(state: Mapping[str, Any], policy: PrecisionPolicy, scaler: LossSc
         scaler.load_state_dict(state["loss_scaler"])
         return
     was, now = saved.loss_scale or "none", policy.loss_scale or "none"
-    warnings.warn(f"loss_scale was {was} in the saved run, and is {now} here: the loss scale starts anew", stacklevel=3)
+    warn_caller(f"loss_scale was {was} in the saved run, and is {now} here: the loss scale starts anew")

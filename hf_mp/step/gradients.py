@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
+from hf_mp._warnings import warn_caller
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, largest_magnitude_and_norm, magnitude_bound
 from hf_mp.kernels.identity import is_on_host
 from hf_mp.scaling.rules import StepReport
@@ -111,7 +111,7 @@ class GradientCheck:
         """Warn of ``message`` unless that was done before."""
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, stacklevel=2)
+            warn_caller(message)
 
     def forget(self) -> None:
         """Begin anew: the gradients were used, or thrown away."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 
+from hf_mp._warnings import warn_caller
 from hf_mp.kernels.identity import is_shared, version_of
 
 _DATA: Any = Tensor.data  # the property itself, which the class below overrides
@@ -65,9 +65,8 @@ def let_optimizers_be_fast(kind: type[nn.Parameter]) -> None:
     """Have torch's optimizers use their multi-tensor implementations for parameters of ``kind`` as well."""
     types = getattr(optimizers, "_foreach_supported_types", None)
     if types is None:
-        warnings.warn(
-            "torch.optim names its _foreach_supported_types no more: optimizers update tensor by tensor, slower",
-            stacklevel=3,
+        warn_caller(
+            "torch.optim names its _foreach_supported_types no more: optimizers update tensor by tensor, slower"
         )
     elif kind not in types:
         types.append(kind)

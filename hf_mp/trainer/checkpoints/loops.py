@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hf_mp._warnings import warn_caller
 from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.trainer.checkpoints import in_place, inspection, loaded_state
 from hf_mp.trainer.checkpoints.manifest import (
@@ -147,7 +147,7 @@ def load_checkpoint(
                 "no mixed precision is attached, so the loss scale is not taken over, and 16-bit parameters keep only "
                 "the rounding of the saved FP32 weights: call hf_mp.prepare first"
             )
-        warnings.warn(f"{checkpoint}: {told}", stacklevel=2)
+        warn_caller(f"{checkpoint}: {told}")
     return saved["step"], saved["extra"]
 
 
@@ -196,7 +196,7 @@ def _find(directory: Path) -> Path:
         directory, found, lambda checkpoint: together(inspection.find_problems(checkpoint, _problems))
     )
     if warning:
-        warnings.warn(warning, stacklevel=3)
+        warn_caller(warning)
     return chosen
 
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hf_mp._warnings import warn_caller
 from hf_mp.kernels.gradient_scan import real_values, total_norm
 from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES
@@ -100,7 +100,7 @@ class MasterWeightOptimizer(Optimizer):
             optimizer.check_overrides()  # bitsandbytes knows parameters with settings of their own by identity
         self._adopt(parameters_in(optimizer))
         if not any(map(_needs_master, parameters_in(self))):
-            warnings.warn("MasterWeightOptimizer has nothing to do: no parameter is FP16 or BF16", stacklevel=2)
+            warn_caller("MasterWeightOptimizer has nothing to do: no parameter is FP16 or BF16")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         # torch's way would leave out what is wrapped, and the masters with it.
