@@ -52,6 +52,12 @@ def chosen(name: str, tensors: Sequence[Tensor]) -> Any:
     return launcher(name) if is_right else None
 
 
+def must_be_plain() -> bool:
+    """Whether only differentiable torch ops may be used: torch.compile decides itself what it saves for backward, and
+    torch.func's transforms take neither saved-tensor hooks nor autograd functions of the ordinary form."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
 def why_not(tensors: Sequence[Tensor]) -> str | None:
     """Why no kernel can run on these tensors; None where they can."""
     device = tensors[0].device

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_mp.casting.cpu.upcast import must_be_plain
 from hf_mp.casting.handlers import PlannedCall
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.tables import CastRule
 from hf_mp.kernels.cross_entropy import FEW_ELEMENTS, cross_entropy
 from hf_mp.kernels.identity import is_ordinary
+from hf_mp.kernels.registry import must_be_plain
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 _FUNCTION = torch._C._nn.cross_entropy_loss  # of F.cross_entropy, and of nn.CrossEntropyLoss

@@ -11,8 +11,9 @@ from torch import Tensor
 from hf_mp.casting.cpu import attention
 from hf_mp.casting.cpu.attention import ATTENTION, attend, has_few_scores, has_flash, read_attention
 from hf_mp.casting.cpu.products import OWN_ELEMENTS, PRODUCTS, Product, multiply, read_product
-from hf_mp.casting.cpu.upcast import map_tensors, must_be_plain, run_through_fp32
+from hf_mp.casting.cpu.upcast import map_tensors, run_through_fp32
 from hf_mp.casting.handlers import Plan, PlannedCall, cast_all, lower_precision
+from hf_mp.kernels.registry import must_be_plain
 
 if TYPE_CHECKING:
     from hf_mp.casting.mode import autocast

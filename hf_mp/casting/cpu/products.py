@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hf_mp.casting.cpu.blockwise import blocks, blockwise_product
-from hf_mp.casting.cpu.upcast import has_rows, must_be_plain, run_through_fp32
+from hf_mp.casting.cpu.upcast import has_rows, run_through_fp32
+from hf_mp.kernels.registry import must_be_plain
 from hf_mp.scaling.borders import Behind, behind_border
 from hf_mp.scaling.borders import multiply as scaled_by
 

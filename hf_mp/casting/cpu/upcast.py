@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hf_mp.kernels.registry import must_be_plain
 from hf_mp.policy import compute_dtype, compute_dtypes
 
 
@@ -33,12 +34,6 @@ def runs_natively(dtype: torch.dtype, device_type: str, op: str = "") -> bool:
     if device_type != "cpu":
         return True
     return CPU_PRODUCTS.get(dtype, False) and ("conv" not in op or compute_dtype(dtype).has_cpu_convolutions)
-
-
-def must_be_plain() -> bool:
-    """Whether only differentiable torch ops may be used: torch.compile decides itself what it saves for backward, and
-    torch.func's transforms take neither saved-tensor hooks nor autograd functions of the ordinary form."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def has_rows(tensor: Tensor) -> bool:
