@@ -43,6 +43,7 @@ from hf_mp.weights.layout import WeightLayout, too_large
 from hf_mp.weights.layout_choice import make_layout, spread_layout
 from hf_mp.weights.model_walk import parameters_in
 from hf_mp.weights.ranks.agreement import Ranks
+from hf_mp.weights.ranks.gathered_slots import GatheredSlots
 from hf_mp.weights.ranks.placement import ALONE, Placement, check_updates, is_running, mesh_groups, placement_of
 from hf_mp.weights.region import Region
 from hf_mp.weights.slots import GROUP_ELEMENTS, Slots
@@ -229,8 +230,6 @@ class MixedPrecision:
         if placement is not ALONE:
             self.ranks.note_forward(model, placement)
             self._use_layout_for(model.parameters(), placement)
-        if (parameter := next(model.parameters(), None)) is not None:
-            self.scaler.scale_tensors(parameter.device)
         # Borders are autograd functions without rules for torch.func, which has no public way to ask whether it is at
         # work.
         if torch._C._are_functorch_transforms_active():
@@ -242,8 +241,12 @@ class MixedPrecision:
         # DDP takes a parameter for ready as soon as the border that it shares has run.
         elements = 1 if self.uses_up_gradients or placement.ddp is not None else GROUP_ELEMENTS
         region, kind = self.region, (id(entry), has_grad, model.training)
-        is_scaled = self.check.is_scaled
-        return Slots(self.layout, model, self, region.uses, region.made_earlier, has_grad, is_scaled, elements, kind)
+        make = Slots if self.layout.keeps_copies else GatheredSlots
+        weights = make(
+            self.layout, self, region.uses, region.made_earlier, has_grad, self.check.is_scaled, elements, kind
+        )
+        weights.bring_in_model(model)
+        return weights
 
     def _use_layout_for(self, parameters: Iterable[Tensor], placement: Placement) -> None:
         model, before = self.model, self.layout

@@ -8,16 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from hf_mp.casting.nested import apply_to_tensors
-from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.scaling.borders import Crossings, inward_borders, leads_inside, seal
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.lean.outside_reads import OF_THE_TENSOR_ITSELF
 from hf_mp.weights.product_uses import Notes, ProductUses, Slot, Uses
-from hf_mp.weights.ranks.layouts import TensorParallelLayout
-from hf_mp.weights.ranks.placement import fsdp_modules, is_dtensor
 
 # Weights share a border, one autograd node instead of many, up to so many elements: their gradients leave together.
 GROUP_ELEMENTS = 2**18
@@ -42,14 +38,13 @@ class Slots:
     While the forward runs, the slot of a weight that products use holds its working copy in 16 bits, behind its border,
     and the slot of any other trained weight an alias of it, behind the same border where gradients are scaled. A slot
     is an entry of a module's ``_parameters``: so calls that no torch function mode sees, such as custom autograd
-    functions, cross the border as well. FSDP has its own weights there, and a slot is an entry of ``__dict__``. What
-    comes in by another way (a closure, an attribute, an object) was made outside if its autograd node is older than the
-    forward, or if it is a leaf. The first forward of a kind gives it its border at its first use, and so do all others
-    of this kind if it met any. What comes later for the first time gets its border when the forward has ended:
-    see :meth:`seal`.
+    functions, cross the border as well. What comes in by another way (a closure, an attribute, an object) was made
+    outside if its autograd node is older than the forward, or if it is a leaf. The first forward of a kind gives it its
+    border at its first use, and so do all others of this kind if it met any. What comes later for the first time gets
+    its border when the forward has ended: see :meth:`seal`.
 
     Args:
-        layout, model: whose weights they are.
+        layout: gives the working copies.
         crossings: what the borders ask.
         uses: which weights products use.
         made_earlier: whether an earlier forward of the model made an autograd node.
@@ -62,7 +57,6 @@ class Slots:
     def __init__(
         self,
         layout: WeightLayout,
-        model: nn.Module,
         crossings: Crossings,
         uses: ProductUses,
         made_earlier: Callable[[Any], bool],
@@ -71,7 +65,7 @@ class Slots:
         group_elements: int,
         kind: Hashable,
     ) -> None:
-        self._layout, self._model, self._crossings, self._made_earlier = layout, model, crossings, made_earlier
+        self._layout, self._crossings, self._made_earlier = layout, crossings, made_earlier
         self._uses, self._group_elements = uses, group_elements
         self.has_grad = has_grad
         self.has_borders = has_grad and (is_scaled or layout.takes_gradients)
@@ -92,11 +86,12 @@ class Slots:
         self._slots: list[Slot] = []
         self._filled: list[tuple[Slot, Tensor]] = []  # what lies where
         self._versions: list[int] = []  # of what lies in the slots: a write in place raises it
-        self._handles: list[RemovableHandle] = []  # of FSDP's modules
         # autograd numbers nodes as they are made; nothing public tells which of two is older.
         self.first_node = torch.autograd._get_sequence_nr()
-        if layout.keeps_copies:
-            self._filled = self._bring_in_all(uses.slots(model))
+
+    def bring_in_model(self, model: nn.Module) -> None:
+        """Bring the weights of ``model`` in, for this context to put into their slots."""
+        self._filled = self._bring_in_all(self._uses.slots(model))
 
     def _bring_in_all(self, slots: list[Slot]) -> list[tuple[Slot, Tensor]]:
         """What to put into which of ``slots``."""
@@ -142,53 +137,17 @@ class Slots:
         return inside
 
     def __enter__(self) -> None:
-        """Put what is inside into the slots; where FSDP shards the weights, when it has gathered them."""
+        """Put what is inside into the slots."""
         for slot, value in self._filled:
             slot.module._parameters[slot.name] = value  # type: ignore[assignment]
-        if self.has_grad and not self._layout.keeps_copies:
-            self._fill_gathered(self._model)
-            for module in fsdp_modules(self._model):
-                # Hooks on a module that is compiled in place would be part of its graph.
-                if module._compiled_call_impl is None:
-                    self._handles.append(module.register_forward_pre_hook(self._fill_gathered))
-                    self._handles.append(module.register_forward_hook(self._empty_gathered, always_call=True))
-        if self._layout.keeps_copies or isinstance(self._layout, TensorParallelLayout):  # FSDP's slots are emptied
-            self._versions = [value._version for _, value in self._filled]
+        self._note_versions()
 
-    def _fill_gathered(self, gathered: nn.Module, *args: Any) -> None:
-        with torch._C.DisableTorchFunction():  # the region runs already, and has nothing to decide here
-            # A DTensor under FSDP is of a module inside, which is gathered when its own forward begins.
-            has_dtensors = isinstance(self._layout, TensorParallelLayout)
-            slots = self._uses.slots(gathered)
-            slots = [slot for slot in slots if has_dtensors or not is_dtensor(slot.weight)]
-            slots = [slot for slot in slots if not slot.weight.requires_grad or self._is_outside(slot.weight)]
-            for slot in slots:
-                if slot.weight.dtype in LOWER_PRECISION_DTYPES and slot.weight.requires_grad:
-                    slot.weight.grad_dtype = torch.float32  # what leaves through the border
-            if has_dtensors:  # Transformers < 5.23 sums a norm's .grad as soon as the norm's backward has run
-                self._group_elements = 1
-            for slot, value in self._bring_in_all(slots):
-                # FSDP puts its own among the parameters; Transformers takes DTensors from there for code on shards.
-                attributes = vars(slot.module)
-                (attributes["_parameters"] if is_dtensor(value) else attributes)[slot.name] = value
-                self._filled.append((slot, value))
-
-    def _empty_gathered(self, gathered: nn.Module, *args: Any) -> None:
-        # FSDP frees what it has gathered; roundings of it would stay.
-        inner = set(gathered.modules())
-        freed = [(slot, value) for slot, value in self._filled if slot.module in inner]
-        self._filled = [(slot, value) for slot, value in self._filled if slot.module not in inner]
-        self._give_back(freed)
-        for slot, _ in freed:
-            for one in self._inside.get(id(slot.weight)) or ():
-                self._inside.pop(id(one), None)
+    def _note_versions(self) -> None:
+        self._versions = [value._version for _, value in self._filled]
 
     def _give_back(self, filled: list[tuple[Slot, Tensor]]) -> None:
-        keeps_copies = self._layout.keeps_copies
         for slot, value in filled:
-            if not keeps_copies and not is_dtensor(value):
-                vars(slot.module).pop(slot.name, None)
-            elif slot.module._parameters.get(slot.name) is value:  # else the forward has put another there
+            if slot.module._parameters.get(slot.name) is value:  # else the forward has put another there
                 slot.module._parameters[slot.name] = slot.weight  # type: ignore[assignment]
 
     @torch.no_grad()
@@ -200,11 +159,6 @@ class Slots:
                 value.detach().copy_(slot.weight)
                 written = f"{type(slot.module).__name__}.{slot.name}"
         self._give_back(self._filled)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        if not self._layout.keeps_copies:
-            self._filled.clear()
         # Also in the place of torch's own error about the written copy, which does not say what to do.
         if written is not None and isinstance(error, RuntimeError | None):
             raise RuntimeError(

@@ -1,0 +1,82 @@
+"""``GatheredSlots``: the weights of one forward where FSDP2 gathers them while it runs, or products take DTensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.weights.product_uses import Slot
+from hf_mp.weights.ranks.layouts import TensorParallelLayout
+from hf_mp.weights.ranks.placement import fsdp_modules, is_dtensor
+from hf_mp.weights.slots import Slots
+
+
+class GatheredSlots(Slots):
+    """Slots that are filled when their weights have been gathered, and emptied when these are freed.
+
+    FSDP has its own weights in ``_parameters``, so that a slot is an entry of the module's ``__dict__``.
+    """
+
+    def bring_in_model(self, model: nn.Module) -> None:
+        """Take ``model``, whose weights come in while its forward runs."""
+        self._model, self._handles = model, list[RemovableHandle]()
+        # DTensors are there all the time.
+        self._computes_on_shards = isinstance(self._layout, TensorParallelLayout)
+
+    def __enter__(self) -> None:
+        """Put what is inside into the slots of what is gathered already, and of the others when they are."""
+        if self.has_grad:
+            self._fill(self._model)
+            for module in fsdp_modules(self._model):
+                # Hooks on a module that is compiled in place would be part of its graph.
+                if module._compiled_call_impl is None:
+                    self._handles.append(module.register_forward_pre_hook(self._fill))
+                    self._handles.append(module.register_forward_hook(self._empty, always_call=True))
+        if self._computes_on_shards:  # FSDP's slots are emptied
+            self._note_versions()
+
+    def _fill(self, gathered: nn.Module, *args: Any) -> None:
+        with torch._C.DisableTorchFunction():  # the region runs already, and has nothing to decide here
+            # A DTensor under FSDP is of a module inside, which is gathered when its own forward begins.
+            slots = self._uses.slots(gathered)
+            slots = [slot for slot in slots if self._computes_on_shards or not is_dtensor(slot.weight)]
+            slots = [slot for slot in slots if not slot.weight.requires_grad or self._is_outside(slot.weight)]
+            for slot in slots:
+                if slot.weight.dtype in LOWER_PRECISION_DTYPES and slot.weight.requires_grad:
+                    slot.weight.grad_dtype = torch.float32  # what leaves through the border
+            if self._computes_on_shards:  # Transformers < 5.23 sums a norm's .grad as soon as its backward has run
+                self._group_elements = 1
+            for slot, value in self._bring_in_all(slots):
+                # FSDP puts its own among the parameters; Transformers takes DTensors from there for code on shards.
+                attributes = vars(slot.module)
+                (attributes["_parameters"] if is_dtensor(value) else attributes)[slot.name] = value
+                self._filled.append((slot, value))
+
+    def _empty(self, gathered: nn.Module, *args: Any) -> None:
+        # FSDP frees what it has gathered; roundings of it would stay.
+        inner = set(gathered.modules())
+        freed = [(slot, value) for slot, value in self._filled if slot.module in inner]
+        self._filled = [(slot, value) for slot, value in self._filled if slot.module not in inner]
+        self._give_back(freed)
+        for slot, _ in freed:
+            for one in self._inside.get(id(slot.weight)) or ():
+                self._inside.pop(id(one), None)
+
+    def _give_back(self, filled: list[tuple[Slot, Tensor]]) -> None:
+        super()._give_back([(slot, value) for slot, value in filled if is_dtensor(value)])
+        for slot, value in filled:
+            if not is_dtensor(value):
+                vars(slot.module).pop(slot.name, None)
+
+    def __exit__(self, *raised: Any) -> None:
+        """Give the slots back, and let go of what was gathered."""
+        try:
+            super().__exit__(*raised)
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            self._handles, self._filled = [], []
