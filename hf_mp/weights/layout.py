@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from hf_mp._warnings import warn_caller
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.weights.fused_adamw import Clipping, step_whole
@@ -42,6 +43,11 @@ class WeightLayout:
     def prepare(self, model: nn.Module) -> None:
         """Give the trainable parameters of ``model`` FP32 masters where they have none; called before each forward."""
         narrow = [one for one in parameters_of(model) if one.dtype in LOWER_PRECISION_DTYPES and one.requires_grad]
+        if any([parameter in self.copies for parameter in narrow]):
+            warn_caller(
+                "the FP32 masters of an attached model were cast to 16 bits (model.half(), model.to(dtype)): they are "
+                "FP32 again, and rounded. Leave the cast out, or call hf_mp.detach(model) first"
+            )
         for parameter in narrow:
             _to_fp32(parameter)
         if narrow:

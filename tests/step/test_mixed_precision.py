@@ -145,6 +145,17 @@ def test_training_without_a_guard_is_warned_of_once(gpt2: GPT2LMHeadModel, batch
     assert "/hf_mp/" not in told.filename and "/torch/" not in told.filename  # but at the line of the loop
 
 
+def test_masters_that_were_cast_to_16_bits_are_told_of(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    MixedPrecision("fp16").attach(gpt2)
+    gpt2(**batch)
+    gpt2.half()
+    with pytest.warns(UserWarning, match=r"were cast to 16 bits.*FP32 again, and rounded.*hf_mp.detach") as caught:
+        gpt2(**batch)
+        gpt2(**batch)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert {parameter.dtype for parameter in gpt2.parameters()} == {torch.float32}
+
+
 # Outside step(), a working copy is its master rounded to nearest; outside writes are honoured.
 
 
