@@ -17,6 +17,7 @@ from hf_mp.casting.cpu.products import multiply
 from hf_mp.casting.cpu.upcast import run_through_fp32
 from hf_mp.casting.mode import autocast
 from hf_mp.scaling.borders import inward_borders, output_border
+from hf_mp.step.mixed_precision import MixedPrecision
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -218,21 +219,25 @@ class TestParameters:
     """As an attached model multiplies: the gradient leaves to FP32 masters, unscaled on its way."""
 
     @pytest.mark.parametrize("transposed", [False, True])
+    @pytest.mark.parametrize(("dtype", "native"), [(FP16, False), (BF16, False), (BF16, True)], ids=str)
     @pytest.mark.usefixtures("blocks")
-    def test_gradients_are_rounded_then_unscaled_in_fp32(self, transposed: bool) -> None:
+    def test_gradients_are_rounded_then_unscaled_in_fp32(
+        self, dtype: torch.dtype, native: bool, transposed: bool
+    ) -> None:
         scale = 2.0**12
         crossings = Crossings(scale)
-        x16, weight16, bias16 = operands((7,), 9, 13, bias=True, transposed=transposed, dtype=FP16)
+        x16, weight16, bias16 = operands((7,), 9, 13, bias=True, transposed=transposed, dtype=dtype)
         assert bias16 is not None
-        # masters off the FP16 grid: the product must read their roundings
+        # masters off the grid of 16 bits: the product must read their roundings
         weight, bias = (nn.Parameter(t.detach().float() * (1 + 2.0**-13)) for t in (weight16, bias16))
         found = multiply(
             x16,
             brought_in(weight, weight16.detach(), crossings),
             brought_in(bias, bias16.detach(), crossings),
             transposed=transposed,
+            native=native,
         )
-        inside = multiply(x16, weight16, bias16, transposed=transposed)
+        inside = multiply(x16, weight16, bias16, transposed=transposed, native=native)
         assert torch.equal(found, inside)
         scaled = random(7, 13, seed=4) * 0.01 * scale
         to_x, to_weight, to_bias = torch.autograd.grad(inside, (x16, weight16, bias16), scaled)
@@ -464,3 +469,26 @@ def test_a_result_may_be_changed_in_place(dtype: torch.dtype, native: bool) -> N
     result.sum().backward()
     assert result._base is None
     assert x.grad is not None
+
+
+def test_a_large_weight_of_a_cpu_with_the_product_has_its_gradient_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[torch.Size, bool]] = []
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool, native: bool) -> Tensor:
+        written.append((weight.shape, native))
+        return multiply(x, weight, bias, transposed=transposed, native=native)
+
+    gradients = []
+    for own_elements in (handlers.OWN_ELEMENTS, 64):
+        monkeypatch.setattr(handlers, "OWN_ELEMENTS", own_elements)
+        monkeypatch.setattr(handlers, "multiply", counted)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 2))
+        MixedPrecision("bf16").attach(model)
+        for _ in range(2):
+            model(random(4, 8, dtype=FP32)).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert written == [((16, 8), True)] * 2
+    for found, expected in zip(*gradients, strict=True):
+        assert found is not None and found.dtype is FP32
+        torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=2.0**-7)  # one rounding to BF16 may differ
