@@ -160,6 +160,6 @@ def test_a_mask_that_rounds_to_minus_inf() -> None:
     """Finite in FP32 alone: no step is healed, and the report has a rule that helps."""
     run = Run(Masked(), 2, on_overflow="heal")
     report = run.explainer.reports[0]
-    assert run.lost == 2 and (report.finite_in_fp32, report.finite_in_bf16) == (True, False)
+    assert run.lost == 2 and (report.finite_in_fp32, report.finite_in_bf16, report.rules) == (True, False, None)
     assert "Give it rules={'': 'fp32'}. In BF16 it is not finite." in report.to_text()
     assert Run(Masked(), 2, rules={"": "fp32"}).lost == 0
