@@ -14,7 +14,7 @@ from hf_mp.casting.mode import autocast
 from hf_mp.casting.tables import CastRule
 from hf_mp.kernels.cross_entropy import FEW_ELEMENTS, cross_entropy
 from hf_mp.kernels.identity import is_ordinary
-from hf_mp.kernels.registry import must_be_plain
+from hf_mp.kernels.registry import is_saving_elsewhere, must_be_plain
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 _FUNCTION = torch._C._nn.cross_entropy_loss  # of F.cross_entropy, and of nn.CrossEntropyLoss
@@ -39,13 +39,6 @@ def _cross_entropy(
         if is_plain and _are_rows_of_classes(logits, labels):
             return cross_entropy(logits, labels, ignore_index=ignore_index, reduction=_REDUCTIONS[reduction])
     return planned(region, name, func, args, kwargs)
-
-
-def is_saving_elsewhere() -> bool:
-    """Whether a checkpoint or an offload takes what autograd saves."""
-    # saved_tensors_hooks can be set by a public class, but not asked for.
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is not None and top(False) is not None
 
 
 def _are_rows_of_classes(logits: Tensor, labels: Tensor) -> bool:
