@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
 from torch.nn.utils import get_total_norm
 
 from hf_mp.kernels.registry import chosen
 
 SQUARES_BELOW = 2.0**64  # FP32 holds the square of every smaller number
-_JOINED_ELEMENTS = 2**14
+_JOINED_ELEMENTS = 2**12
 _BLOCK_ELEMENTS_PER_THREAD = 2**17  # in FP32, half of what a core's cache of 1 MiB holds
 
 
@@ -64,13 +63,13 @@ def _filled(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _joined(values: list[Tensor]) -> list[Tensor]:
-    """The same values in fewer tensors: of biases and small weights, a call costs more than its work."""
+    """The same values in fewer tensors: biases and weights of norms, of which a call costs more than its work."""
     large: list[Tensor] = []
     small: dict[torch.dtype, list[Tensor]] = {}
     for value in values:
-        is_small = value.numel() <= _JOINED_ELEMENTS and type(value) is Tensor
+        is_small = value.dim() == 1 and value.numel() <= _JOINED_ELEMENTS and type(value) is Tensor
         (small.setdefault(value.dtype, []) if is_small else large).append(value)
-    return [*large, *map(_flatten_dense_tensors, small.values())]
+    return [*large, *map(torch.cat, small.values())]
 
 
 @torch.no_grad()
