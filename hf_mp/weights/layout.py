@@ -43,6 +43,8 @@ class WeightLayout:
     def prepare(self, model: nn.Module) -> None:
         """Give the trainable parameters of ``model`` FP32 masters where they have none; called before each forward."""
         narrow = [one for one in parameters_of(model) if one.dtype in LOWER_PRECISION_DTYPES and one.requires_grad]
+        if not narrow:
+            return
         if any([parameter in self.copies for parameter in narrow]):
             warn_caller(
                 "the FP32 masters of an attached model were cast to 16 bits (model.half(), model.to(dtype)): they are "
@@ -50,8 +52,7 @@ class WeightLayout:
             )
         for parameter in narrow:
             _to_fp32(parameter)
-        if narrow:
-            widen_buffers(model)
+        widen_buffers(model)
 
     def working_copies(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
         """By the identity of FP32 masters among ``weights``, what products read in their places, without grad."""

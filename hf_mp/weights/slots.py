@@ -140,9 +140,6 @@ class Slots:
         """Put what is inside into the slots."""
         for slot, value in self._filled:
             slot.module._parameters[slot.name] = value  # type: ignore[assignment]
-        self._note_versions()
-
-    def _note_versions(self) -> None:
         self._versions = [value._version for _, value in self._filled]
 
     def _give_back(self, filled: list[tuple[Slot, Tensor]]) -> None:

@@ -37,7 +37,7 @@ class GatheredSlots(Slots):
                     self._handles.append(module.register_forward_pre_hook(self._fill))
                     self._handles.append(module.register_forward_hook(self._empty, always_call=True))
         if self._computes_on_shards:  # FSDP's slots are emptied
-            self._note_versions()
+            self._versions = [value._version for _, value in self._filled]
 
     def _fill(self, gathered: nn.Module, *args: Any) -> None:
         with torch._C.DisableTorchFunction():  # the region runs already, and has nothing to decide here
