@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -58,6 +58,11 @@ class SlottedRecord:
     value: Tensor
 
 
+class Named(NamedTuple):
+    value: Tensor
+    count: int = 3
+
+
 def normal(y: Tensor) -> torch.distributions.Normal:
     return torch.distributions.Normal(y, F.softplus(y) + 0.1)
 
@@ -71,6 +76,7 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "independent": (lambda y: torch.distributions.Independent(normal(y), 1), likelihood),
     "object": (Plain, lambda o: squared(o.me.value)),
     "slots": (Slotted, lambda o: (o.value * o.deep[0]).sum()),
+    "named tuple": (Named, lambda o: squared(o.value)),
     "set": (lambda y: {y}, lambda s: squared(next(iter(s)))),
     "deque": (lambda y: collections.deque([y], maxlen=3), lambda d: squared(d[0])),
     "namespace": (lambda y: types.SimpleNamespace(value=y), lambda o: squared(o.value)),

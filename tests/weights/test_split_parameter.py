@@ -64,6 +64,19 @@ def test_unsplit_gives_an_ordinary_fp32_parameter_back() -> None:
     assert torch.equal(parameter.grad, torch.full((4, 3), 5.0))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_made_of_a_view_outside_of_a_forward_is_fp32(dtype: torch.dtype) -> None:
+    value = values()
+    parameter = made(value, dtype)
+    view = parameter.data
+    assert view.dtype is dtype
+    for found in (copy.deepcopy(view), pickle.loads(pickle.dumps(view)), view.data + 0, view[1:].data.clone()):
+        assert type(found) is Tensor and torch.equal(found, value[-len(found) :])
+    assert repr(view) == repr(value)
+    view.data.mul_(2)
+    assert torch.equal(master_value(parameter), value * 2)
+
+
 # Writes from outside win, element by element
 
 
