@@ -67,7 +67,7 @@ def assert_evaluates_in_autocast(trainer: Any, call: str) -> None:
 
 @pytest.mark.parametrize(
     ("precision", "dtype"),
-    zip(PRECISIONS, [torch.float32, torch.float16, torch.float16, torch.float32], strict=True),
+    [*zip(PRECISIONS, [torch.float32, torch.float16, torch.float16, torch.float32], strict=True)],
     ids=str,
 )
 def test_a_training_lets_go(tmp_path: Path, precision: str, dtype: torch.dtype) -> None:

@@ -467,7 +467,7 @@ def through_file(state: Any) -> Any:
     return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
 
 
-@pytest.mark.parametrize(("name", "order"), zip(TORCH, cycle(["model first", "optimizer first"]), strict=False))
+@pytest.mark.parametrize(("name", "order"), [*zip(TORCH, cycle(["model first", "optimizer first"]), strict=False)])
 def test_a_saved_run_goes_on_bit_for_bit(name: str, order: str) -> None:
     dtype = torch.float16
     ours, wrapper = trained(TORCH[name], "whole", dtype)
@@ -637,3 +637,26 @@ def test_fp32_parameters_alone_are_warned_about() -> None:
     ours[0].grad = torch.ones(2)
     wrapper.step()
     assert torch.equal(ours[0].detach(), torch.zeros(2))
+
+
+@every_layout
+def test_gradients_may_stay_as_zeros(layout: str) -> None:
+    optimizer = masters_around(SGD([nn.Parameter(torch.ones(3).half())], lr=0.1), layout)
+    (parameter,) = optimizer.param_groups[0]["params"]
+    (parameter * 2).sum().backward()
+    optimizer.zero_grad(set_to_none=False)
+    assert parameter.grad is not None and not parameter.grad.any()
+    optimizer.step()
+    assert torch.equal(optimizer.master(parameter), torch.ones(3))
+
+
+@every_layout
+def test_a_step_that_somebody_has_put_on_the_wrapped_optimizer_is_called(layout: str) -> None:
+    calls, wrapped = [], SGD([nn.Parameter(torch.ones(3).half())], lr=0.25)
+    original = wrapped.step
+    wrapped.step = lambda: calls.append(original())  # type: ignore[assignment, misc]
+    optimizer = masters_around(wrapped, layout)
+    (parameter,) = optimizer.param_groups[0]["params"]
+    (parameter * 2).sum().backward()
+    optimizer.step()
+    assert len(calls) == 1 and torch.equal(optimizer.master(parameter), torch.full((3,), 0.5))
