@@ -42,7 +42,7 @@ exhaustive: $(INSTALLED) ## run the cases of which `make test` takes a part, and
 outside: $(INSTALLED) ## run outside suites whole: every op of torch's database and more (minutes to hours)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m outside $(ARGS)
 
-# hf_mp with a torch and a transformers, in the environment $$env; by uv as below.
+# Install hf_mp with a torch and a transformers in the environment $$env: by uv, or by pip where uv fails.
 with_versions = { $(BIN)/uv pip install -q --python $$env/bin/python "torch==$(1)" "transformers==$(2)" \
   -e '.[test,recipes]' || $$env/bin/python -m pip install -q "torch==$(1)" "transformers==$(2)" -e '.[test,recipes]'; }
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import sys
+import types
 import warnings
 
-_LIBRARIES = ("hf_mp", "torch", "transformers", "accelerate", "importlib")
+_LIBRARIES = ("hf_mp", "torch", "transformers", "accelerate", "peft", "trl", "lightning", "importlib")
 
 
 def warn_caller(message: str) -> None:
-    """A warning at the line that led here, outside of all libraries: Python's filters show it once for each such line.
+    """A warning at the line that led here, outside of these libraries: Python's filters show it once for each line.
 
-    Where the thread is autograd's own, at the line that autograd called.
+    In a thread without such a line, as autograd has them, at its outermost one.
     """
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
-        level, frame = level + 1, frame.f_back
+    while frame.f_back is not None and _module_of(frame).partition(".")[0] in _LIBRARIES:
+        frame = frame.f_back
+        level += not _module_of(frame).startswith("importlib._bootstrap")  # which warnings itself does not count
     warnings.warn(message, stacklevel=level)
+
+
+def _module_of(frame: types.FrameType) -> str:
+    return frame.f_globals.get("__name__") or ""

@@ -136,7 +136,7 @@ class LossScaler(Generic[Rule]):
     def scale_tensors(self, device: torch.device) -> ScaleTensors:
         """The scale and its inverse on ``device``, which follow the scale from now on."""
         if (tensors := self._tensors.get(device)) is None:
-            with torch.inference_mode(False):  # generate() may be the first to ask
+            with torch.inference_mode(False):  # scale() may be the first to ask, in inference mode
                 scale = torch.tensor([self.get_scale()], dtype=torch.float32, device=device)
                 tensors = ScaleTensors(scale, 1.0 / scale)
             if type(scale) is Tensor:  # and not a fake one, of memory estimation

@@ -37,15 +37,18 @@ class WeightLayout:
     def __init__(self, policy: PrecisionPolicy) -> None:
         self.policy = policy
         self.copies = WorkingCopies(policy.compute)
+        self._masters: set[int] = set()  # the trained parameters at the last forward, by identity
         self._joined: weakref.WeakKeyDictionary[nn.Module, Buckets] = weakref.WeakKeyDictionary()
 
     @torch.no_grad()
     def prepare(self, model: nn.Module) -> None:
         """Give the trainable parameters of ``model`` FP32 masters where they have none; called before each forward."""
-        narrow = [one for one in parameters_of(model) if one.dtype in LOWER_PRECISION_DTYPES and one.requires_grad]
+        trained = [parameter for parameter in parameters_of(model) if parameter.requires_grad]
+        narrow = [parameter for parameter in trained if parameter.dtype in LOWER_PRECISION_DTYPES]
+        before, self._masters = self._masters, set(map(id, trained))
         if not narrow:
             return
-        if any([parameter in self.copies for parameter in narrow]):
+        if any([id(parameter) in before for parameter in narrow]):
             warn_caller(
                 "the FP32 masters of an attached model were cast to 16 bits (model.half(), model.to(dtype)): they are "
                 "FP32 again, and rounded. Leave the cast out, or call hf_mp.detach(model) first"
@@ -120,6 +123,7 @@ class WeightLayout:
     def restore(self, model: nn.Module | None) -> None:
         """Leave ordinary FP32 parameters, and no copy."""
         self.copies.clear()
+        self._masters.clear()
 
 
 def _to_fp32(parameter: nn.Parameter) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -145,15 +146,29 @@ def test_training_without_a_guard_is_warned_of_once(gpt2: GPT2LMHeadModel, batch
     assert "/hf_mp/" not in told.filename and "/torch/" not in told.filename  # but at the line of the loop
 
 
-def test_masters_that_were_cast_to_16_bits_are_told_of(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
-    MixedPrecision("fp16").attach(gpt2)
-    gpt2(**batch)
-    gpt2.half()
+@pytest.mark.parametrize("runs_first", [False, True])
+@pytest.mark.parametrize("part", ["", "transformer.ln_f"])
+def test_masters_that_were_cast_to_16_bits_are_told_of(
+    gpt2: GPT2LMHeadModel, batch: Batch, runs_first: bool, part: str
+) -> None:
+    runtime = MixedPrecision("fp16")
+    runtime.attach(gpt2)
+    if runs_first:
+        gpt2(**batch)
+    gpt2.get_submodule(part).half()
     with pytest.warns(UserWarning, match=r"were cast to 16 bits.*FP32 again, and rounded.*hf_mp.detach") as caught:
         gpt2(**batch)
         gpt2(**batch)
     assert len(caught) == 1 and caught[0].filename == __file__
     assert {parameter.dtype for parameter in gpt2.parameters()} == {torch.float32}
+    runtime.detach()
+    gpt2.half()
+    with warnings.catch_warnings(action="error"):
+        runtime.attach(gpt2)(**batch)
+        gpt2.transformer.h[0].requires_grad_(False)
+        gpt2(**batch)
+        gpt2.transformer.h[0].half().requires_grad_(True)  # it was no master when it was cast
+        gpt2(**batch)
 
 
 # Outside step(), a working copy is its master rounded to nearest; outside writes are honoured.

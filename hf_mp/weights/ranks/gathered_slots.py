@@ -18,7 +18,8 @@ from hf_mp.weights.slots import Slots
 class GatheredSlots(Slots):
     """Slots that are filled when their weights have been gathered, and emptied when these are freed.
 
-    FSDP has its own weights in ``_parameters``, so that a slot is an entry of the module's ``__dict__``.
+    FSDP has its own weights in ``_parameters``, so that a slot is an entry of the module's ``__dict__``; a DTensor that
+    products take is in ``_parameters``.
     """
 
     def bring_in_model(self, model: nn.Module) -> None:
