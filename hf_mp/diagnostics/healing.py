@@ -98,7 +98,7 @@ class Healer(StepObserver):
 
     def _can_run_again(self, *, is_healed: bool) -> bool:
         check = self._runtime.check
-        is_as_left = self.clip is not None or check.are_unchanged(check.gradients(check.parameters()))
+        is_as_left = self.clip is not None or check.are_as_measured(check.gradients(check.parameters()))
         is_known = all(map(_has_known_gradients, self._explainer.backwards))
         if all(self._runtime.ranks.gather(is_as_left and is_known)):
             return True

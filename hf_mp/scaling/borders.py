@@ -261,6 +261,12 @@ def seal(nodes: Iterable[Any], crossings: Crossings, first: int, made_earlier: C
     return found
 
 
+def outside_of(inside: Tensor) -> Tensor:
+    """The tensor of which ``inside`` is an alias or a copy, if an inward border made it; else itself."""
+    node: Any = inside.grad_fn
+    return node.outside[node.leads_to[inside.output_nr]] if type(node) is _INWARD else inside
+
+
 class Behind(NamedTuple):
     """A tensor inside, and what it is a working copy of: where no inward border made it, itself."""
 
@@ -277,7 +283,7 @@ def behind_border(inside: Tensor) -> Behind:
     node: Any = inside.grad_fn
     if type(node) is not _INWARD or inside.output_nr < node.first_copy:
         return Behind(inside, inside)
-    return Behind(inside, node.outside[node.leads_to[inside.output_nr]], node.crossings)
+    return Behind(inside, outside_of(inside), node.crossings)
 
 
 class _OutputBorder(Function):

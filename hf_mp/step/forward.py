@@ -41,10 +41,10 @@ class AttachedForward(ReplacedForward):
     @outside_of_graphs("hf_mp's borders are outside of the graph of an attached model: leave fullgraph=True out")
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The model was detached or is gone, and a library that has wrapped this forward still calls it.
-        if self.runtime.model is None:
+        if (model := self.runtime.model) is None:
             return self.original(*args, **kwargs)
         with labelled("forward"):
-            with _Passage(self, args, kwargs) as passage:
+            with _Passage(self, model, args, kwargs) as passage:
                 outputs = passage.forward(*passage.args, **passage.kwargs)
             return passage.bring_out(outputs)
 
@@ -56,10 +56,10 @@ class _Passage:
     """One call of an attached forward: what comes in, what goes out, and the region between."""
 
     @torch.compiler.disable
-    def __init__(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, forward: AttachedForward, model: nn.Module, args: Any, kwargs: Any) -> None:
         self._runtime = runtime = forward.runtime
         with as_stored():
-            self._weights = weights = runtime.begin_forward(forward.module())
+            self._weights = weights = runtime.begin_forward(model, forward.module())
         self._output_hooks: list[Any] = []
         if weights is not None and weights.has_grad:
             self._output_hooks = [take for one in runtime.observers if (take := one.forward(forward, args, kwargs))]

@@ -116,8 +116,9 @@ class GradientCheck:
     def forget(self) -> None:
         """Begin anew: the gradients were used, or thrown away."""
         self._largest: Tensor | None = None  # of the unscaled gradients since the last step
-        # Of the last backward: what was measured, its 2-norm and its largest magnitude.
-        self._measured: MeasuredGradients | None = None
+        # Of the last backward: by identity the gradients that were measured, held weakly, for they may be freed early,
+        # with their versions; their 2-norm; their largest magnitude.
+        self._measured: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._norm: Tensor | None = None
         self._bound: Tensor | None = None
         self.clipping: Clipping | None = None  # what the next update will scale down
@@ -130,13 +131,13 @@ class GradientCheck:
             return
         if self._largest is not None:
             versions = _versions_of(parameters := self.parameters())
-            if is_used := any(versions.get(weight, seen) != seen for weight, seen in self._versions.items()):
+            if any(versions.get(weight, seen) != seen for weight, seen in self._versions.items()):
                 self.warn_once(
                     "this model is attached to a MixedPrecision, and an optimizer that it does not know updates its "
                     "weights: updates that overflow are not skipped, and the loss scale stands still. Call "
                     "attach_optimizer(optimizer), or hf_mp.detach(model)"
                 )
-            if is_used or not self.gradients(parameters):
+            if not self.gradients(parameters):
                 self.forget()  # what was measured before was used by another optimizer, or thrown away
         span = labelled("backward")  # a backward that raises ends its span when this object is freed
         span.__enter__()
@@ -164,8 +165,8 @@ class GradientCheck:
             return None
         gradients, norm = [gradient for gradient, _ in found], None
         are_dense_fp32 = self.measures_norm and all(
-            type(gradient) is Tensor and not gradient.is_sparse and gradient.dtype is torch.float32 and factor is None
-            for gradient, factor in found
+            type(gradient) is Tensor and not gradient.is_sparse and gradient.dtype is torch.float32
+            for gradient in gradients
         )
         if are_dense_fp32:
             largest, norm = largest_magnitude_and_norm(gradients)
@@ -173,24 +174,28 @@ class GradientCheck:
             largest = largest_true_magnitude(found)
         # FSDP and DDP's no_sync leave sums that other ranks have yet to add to.
         is_final = self._ranks.gradients_are_final(parameters)
-        self._measured = MeasuredGradients(gradients) if is_final else None
+        # A DTensor's version counter knows nothing of writes into its shard.
+        known = [gradient for gradient in gradients if is_final and type(gradient) is Tensor]
+        self._measured = {id(gradient): (weakref.ref(gradient), gradient._version) for gradient in known}
         self._norm, self._bound, self.clipping = norm, largest, None
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         return largest
 
     # Clipping
 
-    def are_unchanged(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether all ``gradients``, at least one, were measured, and not written since."""
-        return bool(gradients) and self._measured is not None and self._measured.are_still(gradients)
+    def are_as_measured(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether ``gradients`` are all that was measured, at least one, and not written since but for ``.data``."""
+        if not self._measured or len(gradients) != len(self._measured):
+            return False
+        for gradient in gradients:
+            reference, version = self._measured.get(id(gradient), (None, None))
+            if reference is None or reference() is not gradient or version != gradient._version:
+                return False
+        return True
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """The global 2-norm as the backward left it, bit for bit ``get_total_norm``'s; None where it is not known."""
-        return self._norm if self._are_as_measured(self.gradients(parameters)) else None
-
-    def _are_as_measured(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether ``gradients`` are all that was measured, and not written since."""
-        return self._measured is not None and self._measured.are_among(gradients) and self.are_unchanged(gradients)
+        return self._norm if self.are_as_measured(self.gradients(parameters)) else None
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
         """Have the next update scale all gradients down to ``max_norm``, from :meth:`norm`; ``inf`` leaves them alone.
@@ -203,7 +208,7 @@ class GradientCheck:
         self.clipping = Clipping(parameters, max_norm, norm)
         if is_known and not norm.isfinite() and all_finite(local_parts(self.gradients(parameters))):
             self.clip_now()  # finite gradients of a norm beyond FP32: to 0, and the step is taken, as by torch
-            self._measured = None
+            self._measured = {}
 
     def clip_now(self) -> None:
         """Scale the gradients down where that was left to the update, for an optimizer that reads them itself."""
@@ -216,7 +221,7 @@ class GradientCheck:
     def verdict(self, parameters: Sequence[nn.Parameter]) -> Verdict:
         """What the gradients of ``parameters``, an optimizer's, are like now."""
         gradients = self.gradients(parameters)
-        if self._bound is not None and self.measures_norm and self._are_as_measured(gradients):
+        if self._bound is not None and self.measures_norm and self.are_as_measured(gradients):
             return Verdict(parameters, gradients, self._bound, True, self._largest)
         return Verdict(parameters, gradients, magnitude_bound(local_parts(gradients)), False, self._largest)
 
@@ -237,27 +242,6 @@ def _versions_of(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
     """By identity the version counters of those that are trained."""
     with as_stored():
         return {id(parameter): parameter._version for parameter in parameters if parameter.requires_grad}
-
-
-class MeasuredGradients:
-    """Gradients as they were when they were measured, held weakly: they may be freed early."""
-
-    def __init__(self, gradients: Iterable[Tensor]) -> None:
-        # A DTensor's version counter knows nothing of writes into its shard; inference tensors have none.
-        plain = [gradient for gradient in gradients if type(gradient) is Tensor and not gradient.is_inference()]
-        self._versions = {id(gradient): (weakref.ref(gradient), gradient._version) for gradient in plain}
-
-    def are_still(self, gradients: Iterable[Tensor]) -> bool:
-        """Whether all ``gradients`` are among them, unchanged; writes past the version counters are not seen."""
-        for gradient in gradients:
-            reference, version = self._versions.get(id(gradient), (None, None))
-            if reference is None or reference() is not gradient or version != gradient._version:
-                return False
-        return True
-
-    def are_among(self, gradients: Iterable[Tensor]) -> bool:
-        """Whether ``gradients`` are all that was measured, or more."""
-        return self._versions.keys() <= set(map(id, gradients))
 
 
 class OpenBackwards:

@@ -217,13 +217,11 @@ class MixedPrecision:
         return optimizer
 
     @torch.compiler.disable
-    def begin_forward(self, entry: nn.Module | None) -> Slots | None:
+    def begin_forward(self, model: nn.Module, entry: nn.Module | None) -> Slots | None:
         """Make the FP32 masters that are missing; gives the weights of the forward of ``entry`` that is about to run.
 
-        None in a transform of functorch, and where the model is gone.
+        ``entry`` is the attached ``model``, or a part of it. None in a transform of functorch.
         """
-        if (model := self.model) is None:
-            return None
         if self._patches is None:  # a deep copy: by now all of its modules are there
             self._take_model(model)
         placement = placement_of(model)  # DDP or FSDP may have come after attach()

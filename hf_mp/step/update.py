@@ -66,8 +66,8 @@ class StepGuard:
 
         # A plain function bound to the optimizer: torch's LR schedulers look at ``step.__func__``.
         @functools.wraps(getattr(self._unguarded, "__func__", self._unguarded))  # a scheduler made before: a function
-        def step(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-            return self._step(closure, kwargs)
+        def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
+            return self._step(closure)
 
         step.hf_mp_guard = self  # type: ignore[attr-defined]
         self._guarded = types.MethodType(step, optimizer)
@@ -78,21 +78,21 @@ class StepGuard:
         # torch.amp.GradScaler leaves unscaling to such an optimizer, and tells it by attributes: so it is noticed.
         setattr(optimizer, _SUPPORTS_SCALING, True)
 
-    def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         """Verdict, update, next loss scale; gives what the optimizer's own step does."""
         optimizer, runtimes = self.optimizer, list(self.runtimes)
         if not runtimes:
-            return self._unguarded(closure, **kwargs) if closure is not None else self._unguarded(**kwargs)
+            return self._unguarded() if closure is None else self._unguarded(closure)
         _check_step(optimizer, runtimes)
         self._told = self._told or tell_accelerate(optimizer)  # it may have been imported since
         loss = None if closure is None else torch.enable_grad()(closure)()
         with labelled("verdict"):
             verdicts = [runtime.verdict(optimizer) for runtime in runtimes]
-        verdict, is_alone = verdicts[0], len(runtimes) == 1 and not kwargs
+        verdict, is_alone = verdicts[0], len(runtimes) == 1
         if is_alone and isinstance(verdict, Verdict) and verdict.waits and can_skip(optimizer, self._replaced_step):
             result = self._update_unless(verdict, runtimes[0])
         else:
-            result = self._read_then_update(runtimes, verdicts, kwargs)
+            result = self._read_then_update(runtimes, verdicts)
         return result if closure is None else loss
 
     def _update_unless(self, verdict: Verdict, runtime: MixedPrecision) -> Any:
@@ -101,8 +101,8 @@ class StepGuard:
         That is at the latest when the next backward begins, which needs the next S.
         """
         sent = verdict.sent_to_host()
-        optimizer, result = self.optimizer, self._update([runtime], {}, verdict.found_inf())
-        take_in = functools.partial(self._read_then_update, [runtime], [sent], {}, is_updated=True)
+        optimizer, result = self.optimizer, self._update([runtime], verdict.found_inf())
+        take_in = functools.partial(self._read_then_update, [runtime], [sent], is_updated=True)
         if runtime.observers or runtime.scaler.skips_once_too_often():  # these must hear of an overflow at once
             take_in()
         else:
@@ -121,37 +121,35 @@ class StepGuard:
         self,
         runtimes: list[MixedPrecision],
         verdicts: Sequence[Verdict | StepReport],
-        kwargs: dict[str, Any],
         *,
         is_updated: bool = False,
     ) -> Any:
         optimizer, result = self.optimizer, None
         with labelled("read of the verdict"):
             reports = [runtime.report(verdict) for runtime, verdict in zip(runtimes, verdicts, strict=True)]
-        # An observer may run the forwards of one model again; a step with arguments of its own is not tried again.
-        if len(runtimes) == 1 and not kwargs and reports[0].overflow:
+        if len(runtimes) == 1 and reports[0].overflow:  # an observer may run the forwards of one model again
             for observer in runtimes[0].observers:
                 if (again := observer.overflowed(optimizer)) is not None:
                     reports, is_updated = [again], False
                     break
         optimizer.step_was_skipped = was_skipped = any([report.overflow for report in reports])
         if not is_updated and not was_skipped:
-            result = self._update(runtimes, kwargs, None)
+            result = self._update(runtimes, None)
         for runtime, report in zip(runtimes, reports, strict=True):
             runtime.finish_step(report, was_skipped=was_skipped)
         return result
 
-    def _update(self, runtimes: list[MixedPrecision], kwargs: dict[str, Any], found_inf: Tensor | None) -> Any:
+    def _update(self, runtimes: list[MixedPrecision], found_inf: Tensor | None) -> Any:
         """Write the masters and what follows them, where ``found_inf``, FP32 of shape (), is None or 0."""
         given = self._replaced_step, runtimes[0].check.clipping, found_inf
         with labelled("update"):
-            if len(runtimes) == 1 and not kwargs and runtimes[0].layout.step(self.optimizer, *given):
+            if len(runtimes) == 1 and runtimes[0].layout.step(self.optimizer, *given):
                 return None
             checks = [runtime.check for runtime in runtimes if runtime.check.clipping is not None]
             for check in checks[:1]:  # each of several models has the norm of all gradients of the optimizer: one clips
                 check.clip_now()
             with nullcontext() if found_inf is None else skipping(self.optimizer, found_inf):
-                result = self._unguarded(**kwargs)
+                result = self._unguarded()
             for runtime in runtimes:
                 runtime.layout.updated(self.optimizer)
             return result
@@ -180,10 +178,8 @@ def _check_step(optimizer: Any, runtimes: list[MixedPrecision]) -> None:
             "optimizer.step() was called in a backward, of which the other gradients would be divided by the next loss "
             "scale: use free_gradients='backward' in a lean layout, or a precision that scales nothing (bf16)"
         )
-    # torch.amp.GradScaler leaves the two on an optimizer that has _step_supports_amp_scaling, and calls its step in any
-    # case.
-    told = vars(optimizer)
-    if told.get("found_inf") is not None or told.get("grad_scale") is not None:
+    # torch.amp.GradScaler leaves it on an optimizer of _step_supports_amp_scaling, and calls its step in any case.
+    if vars(optimizer).get("found_inf") is not None:
         optimizer.found_inf = optimizer.grad_scale = None
         raise RuntimeError(
             "a torch.amp.GradScaler steps the optimizer of an attached model, whose gradients are unscaled already: "

@@ -112,7 +112,7 @@ def step_whole(
     ``replaced_step`` as for :func:`can_skip`. False: nothing was done.
     """
     stepping = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if not stepping or chosen("adamw", stepping[:1]) is None:  # one answers for all on a CPU
+    if chosen("adamw", stepping[:1]) is None:  # one answers for all on a CPU
         return False
     if not _is_fused_adam(optimizer, replaced_step) or has_hooks(optimizer):
         return False
@@ -147,9 +147,7 @@ def _is_fused_adam(optimizer: Any, replaced_step: Callable[..., Any] | None) -> 
     if type(optimizer) not in (Adam, AdamW) or replaces_step(replaced_step):
         return False
     # A step that somebody patched into torch's class does more than ours would.
-    replaced = inspect.unwrap(type(optimizer).step).__module__ != Adam.__module__
-    scales = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-    return not replaced and not scales
+    return inspect.unwrap(type(optimizer).step).__module__ == Adam.__module__
 
 
 def replaces_step(replaced_step: Callable[..., Any] | None) -> bool:
@@ -200,7 +198,7 @@ def _whole_tensors(
 def _moments(optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """First and second moment and step, made where there are none; None for what the kernel cannot use."""
     shape, device = parameter.shape, parameter.device
-    if not is_ordinary(gradient) or gradient.is_sparse or gradient.shape != shape or gradient.device != device:
+    if not is_ordinary(gradient) or gradient.is_sparse:
         return None  # a sparse one is refused by the optimizer itself
     state = optimizer.state[parameter]
     if not state:

@@ -1,15 +1,17 @@
-"""Calls in a forward that mean a weight itself: ``.data`` and ``.dtype``."""
+"""Calls in a forward that mean a weight itself: ``.data``, ``.dtype``, and gradients that are asked for there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from hf_mp.casting.handlers import Plan, PlannedCall
 from hf_mp.casting.tables import CastRule
+from hf_mp.scaling.borders import outside_of
 
 if TYPE_CHECKING:
     from hf_mp.weights.region import Region
@@ -30,11 +32,18 @@ def _read_dtype(region: Region, name: str, func: Callable[..., Any], args: Any, 
     return func(*args) if weights is None else weights.dtype_of(args[0])
 
 
+def _take_gradients(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    # Products may use another alias of a weight, and some of a CPU write the gradient of the weight itself.
+    outputs, inputs = args
+    return func(outputs, [outside_of(one) if isinstance(one, Tensor) else one for one in inputs], **kwargs)
+
+
 CALLS_OF_WEIGHTS: Plan = {
     **dict.fromkeys(
         (Tensor.data.__get__, Tensor.data.__set__),  # type: ignore[attr-defined]
         PlannedCall(CastRule.UNLISTED, "data", _read_or_set_data),
     ),
     Tensor.dtype.__get__: PlannedCall(CastRule.UNLISTED, "dtype", _read_dtype),  # type: ignore[attr-defined]
+    torch.autograd.grad: PlannedCall(CastRule.UNLISTED, "grad", _take_gradients),
 }
 """What a region does with them."""

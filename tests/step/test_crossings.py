@@ -250,6 +250,31 @@ def test_what_is_done_with_weights(name: str, precision: str) -> None:
     check_gradients(model, lambda: of_what_is_returned(model(X)), precision=precision)
 
 
+@every_kind
+@pytest.mark.parametrize("is_recomputed", [False, True])
+@pytest.mark.parametrize("weight", ["in its module", "from a closure"])
+def test_a_step_of_its_own_inside_of_a_forward(weight: str, is_recomputed: bool, precision: str) -> None:
+    def inner_step(m: Any, x: Tensor) -> Tensor:
+        of = outside if weight == "from a closure" else m.first.weight
+        (gradient,) = torch.autograd.grad(squared(m.second(hidden(m, x))), of, create_graph=True)
+        return m.second(torch.tanh(F.linear(x, of - gradient / 64, m.first.bias)))
+
+    model = body(lambda m, x: checkpoint(inner_step, m, x, use_reentrant=False) if is_recomputed else inner_step(m, x))
+    outside = model.first.weight
+    check_gradients(model, lambda: squared(model(X)), precision=precision)
+
+
+@every_kind
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_whole_attached_model_in_a_checkpoint(use_reentrant: bool, precision: str) -> None:
+    model = body()
+    attached(model, precision)
+    x = X.clone().requires_grad_()
+    expected = gradients_of(model, lambda: squared(model(x)), [x])
+    found = gradients_of(model, lambda: squared(checkpoint(model, x, use_reentrant=use_reentrant)), [x])
+    assert_true(found, expected, tolerance=0.0, least=0.0)
+
+
 PARAMETRIZED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "weight_norm": parametrizations.weight_norm,
     "spectral_norm": parametrizations.spectral_norm,

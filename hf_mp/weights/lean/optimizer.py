@@ -89,11 +89,10 @@ class MasterWeightOptimizer(Optimizer):
         # The FP32 master of each 16-bit parameter that is not split, and what was seen of that when it was written;
         # None for a master of a checkpoint.
         self._masters: dict[nn.Parameter, tuple[Tensor, tuple[int, int] | None]] = {}
-        self._is_stepping = False
         # Not Optimizer.__init__, which would make param_groups of its own: those are the wrapped one's.
         super().__setstate__({})  # hooks, and the step that calls them
         for name, value in vars(optimizer).items():
-            if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            if name.endswith("_hooks"):
                 setattr(self, name, value)
         optimizer.register_step_pre_hook(self._refuse_direct_step)
         if hasattr(optimizer, "check_overrides"):
@@ -109,9 +108,9 @@ class MasterWeightOptimizer(Optimizer):
         )
 
     def _refuse_direct_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # A model that was detached has no masters any more.
+        # A model that was detached has no masters any more; in a step of ours FP32 masters are in their places.
         keeps_masters = any(map(_needs_master, parameters_in(self)))
-        if optimizer is self.optimizer and not self._is_stepping and keeps_masters:
+        if optimizer is self.optimizer and keeps_masters:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} was stepped itself, but its masters are in a MasterWeightOptimizer: "
                 "call step() of the optimizer that prepare(...) or MasterWeightOptimizer(...) returned"
@@ -139,7 +138,7 @@ class MasterWeightOptimizer(Optimizer):
         if optimizer is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(optimizer, name)
-        if self._is_stepping or not (inspect.ismethod(value) and value.__self__ is optimizer):
+        if getattr(value, "__self__", None) is not optimizer:
             return value
         # Split parameters are read and written in FP32 as they are; the masters of others are taken out for the call.
         has_whole = any(_needs_master(p) and not isinstance(p, SplitParameter) for p in parameters_in(self))
@@ -291,11 +290,9 @@ class MasterWeightOptimizer(Optimizer):
         shown = [[masters.get(parameter, absent) for parameter in group["params"]] for group in self.param_groups]
         hidden = [list(group["params"]) for group in self.param_groups]
         self._show(shown, masters)
-        self._is_stepping = True
         try:
             yield
         finally:
-            self._is_stepping = False
             self._show(hidden, {master: parameter for parameter, master in masters.items()})
 
     def _show(self, groups: list[list[nn.Parameter]], renamed: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -91,7 +91,7 @@ class OptimizerInBackward(StepObserver):
     def forward(self, forward: Any, args: Any, kwargs: Any) -> None:
         """Watch the parameters' nodes in the graph, again where autograd has made one anew (``model.to``)."""
         self._is_scaled, parameters = forward.runtime.check.is_scaled, list(forward.runtime.model.parameters())
-        if any(p.requires_grad and p.is_floating_point() and not isinstance(p, SplitParameter) for p in parameters):
+        if any(p.requires_grad and not isinstance(p, SplitParameter) for p in parameters):
             raise ValueError(
                 "free_gradients='backward' needs every trainable parameter in 16 bits, and weights of normalizations "
                 "with running statistics (BatchNorm) are FP32: use free_gradients='step', or freeze them"
@@ -155,7 +155,7 @@ class OptimizerInBackward(StepObserver):
         if backward.largest is None:
             return
         self._on_measured(backward.largest)
-        if self.max_grad_norm is not None and backward.norms:
+        if self.max_grad_norm is not None:
             # in the optimizer's order, as it adds them up itself
             in_order = [parameter for parameter in parameters_in(self._optimizer) if parameter in backward.norms]
             backward.norm = norm_of([backward.norms[parameter] for parameter in in_order])

@@ -332,7 +332,7 @@ def unscaled(gradient: Tensor, factor: Tensor | None, *, like: Tensor) -> Tensor
 
     torch's fused optimizers read a gradient in the order of its parameter, whatever its strides say.
     """
-    gradient = gradient.detach() if gradient.requires_grad else gradient
+    gradient = gradient.detach()
     if gradient.is_sparse:
         true = gradient.to(torch.float32, copy=True)
     else:
