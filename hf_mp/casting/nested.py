@@ -40,7 +40,7 @@ def _applied(function: Callable[[Tensor], Any], value: Any, objects: bool, done:
         return value
     if id(value) not in done:
         done[id(value)] = value
-        entries = _attributes(value) if objects and _is_object(value) else _entries(value)
+        entries = _entries(value, objects)
         changed = {key: new for key, old in entries if (new := _applied(function, old, objects, done)) is not old}
         done[id(value)] = _with_entries(value, entries, changed) if changed else value
     return done[id(value)]
@@ -63,12 +63,12 @@ def named_tensors(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
     return [found for key, item in named for found in named_tensors(item, key)]
 
 
-def _entries(value: Any) -> list[tuple[Any, Any]]:
+def _entries(value: Any, objects: bool = False) -> list[tuple[Any, Any]]:
     if isinstance(value, _SEQUENCES):
         return list(enumerate(value))
     if isinstance(value, Mapping):
         return list(value.items())
-    return _attributes(value) if _is_record(value) else []
+    return _attributes(value) if _is_record(value) or (objects and _is_object(value)) else []
 
 
 def _is_record(value: Any) -> bool:
@@ -76,10 +76,9 @@ def _is_record(value: Any) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether it is an object of a class that nobody here knows. Caches hold what no loss is computed from."""
+    """Whether a loss may be computed from the attributes of ``value``: not from those of a cache."""
     cache_utils = sys.modules.get("transformers.cache_utils")
-    caches = () if cache_utils is None else (cache_utils.Cache,)
-    return not isinstance(value, (*_SEQUENCES, Mapping, nn.Module, *caches)) and not _is_record(value)
+    return not isinstance(value, nn.Module if cache_utils is None else (nn.Module, cache_utils.Cache))
 
 
 def _with_entries(value: Any, entries: list[tuple[Any, Any]], changed: dict[Any, Any]) -> Any:

@@ -72,23 +72,9 @@ def _joined(values: list[Tensor]) -> list[Tensor]:
     return [*large, *map(torch.cat, small.values())]
 
 
-@torch.no_grad()
-def magnitude_bound(tensors: Iterable[Tensor]) -> Tensor:
-    """No less than :func:`largest_magnitude`, which costs more on a CPU: there the largest norm of one tensor.
-
-    FP32, of shape (). That may be inf where all elements are finite: a sum of squares may leave FP32.
-    """
-    values = _filled(tensors)
-    if values and all([tensor.dtype is torch.float32 and tensor.device.type == "cpu" for tensor in values]):
-        return torch.stack(torch._foreach_norm(_joined(values))).max()
-    return largest_magnitude(values)
-
-
 def all_finite(tensors: Iterable[Tensor], limit: float = math.inf) -> bool:
     """Whether all elements are smaller than ``limit`` and none is NaN."""
-    given = list(tensors)
-    # The bound is the cheaper question, and nearly always answers it; no comparison with NaN is true.
-    return bool(magnitude_bound(given) < limit) or bool(largest_magnitude(given) < limit)
+    return bool(largest_magnitude(tensors) < limit)  # no comparison with NaN is true
 
 
 @torch.no_grad()

@@ -94,8 +94,7 @@ class LossScaler(Generic[Rule]):
     @property
     def state(self) -> Rule:
         """The settings, and what the scaler remembers; a frozen value."""
-        if self._unread is not None:
-            self.settle()
+        self.settle()
         return self._state
 
     @state.setter

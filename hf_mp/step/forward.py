@@ -60,7 +60,6 @@ class _Passage:
         self._runtime = runtime = forward.runtime
         with as_stored():
             self._weights = weights = runtime.begin_forward(model, forward.module())
-        self._output_hooks: list[Any] = []
         if weights is not None and weights.has_grad:
             self._output_hooks = [take for one in runtime.observers if (take := one.forward(forward, args, kwargs))]
             if weights.has_borders:

@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from hf_mp._warnings import warn_caller
-from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, largest_magnitude_and_norm, magnitude_bound
+from hf_mp.kernels.gradient_scan import (
+    SQUARES_BELOW,
+    all_finite,
+    largest_magnitude,
+    largest_magnitude_and_norm,
+)
 from hf_mp.kernels.identity import is_on_host
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.labels import labelled
@@ -34,15 +39,14 @@ class Verdict:
 
     parameters: Sequence[nn.Parameter]
     gradients: Sequence[Tensor]
-    bound: Tensor  # FP32 of shape (): no magnitude is larger
-    is_exact: bool  # whether the bound is the largest magnitude itself
-    largest: Tensor | None  # FP32 of shape (): when the backward ended, before anyone clipped; None if not measured
+    largest: Tensor  # their largest magnitude, FP32 of shape ()
+    measured: Tensor | None  # that of the backward, before anyone clipped; None if not measured
     arrival: Any = None  # the event after which both are on the host; None if they are there, or stay on the device
 
     @property
     def waits(self) -> bool:
         """Whether reading would stall the host though the device can skip the step; several processes have to agree."""
-        kind = self.bound.device.type
+        kind = self.largest.device.type
         if kind not in _SKIP_BY_THEMSELVES or is_running():
             return False
         # torch sends found_inf to parameters of the host as well, and reads it there before it has come.
@@ -50,18 +54,18 @@ class Verdict:
 
     def found_inf(self) -> Tensor:
         """FP32 of shape (): 1 for an overflow, else 0."""
-        return torch.logical_not(self.bound < SQUARES_BELOW, out=torch.empty_like(self.bound))  # two kernels
+        return torch.logical_not(self.largest < SQUARES_BELOW, out=torch.empty_like(self.largest))  # two kernels
 
     def sent_to_host(self) -> Verdict:
         """This verdict, its numbers on their way to the host; :meth:`read` waits for them and no later kernel.
 
         Holds no gradients, so that they may be freed: those of a device that takes ``found_inf`` are not read again.
         """
-        device, largest = self.bound.device, self.bound if self.largest is None else self.largest
+        device, measured = self.largest.device, self.largest if self.measured is None else self.measured
         # One copy: each would be a round trip that the host waits for.
-        numbers = torch.stack([self.bound, largest.to(device)]).to("cpu", non_blocking=True)  # into pinned memory
+        numbers = torch.stack([self.largest, measured.to(device)]).to("cpu", non_blocking=True)  # into pinned memory
         arrival = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        return Verdict((), (), numbers[0], True, None if self.largest is None else numbers[1], arrival)
+        return Verdict((), (), numbers[0], None if self.measured is None else numbers[1], arrival)
 
     def read(self) -> tuple[bool, float | None]:
         """Whether the gradients overflow, and the largest magnitude of the backward: one read of the device.
@@ -70,14 +74,11 @@ class Verdict:
         """
         if self.arrival is not None:
             self.arrival.synchronize()
-        if self.largest is None:
-            bound, largest = self.bound.item(), None
+        if self.measured is None:
+            largest, measured = self.largest.item(), None
         else:
-            bound, largest = torch.stack([self.bound, self.largest.to(self.bound.device)]).tolist()
-        fits = bound < SQUARES_BELOW
-        if not fits and not self.is_exact:
-            fits = all_finite(local_parts(self.gradients), SQUARES_BELOW)
-        return not fits, largest
+            largest, measured = torch.stack([self.largest, self.measured.to(self.largest.device)]).tolist()
+        return not largest < SQUARES_BELOW, measured
 
 
 class GradientCheck:
@@ -120,7 +121,7 @@ class GradientCheck:
         # with their versions; their 2-norm; their largest magnitude.
         self._measured: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._norm: Tensor | None = None
-        self._bound: Tensor | None = None
+        self._last_largest: Tensor | None = None
         self.clipping: Clipping | None = None  # what the next update will scale down
 
     # Backward
@@ -177,7 +178,7 @@ class GradientCheck:
         # A DTensor's version counter knows nothing of writes into its shard.
         known = [gradient for gradient in gradients if is_final and type(gradient) is Tensor]
         self._measured = {id(gradient): (weakref.ref(gradient), gradient._version) for gradient in known}
-        self._norm, self._bound, self.clipping = norm, largest, None
+        self._norm, self._last_largest, self.clipping = norm, largest, None
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         return largest
 
@@ -221,9 +222,9 @@ class GradientCheck:
     def verdict(self, parameters: Sequence[nn.Parameter]) -> Verdict:
         """What the gradients of ``parameters``, an optimizer's, are like now."""
         gradients = self.gradients(parameters)
-        if self._bound is not None and self.measures_norm and self.are_as_measured(gradients):
-            return Verdict(parameters, gradients, self._bound, True, self._largest)
-        return Verdict(parameters, gradients, magnitude_bound(local_parts(gradients)), False, self._largest)
+        if self._last_largest is not None and self.measures_norm and self.are_as_measured(gradients):
+            return Verdict(parameters, gradients, self._last_largest, self._largest)
+        return Verdict(parameters, gradients, largest_magnitude(local_parts(gradients)), self._largest)
 
     def report(self, verdict: Verdict) -> StepReport:
         """What all processes that train the parameters make of their verdicts: a collective call on several."""

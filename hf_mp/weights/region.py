@@ -93,8 +93,7 @@ class Region(autocast):
         """Context of one forward: autocast, with ``weights`` in the slots; None leaves the slots alone."""
         thread, ident = self.thread, threading.get_ident()
         before = dict(vars(thread))
-        has_grad = weights is not None and weights.has_grad
-        is_reading = not has_grad and self.observer is None and not torch.is_grad_enabled()
+        is_reading = self.observer is None and not torch.is_grad_enabled()
         thread.weights, thread.is_reading = weights, is_reading
         thread.lowers_caches = is_reading and self._lowers_attention()
         thread.is_dispatched, thread.sees_calls = False, True

@@ -84,48 +84,36 @@ class Slots:
         self._outside: set[Any] = set()  # autograd nodes that are known to lead to nothing inside
         self._met: dict[int, Tensor] = {}  # from outside, in a part without grad, which a checkpoint may compute again
         self._slots: list[Slot] = []
-        self._filled: list[tuple[Slot, Tensor]] = []  # what lies where
-        self._versions: list[int] = []  # of what lies in the slots: a write in place raises it
         # autograd numbers nodes as they are made; nothing public tells which of two is older.
         self.first_node = torch.autograd._get_sequence_nr()
 
     def bring_in_model(self, model: nn.Module) -> None:
         """Bring the weights of ``model`` in, for this context to put into their slots."""
-        self._filled = self._bring_in_all(self._uses.slots(model))
+        self._filled = self._bring_in_all(self._uses.slots(model))  # what lies where
 
     def _bring_in_all(self, slots: list[Slot]) -> list[tuple[Slot, Tensor]]:
         """What to put into which of ``slots``."""
-        self._slots += slots if self.is_learning else []
+        self._slots += slots
         # Made fresh before an alias inside exists: anything else that shares the memory may write it unseen.
-        rounded = [slot.weight for slot in slots if slot.in_16_bits and slot.weight.dtype is torch.float32]
-        copies = self._layout.working_copies(rounded)
-        if self.has_grad:
-            self._bring_in_trained([slot.weight for slot in slots], copies)
+        copies = self._layout.working_copies([slot.weight for slot in slots if slot.in_16_bits])
+        trained = {id(slot.weight): slot.weight for slot in slots if self.has_grad and slot.weight.requires_grad}
+        crossing = [(one, copies.get(id(one))) for one in trained.values() if self.has_borders or id(one) in copies]
+        for group in _groups(crossing, self._group_elements):
+            self._bring_in(group)
         found, placed = [], set[int]()
         for slot in slots:
-            weight, copy = slot.weight, copies.get(id(slot.weight)) if slot.in_16_bits else None
-            inside = self._inside.get(id(weight)) if self.has_grad else None
+            weight, inside = slot.weight, self._inside.get(id(slot.weight))
             if inside is None:
-                inside = _Inside(weight, weight, copy)
-                if copy is not None:
-                    self._inside[id(copy)] = inside
-            elif self._has_border_by_slot:
-                inside = self._bring_in([(weight, None)]) if id(weight) in placed else inside
-                placed.add(id(weight))
-            if self.is_learning:
-                self._inside.setdefault(id(weight), inside)
-            value = inside.wide if copy is None or inside.rounded is None else inside.rounded
+                inside = self._inside[id(weight)] = _Inside(weight, weight, copies.get(id(weight)))
+                if inside.rounded is not None:
+                    self._inside[id(inside.rounded)] = inside
+            elif self._has_border_by_slot and id(weight) in placed:
+                inside = self._bring_in([(weight, None)])
+            placed.add(id(weight))
+            value = inside.rounded if slot.in_16_bits and inside.rounded is not None else inside.wide
             if value is not weight:
                 found.append((slot, value))
         return found
-
-    def _bring_in_trained(self, weights: list[Tensor], copies: dict[int, Tensor]) -> None:
-        crossing: dict[int, tuple[Tensor, Tensor | None]] = {}
-        for weight in weights:
-            if weight.requires_grad and (self.has_borders or id(weight) in copies):
-                crossing[id(weight)] = weight, copies.get(id(weight))
-        for group in _groups(crossing.values(), self._group_elements):
-            self._bring_in(group)
 
     def _bring_in(self, pairs: _Pairs) -> _Inside:
         outside, copies = zip(*pairs, strict=True)
@@ -140,7 +128,7 @@ class Slots:
         """Put what is inside into the slots."""
         for slot, value in self._filled:
             slot.module._parameters[slot.name] = value  # type: ignore[assignment]
-        self._versions = [value._version for _, value in self._filled]
+        self._versions = [value._version for _, value in self._filled]  # a write in place raises it
 
     def _give_back(self, filled: list[tuple[Slot, Tensor]]) -> None:
         for slot, value in filled:

@@ -503,7 +503,6 @@ class TestLaunches:
     @pytest.fixture(autouse=True)
     def as_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("hf_mp.step.gradients._SKIP_BY_THEMSELVES", (DEVICE,))
-        monkeypatch.setattr("hf_mp.step.gradients.magnitude_bound", largest_magnitude)
         for module in ("step.gradients", "weights.fused_adamw"):
             monkeypatch.setattr(f"hf_mp.{module}.is_on_host", lambda tensor: False)
 

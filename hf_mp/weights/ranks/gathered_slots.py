@@ -25,6 +25,7 @@ class GatheredSlots(Slots):
     def bring_in_model(self, model: nn.Module) -> None:
         """Take ``model``, whose weights come in while its forward runs."""
         self._model, self._handles = model, list[RemovableHandle]()
+        self._filled, self._versions = [], []
         # DTensors are there all the time.
         self._computes_on_shards = isinstance(self._layout, TensorParallelLayout)
 
