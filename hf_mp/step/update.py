@@ -79,7 +79,7 @@ class StepGuard:
         setattr(optimizer, _SUPPORTS_SCALING, True)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        """Verdict, update, next loss scale; gives what the optimizer's own step does."""
+        """Verdict, update, next loss scale; gives the loss of ``closure``."""
         optimizer, runtimes = self.optimizer, list(self.runtimes)
         if not runtimes:
             return self._unguarded() if closure is None else self._unguarded(closure)
@@ -90,18 +90,19 @@ class StepGuard:
             verdicts = [runtime.verdict(optimizer) for runtime in runtimes]
         verdict, is_alone = verdicts[0], len(runtimes) == 1
         if is_alone and isinstance(verdict, Verdict) and verdict.waits and can_skip(optimizer, self._replaced_step):
-            result = self._update_unless(verdict, runtimes[0])
+            self._update_unless(verdict, runtimes[0])
         else:
-            result = self._read_then_update(runtimes, verdicts)
-        return result if closure is None else loss
+            self._read_then_update(runtimes, verdicts)
+        return loss
 
-    def _update_unless(self, verdict: Verdict, runtime: MixedPrecision) -> Any:
+    def _update_unless(self, verdict: Verdict, runtime: MixedPrecision) -> None:
         """Queue an update that the device skips; the host reads the verdict when somebody asks what became of it.
 
         That is at the latest when the next backward begins, which needs the next S.
         """
         sent = verdict.sent_to_host()
-        optimizer, result = self.optimizer, self._update([runtime], verdict.found_inf())
+        optimizer = self.optimizer
+        self._update([runtime], verdict.found_inf())
         take_in = functools.partial(self._read_then_update, [runtime], [sent], is_updated=True)
         if runtime.observers or runtime.scaler.skips_once_too_often():  # these must hear of an overflow at once
             take_in()
@@ -115,7 +116,6 @@ class StepGuard:
         # Lean gradients are read by the kernels that were queued, and nobody else needs them.
         if hasattr(optimizer, "free_gradients") and not vars(optimizer).get("step_was_skipped"):
             optimizer.free_gradients()
-        return result
 
     def _read_then_update(
         self,
@@ -123,8 +123,8 @@ class StepGuard:
         verdicts: Sequence[Verdict | StepReport],
         *,
         is_updated: bool = False,
-    ) -> Any:
-        optimizer, result = self.optimizer, None
+    ) -> None:
+        optimizer = self.optimizer
         with labelled("read of the verdict"):
             reports = [runtime.report(verdict) for runtime, verdict in zip(runtimes, verdicts, strict=True)]
         if len(runtimes) == 1 and reports[0].overflow:  # an observer may run the forwards of one model again
@@ -134,25 +134,23 @@ class StepGuard:
                     break
         optimizer.step_was_skipped = was_skipped = any([report.overflow for report in reports])
         if not is_updated and not was_skipped:
-            result = self._update(runtimes, None)
+            self._update(runtimes, None)
         for runtime, report in zip(runtimes, reports, strict=True):
             runtime.finish_step(report, was_skipped=was_skipped)
-        return result
 
-    def _update(self, runtimes: list[MixedPrecision], found_inf: Tensor | None) -> Any:
+    def _update(self, runtimes: list[MixedPrecision], found_inf: Tensor | None) -> None:
         """Write the masters and what follows them, where ``found_inf``, FP32 of shape (), is None or 0."""
         given = self._replaced_step, runtimes[0].check.clipping, found_inf
         with labelled("update"):
             if len(runtimes) == 1 and runtimes[0].layout.step(self.optimizer, *given):
-                return None
+                return
             checks = [runtime.check for runtime in runtimes if runtime.check.clipping is not None]
             for check in checks[:1]:  # each of several models has the norm of all gradients of the optimizer: one clips
                 check.clip_now()
             with nullcontext() if found_inf is None else skipping(self.optimizer, found_inf):
-                result = self._unguarded()
+                self._unguarded()
             for runtime in runtimes:
                 runtime.layout.updated(self.optimizer)
-            return result
 
     def remove(self, runtime: MixedPrecision) -> None:
         """Stop guarding for one model; after the last one, give the optimizer its own ``step`` back."""

@@ -203,18 +203,18 @@ class MasterWeightOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the masters, and the parameters with them; returns what the wrapped optimizer's ``step`` returns.
+        """Update the masters, and the parameters with them.
 
         In a lean layout, gradients are freed as they are used, unless a ``found_inf`` tells the device to skip.
         ``closure`` recomputes the loss and calls ``backward``: once, before the update; its result is returned.
         """
         # The closure runs a backward, and step() is under no_grad.
         loss = None if closure is None else torch.enable_grad()(closure)()
-        result = self.step_on(parameters_in(self), vars(self).get("found_inf"))
-        return result if closure is None else loss
+        self.step_on(parameters_in(self), vars(self).get("found_inf"))
+        return loss
 
     @torch.no_grad()
-    def step_on(self, parameters: list[nn.Parameter], found_inf: Tensor | None = None) -> Any:
+    def step_on(self, parameters: list[nn.Parameter], found_inf: Tensor | None = None) -> None:
         """Update these parameters alone; hooks of the step are not called, :meth:`step` does that.
 
         Where ``found_inf`` is not 0 the device skips, also torch's fused step of what no kernel has; gradients stay,
@@ -223,14 +223,12 @@ class MasterWeightOptimizer(Optimizer):
         with as_stored():
             stepped = step_split(self.optimizer, parameters, found_inf)
             left = [p for p in parameters if id(p) not in stepped and has_gradient(p)]
-        result = None
         if left or not stepped:
             with contextlib.nullcontext() if found_inf is None else skipping(self.optimizer, found_inf):
                 for bucket in self._buckets(left if stepped else parameters):
-                    result = self._step_on(bucket, keeps_gradients=found_inf is not None)
-        return result
+                    self._step_on(bucket, keeps_gradients=found_inf is not None)
 
-    def _step_on(self, parameters: list[nn.Parameter], *, keeps_gradients: bool) -> Any:
+    def _step_on(self, parameters: list[nn.Parameter], *, keeps_gradients: bool) -> None:
         masters = {parameter: self._open(parameter) for parameter in parameters}
         with self._in_place_of_parameters(masters):
             for parameter, master in masters.items():
@@ -238,18 +236,18 @@ class MasterWeightOptimizer(Optimizer):
                     _hand_over_gradient(parameter, master)
                     if isinstance(parameter, SplitParameter) and not keeps_gradients:
                         parameter.grad = None
-            result = self._step_wrapped()
+            self._step_wrapped()
         self._close(masters)
-        return result
 
-    def _step_wrapped(self) -> Any:
+    def _step_wrapped(self) -> None:
         optimizer: Any = self.optimizer
         if replaces_step(vars(optimizer).get("step")):
-            return optimizer.step()
+            optimizer.step()
+            return
         # Around the function that fires hooks: this object's own step does, once however many parts there are.
         optimizer._opt_called = True  # for LR schedulers made before
         step = type(optimizer).step
-        return (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+        (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
     def _open(self, parameter: nn.Parameter) -> nn.Parameter:
         """What the wrapped optimizer updates in the place of ``parameter``."""
