@@ -23,6 +23,17 @@ def parameter_border(parameter: Tensor, copy: Tensor | None, crossings: Crossing
     return inside if rounded is None else rounded
 
 
+def test_a_torch_without_an_order_of_nodes_costs_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    borders._has_order.cache_clear()
+    monkeypatch.setattr(torch._C, "_FunctionBase", object)
+    weight = torch.ones(3, requires_grad=True)
+    with pytest.warns(UserWarning, match="this torch cannot order autograd nodes") as caught:
+        for _ in range(2):
+            parameter_border(weight, weight.detach().half(), Crossings()).sum().backward()
+    assert len(caught) == 1 and weight.grad is not None
+    borders._has_order.cache_clear()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_an_output_leaves_in_fp32_and_its_gradient_enters_scaled_in_its_own_dtype(dtype: torch.dtype) -> None:
     x = torch.tensor([1.0, -2.0], dtype=dtype, requires_grad=True)

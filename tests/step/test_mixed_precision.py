@@ -290,6 +290,10 @@ BAD: dict[str, tuple[Callable[[GPT2LMHeadModel], Any], type[Exception], str]] = 
         lambda m: hf_mp.prepare(m, [SGD(m.parameters())]), TypeError,  # type: ignore[type-var]
         "not GPT2LMHeadModel and list; several optimizers",
     ),
+    "several optimizers of an attached model": (
+        lambda m: attached(nn.Linear(2, 2)).attach_optimizer([SGD(m.parameters())]), TypeError,  # type: ignore[type-var]
+        "attach_optimizer takes one torch optimizer, not list: call it once for each",
+    ),
     "another's optimizer": (
         lambda m: hf_mp.prepare(m, SGD(nn.Linear(2, 2).parameters())), ValueError,
         "no parameter of this SGD belongs to the attached GPT2LMHeadModel",

@@ -618,6 +618,8 @@ def test_bad_input_is_refused() -> None:
     ours = parameters([torch.ones(2)], torch.float16)
     with pytest.raises(ValueError, match=r"layout='split' is not known: leave it out, or prepare\(model, .*lean'\)"):
         MasterWeightOptimizer(SGD(ours), layout="split")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="MasterWeightOptimizer wraps an optimizer, not 'SGD'"):
+        MasterWeightOptimizer("SGD")  # type: ignore[arg-type]
     integers = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
     with pytest.raises(TypeError, match=r"for floating parameters, not for one of torch.int64 and shape \(2,\)"):
         MasterWeightOptimizer(SGD([*ours, integers]))

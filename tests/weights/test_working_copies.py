@@ -11,6 +11,7 @@ from tiny import Using
 from torch import Tensor, nn
 from torch.optim import optimizer
 
+from hf_mp.weights import working_copies
 from hf_mp.weights.working_copies import WatchedParameter, WorkingCopies, unwatch, watch
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -209,6 +210,13 @@ def test_refresh_all_rounds_what_is_trained_also_where_it_seems_unchanged(monkey
 
 
 class TestWatching:
+    def test_a_torch_that_lists_no_classes_of_fast_parameters_costs_one_warning(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delattr(working_copies.optimizers, "_foreach_supported_types")
+        with pytest.warns(UserWarning, match="optimizers update tensor by tensor, slower"):
+            check_current(WorkingCopies(FP16), nn.Parameter(torch.ones(3)))
+
     def test_a_watched_parameter_is_a_parameter(self) -> None:
         parameter = watched(3, 5)
         assert isinstance(parameter, nn.Parameter) and isinstance(parameter, Tensor)
