@@ -137,7 +137,7 @@ def head_of(model: nn.Module) -> str:
     for part in model.modules():
         head = getattr(part, "get_output_embeddings", lambda: None)()
         for name, module in model.named_modules():
-            if head is not None and module is head:
+            if module is head:
                 return name
     raise ValueError(
         f"fp32_head=True is for a model with an output embedding, and {type(model).__name__} has none: name the "

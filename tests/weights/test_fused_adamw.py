@@ -135,6 +135,16 @@ def test_a_parameter_that_does_not_step_decides_nothing(monkeypatch: pytest.Monk
     assert stepped == [1]
 
 
+def test_a_step_that_was_put_into_torchs_class_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    called, original = list[Optimizer](), AdamW.step
+    monkeypatch.setattr(AdamW, "step", lambda self, *given: (called.append(self), original(self, *given)))
+    model: Any = nn.Linear(3, 2)
+    model, optimizer = hf_mp.prepare(model, AdamW(model.parameters(), fused=True), "fp16-lean")
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert called == [optimizer.optimizer]
+
+
 def test_a_scheduler_that_was_there_before_the_guard() -> None:
     model: Any = nn.Linear(4, 2)
     optimizer: Any = AdamW(model.parameters(), lr=0.1, fused=True)
