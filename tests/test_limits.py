@@ -127,6 +127,20 @@ def test_an_output_has_no_gradient_of_another_output() -> None:
         torch.autograd.grad(loss, hidden)
 
 
+def test_a_later_forward_takes_no_first_gradient_of_a_weight_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_mp.weights.region.compiled_frames", lambda: 0)  # else a mode sees all calls
+
+    class Penalized(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x).square().sum()
+            return torch.autograd.grad(y, self.weight, create_graph=True)[0].sum() if x.sum() > 0 else y
+
+    model, _ = hf_mp.prepare(layer := Penalized(2, 2), torch.optim.SGD(layer.parameters()), "fp16")
+    model(torch.zeros(1, 2)).backward()
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        model(torch.ones(1, 2))
+
+
 def test_a_weight_beyond_fp16_has_an_infinite_working_copy() -> None:
     model, optimizer = hf_mp.prepare(layer := nn.Linear(2, 2), torch.optim.SGD(layer.parameters()), "fp16")
     with torch.no_grad():

@@ -40,7 +40,7 @@ class Verdict:
     parameters: Sequence[nn.Parameter]
     gradients: Sequence[Tensor]
     largest: Tensor  # their largest magnitude, FP32 of shape ()
-    measured: Tensor | None  # that of the backward, before anyone clipped; None if not measured
+    measured: Tensor | None  # that of the backwards since the last step, before anyone clipped; None if not measured
     arrival: Any = None  # the event after which both are on the host; None if they are there, or stay on the device
 
     @property
@@ -132,13 +132,13 @@ class GradientCheck:
             return
         if self._largest is not None:
             versions = _versions_of(parameters := self.parameters())
-            if any(versions.get(weight, seen) != seen for weight, seen in self._versions.items()):
+            if is_used := any(versions.get(weight, seen) != seen for weight, seen in self._versions.items()):
                 self.warn_once(
                     "this model is attached to a MixedPrecision, and an optimizer that it does not know updates its "
                     "weights: updates that overflow are not skipped, and the loss scale stands still. Call "
                     "attach_optimizer(optimizer), or hf_mp.detach(model)"
                 )
-            if not self.gradients(parameters):
+            if is_used or not self.gradients(parameters):
                 self.forget()  # what was measured before was used by another optimizer, or thrown away
         span = labelled("backward")  # a backward that raises ends its span when this object is freed
         span.__enter__()
@@ -166,8 +166,8 @@ class GradientCheck:
             return None
         gradients, norm = [gradient for gradient, _ in found], None
         are_dense_fp32 = self.measures_norm and all(
-            type(gradient) is Tensor and not gradient.is_sparse and gradient.dtype is torch.float32
-            for gradient in gradients
+            type(gradient) is Tensor and not gradient.is_sparse and gradient.dtype is torch.float32 and factor is None
+            for gradient, factor in found
         )
         if are_dense_fp32:
             largest, norm = largest_magnitude_and_norm(gradients)
@@ -175,8 +175,8 @@ class GradientCheck:
             largest = largest_true_magnitude(found)
         # FSDP and DDP's no_sync leave sums that other ranks have yet to add to.
         is_final = self._ranks.gradients_are_final(parameters)
-        # A DTensor's version counter knows nothing of writes into its shard.
-        known = [gradient for gradient in gradients if is_final and type(gradient) is Tensor]
+        # A DTensor's version counter knows nothing of writes into its shard, and an inference tensor has none.
+        known = [one for one in gradients if is_final and type(one) is Tensor and not one.is_inference()]
         self._measured = {id(gradient): (weakref.ref(gradient), gradient._version) for gradient in known}
         self._norm, self._last_largest, self.clipping = norm, largest, None
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
@@ -186,13 +186,12 @@ class GradientCheck:
 
     def are_as_measured(self, gradients: Sequence[Tensor]) -> bool:
         """Whether ``gradients`` are all that was measured, at least one, and not written since but for ``.data``."""
-        if not self._measured or len(gradients) != len(self._measured):
+        measured, found = self._measured, {id(gradient): gradient for gradient in gradients}
+        if not measured or measured.keys() != found.keys():
             return False
-        for gradient in gradients:
-            reference, version = self._measured.get(id(gradient), (None, None))
-            if reference is None or reference() is not gradient or version != gradient._version:
-                return False
-        return True
+        return all(
+            found[key] is reference() and found[key]._version == seen for key, (reference, seen) in measured.items()
+        )
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """The global 2-norm as the backward left it, bit for bit ``get_total_norm``'s; None where it is not known."""

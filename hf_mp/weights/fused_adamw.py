@@ -198,7 +198,8 @@ def _whole_tensors(
 def _moments(optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """First and second moment and step, made where there are none; None for what the kernel cannot use."""
     shape, device = parameter.shape, parameter.device
-    if not is_ordinary(gradient) or gradient.is_sparse:
+    # torch compares shapes when a gradient is set; `parameter.data` may have been set since.
+    if not is_ordinary(gradient) or gradient.is_sparse or gradient.shape != shape or gradient.device != device:
         return None  # a sparse one is refused by the optimizer itself
     state = optimizer.state[parameter]
     if not state:

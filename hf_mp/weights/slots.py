@@ -93,7 +93,7 @@ class Slots:
 
     def _bring_in_all(self, slots: list[Slot]) -> list[tuple[Slot, Tensor]]:
         """What to put into which of ``slots``."""
-        self._slots += slots
+        self._slots += slots if self.is_learning else []
         # Made fresh before an alias inside exists: anything else that shares the memory may write it unseen.
         copies = self._layout.working_copies([slot.weight for slot in slots if slot.in_16_bits])
         trained = {id(slot.weight): slot.weight for slot in slots if self.has_grad and slot.weight.requires_grad}
@@ -107,7 +107,7 @@ class Slots:
                 inside = self._inside[id(weight)] = _Inside(weight, weight, copies.get(id(weight)))
                 if inside.rounded is not None:
                     self._inside[id(inside.rounded)] = inside
-            elif self._has_border_by_slot and id(weight) in placed:
+            elif self._has_border_by_slot and weight.requires_grad and id(weight) in placed:
                 inside = self._bring_in([(weight, None)])
             placed.add(id(weight))
             value = inside.rounded if slot.in_16_bits and inside.rounded is not None else inside.wide

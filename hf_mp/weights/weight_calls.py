@@ -33,6 +33,8 @@ def _read_dtype(region: Region, name: str, func: Callable[..., Any], args: Any, 
 
 
 def _take_gradients(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if (weights := region.thread.weights) is not None:
+        weights.must_be_watched = True  # so that later forwards are asked as well
     # Products may use another alias of a weight, and some of a CPU write the gradient of the weight itself.
     outputs, inputs = args
     return func(outputs, [outside_of(one) if isinstance(one, Tensor) else one for one in inputs], **kwargs)

@@ -252,15 +252,17 @@ def test_what_is_done_with_weights(name: str, precision: str) -> None:
 
 @every_kind
 @pytest.mark.parametrize("is_recomputed", [False, True])
-@pytest.mark.parametrize("weight", ["in its module", "from a closure"])
+@pytest.mark.parametrize("weight", ["in its module", "tied", "from a closure"])
 def test_a_step_of_its_own_inside_of_a_forward(weight: str, is_recomputed: bool, precision: str) -> None:
     def inner_step(m: Any, x: Tensor) -> Tensor:
         of = outside if weight == "from a closure" else m.first.weight
-        (gradient,) = torch.autograd.grad(squared(m.second(hidden(m, x))), of, create_graph=True)
+        energy = squared(m.second(hidden(m, x) + (m.tied(x) if weight == "tied" else 0)))
+        (gradient,) = torch.autograd.grad(energy, of, create_graph=True)
         return m.second(torch.tanh(F.linear(x, of - gradient / 64, m.first.bias)))
 
-    model = body(lambda m, x: checkpoint(inner_step, m, x, use_reentrant=False) if is_recomputed else inner_step(m, x))
-    outside = model.first.weight
+    use = (lambda m, x: checkpoint(inner_step, m, x, use_reentrant=False)) if is_recomputed else inner_step
+    model = body(use, tied=nn.Linear(6, 6))
+    outside = model.tied.weight = model.first.weight
     check_gradients(model, lambda: squared(model(X)), precision=precision)
 
 

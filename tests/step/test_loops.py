@@ -55,6 +55,12 @@ def penalized(model: nn.Sequential) -> None:
         (loss_of(model) + 0.1 * model[2].weight.square().sum()).backward()
 
 
+def in_inference_mode(model: nn.Sequential) -> None:
+    loss = loss_of(model)
+    with torch.inference_mode():
+        loss.backward()
+
+
 def by_autograd_grad(model: nn.Sequential) -> None:
     for parameter, gradient in zip(
         model.parameters(), torch.autograd.grad(loss_of(model), list(model.parameters())), strict=True
@@ -97,6 +103,7 @@ BACKWARDS: dict[str, Callable[[nn.Sequential], Any]] = {
     "micro-batches": lambda m: [loss_of(m, part).backward() for part in (X[:2], X[2:], X)],
     "a penalty on weights outside of the model": penalized,
     "autograd.grad": by_autograd_grad,
+    "inference mode": in_inference_mode,
     "some inputs": lambda m: loss_of(m).backward(inputs=[m[0].weight]),
     "retain_graph": twice,
     "a gradient penalty": gradient_penalty,

@@ -135,6 +135,16 @@ def test_a_parameter_that_does_not_step_decides_nothing(monkeypatch: pytest.Monk
     assert stepped == [1]
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (8, 3)])
+def test_a_gradient_of_a_shape_that_the_parameter_has_no_more_is_refused_by_torch(shape: tuple[int, ...]) -> None:
+    model: Any = nn.Linear(3, 4)
+    model, optimizer = hf_mp.prepare(model, AdamW(model.parameters(), fused=True), "fp16-lean")
+    model(torch.ones(1, 3)).sum().backward()
+    model.weight.data = torch.ones(shape)
+    with pytest.raises(RuntimeError, match="must match"):
+        optimizer.step()
+
+
 def test_a_step_that_was_put_into_torchs_class_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     called, original = list[Optimizer](), AdamW.step
     monkeypatch.setattr(AdamW, "step", lambda self, *given: (called.append(self), original(self, *given)))

@@ -107,7 +107,8 @@ def test_what_is_no_product_is_given_fp32_from_the_first_forward_on(use: Any) ->
     assert model.inside["part.weight"] is FP32 and torch.equal(*outputs)
 
 
-def test_a_tied_weight_is_fp32_in_the_embedding_and_16_bits_in_the_head() -> None:
+@pytest.mark.parametrize(("precision", "is_trained"), [("bf16", True), ("bf16", False), ("bf16-lean", False)])
+def test_a_tied_weight_is_fp32_in_the_embedding_and_16_bits_in_the_head(precision: str, is_trained: bool) -> None:
     seen = []
 
     def use(m: Any, x: Tensor) -> Tensor:
@@ -115,9 +116,11 @@ def test_a_tied_weight_is_fp32_in_the_embedding_and_16_bits_in_the_head() -> Non
             seen.append((m.words.weight.dtype, m.head.weight.dtype))
         return m.head(m.words(x))
 
-    model = Model(use, words=nn.Embedding(9, 8), head=nn.Linear(8, 9, bias=False))
-    model.head.weight = model.words.weight
-    dtypes_inside(model, torch.arange(4))
+    model = Model(use, words=nn.Embedding(9, 8), head=nn.Linear(8, 9))
+    model.head.weight = model.words.weight.requires_grad_(is_trained)
+    hf_mp.MixedPrecision(precision).attach(model)
+    for _ in range(2):
+        model(torch.arange(4)).sum().backward()
     assert seen == [(FP32, BF16)] * 2
 
 

@@ -91,7 +91,7 @@ class OptimizerInBackward(StepObserver):
     def forward(self, forward: Any, args: Any, kwargs: Any) -> None:
         """Watch the parameters' nodes in the graph, again where autograd has made one anew (``model.to``)."""
         self._is_scaled, parameters = forward.runtime.check.is_scaled, list(forward.runtime.model.parameters())
-        if any(p.requires_grad and not isinstance(p, SplitParameter) for p in parameters):
+        if any(p.requires_grad and p.is_floating_point() and not isinstance(p, SplitParameter) for p in parameters):
             raise ValueError(
                 "free_gradients='backward' needs every trainable parameter in 16 bits, and weights of normalizations "
                 "with running statistics (BatchNorm) are FP32: use free_gradients='step', or freeze them"
