@@ -19,7 +19,7 @@ from hf_mp.weights.product_uses import Notes, ProductUses, Slot, Uses
 GROUP_ELEMENTS = 2**18
 
 # Calls that are no use of a weight. What is done with its detached value is one.
-UNASKED = OF_THE_TENSOR_ITSELF - {Tensor.detach}
+UNASKED = OF_THE_TENSOR_ITSELF - {Tensor.detach} | {torch.autograd.grad}
 
 _Pairs = Iterable[tuple[Tensor, Tensor | None]]  # weights and their working copies, where products use them
 

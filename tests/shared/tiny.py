@@ -101,14 +101,15 @@ def assert_true(
 
 def check_gradients(
     model: nn.Module, loss: Callable[[], Tensor], others: Iterable[Tensor] = (), precision: str = "fp16",
-    tolerance: float = 0.05, **settings: Any,
+    tolerance: float = 0.05, between: float = 0.0, **settings: Any,
 ) -> None:  # fmt: skip
-    """Those of ``loss`` are those of FP32 once ``model`` is attached, in its first and in its second forward."""
+    """Those of ``loss`` are those of FP32 once ``model`` is attached; ``between`` its first forward and the second."""
     others = list(others)
     expected = gradients_of(model, loss, others)
     runtime = attached(model, precision, **settings)
-    for _ in range(2):
-        assert_true(gradients_of(model, loss, others), expected, tolerance)
+    first, second = (gradients_of(model, loss, others) for _ in range(2))
+    assert_true(first, expected, tolerance)
+    assert_true(second, first, between, least=0.0)
     runtime.detach()
 
 

@@ -263,15 +263,16 @@ def test_a_step_of_its_own_inside_of_a_forward(weight: str, is_recomputed: bool,
     use = (lambda m, x: checkpoint(inner_step, m, x, use_reentrant=False)) if is_recomputed else inner_step
     model = body(use, tied=nn.Linear(6, 6))
     outside = model.tied.weight = model.first.weight
-    check_gradients(model, lambda: squared(model(X)), precision=precision)
+    # The first forward sums gradients of two products in 16 bits, where later ones give both an FP32 weight.
+    differs = (weight, precision) == ("tied", "bf16")
+    check_gradients(model, lambda: squared(model(X)), precision=precision, between=0.01 if differs else 0.0)
 
 
 @every_kind
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_whole_attached_model_in_a_checkpoint(use_reentrant: bool, precision: str) -> None:
-    model = body()
+    model, x = body(), X.clone().requires_grad_()
     attached(model, precision)
-    x = X.clone().requires_grad_()
     expected = gradients_of(model, lambda: squared(model(x)), [x])
     found = gradients_of(model, lambda: squared(checkpoint(model, x, use_reentrant=use_reentrant)), [x])
     assert_true(found, expected, tolerance=0.0, least=0.0)
