@@ -272,10 +272,7 @@ def test_a_step_of_its_own_inside_of_a_forward(weight: str, is_recomputed: bool,
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_whole_attached_model_in_a_checkpoint(use_reentrant: bool, precision: str) -> None:
     model, x = body(), X.clone().requires_grad_()
-    attached(model, precision)
-    expected = gradients_of(model, lambda: squared(model(x)), [x])
-    found = gradients_of(model, lambda: squared(checkpoint(model, x, use_reentrant=use_reentrant)), [x])
-    assert_true(found, expected, tolerance=0.0, least=0.0)
+    check_gradients(model, lambda: squared(checkpoint(model, x, use_reentrant=use_reentrant)), [x], precision)
 
 
 PARAMETRIZED: dict[str, Callable[[nn.Module], nn.Module]] = {
