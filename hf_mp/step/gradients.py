@@ -176,8 +176,8 @@ class GradientCheck:
         # FSDP and DDP's no_sync leave sums that other ranks have yet to add to.
         is_final = self._ranks.gradients_are_final(parameters)
         # A DTensor's version counter knows nothing of writes into its shard, and an inference tensor has none.
-        known = [one for one in gradients if is_final and type(one) is Tensor and not one.is_inference()]
-        self._measured = {id(gradient): (weakref.ref(gradient), gradient._version) for gradient in known}
+        is_known = is_final and all([type(one) is Tensor and not one.is_inference() for one in gradients])
+        self._measured = {id(one): (weakref.ref(one), one._version) for one in gradients} if is_known else {}
         self._norm, self._last_largest, self.clipping = norm, largest, None
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         return largest
@@ -187,7 +187,7 @@ class GradientCheck:
     def are_as_measured(self, gradients: Sequence[Tensor]) -> bool:
         """Whether ``gradients`` are all that was measured, at least one, and not written since but for ``.data``."""
         measured, found = self._measured, {id(gradient): gradient for gradient in gradients}
-        if not measured or measured.keys() != found.keys():
+        if not measured or len(gradients) != len(measured) or measured.keys() != found.keys():
             return False
         return all(
             found[key] is reference() and found[key]._version == seen for key, (reference, seen) in measured.items()

@@ -94,7 +94,6 @@ class Region(autocast):
         thread, ident = self.thread, threading.get_ident()
         before = dict(vars(thread))
         is_reading = self.observer is None and not torch.is_grad_enabled()
-        is_nested = weights is thread.weights  # recomputed in a backward inside of the forward: they are in their slots
         thread.weights, thread.is_reading = weights, is_reading
         thread.lowers_caches = is_reading and self._lowers_attention()
         thread.is_dispatched, thread.sees_calls = False, True
@@ -104,7 +103,9 @@ class Region(autocast):
         kernels = self._kernels() if thread.is_dispatched else nullcontext()
         self._threads.append(ident)
         try:
-            with nullcontext() if weights is None or is_nested else weights, self.layout.saving(), kernels, self:
+            # They are filled in a backward inside of the forward, which computes a checkpoint again: in any thread.
+            slots = nullcontext() if weights is None or weights.are_filled else weights
+            with slots, self.layout.saving(), kernels, self:
                 yield
         finally:
             self._threads.remove(ident)

@@ -54,6 +54,8 @@ class Slots:
         kind: of the forward; the first of each kind shows what its calls do.
     """
 
+    are_filled = False  # with what is inside
+
     def __init__(
         self,
         layout: WeightLayout,
@@ -126,6 +128,7 @@ class Slots:
 
     def __enter__(self) -> None:
         """Put what is inside into the slots."""
+        self.are_filled = True
         for slot, value in self._filled:
             slot.module._parameters[slot.name] = value  # type: ignore[assignment]
         self._versions = [value._version for _, value in self._filled]  # a write in place raises it
@@ -138,7 +141,7 @@ class Slots:
     @torch.no_grad()
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         """Give the slots back. A copy that was written, and its weight not, is rounded anew, and the write refused."""
-        written = None
+        self.are_filled, written = False, None
         for version, (slot, value) in zip(self._versions, self._filled, strict=False):
             if value._version != version and not torch.equal(value, slot.weight.to(value.dtype)):
                 value.detach().copy_(slot.weight)

@@ -258,6 +258,7 @@ def test_a_step_of_its_own_inside_of_a_forward(weight: str, is_recomputed: bool,
         of = outside if weight == "from a closure" else m.first.weight
         energy = squared(m.second(hidden(m, x) + (m.tied(x) if weight == "tied" else 0)))
         (gradient,) = torch.autograd.grad(energy, of, create_graph=True)
+        assert weight == "from a closure" or m.first.weight is of  # also where a checkpoint was computed again
         return m.second(torch.tanh(F.linear(x, of - gradient / 64, m.first.bias)))
 
     use = (lambda m, x: checkpoint(inner_step, m, x, use_reentrant=False)) if is_recomputed else inner_step

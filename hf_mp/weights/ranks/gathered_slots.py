@@ -31,6 +31,7 @@ class GatheredSlots(Slots):
 
     def __enter__(self) -> None:
         """Put what is inside into the slots of what is gathered already, and of the others when they are."""
+        self.are_filled = True
         if self.has_grad:
             self._fill(self._model)
             for module in fsdp_modules(self._model):
