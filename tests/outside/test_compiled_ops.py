@@ -35,8 +35,12 @@ DIFFERENCES = {
     "nn.functional.max_pool3d": "the compiler asks about it, and torch about what it calls when indices are wanted",
     "multilabel_margin_loss": "aot_eager's is wrong, without autocast as well",
     **dict.fromkeys(("linalg.cond", "linalg.svdvals", "nuclear_norm"), _SAVED),
-    **dict.fromkeys(("upsample_bicubic2d", "upsample_bilinear2d"), "aot_eager interpolates by a formula of its own"),
-}
+    **dict.fromkeys(
+        ("upsample_bicubic2d", "upsample_bilinear2d", "nn.functional.upsample_bilinear",
+         *(f"nn.functional.interpolate.{mode}" for mode in ("linear", "bilinear", "bicubic", "trilinear"))),
+        "aot_eager interpolates by a formula of its own",
+    ),
+}  # fmt: skip
 if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
     DIFFERENCES["lstm"] = "oneDNN has none in BF16 for this CPU, which these tests take for one that has"
 
