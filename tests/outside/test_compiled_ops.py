@@ -33,7 +33,10 @@ DIFFERENCES = {
     "_grid_sampler_2d_cpu_fallback": "torch's compiler cannot fake it",
     "linalg.lstsq": "LAPACK's last bits depend on where its operands lie in memory, without autocast as well",
     "nn.functional.max_pool3d": "the compiler asks about it, and torch about what it calls when indices are wanted",
-    "multilabel_margin_loss": "aot_eager's is wrong, without autocast as well",
+    **dict.fromkeys(
+        ("multilabel_margin_loss", "nn.functional.multilabel_margin_loss"),
+        "aot_eager's is wrong, without autocast as well",
+    ),
     **dict.fromkeys(("linalg.cond", "linalg.svdvals", "nuclear_norm"), _SAVED),
     **dict.fromkeys(
         ("upsample_bicubic2d", "upsample_bilinear2d", "nn.functional.upsample_bilinear",
