@@ -15,12 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from hf_mp._warnings import warn_caller
-from hf_mp.kernels.gradient_scan import (
-    SQUARES_BELOW,
-    all_finite,
-    largest_magnitude,
-    largest_magnitude_and_norm,
-)
+from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, largest_magnitude, largest_magnitude_and_norm
 from hf_mp.kernels.identity import is_on_host
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.labels import labelled

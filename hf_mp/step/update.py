@@ -118,11 +118,7 @@ class StepGuard:
             optimizer.free_gradients()
 
     def _read_then_update(
-        self,
-        runtimes: list[MixedPrecision],
-        verdicts: Sequence[Verdict | StepReport],
-        *,
-        is_updated: bool = False,
+        self, runtimes: list[MixedPrecision], verdicts: Sequence[Verdict | StepReport], *, is_updated: bool = False
     ) -> None:
         optimizer = self.optimizer
         with labelled("read of the verdict"):
@@ -176,7 +172,7 @@ def _check_step(optimizer: Any, runtimes: list[MixedPrecision]) -> None:
             "optimizer.step() was called in a backward, of which the other gradients would be divided by the next loss "
             "scale: use free_gradients='backward' in a lean layout, or a precision that scales nothing (bf16)"
         )
-    # torch.amp.GradScaler leaves it on an optimizer of _step_supports_amp_scaling, and calls its step in any case.
+    # torch.amp.GradScaler leaves found_inf on the guarded optimizer, and calls its step in any case.
     if vars(optimizer).get("found_inf") is not None:
         optimizer.found_inf = optimizer.grad_scale = None
         raise RuntimeError(

@@ -141,7 +141,8 @@ class Slots:
     @torch.no_grad()
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         """Give the slots back. A copy that was written, and its weight not, is rounded anew, and the write refused."""
-        self.are_filled, written = False, None
+        self.are_filled = False
+        written = None
         for version, (slot, value) in zip(self._versions, self._filled, strict=False):
             if value._version != version and not torch.equal(value, slot.weight.to(value.dtype)):
                 value.detach().copy_(slot.weight)

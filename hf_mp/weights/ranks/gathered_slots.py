@@ -25,13 +25,13 @@ class GatheredSlots(Slots):
     def bring_in_model(self, model: nn.Module) -> None:
         """Take ``model``, whose weights come in while its forward runs."""
         self._model, self._handles = model, list[RemovableHandle]()
-        self._filled, self._versions = [], []
+        self._filled = []
         # DTensors are there all the time.
         self._computes_on_shards = isinstance(self._layout, TensorParallelLayout)
 
     def __enter__(self) -> None:
         """Put what is inside into the slots of what is gathered already, and of the others when they are."""
-        self.are_filled = True
+        super().__enter__()
         if self.has_grad:
             self._fill(self._model)
             for module in fsdp_modules(self._model):
