@@ -46,7 +46,7 @@ from hf_mp.weights.ranks.agreement import Ranks
 from hf_mp.weights.ranks.gathered_slots import GatheredSlots
 from hf_mp.weights.ranks.placement import ALONE, Placement, check_updates, is_running, mesh_groups, placement_of
 from hf_mp.weights.region import Region
-from hf_mp.weights.slots import GROUP_ELEMENTS, Slots
+from hf_mp.weights.slots import Slots
 from hf_mp.weights.value_clipping import VALUE_PATCHES
 
 
@@ -237,7 +237,7 @@ class MixedPrecision:
             self.check.open_backwards.forget_failed()
             self.layout.prepare(model)
         # DDP takes a parameter for ready as soon as the border that it shares has run.
-        elements = 1 if self.uses_up_gradients or placement.ddp is not None else GROUP_ELEMENTS
+        elements = 1 if self.uses_up_gradients or placement.ddp is not None else None
         region, kind = self.region, (id(entry), has_grad, model.training)
         make = Slots if self.layout.keeps_copies else GatheredSlots
         weights = make(

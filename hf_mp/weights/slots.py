@@ -16,7 +16,9 @@ from hf_mp.weights.lean.outside_reads import OF_THE_TENSOR_ITSELF
 from hf_mp.weights.product_uses import Notes, ProductUses, Slot, Uses
 
 # Weights share a border, one autograd node instead of many, up to so many elements: their gradients leave together.
-GROUP_ELEMENTS = 2**18
+# On a GPU a node costs the host more than 16 MiB of gradients that wait for each other cost the memory.
+_GROUP_ELEMENTS = {"cpu": 2**18}
+_GROUP_ELEMENTS_ELSEWHERE = 2**23
 
 # Calls that are no use of a weight. What is done with its detached value is one.
 UNASKED = OF_THE_TENSOR_ITSELF - {Tensor.detach} | {torch.autograd.grad}
@@ -50,7 +52,7 @@ class Slots:
         made_earlier: whether an earlier forward of the model made an autograd node.
         has_grad: whether the forward runs with grad.
         is_scaled: whether the loss is scaled.
-        group_elements: the most elements of weights that share a border.
+        group_elements: the most elements of weights that share a border; None for as many as suits their device.
         kind: of the forward; the first of each kind shows what its calls do.
     """
 
@@ -64,7 +66,7 @@ class Slots:
         made_earlier: Callable[[Any], bool],
         has_grad: bool,
         is_scaled: bool,
-        group_elements: int,
+        group_elements: int | None,
         kind: Hashable,
     ) -> None:
         self._layout, self._crossings, self._made_earlier = layout, crossings, made_earlier
@@ -255,6 +257,8 @@ class Slots:
 
     def _is_outside(self, tensor: Tensor) -> bool:
         """Whether ``tensor``, which has grad, was made before this forward began, and by none of this model."""
+        if tensor._is_view() and not torch.is_grad_enabled():
+            tensor = tensor._base  # type: ignore[assignment]  # torch tells no node of a view that was written
         if (node := tensor.grad_fn) is None:
             return id(tensor) not in self._carriers
         if id(tensor) in self._met:
@@ -288,18 +292,19 @@ class Slots:
             self.first_node, self._carriers = first, set()
 
 
-def _groups(pairs: _Pairs, elements: int) -> Iterator[_Pairs]:
+def _groups(pairs: _Pairs, elements: int | None = None) -> Iterator[_Pairs]:
     """Weights of one device, of at most so many ``elements`` together; a larger one alone."""
     group: list[tuple[Tensor, Tensor | None]] = []
-    free, device = elements, None
+    free, device = 0, None
     for weight, copy in pairs:
-        if (size := weight.numel()) >= elements:
+        most = elements or _GROUP_ELEMENTS.get(weight.device.type, _GROUP_ELEMENTS_ELSEWHERE)
+        if (size := weight.numel()) >= most:
             yield [(weight, copy)]
             continue
         if size > free or weight.device != device:
             if group:
                 yield group
-            group, free, device = [], elements, weight.device
+            group, free, device = [], most, weight.device
         group.append((weight, copy))
         free -= size
     if group:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from autograd_functions import Times
+from autograd_functions import Rewriting, Times
 from tiny import Using, assert_true, attached, check_gradients, copies, gradients_of, same, take_step
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -228,6 +228,9 @@ USES: dict[str, Callable[[], nn.Module]] = {
     "low-rank updates and a tied autoencoder": lambda: Using(
         low_rank, linear=nn.Linear(6, 4), up=nn.Parameter(torch.randn(4, 2)), down=nn.Linear(6, 2),
         back=nn.Parameter(torch.zeros(6)),
+    ),
+    "what is written through a view without grad": lambda: body(
+        lambda m, x: m.second(Rewriting.apply(hidden(m, x).float() * 1, m.factor)), factor=nn.Parameter(torch.ones(6))
     ),
     "forces": lambda: body(forces(True)),
     "forces without a graph": lambda: body(forces(False)),
