@@ -44,7 +44,7 @@ def loss_scale_of_run(trainer: hf_mp.MixedPrecisionTrainer) -> Entry | None:
 
 def peak_memory() -> Entry:
     """The highest use of memory so far, and of what; None where the system does not tell."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():  # else the CPU has trained
         return {"mib": torch.cuda.max_memory_allocated() / MIB, "of": "allocated on the GPU"}
     try:
         import resource

@@ -20,12 +20,12 @@ def peak_tensor_bytes(training: Callable[[], Any], device: torch.device) -> int:
 
     On a CPU, torch's profiler counts them; what a library allocates inside an op is not among them.
     """
+    gc.collect()  # what an earlier training has left would be freed in this one
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         training()
         return torch.cuda.max_memory_allocated(device) - before
-    gc.collect()  # what another profile saw made would be freed in this one
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it prints a line when it starts and when it stops
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         training()

@@ -38,6 +38,12 @@ for _device in (torch.cuda, torch.xpu):
         _device.manual_seed_all = lambda seed: None
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from tests that did not ask for one by ``-m gpu``: they say what a CPU does, and fork processes."""
+    if "gpu" not in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is marked ``gpu`` where there is none."""
     if torch.cuda.is_available():

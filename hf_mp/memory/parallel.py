@@ -185,7 +185,8 @@ def _let_torch_accept(device: torch.device, replace: Callable[..., object]) -> N
     from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    # A fake process group has a mesh of CPUs alone.
+    # A fake process group has a mesh of CPUs alone, also on a machine with GPUs, which Transformers asks torch for.
+    replace(torch._C, "_get_accelerator", lambda check=None: torch.device("cpu"))
     replace(_fully_shard, "_get_device_from_mesh", lambda mesh: device)
     # Views for all ranks, of which one is read, take minutes for 1,024.
     replace(_fsdp_param, "_chunk_with_empty", _chunk_of_first_rank)

@@ -6,6 +6,7 @@ import re
 import sys
 
 import pytest
+import torch
 import torch.distributed as distributed
 from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
@@ -75,7 +76,8 @@ def llama() -> LlamaConfig:
     )  # fmt: skip
 
 
-def test_tensor_parallel_ranks_share_weights_and_send_activations() -> None:
+def test_tensor_parallel_ranks_share_weights_and_send_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda"))  # as on a machine with GPUs
     two = estimate_training_memory(llama(), "fp16", ranks=2, parallel="tp")
     masters = two.bytes_by_category[Category.MASTER_WEIGHTS]
     if "model.embed_tokens" not in LlamaForCausalLM(llama()).tp_plan:  # Transformers 5.17
