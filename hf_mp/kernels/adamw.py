@@ -123,16 +123,20 @@ def adamw_(
     the inverse loss scale times the clip coefficient; None for 1. Nothing is written where ``found_inf``, FP32 of
     shape (), is not 0.
     """
-    if chosen("adamw", [tensors.gradient for tensors in parameters]) is not None:
-        # The gradients were asked first, because on a CPU they answer for all: this list is made for a GPU alone.
-        read = [one for tensors in parameters for one in tensors if one is not None and one.is_floating_point()]
-        if (kernel := chosen("adamw", read)) is not None:
-            kernel(parameters, settings, factor, found_inf)
-            return
+    if (kernel := kernel_for(parameters)) is not None:
+        kernel(parameters, settings, factor, found_inf)
+        return
     if found_inf is not None and found_inf.item():
         return
     for batch in _batches(parameters):
         _update(batch, settings, factor)
+
+
+def kernel_for(parameters: Sequence[AdamWTensors]) -> Any:
+    """The kernel that takes all of ``parameters``; None where there is none."""
+    if chosen("adamw", [parameters[0].gradient]) is None:  # on a CPU one answers for all
+        return None
+    return chosen("adamw", [one for tensors in parameters for one in tensors[:-1] if one is not None])
 
 
 def _update(batch: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None) -> None:

@@ -3,8 +3,7 @@
 ``HF_MP_KERNELS`` in the environment decides, at each call: ``auto`` (default) is the kernel on a CUDA GPU, once it has
 shown there that it computes what its reference does (a small sample, at its first use on that device), and the
 reference elsewhere; ``triton`` the kernel without that, and where it cannot run the reference, with one warning that
-says why; ``reference`` always the reference. The kernels were run in Triton's interpreter and compiled ahead of
-time; they are not measured on a GPU yet.
+says why; ``reference`` always the reference. Of GPUs, an H200 has run the kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_mp._warnings import warn_caller
 
@@ -29,7 +27,7 @@ Pair = tuple[str, Tensor, Tensor, float]
 
 # The launcher of each, in hf_mp.kernels.triton_<name>; pairs(device) there compares it with its reference.
 KERNELS = {"gradient_scan": "scan", "adamw": "adamw_", "cross_entropy": "RowKernels"}
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # that they read
+_DTYPES = {torch.float32, torch.float16, torch.bfloat16}  # that they read
 
 
 def chosen(name: str, tensors: Sequence[Tensor]) -> Any:
@@ -57,22 +55,27 @@ def why_not(tensors: Sequence[Tensor]) -> str | None:
     device = tensors[0].device
     if not _has_triton():
         return "triton is not installed"
-    for tensor in tensors:
-        if not _is_readable(tensor, device):
-            return (
-                f"it reads contiguous FP32, FP16 and BF16 tensors of one device, and one is a {type(tensor).__name__} "
-                f"of shape {tuple(tensor.shape)}, {tensor.dtype}, {tensor.layout}, on {tensor.device}"
-            )
+    if not _are_readable(tensors, device):
+        tensor = next(tensor for tensor in tensors if not _are_readable([tensor], device))
+        return (
+            f"it reads contiguous FP32, FP16 and BF16 tensors of one device, and one is a {type(tensor).__name__} "
+            f"of shape {tuple(tensor.shape)}, {tensor.dtype}, {tensor.layout}, on {tensor.device}"
+        )
     is_interpreted = is_interpreting() and device.type == "cpu"
     is_gpu = device.type == "cuda" and torch.version.cuda is not None  # ROCm calls its devices cuda as well
     return None if is_gpu or is_interpreted else f"the device is {device}, not a CUDA GPU"
 
 
-def _is_readable(tensor: Tensor, device: torch.device) -> bool:
-    if not (type(tensor) is Tensor or isinstance(tensor, nn.Parameter)) or isinstance(tensor, FakeTensor):
-        return False  # a DTensor; a fake parameter is a parameter too
-    is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
-    return is_dense and tensor.dtype in _DTYPES and tensor.device == device
+def _are_readable(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    # Question by question: hundreds of tensors are asked at each step.
+    return (
+        # by class, because a fake parameter and a DTensor call themselves parameters, too
+        all([kind is Tensor or issubclass(kind, nn.Parameter) for kind in set(map(type, tensors))])
+        and {tensor.layout for tensor in tensors} == {torch.strided}
+        and all([tensor.is_contiguous() for tensor in tensors])
+        and {tensor.dtype for tensor in tensors} <= _DTYPES
+        and {tensor.device for tensor in tensors} == {device}
+    )
 
 
 @functools.cache  # where there is none, every look goes through the folders of packages, at each step

@@ -1,4 +1,4 @@
-"""Cross-entropy in Triton: rows of FP16/BF16/FP32 logits, FP32 arithmetic in registers. Not measured on a GPU yet."""
+"""Cross-entropy in Triton: rows of FP16/BF16/FP32 logits, FP32 arithmetic in registers."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

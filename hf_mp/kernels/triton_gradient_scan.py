@@ -1,4 +1,4 @@
-"""The gradient scan in Triton: largest magnitude and sum of squares in one read. Not measured on a GPU yet."""
+"""The gradient scan in Triton: largest magnitude and sum of squares in one read."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -53,11 +53,11 @@ def reduce_kernel(largest_bits, squares, result, count, PARTS: tl.constexpr):
 def scan(tensors: Sequence[Tensor]) -> Scan:
     """As ``scan_reference``; the sum of squares is FP32 within a block, FP64 across blocks."""
     device = tensors[0].device
-    by_dtype: dict[torch.dtype, list[tuple[Tensor]]] = {}
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
-            by_dtype.setdefault(tensor.dtype, []).append((tensor,))
-    launches = [(table, DTYPES[dtype]) for dtype, rows in by_dtype.items() for table in tables_of(rows, device)]
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    launches = [(table, DTYPES[dtype]) for dtype, column in by_dtype.items() for table in tables_of([column], device)]
     count = sum(len(table.blocks) for table, _ in launches)
     largest_bits = torch.empty(count, dtype=torch.int32, device=device)
     squares, result = (torch.empty(size, dtype=torch.float32, device=device) for size in (count, 2))

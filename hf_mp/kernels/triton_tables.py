@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -31,26 +33,22 @@ class Table(NamedTuple):
         return {"NUMELS": len(self.columns) - 1, "ALIGNED": self.is_aligned, "BLOCK": BLOCKS[self.is_aligned]}
 
 
-def tables_of(rows: Iterable[Sequence[Tensor]], device: torch.device, *numbers: Sequence[int]) -> list[Table]:
+def tables_of(columns: Sequence[Sequence[Tensor]], device: torch.device, *numbers: Sequence[int]) -> list[Table]:
     """The launches for rows of tensors of one size: one for those that whole vectors are read of, one for all others.
 
-    A column for each tensor of a row, and one for each of ``numbers``, which have a number for each row.
+    A row is what has one place in all ``columns``, and in all ``numbers``, which become columns as well.
     """
-    parts: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
-    for row, *of_row in zip(rows, *numbers, strict=True):
-        addresses, numel = [tensor.data_ptr() for tensor in row], row[0].numel()
-        is_aligned = not any([number % VECTOR for number in (numel, *addresses)])
-        parts[is_aligned].append((*addresses, *of_row, numel))
-    stream = stream_of(device)
-    return [
-        Table(
-            on_device(tuple(zip(*part, strict=True)), device, stream),
-            _blocks(tuple(entry[-1] for entry in part), BLOCKS[is_aligned], device, stream),
-            is_aligned,
-        )
-        for is_aligned, part in parts.items()
-        if part
-    ]
+    # Column by column: row by row costs the host more, at each step.
+    addresses = [[tensor.data_ptr() for tensor in column] for column in columns]
+    numels = [tensor.numel() for tensor in columns[0]]
+    bits = functools.reduce(lambda one, other: list(map(operator.or_, one, other)), addresses, numels)
+    found, stream = [], stream_of(device)
+    for is_aligned in (True, False):
+        if any(rows := [(number % VECTOR == 0) is is_aligned for number in bits]):
+            part = tuple(tuple(compress(column, rows)) for column in (*addresses, *numbers, numels))
+            blocks = _blocks(part[-1], BLOCKS[is_aligned], device, stream)
+            found.append(Table(on_device(part, device, stream), blocks, is_aligned))
+    return found
 
 
 def stream_of(device: torch.device) -> int:

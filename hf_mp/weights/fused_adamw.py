@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_, is_small
+from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_, is_small, kernel_for
 from hf_mp.kernels.identity import is_on_host, is_ordinary
 from hf_mp.kernels.registry import chosen
 from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor, halves_of
@@ -53,13 +53,12 @@ def step_split(optimizer: Optimizer, parameters: list[nn.Parameter], found_inf: 
             gradient, factor = gradient_and_factor(parameter)
             if (tensors := _split_tensors(optimizer, parameter, gradient)) is None:
                 continue
-            stepped.add(id(parameter))
             if parameter.device.type == "cpu" and not is_small(tensors.gradient):
-                _update_split([(parameter, tensors)], settings, factor, found_inf)
+                stepped |= _update_split([(parameter, tensors)], settings, factor, found_inf)
             else:
                 batches.setdefault((parameter.device, factor), []).append((parameter, tensors))
         for (_, factor), batch in batches.items():
-            _update_split(batch, settings, factor, found_inf)
+            stepped |= _update_split(batch, settings, factor, found_inf)
     optimizer._opt_called = True  # type: ignore[attr-defined]  # for LR schedulers made before
     return stepped
 
@@ -69,12 +68,17 @@ def _update_split(
     settings: AdamWSettings,
     factor: Tensor | None,
     found_inf: Tensor | None,
-) -> None:
-    adamw_([tensors for _, tensors in batch], settings, factor, found_inf)
+) -> set[int]:
+    given = [tensors for _, tensors in batch]
+    # On a GPU the optimizer itself steps what no kernel takes.
+    if (update := adamw_ if given[0].gradient.device.type == "cpu" else kernel_for(given)) is None:
+        return set()
+    update(given, settings, factor, found_inf)
     SplitParameter.note_written(*[parameter for parameter, _ in batch])
     # Where the device may skip, a report of an overflow reads the gradients afterwards.
     for parameter, _ in batch if found_inf is None else ():
         parameter.grad = None
+    return {id(parameter) for parameter, _ in batch}
 
 
 def can_skip(optimizer: Optimizer, replaced_step: Callable[..., Any] | None) -> bool:
@@ -132,7 +136,7 @@ def _step_by_kernel(
     found = [(settings, batch) for settings, group in groups if (batch := _whole_tensors(optimizer, group, copies))]
     given = [tensors for _, batch in found for tensors in batch]
     # Asked again with the state, which a checkpoint may have brought in another dtype or order.
-    read = [tensor for tensors in given for tensor in tensors if tensor is not None]
+    read = [one for all_of in given for one in (*all_of[1:4], all_of.working) if one is not None]
     if len(given) != len(stepping) or (kernel := chosen("adamw", read)) is None:
         return False
     factor = None if clipping is None else clip_factor(clipping.norm, clipping.max_norm)
@@ -175,8 +179,8 @@ def _split_tensors(optimizer: Optimizer, parameter: SplitParameter, gradient: Te
     if gradient is None:
         return None
     halves = halves_of(parameter)
-    if gradient.device.type != "cpu" and chosen("adamw", [gradient, halves.working]) is None:
-        return None
+    if gradient.device.type != "cpu" and not (gradient.is_contiguous() and halves.working.is_contiguous()):
+        return None  # no kernel takes it, and the others go on without it
     moments = _moments(optimizer, parameter, gradient)
     return None if moments is None else AdamWTensors(gradient, *moments, None, *halves)
 
@@ -207,11 +211,11 @@ def _moments(optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor) ->
         state.update(step=make(()), exp_avg=make(shape), exp_avg_sq=make(shape))
     for name in ("exp_avg", "exp_avg_sq"):
         # Those of a channels-last parameter, loaded: torch's fused step reads by position, and masters are contiguous.
-        if not state[name].is_contiguous():
-            state[name] = state[name].contiguous()
-        if state[name].shape != shape:
+        if not (moment := state[name]).is_contiguous():
+            moment = state[name] = moment.contiguous()
+        if moment.shape != shape:
             raise ValueError(  # a kernel would write beyond its end
-                f"{name} has shape {tuple(state[name].shape)}, but its parameter {tuple(shape)}: the state of this "
+                f"{name} has shape {tuple(moment.shape)}, but its parameter {tuple(shape)}: the state of this "
                 "optimizer is that of another model"
             )
     moments = state["exp_avg"], state["exp_avg_sq"], state["step"]

@@ -170,11 +170,11 @@ class WorkingCopies:
 
     def note_written(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take in that ``parameters`` and their copies were written by a kernel, which raises no version counter."""
-        for parameter in parameters:
-            torch.autograd.graph.increment_version(parameter)
-            if (entry := self._entries.get(id(parameter))) is not None:
-                torch.autograd.graph.increment_version(entry.copy)
-                entry.seen = seen(parameter)
+        parameters = list(parameters)
+        found = [(entry, p) for p in parameters if (entry := self._entries.get(id(p))) is not None]
+        torch.autograd.graph.increment_version([*parameters, *[entry.copy for entry, _ in found]])
+        for entry, parameter in found:
+            entry.seen = seen(parameter)
 
     def clear(self) -> None:
         """Release all copies, and leave the parameters as ordinary ones."""

@@ -344,6 +344,7 @@ class MasterWeightOptimizer(Optimizer):
                 self._masters[parameter] = master, None
 
 
+@stores_16_bits
 def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     """:meth:`MasterWeightOptimizer.clip_grad_norm_`, of any parameters."""
     by_factor: dict[tuple[torch.device, Tensor | None], list[Tensor]] = {}

@@ -352,6 +352,7 @@ def _add_unscaled(total: Tensor, gradient: Tensor, factor: Tensor | None, *, lik
 
 
 @torch.no_grad()
+@stores_16_bits
 def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply gradients by ``factor``, FP32 of one element; those that are still scaled are not written for it."""
     factors: dict[Tensor | torch.device, Tensor] = {}  # so that parameters share them
@@ -359,7 +360,9 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> No
         gradient, inverse = gradient_and_factor(parameter)
         if gradient is None:
             continue
-        here = factors.setdefault(gradient.device, factor.to(gradient.device).reshape(1))
+        if (device := gradient.device) not in factors:
+            factors[device] = factor.to(device).reshape(1)
+        here = factors[device]
         if isinstance(parameter, SplitParameter) and parameter._scaled is not None:
             if inverse is not None and inverse not in factors:
                 factors[inverse] = inverse * here
@@ -378,7 +381,9 @@ def keep_scale_of_gradients(parameters: Iterable[nn.Parameter]) -> None:
         if isinstance(parameter, SplitParameter) and parameter._scaled is not None:
             value, factor = parameter._scaled
             if factor is not None:
-                parameter._scaled = value, kept.setdefault(factor, factor.clone())
+                if factor not in kept:
+                    kept[factor] = factor.clone()
+                parameter._scaled = value, kept[factor]
 
 
 def put_masters_into_state_dict(
