@@ -53,6 +53,7 @@ TINY = {
     "update": (*_TINY_MODEL, "--rounds", "2"),
     "loss": ("--rows", "8", "--vocab", "100", "--rounds", "2"),
     "autocast": (*_TINY_MODEL, "--dtype", "bf16", "--seq", "16", "--rounds", "1", "--calls", "100"),
+    "architectures": ("--only", "GPT-2 2 x 64", "--rounds", "1"),
 }
 
 
@@ -108,18 +109,19 @@ def _step(
 _LARGE_UPDATES = "torch.amp,hf_mp fp16,hf_mp fp16-lean,FlashAdamW"  # that fit into 80 GB side by side
 # In the order of their weight.
 PIECES = (
-    Piece("tests", (*PYTEST, "-m", "gpu and not outside", *gpu_tests()), 130),
-    Piece("bench_update_gpt2", ("update", *GPT2, "--rounds", "30"), 45),
-    _step("bench_step_gpt2", GPT2, (*TRAINERS, *LOOPS), 20, 90),
-    _step("bench_step_gpt2_large", GPT2_LARGE, (*TRAINERS, *PEERS), 8, 110, gib=LARGE_GIB),
+    Piece("tests", (*PYTEST, "-m", "gpu and not outside", *gpu_tests()), 110),
+    Piece("bench_update_gpt2", ("update", *GPT2, "--rounds", "30"), 40),
+    _step("bench_step_gpt2", GPT2, (*TRAINERS, *LOOPS), 20, 70),
+    _step("bench_step_gpt2_large", GPT2_LARGE, (*TRAINERS, *PEERS), 8, 80, gib=LARGE_GIB),
     Piece(
         "bench_update_gpt2_large",
         ("update", *GPT2_LARGE, "--rounds", "15", "--contenders", _LARGE_UPDATES),
-        45,
+        35,
         LARGE_GIB,
     ),
     _step("bench_step_gpt2_compiled", GPT2, COMPILED, 20, 90, "--no-peak"),
-    Piece("bench_loss", ("loss", "--rows", "8192", "--rounds", "20"), 25),
+    Piece("bench_loss", ("loss", "--rows", "8192", "--rounds", "20"), 20),
+    Piece("bench_architectures", ("architectures", "--rounds", "5"), 90),
     Piece("bench_autocast", ("autocast", "--dtype", "fp16", "--batch", "8", "--seq", "512", "--rounds", "3"), 35),
 )
 

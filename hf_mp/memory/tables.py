@@ -72,7 +72,7 @@ def render(report: MemoryReport, width: int) -> Iterator[RenderableType]:
         place = "a GPU" if first.device == "cuda" else "a CPU"
         yield from _tables(f"The peak of a training step on {place}: {first.settings}", trained, width)
         if first.device == "cuda":
-            yield Text("Predicted for a GPU; not measured on a GPU yet, without CUDA's context and fragmentation.")
+            yield Text("Predicted for a GPU, without CUDA's context and fragmentation.")
     for name, reason in report.unavailable.items():
         yield Text(f"{name} is missing: {reason}")
 

@@ -14,7 +14,7 @@ throughout: no cast, no FP32 gradient, an update of half the bytes. Medians, spr
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -229,13 +229,13 @@ def measure(
     times: Annotated[int, typer.Option(help="how many times the inputs of a forward")] = 1,
     device: str = DEFAULT_DEVICE,
     mixtures: Annotated[bool, typer.Option(help="mixtures of experts")] = False,
-) -> dict[str, Any]:
-    """Train a step of each architecture the four ways, in turns: medians, spreads and ratios."""
+) -> Iterator[dict[str, Any]]:
+    """Train a step of each architecture the four ways, in turns: medians, spreads and ratios; yields after each."""
     models = MIXTURES if mixtures else ARCHITECTURES
-    found = {}
+    ratios = (*RATIOS, *PEAKS, *(BATCHED_RATIO if mixtures else ()))
+    found: dict[str, dict[str, Any]] = {}
     for name in choose(only, models):
         print(f"{name} ...", flush=True)
         found[name] = compare(models[name], rounds, device, times, batched=mixtures)
-    ratios = (*RATIOS, *PEAKS, *(BATCHED_RATIO if mixtures else ()))
-    medians = {ratio: statistics.median(row[ratio] for row in found.values()) for ratio in ratios}
-    return {"architectures": found, "medians": medians, "times": times}
+        medians = {ratio: statistics.median(row[ratio] for row in found.values()) for ratio in ratios}
+        yield {"architectures": found, "medians": medians, "times": times}

@@ -33,7 +33,7 @@ def test_the_command_shows_four_ways_to_train(saved, monkeypatch):
     assert "hf-mp memory: taking a training step in hf_mp fp16-lean (4 of 4) ...\n" in result.stderr
     assert "largest batch 7 7 7 7 its peak 512.00 KiB" in told
     assert "in 4.00 MiB fits fits fits fits" in told
-    for words in ("Loaded", "INT8", "The peak of a training step on a GPU", "not measured on a GPU yet"):
+    for words in ("Loaded", "INT8", "The peak of a training step on a GPU", "Predicted for a GPU"):
         assert words in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert all(TRAINING_PRESETS[name].label.split()[0] in told for name in SHOWN_PRESETS)

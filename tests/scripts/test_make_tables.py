@@ -184,10 +184,6 @@ def test_conditions_that_differ_are_said(tmp_path):
     assert described(tmp_path, text % "other")("of") == "1"
 
 
-def test_without_gpu_results_it_says_so(tmp_path):
-    assert Regions(tmp_path)("gpu") == "GPU: not measured on a GPU yet."
-
-
 def test_gpu_results_fill_a_table_and_gaps_are_named(tmp_path):
     def row(seconds: float, peak: int) -> dict:
         return {"median_seconds": seconds, "peak_bytes": peak, "ratio_to_floor": 1.25}

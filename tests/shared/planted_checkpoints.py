@@ -37,11 +37,6 @@ def stock(
     return train(Trainer, tiny_gpt2(NARROW[dtype]), path, steps, optimizer, **settings)
 
 
-def eight_bit(parameters: Any, lr: float) -> Optimizer:
-    """bitsandbytes keeps moments of small weights in FP32, whatever the weights are."""
-    return pytest.importorskip("bitsandbytes").optim.AdamW8bit(parameters, lr=lr)
-
-
 def train(kind: Any, model: nn.Module, path: Path, steps: int = 2, optimizer: Any = AdamW, **settings: Any) -> Path:
     args = quick_arguments(
         path, max_steps=steps, save_strategy="steps", save_steps=steps, learning_rate=RATE, **settings
