@@ -195,7 +195,7 @@ def _whole_tensors(
         if gradient is None or parameter.dtype is not torch.float32:
             continue
         if (moments := _moments(optimizer, parameter, gradient)) is not None:
-            found.append(AdamWTensors(gradient, *moments, parameter.detach(), copies.copy_of(parameter)))
+            found.append(AdamWTensors(gradient, *moments, parameter, copies.copy_of(parameter)))
     return found
 
 

@@ -23,7 +23,7 @@ CASES = ROOT / "tests" / "gpu" / "test_kernels.py"
 def test_kernels_equal_their_references() -> None:
     package = str(Path(hf_mp.__file__).parents[1])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": package}
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not gpu", str(CASES)]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options],
         cwd=ROOT,
