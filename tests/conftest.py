@@ -10,6 +10,10 @@ from pathlib import Path
 # modules of tests/shared are imported by their bare names
 sys.path.insert(0, str(Path(__file__).resolve().parent / "shared"))
 
+# GPUs are hidden from tests that did not ask for one, by `-m gpu`: they say what a CPU does, and fork processes. A
+# worker of xdist has what its parent has.
+if "PYTEST_XDIST_WORKER" not in os.environ and not any("gpu" in argument for argument in sys.argv):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Before torch is loaded: tiny models are ten times faster on one thread than on two loaded cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -36,12 +40,6 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 for _device in (torch.cuda, torch.xpu):
     if not _device.is_available():
         _device.manual_seed_all = lambda seed: None
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs from tests that did not ask for one by ``-m gpu``: they say what a CPU does, and fork processes."""
-    if "gpu" not in config.option.markexpr:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -134,7 +134,7 @@ def adamw_(
 
 def kernel_for(parameters: Sequence[AdamWTensors]) -> Any:
     """The kernel that takes all of ``parameters``; None where there is none."""
-    if chosen("adamw", [parameters[0].gradient]) is None:  # on a CPU one answers for all
+    if chosen("adamw", [parameters[0].step]) is None:  # on a CPU one answers for all, and none of these is empty
         return None
     return chosen("adamw", [one for tensors in parameters for one in tensors[:-1] if one is not None])
 

@@ -180,7 +180,7 @@ def _split_tensors(optimizer: Optimizer, parameter: SplitParameter, gradient: Te
         return None
     halves = halves_of(parameter)
     if gradient.device.type != "cpu" and not (gradient.is_contiguous() and halves.working.is_contiguous()):
-        return None  # no kernel takes it, and the others go on without it
+        return None  # no kernel takes it; the others do not wait for it
     moments = _moments(optimizer, parameter, gradient)
     return None if moments is None else AdamWTensors(gradient, *moments, None, *halves)
 

@@ -16,7 +16,7 @@ from hf_mp.weights.lean.outside_reads import OF_THE_TENSOR_ITSELF
 from hf_mp.weights.product_uses import Notes, ProductUses, Slot, Uses
 
 # Weights share a border, one autograd node instead of many, up to so many elements: their gradients leave together.
-# On a GPU a node costs the host more than 16 MiB of gradients that wait for each other cost the memory.
+# On a GPU a node costs the host more than gradients that wait for each other, up to 48 MiB of them, cost the memory.
 _GROUP_ELEMENTS = {"cpu": 2**18}
 _GROUP_ELEMENTS_ELSEWHERE = 2**23
 
@@ -257,9 +257,11 @@ class Slots:
 
     def _is_outside(self, tensor: Tensor) -> bool:
         """Whether ``tensor``, which has grad, was made before this forward began, and by none of this model."""
-        if tensor._is_view() and not torch.is_grad_enabled():
-            tensor = tensor._base  # type: ignore[assignment]  # torch tells no node of a view that was written
-        if (node := tensor.grad_fn) is None:
+        try:
+            node = tensor.grad_fn
+        except RuntimeError:  # torch tells no node of a view that a custom function made, without grad, and wrote
+            return self._is_outside(tensor._base)  # type: ignore[arg-type]
+        if node is None:
             return id(tensor) not in self._carriers
         if id(tensor) in self._met:
             return True
@@ -292,13 +294,17 @@ class Slots:
             self.first_node, self._carriers = first, set()
 
 
-def _groups(pairs: _Pairs, elements: int | None = None) -> Iterator[_Pairs]:
-    """Weights of one device, of at most so many ``elements`` together; a larger one alone."""
+def _groups(pairs: _Pairs, elements: int | None) -> Iterator[_Pairs]:
+    """Weights of one device, of at most so many ``elements`` together; alone a larger one, and one that has hooks.
+
+    A border gives all of its weights a gradient or None, and reentrant checkpointing runs it once for each piece.
+    """
     group: list[tuple[Tensor, Tensor | None]] = []
     free, device = 0, None
     for weight, copy in pairs:
         most = elements or _GROUP_ELEMENTS.get(weight.device.type, _GROUP_ELEMENTS_ELSEWHERE)
-        if (size := weight.numel()) >= most:
+        has_hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
+        if has_hooks or (size := weight.numel()) >= most:
             yield [(weight, copy)]
             continue
         if size > free or weight.device != device:

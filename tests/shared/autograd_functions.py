@@ -23,12 +23,12 @@ class Times(torch.autograd.Function):
 
 
 class Rewriting(Times):
-    """Writes into what it is given through a view, as bitsandbytes takes outliers out and puts them back."""
+    """Writes through a view of what it is given, as bitsandbytes takes outliers out, and gives a view."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         x.view(-1).mul_(1).abs()
-        return Times.forward(ctx, x, weight)
+        return Times.forward(ctx, x, weight).view(x.shape)
 
 
 class Identity(torch.autograd.Function):

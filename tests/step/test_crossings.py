@@ -216,6 +216,12 @@ def forces(create_graph: bool, in_a_thread: bool = False) -> Callable[[Any, Tens
     return use
 
 
+def looked_at(y: Tensor) -> Tensor:
+    with torch.no_grad():
+        assert y.mean().isfinite()
+    return y
+
+
 USES: dict[str, Callable[[], nn.Module]] = {
     "views of weights": lambda: Using(
         viewed, matrix=nn.Parameter(torch.ones(2, 6)), shift=nn.Parameter(torch.ones(5, 6))
@@ -229,8 +235,9 @@ USES: dict[str, Callable[[], nn.Module]] = {
         low_rank, linear=nn.Linear(6, 4), up=nn.Parameter(torch.randn(4, 2)), down=nn.Linear(6, 2),
         back=nn.Parameter(torch.zeros(6)),
     ),
-    "what is written through a view without grad": lambda: body(
-        lambda m, x: m.second(Rewriting.apply(hidden(m, x).float() * 1, m.factor)), factor=nn.Parameter(torch.ones(6))
+    "views made without grad, one of them written": lambda: body(
+        lambda m, x: m.second(looked_at(Rewriting.apply(hidden(m, x).float() * 1, m.factor))),
+        factor=nn.Parameter(torch.ones(6)),
     ),
     "forces": lambda: body(forces(True)),
     "forces without a graph": lambda: body(forces(False)),
@@ -270,6 +277,14 @@ def test_a_step_of_its_own_inside_of_a_forward(weight: str, is_recomputed: bool,
     # The first forward sums gradients of two products in 16 bits, where later ones give both an FP32 weight.
     differs = (weight, precision) == ("tied", "bf16")
     check_gradients(model, lambda: squared(model(X)), precision=precision, between=0.01 if differs else 0.0)
+
+
+@every_kind
+def test_a_hook_on_a_weight_meets_gradients_alone_where_checkpoints_are_reentrant(precision: str) -> None:
+    model = body(lambda m, x: m.second(checkpoint(lambda x: hidden(m, x), x, use_reentrant=True)))
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient * 0.5)
+    check_gradients(model, lambda: squared(model(X.clone().requires_grad_())), precision=precision)
 
 
 @every_kind
