@@ -198,16 +198,18 @@ class Slots:
     def dtype_of(self, tensor: Tensor) -> torch.dtype:
         """The dtype that a forward is told of ``tensor``: of a working copy that of its parameter, as autocast casts.
 
-        But of stacked experts, whose products are in no table, their own. A weight that is FP32 in the first forward
+        But of stacked experts, whose products are in no table, and of convolutions their own. A weight that is FP32 in the first forward
         stays so where its dtype is read: the next one would compute otherwise.
         """
         if (inside := self._inside.get(id(tensor))) is None:
             return tensor.dtype
         if tensor is not inside.rounded:
             self._note(inside, tensor, by_product=False)
+        elif tensor.dim() > 2:  # as nobody tells it, in the forwards to come
+            return tensor.dtype
         else:
             self.must_be_watched = True
-        return inside.outside.dtype if tensor.dim() <= 2 else tensor.dtype
+        return inside.outside.dtype
 
     def learn(self) -> None:
         """The forward has ended: take in what it did with the weights, if it is the first of its kind."""

@@ -178,6 +178,16 @@ def test_a_weight_whose_dtype_a_forward_reads_is_the_same_from_the_first_forward
     assert dtypes == [torch.float32] * 3
 
 
+def test_a_convolution_tells_its_own_dtype_and_nobody_watches() -> None:
+    dtypes: list[torch.dtype] = []
+    model = attached(
+        lambda m, x: (dtypes.append(m.conv.weight.dtype), m.conv(x[..., None]))[1], conv=nn.Conv1d(8, 8, 1)
+    )
+    for _ in range(3):
+        model(X).sum().backward()
+    assert dtypes == [torch.bfloat16] * 3 and not any(model.forward.runtime.region.uses.is_watched.values())
+
+
 def test_a_part_that_accelerate_offloads_runs() -> None:
     from accelerate import cpu_offload
 
