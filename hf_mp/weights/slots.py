@@ -198,8 +198,8 @@ class Slots:
     def dtype_of(self, tensor: Tensor) -> torch.dtype:
         """The dtype that a forward is told of ``tensor``: of a working copy that of its parameter, as autocast casts.
 
-        But of stacked experts, whose products are in no table, and of convolutions their own. A weight that is FP32 in the first forward
-        stays so where its dtype is read: the next one would compute otherwise.
+        But of stacked experts, whose products are in no table, and of convolutions their own. A weight that is FP32 in
+        the first forward stays so where its dtype is read: the next one would compute otherwise.
         """
         if (inside := self._inside.get(id(tensor))) is None:
             return tensor.dtype
