@@ -85,3 +85,8 @@ def test_the_paths_of_the_design_lead_to_definitions():
             kinds = (ast.ClassDef, ast.FunctionDef)
             found = [inner for node in found if isinstance(node, kinds) and node.name == part for inner in node.body]
             assert found, f"{file} has no {name}"
+
+
+def test_the_readme_says_beside_its_figures_that_none_is_from_a_gpu():
+    _, _, figures = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Figures")
+    assert "None of these is from a GPU" in figures.partition("\n## ")[0]

@@ -305,7 +305,7 @@ def _groups(pairs: _Pairs, elements: int | None) -> Iterator[_Pairs]:
     free, device = 0, None
     for weight, copy in pairs:
         most = elements or _GROUP_ELEMENTS.get(weight.device.type, _GROUP_ELEMENTS_ELSEWHERE)
-        has_hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
+        has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks  # no call: each weight is asked
         if has_hooks or (size := weight.numel()) >= most:
             yield [(weight, copy)]
             continue
