@@ -56,6 +56,7 @@ def start(
     # Else gloo resolves the host's name, which a container may not know.
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    environment["PYTHONFAULTHANDLER"] = "1"  # a crash in C++ says where it was
     environment.update(variables)
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     command = [*_command(launcher, processes), str(HERE / script), str(folder), *arguments]
