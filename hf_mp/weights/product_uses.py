@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -56,18 +55,9 @@ def _kind_of(module: nn.Module) -> _Kind | None:
     return _KINDS.get(forward)
 
 
-@dataclass
-class Uses:
-    """What a forward did with one weight."""
-
-    products: int = 0
-    others: int = 0
-
-
-# By the identity of a weight, and the kind of slot that it was taken from: a tied weight has both, since an embedding
-# reads FP32 and a head the copy.
-Notes = dict[tuple[int, bool], Uses]
-_Names = weakref.WeakKeyDictionary[nn.Module, frozenset[str]]
+# For each use of a weight in a forward, whether a product made it: by the identity of the weight, and the kind of slot
+# that it was taken from. A tied weight has both, since an embedding reads FP32 and a head the copy.
+Notes = dict[tuple[int, bool], list[bool]]
 
 
 class ProductUses:
@@ -86,10 +76,10 @@ class ProductUses:
 
     def __init__(self, lowers: Callable[[Callable[..., Any]], bool], ruled: Iterable[nn.Module] = ()) -> None:
         self._lowers = lowers
-        self._names: _Names = weakref.WeakKeyDictionary()  # of each module, those whose slots hold 16 bits
-        self._names.update(dict.fromkeys(ruled, frozenset()))
-        self._ruled = weakref.WeakSet(self._names)
-        self._used_otherwise: _Names = weakref.WeakKeyDictionary()
+        # By module and name of a weight, whether its slot holds 16 bits; without an entry it does not yet.
+        self._decided: weakref.WeakKeyDictionary[nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
+        for module in ruled:
+            self._decided[module] = dict.fromkeys(vars(module).get("_parameters", ()), False)
         # By the kinds of forwards that have ended, whether they read `.dtype` or `.data` of a weight, or use what came
         # from outside, so that a mode has to watch their calls.
         self.is_watched: dict[Hashable, bool] = {}
@@ -101,34 +91,31 @@ class ProductUses:
             attributes = vars(module)
             if "base_layer" in (parts := attributes.get("_modules", ())):
                 base = parts["base_layer"]
-                if base not in self._names and has_stacked_experts(base):
+                if base not in self._decided and has_stacked_experts(base):
                     # PEFT adds to them, in FP32, in a parametrization that may not change their dtype.
-                    self._names[base] = frozenset()
+                    self._decided[base] = dict.fromkeys(WEIGHTS, False)
             if parameters := attributes.get("_parameters"):  # a traced module has none of its own
-                names = self._names.get(module)
-                names = self._names_by_class(module) if names is None else names
+                decided = self._decided.get(module)
+                decided = self._decide_by_class(module) if decided is None else decided
                 for name, weight in parameters.items():
                     # accelerate loads what it has offloaded when its module is called: until then it is on meta.
                     if weight is not None and name not in attributes and weight.device.type != "meta":
-                        found.append(Slot(module, name, weight, name in names))
+                        found.append(Slot(module, name, weight, decided.get(name, False)))
         return found
 
-    def _names_by_class(self, module: nn.Module) -> frozenset[str]:
+    def _decide_by_class(self, module: nn.Module) -> dict[str, bool]:
         kind = _kind_of(module)
-        self._names[module] = names = kind.names if kind is not None and self._lowers(kind.op) else frozenset()
-        return names
+        names = kind.names if kind is not None and self._lowers(kind.op) else ()
+        self._decided[module] = decided = dict.fromkeys(names, True)
+        return decided
 
     def learn(self, kind: Hashable, slots: Iterable[Slot], notes: Notes, *, is_watched: bool) -> None:
         """Take in what the first forward of this kind did with the weights of these slots."""
         self.is_watched[kind] = is_watched
         for slot in slots:
-            module, name, uses = slot.module, slot.name, notes.get((id(slot.weight), slot.in_16_bits))
-            if uses is None or module in self._ruled:
-                continue
-            otherwise = self._used_otherwise.get(module, frozenset())
-            if uses.others:
-                self._used_otherwise[module] = otherwise | {name}
-                self._names[module] -= {name}
+            uses = notes.get((id(slot.weight), slot.in_16_bits), [])
+            if not all(uses):
+                self._decided[slot.module][slot.name] = False
             # Used twice, each use of an FP32 weight has its own cast, and their gradients are summed in FP32.
-            elif not slot.in_16_bits and uses.products == 1 and name not in otherwise:
-                self._names[module] |= {name}
+            elif uses == [True]:
+                self._decided[slot.module].setdefault(slot.name, True)

@@ -13,7 +13,7 @@ from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.scaling.borders import Crossings, inward_borders, leads_inside, seal
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.lean.outside_reads import OF_THE_TENSOR_ITSELF
-from hf_mp.weights.product_uses import Notes, ProductUses, Slot, Uses
+from hf_mp.weights.product_uses import Notes, ProductUses, Slot
 
 # Weights share a border, one autograd node instead of many, up to so many elements: their gradients leave together.
 # On a GPU a node costs the host more than gradients that wait for each other, up to 48 MiB of them, cost the memory.
@@ -73,8 +73,6 @@ class Slots:
         self._uses, self._group_elements = uses, group_elements
         self.has_grad = has_grad
         self.has_borders = has_grad and (is_scaled or layout.takes_gradients)
-        # One border for all slots of a tied weight would sum their gradients in 16 bits.
-        self._has_border_by_slot = has_grad and layout.takes_gradients
         self._kind, self._notes = kind, Notes()
         # Whether to ask as_used() about each call, also where gradient checkpointing makes it again later.
         self.is_learning = kind not in uses.is_watched
@@ -111,7 +109,8 @@ class Slots:
                 inside = self._inside[id(weight)] = _Inside(weight, weight, copies.get(id(weight)))
                 if inside.rounded is not None:
                     self._inside[id(inside.rounded)] = inside
-            elif self._has_border_by_slot and weight.requires_grad and id(weight) in placed:
+            # One border for all slots of a tied weight would sum the gradients that the layout takes in 16 bits.
+            elif self._layout.takes_gradients and id(weight) in trained and id(weight) in placed:
                 inside = self._bring_in([(weight, None)])
             placed.add(id(weight))
             value = inside.rounded if slot.in_16_bits and inside.rounded is not None else inside.wide
@@ -190,10 +189,9 @@ class Slots:
 
     def _note(self, inside: _Inside, tensor: Tensor, *, by_product: bool) -> bool:
         """Take in that an op takes ``tensor``, which is ``inside``; whether only products have taken it so far."""
-        uses = self._notes.setdefault((id(inside.outside), tensor is inside.rounded), Uses())
-        uses.products += by_product
-        uses.others += not by_product
-        return not uses.others
+        uses = self._notes.setdefault((id(inside.outside), tensor is inside.rounded), [])
+        uses.append(by_product)
+        return all(uses)
 
     def dtype_of(self, tensor: Tensor) -> torch.dtype:
         """The dtype that a forward is told of ``tensor``: of a working copy that of its parameter, as autocast casts.
