@@ -41,7 +41,6 @@ class _Thread(threading.local):
         self.weights: Slots | None = None  # of the forward that runs, if it builds a graph
         self.is_reading = False  # whether that forward began without gradients
         self.is_dispatched = False  # whether kernels make its calls
-        self.sees_calls = True  # whether a mode does, or looks on
         self.lowers_caches = False  # whether it gives Transformers' caches 16 bits
         self.made: list[tuple[int, float]] = []  # first and last of the autograd nodes of recent forwards
 
@@ -62,7 +61,10 @@ class Region(autocast):
         super().__init__(layout.policy.compute, model=model, **settings)
         self.layout, self._no_backward = layout, no_backward
         self._model = (lambda: None) if model is None else weakref.ref(model)
-        self._meets_compiler = self._has_kernels = False
+        # TorchScript has its own formulas for gradients, which know of no casts.
+        modules = () if model is None else model.modules()
+        self._has_scripts = any(isinstance(module, torch.jit.ScriptModule) for module in modules)
+        self._meets_compiler = False
         self._threads: list[int] = []  # in which a forward of the model runs
         of_weights = {**CALLS_OF_WEIGHTS, **CACHE_WRITES}
         self._plan = {**training_plan(self._plan), **of_weights, **planned_losses(self._plan)}
@@ -96,10 +98,7 @@ class Region(autocast):
         is_reading = self.observer is None and not torch.is_grad_enabled()
         thread.weights, thread.is_reading = weights, is_reading
         thread.lowers_caches = is_reading and self._lowers_attention()
-        thread.is_dispatched, thread.sees_calls = False, True
-        if weights is not None:
-            thread.is_dispatched = self._may_be_dispatched()
-            thread.sees_calls = weights.is_watched or not thread.is_dispatched
+        thread.is_dispatched = weights is not None and self._may_be_dispatched()
         kernels = self._kernels() if thread.is_dispatched else nullcontext()
         self._threads.append(ident)
         try:
@@ -118,20 +117,15 @@ class Region(autocast):
         is_plain = self.layout.keeps_copies and not has_rules and not self._has_scripts
         return is_plain and self.observer is None and self._dispatches()
 
-    @functools.cached_property
-    def _has_scripts(self) -> bool:
-        """Whether a part of the model is TorchScript, whose own formulas for gradients know of no casts."""
-        modules = () if (model := self._model()) is None else model.modules()
-        return any(isinstance(module, torch.jit.ScriptModule) for module in modules)
-
     def _dispatches(self) -> bool:
         self._meets_compiler = self._meets_compiler or compiled_frames() > 0
-        if self._meets_compiler or not can_dispatch():
-            return False
-        if not self._has_kernels:
+        return not self._meets_compiler and self._has_kernels
+
+    @functools.cached_property
+    def _has_kernels(self) -> bool:
+        if can_dispatch():
             register(self._plan)
-            self._has_kernels = True
-        return True
+        return can_dispatch()
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:
@@ -144,7 +138,7 @@ class Region(autocast):
 
     @property
     def sees_calls(self) -> bool:
-        return self.thread.sees_calls
+        return not self.thread.is_dispatched or self.must_see()
 
     def planned(self, func: Callable[..., Any]) -> PlannedCall | None:
         entry = self._plan.get(func)
