@@ -36,16 +36,15 @@ class RoundedGather:
     """
 
     def __init__(self, group: Any, dtype: torch.dtype, kept: Iterable[nn.Module]) -> None:
-        self.before, self._dtype = group._all_gather_comm, dtype
+        self.before = group._all_gather_comm
         self.allocate = self.before.allocate  # which FSDP asks for as well
         in_fp32 = {module for one in kept for module in one.modules()}
         self._parameters = group.fsdp_params
-        self._is_rounded = [
-            len(one._orig_size) > 1
-            and (module := one._module_info.module) not in in_fp32
-            and not is_fp32_router(module)
-            for one in group.fsdp_params
-        ]
+        self._dtypes = []  # in which each travels
+        for one in group.fsdp_params:
+            module = one._module_info.module
+            stays = len(one._orig_size) < 2 or module in in_fp32 or is_fp32_router(module)
+            self._dtypes.append(torch.float32 if stays else dtype)
 
     @torch.no_grad()
     def __call__(
@@ -57,25 +56,21 @@ class RoundedGather:
         """
         # FSDP2 gathers a group of several dtypes as bytes, of which we could not tell the parts apart: frozen FP16
         # weights are among them, or all in 16 bits.
-        if output_tensor.dtype is not torch.float32 or not any(self._is_rounded):
+        if output_tensor.dtype is not torch.float32 or set(self._dtypes) == {torch.float32}:
             return self.before(output_tensor, input_tensor, group, async_op)
         sizes = [one._sharded_param_data.numel() for one in self._parameters]
         if sum(sizes) != input_tensor.numel():  # resharded after forward to fewer ranks
             sizes = [one._sharded_post_forward_param_data.numel() for one in self._parameters]
-        kept = [size for size, is_rounded in zip(sizes, self._is_rounded, strict=True) if not is_rounded]
-        rounded = [size for size, is_rounded in zip(sizes, self._is_rounded, strict=True) if is_rounded]
-        kept_bytes, rounded_bytes = 4 * sum(kept), 2 * sum(rounded)
-        # FP32 parts first: one message for both dtypes, since a second one costs a launch a block.
-        stride = kept_bytes + rounded_bytes + rounded_bytes % 4  # FP32 wants its alignment in the next rank's part
+        # As bytes: one message for both dtypes, since a second one costs a launch a block.
+        lengths = [size * dtype.itemsize for size, dtype in zip(sizes, self._dtypes, strict=True)]
+        aligned = [-(-length // 4) * 4 for length in lengths]  # as FP32 wants it in what follows
         ranks = group.size()
-        sent = self.allocate((ranks * stride,), dtype=torch.uint8, device=input_tensor.device)
-        by_rank = sent.view(ranks, stride)
+        sent = self.allocate((ranks * sum(aligned),), dtype=torch.uint8, device=input_tensor.device)
+        by_rank = sent.view(ranks, -1)
 
         def parts(of: Tensor) -> list[Tensor]:
-            wide = of[..., :kept_bytes].view(torch.float32).split(kept, -1)
-            narrow = of[..., kept_bytes : kept_bytes + rounded_bytes].view(self._dtype).split(rounded, -1)
-            by_kind = {False: iter(wide), True: iter(narrow)}
-            return [next(by_kind[is_rounded]) for is_rounded in self._is_rounded]
+            pieces = zip(of.split(aligned, -1), lengths, self._dtypes, strict=True)
+            return [piece[..., :length].view(dtype) for piece, length, dtype in pieces]
 
         mine = by_rank[group.rank()]
         torch._foreach_copy_(parts(mine), list(input_tensor.split(sizes)))
