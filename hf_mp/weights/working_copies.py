@@ -142,10 +142,8 @@ class WorkingCopies:
             return self._make(parameter).copy
         if entry.seen[0] == -1 or entry.seen != seen(parameter):
             _refresh([(entry, parameter)])
-        elif type(parameter) is nn.Parameter:  # another model that has it was detached
-            watch(parameter)
-            _refresh_if_changed(entry, parameter)
-        elif type(parameter) is WatchedParameter and parameter.may_have_changed_unseen():
+        elif type(parameter) is nn.Parameter or getattr(parameter, "may_have_changed_unseen", bool)():
+            watch(parameter)  # again, where another model that has it was detached
             _refresh_if_changed(entry, parameter)
         return entry.copy
 
