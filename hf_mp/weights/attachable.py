@@ -18,7 +18,7 @@ from hf_mp.casting.replacements.base import ReplacedForward
 from hf_mp.casting.rules import Rules
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.weights.lean.split_parameter import SplitParameter
-from hf_mp.weights.ranks.placement import Placement, check_masters, check_placement, check_updates
+from hf_mp.weights.ranks.placement import Placement, check_placement, check_updates
 
 RUNTIMES: weakref.WeakSet[Any] = weakref.WeakSet()  # each MixedPrecision there is; a model is found by what it says
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -79,7 +79,6 @@ def check_attachable(model: nn.Module, placement: Placement, policy: PrecisionPo
         )
     if policy.exact_generation and (reasons := list(_inexact(model))):
         raise ValueError(f"exact_generation=True would not be exact for {type(model).__name__}: {reasons[0]}")
-    check_masters(model, placement)
     _refuse_shared_lean_parameters(model)
     if is_scaled:
         _refuse_trained_scripts(model)

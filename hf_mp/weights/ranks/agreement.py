@@ -15,14 +15,7 @@ from torch import Tensor, nn
 
 from hf_mp.policy import compute_dtypes
 from hf_mp.scaling.rules import StepReport
-from hf_mp.weights.ranks.placement import (
-    Placement,
-    check_masters,
-    check_placement,
-    is_dtensor,
-    is_running,
-    mesh_groups,
-)
+from hf_mp.weights.ranks.placement import Placement, check_placement, is_dtensor, is_running, mesh_groups
 
 
 class Ranks:
@@ -41,7 +34,6 @@ class Ranks:
         if not is_running():
             return
         check_placement(model, placement)
-        check_masters(model, placement)
         ddp: Any = placement.ddp
         if ddp is None or not torch.is_grad_enabled():
             return
@@ -67,17 +59,16 @@ class Ranks:
         """The report of all processes that train ``parameters``, by a collective call; ``report`` itself on one."""
         if not is_running():
             return report
+        largest = -1.0 if report.largest_gradient is None else report.largest_gradient
+        number = math.inf if report.overflow else largest  # the maximum over all is the report of all
         for group in [*self._groups, *mesh_groups(parameters)]:  # one after the other: the dimensions of a mesh
-            largest = -1.0 if report.largest_gradient is None else report.largest_gradient
-            number = math.inf if report.overflow else largest  # the maximum over all is the report of all
             # On the host, where the verdict is, if a backend of the group serves it: nothing public tells.
             choose = getattr(torch.distributed.distributed_c10d, "_get_object_coll_device", None)
             device = next(iter(parameters)).device if choose is None else choose(group)
             sent = torch.tensor([number], dtype=torch.float32, device=device)
             torch.distributed.all_reduce(sent, torch.distributed.ReduceOp.MAX, group=group)
             number = sent.item()
-            report = StepReport(number == math.inf, number if 0.0 <= number < math.inf else None)
-        return report
+        return StepReport(number == math.inf, number if 0.0 <= number < math.inf else None)
 
     def gather(self, value: Any) -> list[Any]:
         """What each process that trains the model along has given: a collective call, with a value that pickles."""

@@ -145,6 +145,7 @@ def check_placement(model: nn.Module, placement: Placement) -> None:
         check_heads(model, placement.dtensors[0].device_mesh.size())
     for parameter in placement.dtensors:
         _check_dtensor(parameter, placement, model)
+    _check_masters(model, placement)
 
 
 def _check_dtensor(parameter: Any, placement: Placement, model: nn.Module) -> None:
@@ -160,7 +161,7 @@ def _check_dtensor(parameter: Any, placement: Placement, model: nn.Module) -> No
         )
 
 
-def check_masters(model: nn.Module, placement: Placement) -> None:
+def _check_masters(model: nn.Module, placement: Placement) -> None:
     """Raise a ValueError where DDP or FSDP2 holds trained parameters of ``model`` in 16 bits, and nobody the rest."""
     is_ddp = isinstance(model, DistributedDataParallel)
     if not is_ddp and not placement.fsdp:
