@@ -24,35 +24,20 @@ class Slot(NamedTuple):
     in_16_bits: bool  # whether it holds the working copy while a forward runs, if the weight has one
 
 
-class _Kind(NamedTuple):
-    """What a known forward does with its module's weights."""
-
-    names: frozenset[str]
-    op: Callable[..., Any]  # takes them
-
-
-_USUAL = frozenset({"weight", "bias"})
-_PROJECTIONS = frozenset({"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"})
-# By forward: a subclass that has one of its own may use a weight in other ways.
-_KINDS: dict[Callable[..., Any], _Kind] = {
-    nn.Linear.forward: _Kind(_USUAL, F.linear),
-    nn.Conv1d.forward: _Kind(_USUAL, F.conv1d),
-    nn.Conv2d.forward: _Kind(_USUAL, F.conv2d),
-    nn.Conv3d.forward: _Kind(_USUAL, F.conv3d),
-    nn.ConvTranspose1d.forward: _Kind(_USUAL, F.conv_transpose1d),
-    nn.ConvTranspose2d.forward: _Kind(_USUAL, F.conv_transpose2d),
-    nn.ConvTranspose3d.forward: _Kind(_USUAL, F.conv_transpose3d),
-    nn.MultiheadAttention.forward: _Kind(_PROJECTIONS, F.linear),
+_USUAL = ("weight", "bias")
+_PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias")
+# The weights that a known forward gives to an op, and that op. By forward: a subclass that has one of its own may use a
+# weight in other ways.
+_MULTIPLIED: dict[Callable[..., Any], tuple[Iterable[str], Callable[..., Any] | None]] = {
+    nn.Linear.forward: (_USUAL, F.linear),
+    nn.Conv1d.forward: (_USUAL, F.conv1d),
+    nn.Conv2d.forward: (_USUAL, F.conv2d),
+    nn.Conv3d.forward: (_USUAL, F.conv3d),
+    nn.ConvTranspose1d.forward: (_USUAL, F.conv_transpose1d),
+    nn.ConvTranspose2d.forward: (_USUAL, F.conv_transpose2d),
+    nn.ConvTranspose3d.forward: (_USUAL, F.conv_transpose3d),
+    nn.MultiheadAttention.forward: (_PROJECTIONS, F.linear),
 }
-
-
-def _kind_of(module: nn.Module) -> _Kind | None:
-    forward: Any = getattr(type(module), "forward", None)  # a scripted module has none
-    if forward not in _KINDS and (transformers := sys.modules.get("transformers.pytorch_utils")) is not None:
-        _KINDS[transformers.Conv1D.forward] = _Kind(_USUAL, torch.addmm)
-    if has_stacked_experts(module):
-        return _Kind(frozenset(WEIGHTS), torch.bmm)
-    return _KINDS.get(forward)
 
 
 # For each use of a weight in a forward, whether a product made it: by the identity of the weight, and the kind of slot
@@ -74,7 +59,7 @@ class ProductUses:
         ruled: modules for which a rule decides.
     """
 
-    def __init__(self, lowers: Callable[[Callable[..., Any]], bool], ruled: Iterable[nn.Module] = ()) -> None:
+    def __init__(self, lowers: Callable[[Callable[..., Any] | None], bool], ruled: Iterable[nn.Module] = ()) -> None:
         self._lowers = lowers
         # By module and name of a weight, whether its slot holds 16 bits; without an entry it does not yet.
         self._decided: weakref.WeakKeyDictionary[nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
@@ -104,9 +89,11 @@ class ProductUses:
         return found
 
     def _decide_by_class(self, module: nn.Module) -> dict[str, bool]:
-        kind = _kind_of(module)
-        names = kind.names if kind is not None and self._lowers(kind.op) else ()
-        self._decided[module] = decided = dict.fromkeys(names, True)
+        forward: Any = getattr(type(module), "forward", None)  # a scripted module has none
+        if forward not in _MULTIPLIED and (transformers := sys.modules.get("transformers.pytorch_utils")) is not None:
+            _MULTIPLIED[transformers.Conv1D.forward] = _USUAL, torch.addmm
+        names, op = (WEIGHTS, torch.bmm) if has_stacked_experts(module) else _MULTIPLIED.get(forward, ((), None))
+        self._decided[module] = decided = dict.fromkeys(names, True) if self._lowers(op) else {}
         return decided
 
     def learn(self, kind: Hashable, slots: Iterable[Slot], notes: Notes, *, is_watched: bool) -> None:

@@ -73,8 +73,8 @@ class Region(autocast):
         self.thread = _Thread()
         self.uses = ProductUses(self._lowers, self._ruled())
 
-    def _lowers(self, op: Callable[..., Any]) -> bool:
-        return (entry := self._plan.get(op)) is not None and entry.rule is CastRule.LOWER_PRECISION
+    def _lowers(self, op: Callable[..., Any] | None) -> bool:
+        return op is not None and (entry := self._plan.get(op)) is not None and entry.rule is CastRule.LOWER_PRECISION
 
     def _ruled(self) -> Iterator[nn.Module]:
         """The modules of whose weights a rule decides: of one about an op, those that make the call."""
