@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -56,9 +55,6 @@ class TransientLayout(WeightLayout):
 
     def saving(self) -> AbstractContextManager[None]:
         return self._transient.not_saved()
-
-    def step(self, *given: Any) -> bool:
-        return False
 
 
 class TensorParallelLayout(TransientLayout):
