@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hf_mp._warnings import warn_caller
@@ -65,14 +64,10 @@ class WeightLayout:
         self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
     ) -> None:
         """Take over the communication of ``model``; weights of the modules ``in_fp32`` are not rounded."""
-        if self.policy.wire is not torch.float32 and is_running() and placement.ddp is not None:
-            self._join_ddp(placement.ddp, runtime)
-
-    def _join_ddp(self, ddp: DistributedDataParallel, runtime: Runtime) -> bool:
-        if ddp not in self._joined:
+        ddp, has_buckets = placement.ddp, self.takes_gradients or self.policy.wire is not torch.float32
+        # Once for each DDP: its first forward is the last moment before a bucket is reduced.
+        if has_buckets and is_running() and ddp is not None and ddp not in self._joined:
             self._joined[ddp] = Buckets(ddp, self.policy, runtime)
-            return True
-        return False
 
     def trained_parameters(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
         """The parameters whose gradients a backward of ``model`` may leave, each once."""

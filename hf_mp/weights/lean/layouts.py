@@ -14,7 +14,6 @@ from hf_mp.weights.lean.outside_reads import stores_16_bits
 from hf_mp.weights.lean.split_model import restore_parameters, split_trainable_parameters
 from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor, keep_scale_of_gradients
 from hf_mp.weights.lean.unwrapped_steps import refuse_unwrapped_steps
-from hf_mp.weights.ranks.buckets import check_split_reduction
 from hf_mp.weights.ranks.placement import Placement, is_running
 from hf_mp.weights.ranks.wire import Runtime
 
@@ -40,9 +39,7 @@ class SplitLayout(WeightLayout):
                 f"precision={str(self.policy)!r} learned that FSDP shards this {type(model).__name__} when a forward "
                 "ran already: call attach_optimizer before the first forward"
             )
-        if is_running() and placement.ddp is not None and self._join_ddp(placement.ddp, runtime):
-            # Once for each DDP: its first forward is the last moment before a bucket is reduced.
-            check_split_reduction(model, self.policy, runtime)
+        super().join_ranks(model, placement, runtime, in_fp32)
 
     @stores_16_bits
     def take_gradients(

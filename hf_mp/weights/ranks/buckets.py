@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_mp.policy import PrecisionPolicy
@@ -30,6 +30,7 @@ class Buckets:
         self._runtime: Callable[[], Runtime | None] = weakref.ref(runtime)
         self._streams: dict[torch.device, Any] = {}
         split = [parameter for parameter in ddp.parameters() if isinstance(parameter, SplitParameter)]
+        _check_reduction(split, policy, runtime)
         follow_first_rank(split, ddp.process_group)
         # torch refuses a second hook, where a user has registered one.
         # DDP reads the annotations of a hook as types, which they are not here.
@@ -90,7 +91,7 @@ class Buckets:
             values.div_(factor)
 
 
-def check_split_reduction(model: nn.Module, policy: PrecisionPolicy, runtime: Any) -> None:
+def _check_reduction(split: Iterable[SplitParameter], policy: PrecisionPolicy, runtime: Any) -> None:
     """Raise a ValueError for what a lean layout cannot do on several processes."""
     name, usual = f"precision={str(policy)!r}", str(policy).removesuffix("-lean")
     if runtime.uses_up_gradients:
@@ -98,8 +99,8 @@ def check_split_reduction(model: nn.Module, policy: PrecisionPolicy, runtime: An
             f"free_gradients='backward' updates before gradients are reduced: leave it out on several processes, or "
             f"use {name} on one"
         )
-    for parameter in model.parameters():
-        if isinstance(parameter, SplitParameter) and parameter.has_hooks:
+    for parameter in split:
+        if parameter.has_hooks:
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} has a hook, which {name} would give an FP32 gradient; "
                 f"DDP's buckets are in 16 bits: use {usual!r}, or remove the hook"
