@@ -28,15 +28,15 @@ class ReadingLayout(WeightLayout):
     def __init__(self, policy: PrecisionPolicy, *, trained_alone: bool = True) -> None:
         super().__init__(policy)
         self._trained_alone = trained_alone
-        self._widened: list[tuple[Tensor, torch.dtype]] = []
-        self._narrowed: dict[nn.Parameter, tuple[Tensor, int]] = {}  # own values, and the version of their rounding
+        # What was changed, its own dtype, and of what was rounded its own values and the version of the rounding.
+        self._changed: list[tuple[Tensor, torch.dtype, Tensor | None, int]] = []
 
     @torch.no_grad()
     def prepare(self, model: nn.Module) -> None:
         is_lean = self.policy.params is not torch.float32
         for tensor in model.buffers() if is_lean else _outside_of_products(model):
             if tensor.dtype in LOWER_PRECISION_DTYPES and not is_dtensor(tensor):
-                self._widened.append((tensor, tensor.dtype))
+                self._changed.append((tensor, tensor.dtype, None, 0))
                 tensor.data = tensor.data.float()
         if is_lean:
             self._narrow(model)
@@ -49,16 +49,13 @@ class ReadingLayout(WeightLayout):
             is_left = parameter in with_statistics or (self._trained_alone and not parameter.requires_grad)
             if parameter.dtype in others and not is_left and not is_dtensor(parameter):
                 own, parameter.data = parameter.data, split(parameter.data.float(), self.policy.params).working
-                self._narrowed[parameter] = own, parameter._version
+                self._changed.append((parameter, own.dtype, own, parameter._version))
 
     def restore(self, model: nn.Module | None) -> None:
-        for tensor, dtype in self._widened:
-            tensor.data = tensor.data.to(dtype)
-        for parameter, (own, version) in self._narrowed.items():
+        for tensor, dtype, own, version in self._changed:
             # What was written meanwhile (a reference that follows its policy) wins.
-            parameter.data = own if parameter._version == version else parameter.data.to(own.dtype)
-        self._widened.clear()
-        self._narrowed.clear()
+            tensor.data = tensor.data.to(dtype) if own is None or tensor._version != version else own
+        self._changed.clear()
         super().restore(model)
 
 
