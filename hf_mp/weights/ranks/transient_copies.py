@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,14 +36,11 @@ class TransientCopies:
         weakref.finalize(copy, self._transient.pop, key)
         return copy
 
-    @contextmanager
-    def not_saved(self) -> Iterator[None]:
+    def not_saved(self) -> AbstractContextManager[None]:
         """Have autograd save a parameter for a copy of it, unless other hooks are active (activations offloaded)."""
         if not torch.is_grad_enabled() or is_saving_elsewhere():
-            yield
-            return
-        with saved_tensors_hooks(self._pack, self._unpack):
-            yield
+            return nullcontext()
+        return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor] | tuple[Tensor, int]:
         found = self._transient.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
