@@ -116,10 +116,8 @@ def step_whole(
     ``replaced_step`` as for :func:`can_skip`. False: nothing was done.
     """
     stepping = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if chosen("adamw", stepping[:1]) is None:  # one answers for all on a CPU
-        return False
-    if not _is_fused_adam(optimizer, replaced_step) or has_hooks(optimizer):
-        return False
+    if chosen("adamw", stepping[:1]) is None or not _is_fused_adam(optimizer, replaced_step) or has_hooks(optimizer):
+        return False  # on a CPU the first parameter answers for all
     if chosen("adamw", [*stepping, *[parameter.grad for parameter in stepping]]) is None:  # before any state is made
         return False
     return _step_by_kernel(optimizer, stepping, copies, clipping, found_inf)
@@ -211,8 +209,7 @@ def _moments(optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor) ->
         state.update(step=make(()), exp_avg=make(shape), exp_avg_sq=make(shape))
     for name in ("exp_avg", "exp_avg_sq"):
         # Those of a channels-last parameter, loaded: torch's fused step reads by position, and masters are contiguous.
-        if not (moment := state[name]).is_contiguous():
-            moment = state[name] = moment.contiguous()
+        moment = state[name] = state[name].contiguous()
         if moment.shape != shape:
             raise ValueError(  # a kernel would write beyond its end
                 f"{name} has shape {tuple(moment.shape)}, but its parameter {tuple(shape)}: the state of this "
