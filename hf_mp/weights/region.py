@@ -66,8 +66,7 @@ class Region(autocast):
         self._has_scripts = any(isinstance(module, torch.jit.ScriptModule) for module in modules)
         self._meets_compiler = False
         self._threads: list[int] = []  # in which a forward of the model runs
-        of_weights = {**CALLS_OF_WEIGHTS, **CACHE_WRITES}
-        self._plan = {**training_plan(self._plan), **of_weights, **planned_losses(self._plan)}
+        self._plan = {**training_plan(self._plan), **CALLS_OF_WEIGHTS, **CACHE_WRITES, **planned_losses(self._plan)}
         if layout.policy.exact_generation:
             self.sum_in_fp64()
         self.thread = _Thread()
