@@ -86,8 +86,6 @@ class LossScaler(Generic[Rule]):
         self.kind, self._state = rule.name, rule.checked()
         self._tensors: dict[torch.device, ScaleTensors] = {}
         self._unread: Callable[[], None] | None = None  # takes in the last step, which its device has decided
-        self._is_settling = False
-        self._was_asked_to_scale = False
         self._begin_iteration()
         self._warn_if_inexact(rule, None)
 
@@ -116,16 +114,10 @@ class LossScaler(Generic[Rule]):
 
     def settle(self) -> None:
         """Take in the last step now, if that was left for later."""
-        if self._unread is None:
-            return
         with _SETTLING:
-            if self._unread is None or self._is_settling:  # by another thread meanwhile; or asked by what takes it in
-                return
-            self._is_settling = True
-            try:
-                self._unread()
-            finally:
-                self._unread, self._is_settling = None, False
+            take_in, self._unread = self._unread, None  # first, for what takes the step in asks as well
+            if take_in is not None:
+                take_in()
 
     @property
     def smallest_scale(self) -> float:
@@ -263,7 +255,6 @@ class LossScaler(Generic[Rule]):
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            self._was_asked_to_scale = True
             # A scalar tensor, so that outputs of one dimension and more keep their dtype, as with torch.
             return outputs * self.scale_tensors(outputs.device).scale.squeeze()
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes, Mapping)):
@@ -346,7 +337,7 @@ class LossScaler(Generic[Rule]):
         self.record_step(StepReport(any(report.overflow for report in reports), max(measured, default=None)))
 
     def _check_scaled(self, method: str) -> None:
-        if not self._was_asked_to_scale:
+        if not self._tensors:
             raise RuntimeError(
                 f"{method}() before anything was scaled: did this loop call scaler.scale(loss).backward()?"
             )
