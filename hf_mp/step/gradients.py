@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,9 @@ class GradientCheck:
     ) -> None:
         self._on_ended, self.layout, self._ranks, self.parameters = on_ended, layout, ranks, parameters
         self.is_scaled = False  # whether the loss is scaled
-        self.open_backwards = OpenBackwards()
+        # The backwards that came in through an output of the model, so that its gradients are scaled, and have not
+        # ended: autograd's number of each, and the thread in which it began.
+        self.open_backwards: dict[int, int] = {}
         # Whether the 2-norm is measured as well, for norm(), and the step trusts what was measured. Else it reads the
         # gradients again: a plain loop may have written them past their version counters (`.data`, NumPy).
         self.measures_norm = False
@@ -123,7 +125,10 @@ class GradientCheck:
 
     def backward_began(self) -> None:
         """A gradient enters the model through an output: the one place where a backward is known to begin."""
-        if not self.open_backwards.begin(task := torch._C._current_graph_task_id()):
+        task = torch._C._current_graph_task_id()
+        is_known = task in self.open_backwards
+        self.open_backwards[task] = threading.get_ident()
+        if is_known:
             return
         if self._largest is not None:
             versions = _versions_of(parameters := self.parameters())
@@ -143,13 +148,19 @@ class GradientCheck:
 
     def _backward_ended(self, task: int, span: AbstractContextManager[Any]) -> None:
         span.__exit__(None, None, None)
-        self.open_backwards.end(task)
+        self.open_backwards.pop(task, None)
         largest = None
         if self.is_scaled or self.measures_norm:
             with labelled("gradients"):
                 largest = self.measure(parameters := self.parameters())
             self._versions = _versions_of(parameters)
         self._on_ended(largest)
+
+    def forget_failed_backwards(self) -> None:
+        """Outside a backward: what is still open in this thread, or in one of autograd's, has raised."""
+        if self.open_backwards and torch._C._current_graph_task_id() == -1:
+            others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+            self.open_backwards = {task: thread for task, thread in self.open_backwards.items() if thread in others}
 
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """The gradients that ``parameters`` have, as backward left them."""
@@ -237,39 +248,3 @@ def _versions_of(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
     """By identity the version counters of those that are trained."""
     with as_stored():
         return {id(parameter): parameter._version for parameter in parameters if parameter.requires_grad}
-
-
-class OpenBackwards:
-    """Which backwards came in through an output of a model, so that its gradients are scaled, and have not ended."""
-
-    def __init__(self) -> None:
-        self._threads: dict[int, int] = {}  # autograd's number of a backward -> the thread in which it began
-        self._paused = threading.local()
-
-    def __bool__(self) -> bool:
-        return bool(self._threads) and not getattr(self._paused, "is_on", False)
-
-    def begin(self, task: int) -> bool:
-        """Take in a backward by its number; False if it is known."""
-        is_new = task not in self._threads
-        self._threads[task] = threading.get_ident()
-        return is_new
-
-    def end(self, task: int) -> None:
-        """A backward has ended."""
-        self._threads.pop(task, None)
-
-    def forget_failed(self) -> None:
-        """Outside a backward: what is still open in this thread, or in one of autograd's, has raised."""
-        if self._threads and torch._C._current_graph_task_id() == -1:
-            others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
-            self._threads = {task: thread for task, thread in self._threads.items() if thread in others}
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Context of forward code that a backward runs: gradients that this code computes itself are not scaled."""
-        before, self._paused.is_on = getattr(self._paused, "is_on", False), True
-        try:
-            yield
-        finally:
-            self._paused.is_on = before

@@ -165,7 +165,7 @@ class MixedPrecision:
 
     def _make_region(self, model: nn.Module | None) -> Region:
         rules = rules_for(model, self.policy, self.rules)
-        return Region(self.layout, self.check.open_backwards.paused, model, rules=rules, tables=self._tables)
+        return Region(self.layout, model, rules=rules, tables=self._tables)
 
     def add_rules(self, rules: Mapping[str, str]) -> None:
         """Have rules by module (``remedies``) hold too, and be saved; a ValueError for names that match no module."""
@@ -234,7 +234,7 @@ class MixedPrecision:
             return None
         if has_grad := torch.is_grad_enabled():
             self.region.refuse_other_threads()  # here: autograd's own threads recompute what was checkpointed
-            self.check.open_backwards.forget_failed()
+            self.check.forget_failed_backwards()
             self.layout.prepare(model)
         # DDP takes a parameter for ready as soon as the border that it shares has run.
         elements = 1 if self.uses_up_gradients or placement.ddp is not None else None
@@ -271,9 +271,11 @@ class MixedPrecision:
         return self.scaler.scale_tensors(device).scale if self.check.is_scaled else None
 
     def inverse(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
-        if self.check.is_scaled and self.check.open_backwards:
+        if not self.check.is_scaled:
+            return None
+        if self.check.open_backwards and not self.region.thread.is_recomputing:
             return self.scaler.scale_tensors(device).inverse
-        if self.check.is_scaled and any(accumulates(node, place) for place in places):
+        if any(accumulates(node, place) for place in places):
             self.check.warn_once(
                 "gradients reached the parameters of an attached model, but none came in through its outputs, so the "
                 "loss scale was not applied and small ones may be lost. The loss was computed from a tensor that "

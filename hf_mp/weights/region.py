@@ -8,7 +8,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class _Thread(threading.local):
         self.is_reading = False  # whether that forward began without gradients
         self.is_dispatched = False  # whether kernels make its calls
         self.lowers_caches = False  # whether it gives Transformers' caches 16 bits
+        self.is_recomputing = False  # whether a backward runs a piece of a forward, whose own gradients are not scaled
         self.made: list[tuple[int, float]] = []  # first and last of the autograd nodes of recent forwards
 
 
@@ -51,15 +52,9 @@ class Region(autocast):
     puts_on_patches = False  # the attached model keeps them on
     plain_types = autocast.plain_types | {WatchedParameter}
 
-    def __init__(
-        self,
-        layout: WeightLayout,
-        no_backward: Callable[[], AbstractContextManager[None]],
-        model: nn.Module | None,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, layout: WeightLayout, model: nn.Module | None, **settings: Any) -> None:
         super().__init__(layout.policy.compute, model=model, **settings)
-        self.layout, self._no_backward = layout, no_backward
+        self.layout = layout
         self._model = (lambda: None) if model is None else weakref.ref(model)
         # TorchScript has its own formulas for gradients, which know of no casts.
         modules = () if model is None else model.modules()
@@ -163,7 +158,8 @@ class Region(autocast):
             if active_autocast() is self:
                 return function(*args, **kwargs)
             in_another_thread = nullcontext() if weights is None else weights.recomputing(args)
-            with self._no_backward(), self.running(weights), in_another_thread:
+            with self.running(weights), in_another_thread:
+                self.thread.is_recomputing = True
                 return function(*args, **kwargs)
 
         return recompute
