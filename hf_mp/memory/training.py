@@ -41,7 +41,7 @@ from hf_mp.memory.precisions import parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.sizes import largest_first, readable
 from hf_mp.policy import PrecisionPolicy, spell
-from hf_mp.scaling.events import FreeGradients, check_free_gradients
+from hf_mp.scaling.events import FreeGradients, check_options
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.lean.optimizer import MasterWeightOptimizer
 from hf_mp.weights.ranks.placement import is_dtensor
@@ -301,7 +301,7 @@ def make_settings(
             f"precision={precision!r} is about optimizer={preset.optimizer!r}: leave optimizer out, or choose another "
             "precision"
         )
-    check_free_gradients(PrecisionPolicy.parse(preset.policy or "fp32"), asked.free_gradients)
+    check_options(PrecisionPolicy.parse(preset.policy or "fp32"), asked.free_gradients)
     return asked
 
 

@@ -16,13 +16,6 @@ from hf_mp.scaling.rules import ScaleRule, StepReport, headroom_left
 class StepObserver:
     """Looks on while an attached model trains, in ``MixedPrecision.observers``; every method is a no-op here."""
 
-    uses_up_gradients = False  # whether they are used in the backward: nobody clips or reduces them afterwards
-
-    @property
-    def norm(self) -> Tensor | None:
-        """The global 2-norm before clipping, FP32 of shape (), of gradients that were used up; None: not measured."""
-        return None
-
     def take_optimizer(self, optimizer: Any) -> None:
         """An optimizer is attached, as it will be stepped; raises a ValueError where it cannot be looked on."""
 
@@ -55,13 +48,6 @@ class StepObserver:
 # The observer of each MixedPrecision(on_overflow=...), by module and class; its argument is the runtime.
 ON_OVERFLOW: dict[str, str | None] = {"skip": None, "heal": "hf_mp.diagnostics.healing:Healer"}
 
-
-def check_on_overflow(on_overflow: str) -> None:
-    """Raise a ValueError unless ``on_overflow`` is one of :data:`ON_OVERFLOW`."""
-    if on_overflow not in ON_OVERFLOW:
-        raise ValueError(f"on_overflow={on_overflow!r} is not known: use {' or '.join(map(repr, ON_OVERFLOW))}")
-
-
 FreeGradients = Literal["step", "backward"]
 # The observer of each MixedPrecision(free_gradients=...); its arguments are the runtime and max_grad_norm.
 FREE_GRADIENTS: dict[str, str | None] = {
@@ -70,11 +56,14 @@ FREE_GRADIENTS: dict[str, str | None] = {
 }
 
 
-def check_free_gradients(policy: PrecisionPolicy, free_gradients: str, max_grad_norm: float | None = None) -> None:
-    """Raise a ValueError, with the way out, where gradients cannot be freed as asked for."""
-    if free_gradients not in FREE_GRADIENTS:
-        allowed = ", ".join(map(repr, FREE_GRADIENTS))
-        raise ValueError(f"free_gradients={free_gradients!r} is not known: use one of {allowed}")
+def check_options(
+    policy: PrecisionPolicy, free_gradients: str, on_overflow: str = "skip", max_grad_norm: float | None = None
+) -> None:
+    """Raise a ValueError, with the way out, for options of a :class:`MixedPrecision` that ``policy`` cannot have."""
+    choices = ("free_gradients", free_gradients, FREE_GRADIENTS), ("on_overflow", on_overflow, ON_OVERFLOW)
+    for name, value, known in choices:
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is not known: use {' or '.join(map(repr, known))}")
     if free_gradients == "backward" and not policy.is_lean:
         raise ValueError(
             f"free_gradients='backward' needs a lean layout, whose optimizer is ours, not precision={str(policy)!r}: "

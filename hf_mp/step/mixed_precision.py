@@ -26,8 +26,7 @@ from hf_mp.scaling.events import (
     FreeGradients,
     PrecisionStats,
     StepObserver,
-    check_free_gradients,
-    check_on_overflow,
+    check_options,
     observers_for,
 )
 from hf_mp.scaling.rules import StepReport
@@ -91,8 +90,7 @@ class MixedPrecision:
         **switches: bool,
     ) -> None:
         self.policy = PrecisionPolicy.parse(policy, **switches)
-        check_free_gradients(self.policy, free_gradients, max_grad_norm)
-        check_on_overflow(on_overflow)
+        check_options(self.policy, free_gradients, on_overflow, max_grad_norm)
         self.scaler = loss_scaler if loss_scaler is not None else scaler_for(self.policy)
         self.layout, self.ranks = layout or make_layout(self.policy), Ranks(self._settings)
         self.check = GradientCheck(self.backward_ended, self.layout, self.ranks, self._trained_parameters)
@@ -106,8 +104,9 @@ class MixedPrecision:
         self._model: weakref.ref[nn.Module] | None = None
         self._patches: weakref.finalize[..., nn.Module] | None = None  # takes them off with the model
         self._forwards, self._guards = list[weakref.ref[AttachedForward]](), list[StepGuard]()
+        # Whether gradients are used in the backward: nobody clips or reduces them afterwards.
+        self.uses_up_gradients = free_gradients == "backward"
         self.observers: list[StepObserver] = observers_for(FREE_GRADIENTS, free_gradients, self, max_grad_norm)
-        self.uses_up_gradients = any([observer.uses_up_gradients for observer in self.observers])
         self.observers += observers_for(ON_OVERFLOW, on_overflow, self)
         # A library may put its own forward over ours; detach() then finds the runtime here.
         RUNTIMES.add(self)
@@ -306,7 +305,6 @@ class MixedPrecision:
         self.scaler.settle()  # where no backward has done so since the last step
         for observer in self.observers:
             if (report := observer.report()) is not None:
-                self.grad_norm = self.grad_norm if observer.norm is None else observer.norm
                 return report
         model, parameters = self.model, parameters_in(optimizer)
         placement = placement_of(model)  # FSDP may have come since, around the model too

@@ -189,7 +189,7 @@ class TrainerSession(TrainerCallback):
             return None
         # An update inside backward has clipped and used them already.
         if runtime.uses_up_gradients:
-            return next(observer.norm for observer in runtime.observers if observer.uses_up_gradients)
+            return runtime.grad_norm
         return runtime.clip_grad_norm(optimizer, list(model.parameters()), max_norm)
 
     def _clip_again(self, model: nn.Module, optimizer: Optimizer) -> None:

@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PRESETS, SWITCHES, PrecisionPolicy, parse_loss_scale
-from hf_mp.scaling.events import ON_OVERFLOW, FreeGradients, check_free_gradients, check_on_overflow
+from hf_mp.scaling.events import ON_OVERFLOW, FreeGradients, check_options
 from hf_mp.scaling.rules import RULES, StaticRule, whole
 from hf_mp.scaling.scalers import LossScaler, scaler_for
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -140,8 +140,7 @@ class SessionSettings(PrecisionOptions):
     def __post_init__(self) -> None:
         self.policy = self.precision_policy
         whole(0)(histogram_steps=self.histogram_steps)
-        check_on_overflow(self.on_overflow)
-        check_free_gradients(self.policy, self.free_gradients)
+        check_options(self.policy, self.free_gradients, self.on_overflow)
         if self.on_overflow == "heal":
             from hf_mp.diagnostics.healing import check_healing
 

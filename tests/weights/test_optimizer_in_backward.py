@@ -248,7 +248,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("settings, message", [
         ({"policy": "fp16", "free_gradients": "backward"}, "needs a lean layout"),
-        ({"policy": "fp16-lean", "free_gradients": "early"}, "use one of 'step', 'backward'"),
+        ({"policy": "fp16-lean", "free_gradients": "early"}, "use 'step' or 'backward'"),
         ({"policy": "fp16", "max_grad_norm": -1.0}, "must be positive"),
         ({"policy": "fp16-lean", "free_gradients": "backward", "max_grad_norm": 0.0}, "must be positive"),
     ])  # fmt: skip

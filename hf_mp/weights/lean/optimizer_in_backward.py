@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -48,7 +48,6 @@ class _Backward:
     norms: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     largest: Tensor | None = None
     done: set[nn.Parameter] = field(default_factory=set)  # in this phase
-    norm: Tensor | None = None
     clip_factor: Tensor | None = None
 
 
@@ -56,14 +55,12 @@ class OptimizerInBackward(StepObserver):
     """Updates the parameters of one optimizer inside backward.
 
     Clips the global 2-norm of the gradients to ``max_grad_norm``; ``inf`` only measures it, None does not. After a
-    first pass, the observers of ``runtime`` are told the largest magnitude.
+    first pass, ``runtime`` has the norm, and its observers are told the largest magnitude.
     """
-
-    uses_up_gradients = True
 
     def __init__(self, runtime: Any, max_grad_norm: float | None) -> None:
         self.max_grad_norm = max_grad_norm
-        self._on_measured: Callable[[Tensor], None] = runtime.backward_ended
+        self._runtime = runtime
         self._is_scaled = False
         self._optimizer: Any = None  # a MasterWeightOptimizer
         self._own: set[int] = set()  # the optimizer's parameters, by identity
@@ -71,10 +68,6 @@ class OptimizerInBackward(StepObserver):
         # hook goes with its node; a node keeps its parameter alive, so these are let go of at the next forward.
         self._watched: list[tuple[Any, RemovableHandle]] = []
         self._backward: _Backward | None = None
-
-    @property
-    def norm(self) -> Tensor | None:
-        return None if self._backward is None else self._backward.norm
 
     def take_optimizer(self, optimizer: Any) -> None:
         """The optimizer to update with; a ValueError for a second one, and one that looks at all parameters at once."""
@@ -154,15 +147,15 @@ class OptimizerInBackward(StepObserver):
         backward.phase, backward.done = "update", set()
         if backward.largest is None:
             return
-        self._on_measured(backward.largest)
+        self._runtime.backward_ended(backward.largest)
+        found = [backward.largest]
         if self.max_grad_norm is not None:
             # in the optimizer's order, as it adds them up itself
             in_order = [parameter for parameter in parameters_in(self._optimizer) if parameter in backward.norms]
-            backward.norm = norm_of([backward.norms[parameter] for parameter in in_order])
+            self._runtime.grad_norm = norm = norm_of([backward.norms[parameter] for parameter in in_order])
+            found.append(norm)  # one that leaves FP32 would clip everything to nothing
             if math.isfinite(self.max_grad_norm):
-                backward.clip_factor = clip_factor(backward.norm, self.max_grad_norm)
-        # a norm that leaves FP32 would clip everything to nothing
-        found = (backward.largest, backward.largest if backward.norm is None else backward.norm)
+                backward.clip_factor = clip_factor(norm, self.max_grad_norm)
         if not all_finite(found, SQUARES_BELOW):
             backward.phase = "discard"
 
