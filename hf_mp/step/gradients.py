@@ -34,14 +34,15 @@ class Verdict:
 
     parameters: Sequence[nn.Parameter]
     gradients: Sequence[Tensor]
-    largest: Tensor  # their largest magnitude, FP32 of shape ()
-    measured: Tensor | None  # that of the backwards since the last step, before anyone clipped; None if not measured
-    arrival: Any = None  # the event after which both are on the host; None if they are there, or stay on the device
+    # Their largest magnitude, and, if it was measured, that of the backwards since the last step, before anyone clipped:
+    # FP32, of shape (1,) or (2,), so that the host reads both at once.
+    numbers: Tensor
+    arrival: Any = None  # the event after which they are on the host; None if they are there, or stay on the device
 
     @property
     def waits(self) -> bool:
         """Whether reading would stall the host though the device can skip the step; several processes have to agree."""
-        kind = self.largest.device.type
+        kind = self.numbers.device.type
         if kind not in _SKIP_BY_THEMSELVES or is_running():
             return False
         # torch sends found_inf to parameters of the host as well, and reads it there before it has come.
@@ -49,18 +50,18 @@ class Verdict:
 
     def found_inf(self) -> Tensor:
         """FP32 of shape (): 1 for an overflow, else 0."""
-        return torch.logical_not(self.largest < SQUARES_BELOW, out=torch.empty_like(self.largest))  # two kernels
+        largest = self.numbers[0]
+        return torch.logical_not(largest < SQUARES_BELOW, out=torch.empty_like(largest))  # two kernels
 
     def sent_to_host(self) -> Verdict:
         """This verdict, its numbers on their way to the host; :meth:`read` waits for them and no later kernel.
 
         Holds no gradients, so that they may be freed: those of a device that takes ``found_inf`` are not read again.
         """
-        device, measured = self.largest.device, self.largest if self.measured is None else self.measured
-        # One copy: each would be a round trip that the host waits for.
-        numbers = torch.stack([self.largest, measured.to(device)]).to("cpu", non_blocking=True)  # into pinned memory
+        device = self.numbers.device
+        numbers = self.numbers.to("cpu", non_blocking=True)  # into pinned memory
         arrival = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        return Verdict((), (), numbers[0], None if self.measured is None else numbers[1], arrival)
+        return Verdict((), (), numbers, arrival)
 
     def read(self) -> tuple[bool, float | None]:
         """Whether the gradients overflow, and the largest magnitude of the backward: one read of the device.
@@ -69,11 +70,8 @@ class Verdict:
         """
         if self.arrival is not None:
             self.arrival.synchronize()
-        if self.measured is None:
-            largest, measured = self.largest.item(), None
-        else:
-            largest, measured = torch.stack([self.largest, self.measured.to(self.largest.device)]).tolist()
-        return not largest < SQUARES_BELOW, measured
+        largest, *measured = self.numbers.tolist()
+        return not largest < SQUARES_BELOW, measured[0] if measured else None
 
 
 class GradientCheck:
@@ -227,9 +225,11 @@ class GradientCheck:
     def verdict(self, parameters: Sequence[nn.Parameter]) -> Verdict:
         """What the gradients of ``parameters``, an optimizer's, are like now."""
         gradients = self.gradients(parameters)
-        if self._last_largest is not None and self.measures_norm and self.are_as_measured(gradients):
-            return Verdict(parameters, gradients, self._last_largest, self._largest)
-        return Verdict(parameters, gradients, largest_magnitude(local_parts(gradients)), self._largest)
+        largest = self._last_largest if self.measures_norm and self.are_as_measured(gradients) else None
+        if largest is None:
+            largest = largest_magnitude(local_parts(gradients))
+        numbers = [largest] if self._largest is None else [largest, self._largest.to(largest.device)]
+        return Verdict(parameters, gradients, torch.stack(numbers))
 
     def report(self, verdict: Verdict) -> StepReport:
         """What all processes that train the parameters make of their verdicts: a collective call on several."""
