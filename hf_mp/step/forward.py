@@ -60,10 +60,12 @@ class _Passage:
         self._runtime = runtime = forward.runtime
         with as_stored():
             self._weights = weights = runtime.begin_forward(model, forward.module())
-        if weights is not None and weights.has_grad:
-            self._output_hooks = [take for one in runtime.observers if (take := one.forward(forward, args, kwargs))]
-            if weights.has_borders:
-                args, kwargs = apply_to_tensors(weights.bring_in_argument, (args, kwargs))
+        has_grad = weights is not None and weights.has_grad
+        observers = runtime.observers if has_grad else []
+        self._output_hooks = [take for one in observers if (take := one.forward(forward, args, kwargs))]
+        self._crossings = runtime if has_grad else None
+        if weights is not None and weights.has_borders:
+            args, kwargs = apply_to_tensors(weights.bring_in_argument, (args, kwargs))
         self.args, self.kwargs, self._attached = args, kwargs, forward
         # After the arguments have crossed, so that their aliases count as made in this forward.
         self._inside = runtime.region.running(weights)
@@ -83,23 +85,19 @@ class _Passage:
     @torch.compiler.disable
     def bring_out(self, outputs: Any) -> Any:
         """The outputs, each through its border."""
-        weights = self._weights
-        if weights is not None:
-            # Here and not in __exit__(): a forward that raised has not shown all of its calls.
-            weights.learn()
-        if weights is None or not weights.has_grad:
-            return apply_to_tensors(lambda output: output_border(output, None), outputs, objects=True)
         may_defer = may_stay_unread(outputs)
-
         crossed: list[Tensor] = []
 
         def bring_out(output: Tensor) -> Tensor:
             wrap = DeferredOutput if may_defer and can_be_deferred(output) else None
-            crossed.append(output_border(output, self._runtime, wrap))
+            crossed.append(output_border(output, self._crossings, wrap))
             return crossed[-1]
 
         outputs = apply_to_tensors(bring_out, outputs, objects=True)
-        weights.seal(crossed)
+        if self._weights is not None:
+            # Here and not in __exit__(): a forward that raised has not shown all of its calls.
+            self._weights.learn()
+            self._weights.seal(crossed)
         for take in self._output_hooks:
             take(outputs)
         return outputs
