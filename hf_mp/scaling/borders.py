@@ -105,33 +105,33 @@ class _InwardBorders(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        uses: dict[int, list[Tensor]] = {}  # for the place of a tensor outside, the gradients of what it is inside
-        for place, gradient in zip(ctx.leads_to, gradients, strict=True):
-            if gradient is not None:
-                uses.setdefault(place, []).append(gradient)
         with torch._C.DisableTorchFunctionSubclass():  # weights are only looked at
-            return None, None, None, *_leave(ctx, uses)
+            return None, None, None, *_leave(ctx, gradients)
 
 
 _INWARD: Any = _InwardBorders._backward_cls  # the class of its nodes
 
 
-def _leave(ctx: Any, uses: dict[int, list[Tensor]]) -> list[Tensor | None]:
+def _leave(ctx: Any, gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
     """The gradients of tensors outside from those of their uses inside: each times 1/S in FP32, then summed."""
     crossings, outside = ctx.crossings, ctx.outside
-    found: list[Tensor | None] = [None] * len(outside)
+    uses: dict[int, list[Tensor]] = {}  # for the place of a tensor outside, the gradients of what it is inside
+    for place, gradient in zip(ctx.leads_to, gradients, strict=True):
+        if gradient is not None:
+            uses.setdefault(place, []).append(gradient)
     factor = crossings.inverse(outside[0].device, ctx, list(uses)) if uses else None
     crossings.take(ctx, uses, factor)
-    unscaled = iter(_multiply_all([gradient for each in uses.values() for gradient in each], factor, crossings))
+    places = [place for place, each in uses.items() for _ in each]
+    unscaled = _multiply_all([gradient for each in uses.values() for gradient in each], factor, crossings)
     is_ours = factor is not None and not torch.is_grad_enabled()  # products are nobody else's
-    for place, each in uses.items():
+    found: list[Tensor | None] = [None] * len(outside)
+    for place, product in zip(places, unscaled, strict=True):
         # Of an activation outside that is FP16, autograd rounds the gradient.
-        dtype = _OUTSIDE_DTYPE.get(outside[place].dtype, outside[place].dtype)
-        total = next(unscaled).to(dtype)
-        for _ in each[1:]:
-            other = next(unscaled).to(dtype)
-            total = total.add_(other) if is_ours and _are_plain(total, other) else total + other
-        found[place] = total
+        other = product.to(_OUTSIDE_DTYPE.get(outside[place].dtype, outside[place].dtype))
+        if (total := found[place]) is None:
+            found[place] = other
+        else:
+            found[place] = total.add_(other) if is_ours and _are_plain(total, other) else total + other
     return found
 
 
@@ -179,16 +179,15 @@ def inward_borders(
     Gives for each of ``outside`` an alias in its own dtype (itself, without ``with_aliases``), and one of its FP16/BF16
     copy, or None; without aliases there is at least one copy.
     """
-    inside = _InwardBorders.apply(crossings, copies, with_aliases, *outside)
+    made = _InwardBorders.apply(crossings, copies, with_aliases, *outside)
     # None where nothing wants a gradient.
-    if (node := inside[0].grad_fn) is not None:
+    if (node := made[0].grad_fn) is not None:
         node.number = node._sequence_nr()
         if _has_order():
             node._set_sequence_nr(_AT_ONCE)
-    first_copy = len(outside) if with_aliases else 0
-    of_copies = iter(inside[first_copy:])
-    aliases = list(inside[:first_copy] if with_aliases else outside)
-    return aliases, [None if copy is None else next(of_copies) for copy in copies]
+    inside = iter(made)
+    aliases = [next(inside) for _ in outside] if with_aliases else list(outside)
+    return aliases, [None if copy is None else next(inside) for copy in copies]
 
 
 class _Edges:
