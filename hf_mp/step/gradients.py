@@ -34,8 +34,8 @@ class Verdict:
 
     parameters: Sequence[nn.Parameter]
     gradients: Sequence[Tensor]
-    # Their largest magnitude, and, if it was measured, that of the backwards since the last step, before anyone clipped:
-    # FP32, of shape (1,) or (2,), so that the host reads both at once.
+    # Their largest magnitude and, if it was measured, that of the backwards since the last step, before anyone clipped.
+    # FP32, of shape (1,) or (2,): the host reads both at once.
     numbers: Tensor
     arrival: Any = None  # the event after which they are on the host; None if they are there, or stay on the device
 

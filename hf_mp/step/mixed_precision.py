@@ -215,7 +215,6 @@ class MixedPrecision:
             self._guards.append(guard)
         return optimizer
 
-    @torch.compiler.disable
     def begin_forward(self, model: nn.Module, entry: nn.Module | None) -> Slots | None:
         """Make the FP32 masters that are missing; gives the weights of the forward of ``entry`` that is about to run.
 
