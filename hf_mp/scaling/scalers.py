@@ -1,16 +1,14 @@
-"""The loss scalers by name, and what is saved and compared of them."""
+"""The loss scalers by name."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import fields, replace
 from inspect import signature
 from typing import Any
 
 import torch
 
-from hf_mp._warnings import warn_caller
 from hf_mp.policy import PrecisionPolicy, compute_dtype, parse_loss_scale
 from hf_mp.scaling.loss_scaler import LossScaleError, LossScaler
 from hf_mp.scaling.rules import (
@@ -25,8 +23,8 @@ from hf_mp.scaling.rules import (
 )
 
 __all__ = [
-    "DynamicLossScaler", "HeadroomLossScaler", "LossScaleError", "LossScaler", "StaticLossScaler", "load_state",
-    "make_loss_scaler", "scaler_for", "state_of",
+    "DynamicLossScaler", "HeadroomLossScaler", "LossScaleError", "LossScaler", "StaticLossScaler",
+    "make_loss_scaler", "scaler_for",
 ]  # fmt: skip
 
 _OF_ALL = {"max_consecutive_skips", "enabled"}  # settings that every scaler has
@@ -262,29 +260,3 @@ def scaler_for(policy: PrecisionPolicy, **settings: Any) -> LossScaler[Any]:
     if policy.loss_scale == HeadroomRule.name:  # a scale that is asked for in a wide range stays in FP16's
         settings = {"largest": min(compute_dtype(policy.compute).largest, FP16_MAX), **settings}
     return make_loss_scaler(policy.loss_scale, **settings)
-
-
-STATE_VERSION = 1
-
-
-def state_of(policy: PrecisionPolicy, scaler: LossScaler[Any]) -> dict[str, Any]:
-    """What a checkpoint of a run under ``policy`` needs besides model and optimizer, as plain values for JSON."""
-    return {"version": STATE_VERSION, "precision": str(policy), "loss_scaler": scaler.state_dict()}
-
-
-def load_state(state: Mapping[str, Any], policy: PrecisionPolicy, scaler: LossScaler[Any]) -> None:
-    """Have ``scaler`` take over what :func:`state_of` gave; one of another loss scaling is left, with a warning."""
-    if not isinstance(state, Mapping):
-        raise TypeError(f"a mixed precision state is a mapping, not a {type(state).__name__}")
-    if state.get("version") != STATE_VERSION or "loss_scaler" not in state:
-        raise ValueError(
-            f"not a mixed precision state of version {STATE_VERSION}: version={state.get('version')!r}, "
-            f"keys {sorted(state, key=str)}"
-        )
-    saved = PrecisionPolicy.parse(str(state.get("precision", policy)))
-    # Another rule would read the numbers of this one as its own.
-    if saved.loss_scale == policy.loss_scale:
-        scaler.load_state_dict(state["loss_scaler"])
-        return
-    was, now = saved.loss_scale or "none", policy.loss_scale or "none"
-    warn_caller(f"loss_scale was {was} in the saved run, and is {now} here: the loss scale starts anew")

@@ -13,6 +13,7 @@ from torch.autograd import profiler
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from hf_mp._warnings import warn_caller
 from hf_mp.casting.replacements import install_replacements, remove_replacements
 from hf_mp.casting.replacements.base import entry_points
 from hf_mp.casting.rules import Rules
@@ -30,7 +31,7 @@ from hf_mp.scaling.events import (
     observers_for,
 )
 from hf_mp.scaling.rules import StepReport
-from hf_mp.scaling.scalers import LossScaleError, LossScaler, load_state, scaler_for, state_of
+from hf_mp.scaling.scalers import LossScaleError, LossScaler, scaler_for
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.gradients import GradientCheck, Verdict
 from hf_mp.step.update import StepGuard
@@ -47,6 +48,8 @@ from hf_mp.weights.ranks.placement import ALONE, Placement, check_updates, is_ru
 from hf_mp.weights.region import Region
 from hf_mp.weights.slots import Slots
 from hf_mp.weights.value_clipping import VALUE_PATCHES
+
+STATE_VERSION = 1  # of state_dict()
 
 
 class MixedPrecision:
@@ -385,14 +388,28 @@ class MixedPrecision:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides model and optimizer, as plain values for JSON."""
-        return {**state_of(self.policy, self.scaler), **({"remedies": self.remedies} if self.remedies else {})}
+        state = {"version": STATE_VERSION, "precision": str(self.policy), "loss_scaler": self.scaler.state_dict()}
+        return {**state, "remedies": self.remedies} if self.remedies else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave; the scale of another kind of loss scaling is left out with a warning.
 
         Raises TypeError or ValueError for anything else.
         """
-        load_state(state_dict, self.policy, self.scaler)
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"a mixed precision state is a mapping, not a {type(state_dict).__name__}")
+        if state_dict.get("version") != STATE_VERSION or "loss_scaler" not in state_dict:
+            raise ValueError(
+                f"not a mixed precision state of version {STATE_VERSION}: version={state_dict.get('version')!r}, "
+                f"keys {sorted(state_dict, key=str)}"
+            )
+        saved = PrecisionPolicy.parse(str(state_dict.get("precision", self.policy)))
+        # Another rule would read the numbers of this one as its own.
+        if saved.loss_scale == self.policy.loss_scale:
+            self.scaler.load_state_dict(state_dict["loss_scaler"])
+        else:
+            was, now = saved.loss_scale or "none", self.policy.loss_scale or "none"
+            warn_caller(f"loss_scale was {was} in the saved run, and is {now} here: the loss scale starts anew")
         self.stats = PrecisionStats.resumed(self.scaler.state)
         self.add_rules(state_dict.get("remedies", {}))
 
