@@ -146,12 +146,11 @@ def _multiply_all(gradients: list[Tensor], factor: Tensor | None, crossings: Cro
 
 def _are_plain(*gradients: Tensor) -> bool:
     """Whether multi-tensor calls take them all, and sums in place."""
-    for each in gradients:
-        # is_grads_batched=True gives batched tensors; a product with the factor, of shape (1,), has a dimension.
-        is_batched = torch._C._functorch.is_legacy_batchedtensor(each)
-        if type(each) is not Tensor or each.layout is not torch.strided or is_batched or not each.dim():
-            return False
-    return True
+    # is_grads_batched=True gives batched tensors; a product with the factor, of shape (1,), has a dimension.
+    is_batched = torch._C._functorch.is_legacy_batchedtensor
+    return all(
+        [type(one) is Tensor and one.layout is torch.strided and one.dim() and not is_batched(one) for one in gradients]
+    )
 
 
 # Autograd runs what is ready in the order of these numbers, largest first. A border is made before the forward and
