@@ -8,7 +8,7 @@ active.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch._lobpcg
@@ -56,17 +56,9 @@ def _find() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 # Names of Tensor's methods that are written in Python; torch.compile can call those as methods only.
-_PYTHON_METHODS = frozenset(
+PYTHON_METHODS = frozenset(
     name for name, function in vars(torch.Tensor).items() if isinstance(function, types.FunctionType)
 )
-
-
-def call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``function(*args, **kwargs)``, in the way that torch.compile understands."""
-    if function.__name__ in _PYTHON_METHODS and isinstance(args[0], torch.Tensor):
-        return getattr(args[0], function.__name__)(*args[1:], **kwargs)
-    return function(*args, **kwargs)
-
 
 # Composite function -> the same, opened. A constant, so that torch.compile can read it.
 COMPOSITES = _find()

@@ -19,7 +19,7 @@ import torch
 from torch._ops import OpOverload
 
 from hf_mp._warnings import warn_caller
-from hf_mp.casting.handlers import Plan, PlannedCall
+from hf_mp.casting.handlers import AS_GIVEN, Plan, PlannedCall
 from hf_mp.casting.tables import of_the_dispatcher
 from hf_mp.casting.uncompiled import uncompiled
 
@@ -38,8 +38,8 @@ _backward_task = torch._C._current_graph_task_id
 class Dispatching(Protocol):
     """The autocast that kernels make calls for."""
 
-    def planned(self, func: Callable[..., Any]) -> PlannedCall | None:
-        """What to do with a call of ``func`` now; None to make it as it is."""
+    def planned(self, func: Callable[..., Any]) -> PlannedCall:
+        """What to do with a call of ``func`` now."""
 
 
 class _Running(threading.local):
@@ -149,11 +149,11 @@ def _kernel(call: Callable[..., Any], defaults: tuple[Any, ...]) -> Callable[...
     def kernel(*args: Any, **kwargs: Any) -> Any:
         autocast = running.autocast
         # Ops of a backward have the dtypes of those of their forward. One that runs inside of a forward sees the key.
-        entry = None if autocast is None or running.task != _backward_task() else autocast.planned(call)
+        entry = AS_GIVEN if autocast is None or running.task != _backward_task() else autocast.planned(call)
         set_excluded(key, True)  # nothing that this call is made of is looked at again
         try:
             args = (*args, *defaults[len(args) :]) if defaults else args
-            return call(*args, **kwargs) if entry is None else entry.handler(autocast, entry.name, call, args, kwargs)
+            return entry.handler(autocast, entry.name, call, args, kwargs)
         finally:
             set_excluded(key, False)
 

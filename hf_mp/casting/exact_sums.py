@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_mp.casting.cpu.upcast import map_tensors, run_through_fp32
-from hf_mp.casting.handlers import CASTABLE, Plan, cast_all
+from hf_mp.casting.handlers import CASTABLE, Plan, as_given, cast_all
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.tables import OPS, CastRule, TableName
 
@@ -31,8 +31,8 @@ def exact_plan(plan: Plan, tables: TableName) -> Plan:
     # Transformers registers its op when its module is imported: plans take it in then, and OPS do not.
     products.update({func: entry.name for func, entry in plan.items() if entry.name in _GROUPED})
     for func, name in products.items():
-        entry = plan.get(func)
-        if entry is None or entry.rule not in _HANDLERS:
+        entry = plan[func]
+        if entry.rule not in _HANDLERS:
             raise ValueError(
                 f"exact_generation=True sums {name} in FP64, and a rule has it run as it is called: leave that "
                 "rule out, or make it 'fp32'"
@@ -50,7 +50,7 @@ def sum_in_fp64(
     if (out := kwargs.get("out")) is not None:  # as it is, like every call with one; autograd takes none (TRL's head)
         wide = functools.partial(map_tensors, lambda one: one.double() if one.dtype in CASTABLE else one)
         given = {key: wide(value) for key, value in kwargs.items() if key != "out"}
-        return out.copy_(mode.call_unlisted(func, tuple(map(wide, args)), given))
+        return out.copy_(as_given(mode, name, func, tuple(map(wide, args)), given))
     if any(one.dtype is torch.float64 for one in tensors_in((args, kwargs))):  # as it is, like every call with FP64
         return func(*args, **kwargs)
     args, kwargs = cast_all(mode, dtype, args, kwargs)

@@ -86,15 +86,16 @@ class Recorder:
 
         came = ran = _dtypes((call.args, call.kwargs))
         # The others cast inside: what the op itself is given is seen by a function in its place.
-        is_whole = call.rule in (CastRule.UNLISTED, CastRule.LOWER_PRECISION)
+        is_whole = call.entry.rule in (CastRule.UNLISTED, CastRule.LOWER_PRECISION)
         result = call.make(None if is_whole else watched)
-        if call.rule is CastRule.LOWER_PRECISION:  # also where the CPU computes through FP32: the numbers are FP16's
+        # Also where the CPU computes through FP32: the numbers are FP16's.
+        if call.entry.rule is CastRule.LOWER_PRECISION:
             ran = len(came) * (_name(call.mode.dtype),)
         elif cast:  # else a function of ours in the place of the op has read what came
             ran = _dtypes(cast[0])
         if outputs := _dtypes(result):  # questions (`.shape`) and integer arithmetic have none
-            op = op_name(call.func) if call.entry is None or call.rule is CastRule.UNLISTED else call.entry.name
-            self._calls[ExplainedOp(call.module, op, call.rule.value, came, ran, outputs)] += 1
+            op = op_name(call.func) if call.entry.rule is CastRule.UNLISTED else call.entry.name
+            self._calls[ExplainedOp(call.module, op, call.entry.rule.value, came, ran, outputs)] += 1
         return result
 
     def explanation(self) -> Explanation:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
-from hf_mp.casting.composites import COMPOSITES
+from hf_mp.casting.composites import COMPOSITES, PYTHON_METHODS
 from hf_mp.casting.tables import TABLES, CastRule
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def _call_in(
     """Make a call with its eligible tensors in ``dtype``; nearly all calls of a model have nothing to cast."""
     # What is written into `out` has the caller's dtype, as under torch.autocast.
     if kwargs and kwargs.get("out") is not None:
-        return mode.call_unlisted(func, args, kwargs)
+        return as_given(mode, name, func, args, kwargs)
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
         if value.dtype is not dtype if kind in _TENSORS else kind not in _WITHOUT_TENSORS and not is_shape(value):
@@ -77,12 +78,12 @@ def _fp32_output(mode: autocast, name: str, func: Callable[..., Any], args: Any,
     # The kernel reads 16 bits and sums in FP32 anyway: to name the dtype of the result saves the cast of the input.
     first = args[0] if args else kwargs.get("input")
     if getattr(first, "dtype", None) not in _NARROW or kwargs.get("out") is not None:
-        return mode.call_unlisted(func, args, kwargs)
+        return as_given(mode, name, func, args, kwargs)
     while args and args[-1] is None:  # `softmax(x, -1, None)`: a dtype of None, by position
         args = args[:-1]
     if kwargs.get("dtype") is None and not any([isinstance(arg, torch.dtype) for arg in args]):
         kwargs = {**kwargs, "dtype": torch.float32}
-    return mode.call_unlisted(func, args, kwargs)
+    return as_given(mode, name, func, args, kwargs)
 
 
 def _has_fp32(values: Iterable[Any]) -> bool:
@@ -105,7 +106,7 @@ def widened(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwar
     """Make a call of an island inside ``mode``, whose 16-bit weights may meet FP32 activations."""
     if _has_fp32((*args, *kwargs.values())):
         return widest(mode, name, func, args, kwargs)
-    return mode.call_unlisted(func, args, kwargs)
+    return as_given(mode, name, func, args, kwargs)
 
 
 def _banned(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -117,14 +118,19 @@ def _open(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs
 
 
 def as_given(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make a call as it is."""
+    """Make a call as it is, in the way that torch.compile understands."""
+    if is_dynamo_compiling() and func.__name__ in PYTHON_METHODS and isinstance(args[0], Tensor):
+        return getattr(args[0], func.__name__)(*args[1:], **kwargs)
     return func(*args, **kwargs)
 
+
+AS_GIVEN = PlannedCall(CastRule.UNLISTED, "", as_given)  # of calls that no table speaks of
 
 WHOLE_CALLS = frozenset({as_given, fp32, _fp32_output})  # handlers that make one call, which nobody else has to see
 
 _HANDLERS: dict[CastRule, Callable[..., Any]] = {
     CastRule.COMPOSITE: _open,
+    CastRule.UNLISTED: as_given,
     CastRule.LOWER_PRECISION: lower_precision,
     CastRule.FP32: fp32,
     CastRule.FP32_OUTPUT: _fp32_output,
@@ -133,6 +139,6 @@ _HANDLERS: dict[CastRule, Callable[..., Any]] = {
 }
 
 
-def plan_of(ops: Mapping[Callable[..., Any], tuple[CastRule, str] | None]) -> Plan:
-    """What to do with each call; an entry of None in ``ops`` takes a call out of the tables."""
-    return {func: PlannedCall(*entry, _HANDLERS[entry[0]]) for func, entry in ops.items() if entry is not None}
+def plan_of(ops: Mapping[Callable[..., Any], tuple[CastRule, str]]) -> Plan:
+    """What to do with each call."""
+    return {func: PlannedCall(rule, name, _HANDLERS[rule]) for func, (rule, name) in ops.items()}

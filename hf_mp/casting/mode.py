@@ -13,13 +13,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from hf_mp.casting.active import active_autocast, state
-from hf_mp.casting.composites import call
 from hf_mp.casting.exact_sums import exact_plan
 from hf_mp.casting.explain import Explanation, Recorder
-from hf_mp.casting.handlers import CASTABLE, WHOLE_CALLS, PlannedCall, as_given, is_shape
+from hf_mp.casting.handlers import AS_GIVEN, CASTABLE, WHOLE_CALLS, PlannedCall, is_shape
 from hf_mp.casting.module_rules import InForce, put_on, ruled
 from hf_mp.casting.plans import plan_for, with_rules
-from hf_mp.casting.rules import ModuleRule, OpRules, Rules, match_modules, parse_rules
+from hf_mp.casting.rules import ModuleRule, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import TABLES, CastRule, TableName
 from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
 from hf_mp.casting.uncompiled import uncompiled
@@ -35,7 +34,7 @@ ALWAYS_HELD = (CastRule.COMPOSITE, CastRule.UNLISTED)
 # Functions that ask in Python which mode takes them: where they call one op of the tables, and where none.
 _ASKING = {getattr(F, name): getattr(torch, name) for name in ("layer_norm", "group_norm", "rms_norm")}
 _ASKING[F.cross_entropy] = torch._C._nn.cross_entropy_loss
-_LEAVES = {f: PlannedCall(CastRule.UNLISTED, "", as_given) for f in (F.dropout, F.embedding, F.silu, F.relu)}
+_LEAVES = dict.fromkeys((F.dropout, F.embedding, F.silu, F.relu), AS_GIVEN)
 
 
 class autocast(TorchFunctionMode, contextlib.ContextDecorator):
@@ -97,26 +96,23 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         self.cache_enabled = cache_enabled is not False
         self.tables: TableName = tables
         self._plan = plan_for(tables, dtype) if enabled else {}
-        self._module_rules: dict[str, ModuleRule] = {}
         self._ruled_modules: list[tuple[nn.Module, ModuleRule]] = []
         if rules and enabled:
-            self._take_rules(*parse_rules(rules, TABLES[tables]), model)
+            ops, in_modules = parse_rules(rules, TABLES[tables])
+            self._plan, self.has_op_rules = with_rules(self._plan, ops, dtype), bool(ops)
+            self._take_module_rules(in_modules, model)
         self._casts: dict[tuple[int, torch.dtype, bool], tuple[Tensor, int, Tensor]] = {}
         self._rules_in_force: list[InForce] = []
         self.observer: Callable[..., Any] | None = None  # makes every call in place of apply(); see watching
-
-    def _take_rules(self, ops: OpRules, in_modules: tuple[ModuleRule, ...], model: nn.Module | None) -> None:
-        self._plan, self.has_op_rules = with_rules(self._plan, ops, self.dtype), bool(ops)
-        self._take_module_rules(in_modules, model)
 
     def _take_module_rules(self, rules: tuple[ModuleRule, ...], model: nn.Module | None) -> None:
         if rules and model is None:
             names = ", ".join(repr(rule.key) for rule in rules)
             raise ValueError(f"rules by module name ({names}) need the model to look them up in: model=...")
         if rules and model is not None:
-            match_modules(rules, model)
-            self._module_rules.update((rule.key, rule) for rule in rules)
-            self._ruled_modules = match_modules(self._module_rules.values(), model)
+            known = {rule.key: rule for _, rule in self._ruled_modules}
+            known.update((rule.key, rule) for rule in rules)
+            self._ruled_modules = match_modules(known.values(), model)
 
     def add_rules(self, rules: Mapping[str, str], model: nn.Module | None) -> None:
         """Have further rules by module hold from the next time on that this autocast is entered.
@@ -224,25 +220,21 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         # Every torch call of a model comes here, most of them in no table: one look-up decides.
-        entry, observer, kwargs = self._plan.get(func), self.observer, kwargs or {}
-        if entry is not None and state.active[-1] is not self and entry.rule not in ALWAYS_HELD:
+        entry, observer, kwargs = self._plan.get(func, AS_GIVEN), self.observer, kwargs or {}
+        if state.active[-1] is not self and entry.rule not in ALWAYS_HELD:
             entry = self.in_island(entry)
-        if observer is not None and (entry is None or entry.rule is not CastRule.COMPOSITE):
+        if observer is not None and entry.rule is not CastRule.COMPOSITE:
             return observer(entry, func, args, kwargs)
-        if entry is None or is_dynamo_compiling():
-            return self.apply(entry, func, args, kwargs)
         return entry.handler(self, entry.name, func, args, kwargs)
 
-    def in_island(self, entry: PlannedCall) -> PlannedCall | None:
+    def in_island(self, entry: PlannedCall) -> PlannedCall:
         """What to do with a call that an autocast inside this one has decided about, and makes."""
-        return None
+        return AS_GIVEN
 
     def apply(
-        self, entry: PlannedCall | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, entry: PlannedCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Make a call by the table entry that was found for it."""
-        if entry is None:
-            return self.call_unlisted(func, args, kwargs)
         return entry.handler(self, entry.name, func, args, kwargs)
 
     def run_inside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -285,10 +277,6 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         with watching(modules, mode, recorder.record), mode if attached is None else contextlib.nullcontext():
             function(*inputs, **kwargs)
         return recorder.explanation()
-
-    def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Make a call that no table speaks of."""
-        return call(func, args, kwargs) if is_dynamo_compiling() else func(*args, **kwargs)
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         """Cast the eligible tensors (floating, not FP64) in one argument of an op."""

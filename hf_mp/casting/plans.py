@@ -45,7 +45,7 @@ def _take_in_experts() -> None:
 
 def with_rules(plan: Plan, ops: OpRules, dtype: torch.dtype) -> Plan:
     """``plan`` with rules by op."""
-    unlisted = {func for func, entry in ops.items() if entry is None}
-    listed = {func: entry for func, entry in plan.items() if func not in unlisted}
     ruled = plan_of(ops)
-    return {**_COMPOSITES, **listed, **(ruled if runs_natively(dtype, "cpu") else upcast_plan(ruled))}
+    # What no table speaks of is opened: a rule is for the ops that it is made of, too.
+    opened = {func: _COMPOSITES.get(func, entry) for func, entry in ruled.items() if entry.rule is CastRule.UNLISTED}
+    return {**plan, **(ruled if runs_natively(dtype, "cpu") else upcast_plan(ruled)), **opened}

@@ -21,11 +21,11 @@ OP_RULES = {
     "fp32": CastRule.FP32,
     "lower_precision": CastRule.LOWER_PRECISION,
     "widest": CastRule.WIDEST,
-    "unlisted": None,  # as if no table spoke of it: it runs in the dtypes that it is given
+    "unlisted": CastRule.UNLISTED,  # as if no table spoke of it: it runs in the dtypes that it is given
 }
 
 
-OpRules = dict[Callable[..., Any], tuple[CastRule, str] | None]  # of every spelling; None for the rule "unlisted"
+OpRules = dict[Callable[..., Any], tuple[CastRule, str]]  # of every spelling
 
 # Of "lower_precision" autocast's own, for routers, which are FP32 otherwise.
 MODULE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "lower_precision": None}
@@ -106,9 +106,8 @@ def parse_rules(rules: Rules | None, tables: OpTables) -> tuple[OpRules, tuple[M
             continue
         if not isinstance(value, str) or value not in OP_RULES:
             raise ValueError(f"rule for {key}: {value!r} is not known: use {', '.join(map(repr, OP_RULES))}")
-        rule = OP_RULES[value]
         name, functions = _spellings_of(key, tables)
-        ops.update(dict.fromkeys(functions, None if rule is None else (rule, name)))
+        ops.update(dict.fromkeys(functions, (OP_RULES[value], name)))
     return ops, tuple(in_modules)
 
 

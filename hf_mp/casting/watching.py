@@ -21,21 +21,15 @@ class WatchedCall(NamedTuple):
 
     module: str  # name of the innermost watched module that makes it; empty outside of any
     mode: autocast
-    entry: PlannedCall | None  # of the tables, or a rule
+    entry: PlannedCall  # of the tables, or a rule
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     @property
-    def rule(self) -> CastRule:
-        """The table, or the rule, that decides."""
-        return CastRule.UNLISTED if self.entry is None else self.entry.rule
-
-    @property
     def name(self) -> str | None:
         """The op's name in the tables, else what it is called; None for attributes such as ``.shape``."""
-        unlisted = self.entry is None or self.entry.rule is CastRule.UNLISTED
-        return called_name(self.func) if unlisted else self.entry.name  # type: ignore[union-attr]
+        return called_name(self.func) if self.entry.rule is CastRule.UNLISTED else self.entry.name
 
     def make(self, func: Callable[..., Any] | None = None) -> Any:
         """Make it as the autocast would; ``func`` in the place of the function."""
@@ -73,7 +67,7 @@ def watching(
         if left is not None:
             left(name, output)
 
-    def observe(entry: PlannedCall | None, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def observe(entry: PlannedCall, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return called(WatchedCall(running[-1] if running else "", mode, entry, func, args, kwargs))  # type: ignore[misc, arg-type]
 
     for name, module in modules.items():

@@ -107,7 +107,7 @@ class RangeRecorder:
         # What was not written yet may hold any bits, inf among them.
         if (name := call.name) is None or name in UNINITIALISED:
             return call.make()
-        is_product = call.rule is CastRule.LOWER_PRECISION and call.mode.dtype is STAND_IN
+        is_product = call.entry.rule is CastRule.LOWER_PRECISION and call.mode.dtype is STAND_IN
         given = call.args, call.kwargs
         with torch._C.DisableTorchFunction(), torch.no_grad():
             # Below torch functions: what this looks with is not to be cast or recorded itself.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.active import active_autocast
-from hf_mp.casting.handlers import Plan, PlannedCall
+from hf_mp.casting.handlers import Plan, PlannedCall, as_given
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.torch_patches import Patch, Patches, around
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def _into_cache(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A write of keys or values into a static cache, which may have been made in FP32: they are widened, exactly."""
     if len(args) == 4 and args[3].dtype is region.dtype and args[0].dtype is torch.float32:
-        return region.call_unlisted(func, (*args[:3], args[3].float()), kwargs)
+        return as_given(region, name, func, (*args[:3], args[3].float()), kwargs)
     return func(*args, **kwargs)
 
 

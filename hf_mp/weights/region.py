@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.cpu.handlers import training_plan
 from hf_mp.casting.dispatched import can_dispatch, compiled_frames, dispatched, register
-from hf_mp.casting.handlers import PlannedCall, widened
+from hf_mp.casting.handlers import AS_GIVEN, PlannedCall, widened
 from hf_mp.casting.mode import ALWAYS_HELD, autocast
 from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.casting.tables import CastRule
@@ -134,17 +134,17 @@ class Region(autocast):
     def sees_calls(self) -> bool:
         return not self.thread.is_dispatched or self.must_see()
 
-    def planned(self, func: Callable[..., Any]) -> PlannedCall | None:
-        entry = self._plan.get(func)
-        if entry is not None and entry.rule not in ALWAYS_HELD and state.active[-1] is not self:
+    def planned(self, func: Callable[..., Any]) -> PlannedCall:
+        entry = self._plan.get(func, AS_GIVEN)
+        if entry.rule not in ALWAYS_HELD and state.active[-1] is not self:
             entry = self.in_island(entry)
-        if entry is not None and self.thread.is_reading and torch.is_grad_enabled():
+        if entry is not AS_GIVEN and self.thread.is_reading and torch.is_grad_enabled():
             return entry._replace(handler=functools.partial(_with_gradients, entry.handler))
         return entry
 
     def _lowers_attention(self) -> bool:
         """Whether attention reads keys and values in this dtype, by any op: rules and attentions may come later."""
-        has_rules = self.has_op_rules or any([rule.functions for rule in self._module_rules.values()])
+        has_rules = self.has_op_rules or any([rule.functions for _, rule in self._ruled_modules])
         return not has_rules and lowers_attention(self._model())
 
     def add_rules(self, rules: Mapping[str, str], model: nn.Module | None) -> None:
@@ -185,31 +185,26 @@ class Region(autocast):
         if is_dynamo_compiling():
             return super().__torch_function__(func, types, args, kwargs)
         entry = self.planned(func)
-        make = self.apply if self.observer is None or _is_composite(entry) else self.observer
+        make = self.apply if self.observer is None or entry.rule is CastRule.COMPOSITE else self.observer
         return make(entry, func, args, kwargs or {})
 
     def apply(
-        self, entry: PlannedCall | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, entry: PlannedCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         thread = None if is_dynamo_compiling() else self.thread
         if thread is not None and thread.weights is not None and thread.weights.is_watched and func not in UNASKED:
             args, kwargs = _as_used(thread.weights, entry, func, args, kwargs)
-        if thread is not None and thread.is_dispatched and entry is not None and entry.rule not in ALWAYS_HELD:
+        if thread is not None and thread.is_dispatched and entry.rule not in ALWAYS_HELD:
             return func(*args, **kwargs)  # a kernel makes the call
         return super().apply(entry, func, args, kwargs)
 
-    def in_island(self, entry: PlannedCall) -> PlannedCall | None:
+    def in_island(self, entry: PlannedCall) -> PlannedCall:
         # Compiled code teaches nothing: a 16-bit weight may be met there by an FP32 activation.
-        return _IN_ISLAND if entry.rule is CastRule.LOWER_PRECISION else None
+        return _IN_ISLAND if entry.rule is CastRule.LOWER_PRECISION else AS_GIVEN
 
     def must_see(self) -> bool:
         weights = self.thread.weights
         return weights is not None and weights.is_watched
-
-
-def _is_composite(entry: PlannedCall | None) -> bool:
-    """Whether the calls inside of a call come here, too."""
-    return entry is not None and entry.rule is CastRule.COMPOSITE
 
 
 _IN_ISLAND = PlannedCall(CastRule.WIDEST, "", widened)
@@ -217,11 +212,11 @@ _SELECTIONS = frozenset({Tensor.__getitem__, Tensor.transpose})
 
 
 def _as_used(
-    weights: Slots, entry: PlannedCall | None, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    weights: Slots, entry: PlannedCall, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any]:
     """The arguments of a call, those from outside through a border; the first forward teaches what weights are for."""
-    if weights.is_learning and not _is_composite(entry):
-        by_product = entry is not None and entry.rule is CastRule.LOWER_PRECISION
+    if weights.is_learning and entry.rule is not CastRule.COMPOSITE:  # the calls inside of that one come here, too
+        by_product = entry.rule is CastRule.LOWER_PRECISION
         args, kwargs = weights.as_used(args, kwargs, by_product=by_product, by_selection=func in _SELECTIONS)
     if not weights.is_scaled or not weights.has_outside((*args, *kwargs.values())):
         return args, kwargs
