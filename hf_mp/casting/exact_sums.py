@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_mp.casting.cpu.upcast import map_tensors, run_through_fp32
+from hf_mp.casting.cpu.upcast import run_through_fp32
 from hf_mp.casting.handlers import CASTABLE, Plan, as_given, cast_all
-from hf_mp.casting.nested import tensors_in
+from hf_mp.casting.nested import map_tensors, tensors_in
 from hf_mp.casting.tables import OPS, CastRule, TableName
 
 if TYPE_CHECKING:

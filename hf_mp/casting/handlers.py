@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from hf_mp.casting.composites import COMPOSITES, PYTHON_METHODS
+from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.tables import TABLES, CastRule
 
 if TYPE_CHECKING:
@@ -86,25 +87,19 @@ def _fp32_output(mode: autocast, name: str, func: Callable[..., Any], args: Any,
     return as_given(mode, name, func, args, kwargs)
 
 
-def _has_fp32(values: Iterable[Any]) -> bool:
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.dtype is torch.float32:
-                return True
-        elif isinstance(value, (list, tuple)) and _has_fp32(value):
-            return True
-    return False
+def _has_fp32(value: Any) -> bool:
+    return any(tensor.dtype is torch.float32 for tensor in tensors_in(value))
 
 
 def widest(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a call whose operands must have one dtype."""
-    dtype = torch.float32 if _has_fp32((*args, *kwargs.values())) else mode.dtype
+    dtype = torch.float32 if _has_fp32((args, kwargs)) else mode.dtype
     return _call_in(dtype, mode, name, func, args, kwargs)
 
 
 def widened(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a call of an island inside ``mode``, whose 16-bit weights may meet FP32 activations."""
-    if _has_fp32((*args, *kwargs.values())):
+    if _has_fp32((args, kwargs)):
         return widest(mode, name, func, args, kwargs)
     return as_given(mode, name, func, args, kwargs)
 

@@ -17,6 +17,7 @@ from hf_mp.casting.exact_sums import exact_plan
 from hf_mp.casting.explain import Explanation, Recorder
 from hf_mp.casting.handlers import AS_GIVEN, CASTABLE, WHOLE_CALLS, PlannedCall, is_shape
 from hf_mp.casting.module_rules import InForce, put_on, ruled
+from hf_mp.casting.nested import map_tensors
 from hf_mp.casting.plans import plan_for, with_rules
 from hf_mp.casting.rules import ModuleRule, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import TABLES, CastRule, TableName
@@ -283,10 +284,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         if isinstance(value, Tensor):
             found = value.dtype
             return value if found is dtype or found not in CASTABLE else self.convert(value, dtype)
-        if isinstance(value, (list, tuple)) and not is_shape(value):
-            items = [self.cast(item, dtype) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        return value
+        return value if is_shape(value) else map_tensors(lambda tensor: self.cast(tensor, dtype), value)
 
     def convert(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """``tensor`` in another floating dtype; trained weights are cast once while this autocast lasts, as torch's."""

@@ -46,6 +46,15 @@ def _applied(function: Callable[[Tensor], Any], value: Any, objects: bool, done:
     return done[id(value)]
 
 
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """:func:`apply_to_tensors` for an op's argument or result, in lists and tuples alone: torch.compile traces it."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return _like(value, [map_tensors(function, item) for item in value])
+    return value
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in the containers that :func:`apply_to_tensors` knows, and in those inside them."""
     if isinstance(value, Tensor):
@@ -93,7 +102,7 @@ def _with_entries(value: Any, entries: list[tuple[Any, Any]], changed: dict[Any,
 
 
 def _like(value: Any, items: list[Any]) -> Any:
-    if hasattr(value, "_fields"):  # a named tuple
+    if hasattr(value, "_fields"):  # a named tuple; torch.return_types.* have none
         return type(value)(*items)
     if isinstance(value, collections.deque):
         return type(value)(items, value.maxlen)

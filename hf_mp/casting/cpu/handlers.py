@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 from hf_mp.casting.cpu import attention
 from hf_mp.casting.cpu.attention import ATTENTION, attend, has_few_scores, has_flash, read_attention
 from hf_mp.casting.cpu.products import OWN_ELEMENTS, PRODUCTS, Product, multiply, read_product
-from hf_mp.casting.cpu.upcast import map_tensors, run_through_fp32
+from hf_mp.casting.cpu.upcast import run_through_fp32
 from hf_mp.casting.handlers import Plan, PlannedCall, cast_all, lower_precision
+from hf_mp.casting.nested import map_tensors, tensors_in
 from hf_mp.kernels.registry import must_be_plain
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ SMALL_QUERY = 2**15  # elements: keeping the operands of a smaller attention in 
 def through_fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a call in a dtype that the CPU has no such op for; those of other devices go on."""
     # A plan is made for the CPU's dtypes and sees tensors of all devices.
-    if kwargs.get("out") is not None or _device_type(args, kwargs) != "cpu":
+    first = next(tensors_in((args, kwargs)), None)
+    if kwargs.get("out") is not None or first is None or first.device.type != "cpu":
         return lower_precision(mode, name, func, args, kwargs)
     if (product := read_product(name, func, args, kwargs)) is not None:
         return _multiply(mode, product, native=False)
@@ -72,15 +74,6 @@ def _multiply(mode: autocast, product: Product, *, native: bool) -> Tensor:
     bias = mode.cast(product.bias, mode.dtype)
     x, weight = mode.cast(product.x, mode.dtype), mode.cast(product.weight, mode.dtype)
     return multiply(x, weight, bias, transposed=product.transposed, native=native)
-
-
-def _device_type(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            return value.device.type
-        if isinstance(value, (list, tuple)) and value and (found := _device_type(value, {})):
-            return found
-    return ""
 
 
 def _with(plan: Plan, handler_of: Callable[[Any, PlannedCall], Callable[..., Any] | None]) -> Plan:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hf_mp.casting.nested import map_tensors
 from hf_mp.kernels.registry import must_be_plain
 from hf_mp.policy import compute_dtype, compute_dtypes
 
@@ -39,17 +40,6 @@ def runs_natively(dtype: torch.dtype, device_type: str, op: str = "") -> bool:
 def has_rows(tensor: Tensor) -> bool:
     """Whether rows of ``tensor`` can be read: those of sparse, nested and distributed ones only their own ops find."""
     return tensor.layout is torch.strided and not tensor.is_nested and not is_traceable_wrapper_subclass(tensor)
-
-
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Apply ``function`` to the tensors in an op's argument or result: a tensor, or lists and tuples of them."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, (list, tuple)):
-        items = [map_tensors(function, item) for item in value]
-        # torch.return_types.* and named tuples take their items in one iterable or one by one.
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
 
 
 def run_through_fp32(
