@@ -84,25 +84,26 @@ def _make_island(module: nn.Module, dtype: torch.dtype, outer: autocast) -> InFo
 class _OpsOfModule(TorchFunctionMode):
     """Makes the calls of one op in its own way, and leaves all others to the autocast around it."""
 
-    def __init__(self, outer: autocast, rule: ModuleRule) -> None:
+    def __init__(self, module: nn.Module, rule: ModuleRule, outer: autocast) -> None:
         super().__init__()
-        self.outer, self._functions = outer, rule.functions
+        self.module, self.outer, self._functions = module, outer, rule.functions
         self._make = _in_fp32 if rule.dtype is not None else functools.partial(_divided, rule)
-        self.inside = _Depth()
+        self.running = _Running()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        is_ours = func in self._functions and not self.inside.modules and kwargs.get("out") is None
+        is_ours = func in self._functions and self.running.modules[-1] is self.module and kwargs.get("out") is None
         # Inside an island, another rule has decided.
         if not is_ours or active_autocast() is not self.outer:
             return func(*args, **kwargs)
         return self._make(self.outer, func, args, kwargs)
 
 
-class _Depth(threading.local):
-    modules = 0  # that run inside the module of the rule
+class _Running(threading.local):
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []  # the module of a rule, and those that it calls; innermost last
 
 
 def _in_fp32(outer: autocast, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -154,28 +155,22 @@ def _divided(rule: ModuleRule, outer: autocast, func: Callable[..., Any], args: 
 
 def _watch_op(module: nn.Module, rule: ModuleRule, outer: autocast) -> InForce:
     """Have the calls of one op that ``module`` makes itself go by ``rule``; not those of modules inside it."""
-    mode = _OpsOfModule(outer, rule)
-    entered = _Depth()  # how often this thread runs the module
+    mode = _OpsOfModule(module, rule, outer)
 
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(entered: nn.Module, args: Any, kwargs: Any) -> None:
         if outer in state.active:
-            mode.__enter__()
-            entered.modules += 1
+            mode.running.modules.append(entered)
+            if entered is module:
+                mode.__enter__()
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if entered.modules:
-            entered.modules -= 1
-            mode.__exit__(None, None, None)
+    def leave(left: nn.Module, args: Any, output: Any) -> None:
+        # always_call: an exception may have come before this one was entered.
+        if left in mode.running.modules[-1:]:
+            mode.running.modules.pop()
+            if left is module:
+                mode.__exit__(None, None, None)
 
-    def enter_child(*_: Any) -> None:
-        mode.inside.modules += 1
-
-    def leave_child(*_: Any) -> None:
-        mode.inside.modules -= 1
-
-    handles = _hooked(module, enter, leave)
-    for child in _called_children(module):
-        handles += _hooked(child, enter_child, leave_child)
+    handles = [handle for one in (module, *_called_children(module)) for handle in _hooked(one, enter, leave)]
     return InForce(module, enter, leave, handles)
 
 

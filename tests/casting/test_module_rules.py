@@ -190,3 +190,24 @@ def test_a_module_in_bf16() -> None:
 def test_rules_that_are_none(key: str, value: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         autocast(rules={key: value}, model=nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_a_rule_about_an_op_holds_after_a_module_inside_failed_before_it_ran() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(self.inner(x), self.inner.weight)
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("not now")
+
+    model, x = Outer(), torch.rand(2, 4)
+    refusing = model.inner.register_forward_pre_hook(refuse)
+    with autocast(FP16, rules={":linear": "fp32"}, model=model):
+        with pytest.raises(ValueError, match="not now"):
+            model(x)
+        refusing.remove()
+        assert model(x).dtype is FP32
