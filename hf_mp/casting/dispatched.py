@@ -12,7 +12,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -29,8 +29,7 @@ _WHOLE = """
 """
 _KEY = "AutocastIPU"  # of a backend whose tensors only a torch of its vendor makes
 
-# Public ways to include a key hold for a backend's tensors alone.
-_set_included = getattr(torch._C, "_dispatch_tls_set_dispatch_key_included", None)
+# For each call of a kernel: torch's guards, which do the same, cost the host more.
 _set_excluded = getattr(torch._C, "_dispatch_tls_set_dispatch_key_excluded", None)
 _backward_task = torch._C._current_graph_task_id
 
@@ -57,8 +56,8 @@ def _key() -> Any:
     """The key, with which all ops go on to the next one; None where this torch does not have it."""
     try:
         found = getattr(torch._C.DispatchKey, _KEY)
-        if _set_included is None or _set_excluded is None:
-            raise AttributeError("torch._C has no _dispatch_tls_set_dispatch_key_included")
+        if _set_excluded is None:
+            raise AttributeError("torch._C has no _dispatch_tls_set_dispatch_key_excluded")
         every = torch.library.Library("_", "IMPL", _KEY)
         every.fallback(torch.library.fallthrough_kernel)
     except (AttributeError, RuntimeError) as error:
@@ -86,33 +85,23 @@ def compiled_frames() -> int:
 @contextmanager
 def dispatched(autocast: Dispatching) -> Iterator[None]:
     """To run a forward in: each op with a kernel is made as ``autocast`` says."""
-    before, is_outermost = (_running.autocast, _running.task), _running.autocast is None
+    before, key = (_running.autocast, _running.task), torch._C.DispatchKeySet(_key())
+    # Public ways to include a key hold for a backend's tensors alone.
+    included = torch._C._dispatch_tls_local_include_set() | key
+    excluded = torch._C._dispatch_tls_local_exclude_set() - key
     _running.autocast, _running.task = autocast, _backward_task()
-    _set_key(True)
     try:
-        yield
+        with torch._C._ForceDispatchKeyGuard(included, excluded):
+            yield
     finally:
         _running.autocast, _running.task = before
-        _set_key(not is_outermost)
 
 
-def _set_key(on: bool) -> None:
-    _set_excluded(_key(), not on)  # type: ignore[misc]
-    _set_included(_key(), on)  # type: ignore[misc]
-
-
-@contextmanager
-def undispatched() -> Iterator[None]:
+def undispatched() -> AbstractContextManager[None]:
     """To run code in that has its casts already, as a compiled graph has."""
-    key = None if _running.autocast is None else _key()
-    if key is None or torch._C._dispatch_tls_is_dispatch_key_excluded(key):
-        yield
-        return
-    _set_excluded(key, True)  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        _set_excluded(key, False)  # type: ignore[misc]
+    if _running.autocast is None:
+        return nullcontext()
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_key()))
 
 
 def register(plan: Plan) -> None:

@@ -303,7 +303,9 @@ class Patches:
                 self._take_off()
 
     def _put_on(self) -> None:
-        _load_compiler()
+        from torch._dynamo import trace_rules
+
+        trace_rules.get_torch_obj_rule_map()  # once: the compiler takes down torch's functions as torch has them
         for patch in self.table:
             if not any([self._replace(place, patch.replace) for place in patch.places]):
                 _warn_of_lack(patch)
@@ -331,14 +333,6 @@ class Patches:
                 delattr(owner, name)
             else:
                 setattr(owner, name, own)
-
-
-@functools.cache
-def _load_compiler() -> None:
-    """Have the compiler take down torch's functions as torch has them."""
-    from torch._dynamo import trace_rules
-
-    trace_rules.get_torch_obj_rule_map()
 
 
 @functools.cache

@@ -251,7 +251,7 @@ def test_a_function_that_is_compiled_late_has_the_mode_from_then_on() -> None:
 
 
 def test_a_torch_without_the_key_warns_once_and_keeps_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatched, "_set_included", None)
+    monkeypatch.setattr(dispatched, "_set_excluded", None)
     monkeypatch.setattr(dispatched, "_key", functools.cache(dispatched._key.__wrapped__))
     with pytest.warns(UserWarning, match="takes no kernels for the key AutocastIPU"):
         model = attached(lambda m, x: m.layer(x))
