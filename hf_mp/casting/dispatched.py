@@ -47,8 +47,13 @@ class _Running(threading.local):
 
 
 _running = _Running()
-_libraries: list[torch.library.Library] = []  # each takes its kernels back when it is gone
 _registered: set[OpOverload] = set()
+
+
+@functools.cache
+def _library(namespace: str) -> torch.library.Library:
+    """What ops of ``namespace`` are given kernels by; kept, because it takes them back when it is gone."""
+    return torch.library.Library(namespace, "IMPL", _KEY)
 
 
 @functools.cache
@@ -58,13 +63,11 @@ def _key() -> Any:
         found = getattr(torch._C.DispatchKey, _KEY)
         if _set_excluded is None:
             raise AttributeError("torch._C has no _dispatch_tls_set_dispatch_key_excluded")
-        every = torch.library.Library("_", "IMPL", _KEY)
-        every.fallback(torch.library.fallthrough_kernel)
+        _library("_").fallback(torch.library.fallthrough_kernel)  # of all namespaces
     except (AttributeError, RuntimeError) as error:
         lost = "forwards whose gradients nobody scales ask about each torch call, a microsecond each"
         warn_caller(f"torch {torch.__version__} takes no kernels for the key {_KEY} ({error}): {lost}")
         return None
-    _libraries.append(every)
     # Higher-order operators (flex attention, cond) have tables of their own, which know torch's autocasts alone.
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(found)
     for operator in torch._ops._higher_order_ops.values():
@@ -110,15 +113,11 @@ def register(plan: Plan) -> None:
     ops += [op for name in _WHOLE.split() for op in of_the_dispatcher(name) if isinstance(op, OpOverload)]
     bound = [(entry.name, func) for func, entry in plan.items() if isinstance(func, types.BuiltinFunctionType)]
     builtins = dict(reversed(bound))  # the first spelling, torch's own
-    libraries: dict[str, torch.library.Library] = {}
     for op in dict.fromkeys(ops).keys() - _registered:
-        if op.namespace not in libraries:
-            libraries[op.namespace] = torch.library.Library(op.namespace, "IMPL", _KEY)
         call = builtins.get(plan[op].name, op) if op in plan else op
         # torch's binding of the op takes half the time of the op as an object.
-        libraries[op.namespace].impl(op, _kernel(call, _defaults(op)))
+        _library(op.namespace).impl(op, _kernel(call, _defaults(op)))
         _registered.add(op)
-    _libraries.extend(libraries.values())
 
 
 def _defaults(op: OpOverload) -> tuple[Any, ...]:

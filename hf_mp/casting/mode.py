@@ -172,9 +172,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 
         None to be asked: for functions whose calls inside a mode has to see.
         """
-        entry = self._plan.get(_ASKING.get(func, func))
-        if entry is None:
-            entry = _LEAVES.get(func)
+        entry = self._plan.get(_ASKING.get(func, func)) or _LEAVES.get(func)
         if entry is None or entry.handler not in WHOLE_CALLS or self.observer is not None or not self.is_alone:
             return None
         if not self.plain_types.issuperset(map(type, tensors)) or self.must_see():

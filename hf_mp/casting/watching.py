@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
@@ -54,7 +54,6 @@ def watching(
         left: is told the name and the result of a module that returns; None where it raised.
     """
     running: list[str] = []  # innermost last
-    handles = []
 
     def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         running.append(name)
@@ -70,19 +69,14 @@ def watching(
     def observe(entry: PlannedCall, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return called(WatchedCall(running[-1] if running else "", mode, entry, func, args, kwargs))  # type: ignore[misc, arg-type]
 
-    for name, module in modules.items():
-        before = functools.partial(enter, name)
-        # First of all hooks, so that what they compute belongs to the module.
-        handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(functools.partial(leave, name), always_call=True))
-    # Two may watch at once: the inner one makes the calls, and the outer one has them back at the end.
-    outer = None if mode is None else mode.observer
-    if mode is not None:
-        mode.observer = observe
-    try:
-        yield
-    finally:
+    with ExitStack() as watches:
+        for name, module in modules.items():
+            before = functools.partial(enter, name)
+            # First of all hooks, so that what they compute belongs to the module.
+            watches.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            watches.enter_context(module.register_forward_hook(functools.partial(leave, name), always_call=True))
         if mode is not None:
-            mode.observer = outer
-        for handle in handles:
-            handle.remove()
+            # Two may watch at once: the inner one makes the calls, and the outer one has them back at the end.
+            watches.callback(setattr, mode, "observer", mode.observer)
+            mode.observer = observe
+        yield
