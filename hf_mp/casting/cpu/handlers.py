@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,7 @@ from hf_mp.casting.cpu import attention
 from hf_mp.casting.cpu.attention import ATTENTION, attend, has_few_scores, has_flash, read_attention
 from hf_mp.casting.cpu.products import OWN_ELEMENTS, PRODUCTS, Product, multiply, read_product
 from hf_mp.casting.cpu.upcast import run_through_fp32
-from hf_mp.casting.handlers import Plan, PlannedCall, cast_all, lower_precision
+from hf_mp.casting.handlers import Plan, cast_all, lower_precision
 from hf_mp.casting.nested import map_tensors, tensors_in
 from hf_mp.kernels.registry import must_be_plain
 
@@ -76,24 +76,22 @@ def _multiply(mode: autocast, product: Product, *, native: bool) -> Tensor:
     return multiply(x, weight, bias, transposed=product.transposed, native=native)
 
 
-def _with(plan: Plan, handler_of: Callable[[Any, PlannedCall], Callable[..., Any] | None]) -> Plan:
-    """``plan`` with other handlers for calls of the lower-precision table, where there are any."""
-    lowered = {func: entry for func, entry in plan.items() if entry.handler is lower_precision}
-    found = {func: entry._replace(handler=h) for func, entry in lowered.items() if (h := handler_of(func, entry))}
-    return {**plan, **found}
+_IN_TRAINING = {**dict.fromkeys(PRODUCTS, large_product), "scaled_dot_product_attention": native_attention}
 
 
 def upcast_plan(plan: Plan, only: str = "") -> Plan:
     """``plan`` for a dtype that a CPU does not multiply in: through FP32; ``only``: what is in an op's name."""
-    return _with(plan, lambda func, entry: through_fp32 if only in entry.name else None)
+    names = [entry.name for entry in plan.values() if only in entry.name]
+    return _with(plan, dict.fromkeys(names, through_fp32))
 
 
 def training_plan(plan: Plan) -> Plan:
     """``plan`` with a CPU's own ways to train with large weights and with attention."""
-    return _with(plan, _in_training)
+    return _with(plan, _IN_TRAINING)
 
 
-def _in_training(func: Callable[..., Any], entry: PlannedCall) -> Callable[..., Any] | None:
-    if func in ATTENTION:
-        return native_attention
-    return large_product if entry.name in PRODUCTS else None
+def _with(plan: Plan, handlers: Mapping[str, Callable[..., Any]]) -> Plan:
+    """``plan`` with handlers, by an op's name, for calls of the lower-precision table."""
+    lowered = {func: entry for func, entry in plan.items() if entry.handler is lower_precision}
+    found = {f: e._replace(handler=handlers[e.name]) for f, e in lowered.items() if e.name in handlers}
+    return {**plan, **found}
