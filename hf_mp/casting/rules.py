@@ -158,11 +158,6 @@ def _spellings_of(key: Any, tables: OpTables) -> tuple[str, list[Callable[..., A
     return op_name(key), [key, *spellings(key.__name__)]
 
 
-def nearest_modules(pattern: str, names: Iterable[str], *, most: int = 1) -> list[str]:
-    """The names of modules that are most like ``pattern``, the nearest first."""
-    return difflib.get_close_matches(pattern.replace("*", ""), list(filter(None, names)), n=most, cutoff=0.0)
-
-
 def match_modules(rules: Collection[ModuleRule], model: nn.Module) -> list[tuple[nn.Module, ModuleRule]]:
     """The modules of ``model`` that the rules are for, outermost first; a ValueError for rules that fit none."""
     named = dict(model.named_modules())
@@ -176,6 +171,8 @@ def match_modules(rules: Collection[ModuleRule], model: nn.Module) -> list[tuple
 def _fits_none(lost: list[ModuleRule], names: Iterable[str], model: str) -> str:
     told = ", ".join(repr(rule.key) for rule in lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
     what = f"rule {told} matches" if len(lost) == 1 else f"rules {told} match"
-    near = dict.fromkeys(name for rule in lost[:5] for name in nearest_modules(rule.pattern, names))
+    patterns = [rule.pattern.replace("*", "") for rule in lost[:5]]
+    inner = list(filter(None, names))
+    near = dict.fromkeys(one for given in patterns for one in difflib.get_close_matches(given, inner, n=1, cutoff=0.0))
     close = f"; close to it are {', '.join(map(repr, near))}" if near else ""
     return f"{what} no module of {model}{close}"
