@@ -136,8 +136,8 @@ def gradients_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Set gradients to None, and restore them at the end, scaled ones unchanged."""
     with contextlib.ExitStack() as restored:
         for parameter in parameters:
-            # A split parameter has gradients apart from .grad.
-            others = {name: getattr(parameter, name) for name in ("_scaled", "_read") if hasattr(parameter, name)}
+            # A split parameter keeps one beside .grad.
+            others = {"_kept": parameter._kept} if isinstance(parameter, SplitParameter) else {}
             restored.callback(vars(parameter).update, others)
             restored.callback(_GRAD.__set__, parameter, _GRAD.__get__(parameter))
             parameter.grad = None

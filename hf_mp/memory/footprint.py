@@ -16,7 +16,6 @@ from hf_mp.memory.sizes import largest_first, readable
 from hf_mp.weights.lean.split_parameter import SplitParameter
 
 _GRAD: Any = Tensor.grad  # the property itself, which split parameters override
-_GRADIENTS = ("_scaled", "_read")  # of a SplitParameter, in addition to .grad
 
 
 class Kind(StrEnum):
@@ -152,7 +151,7 @@ def _beside(parameter: nn.Parameter) -> Iterator[tuple[str, Kind, Tensor]]:
         yield "grad", Kind.GRADIENT, gradient
     kind = Kind.MASTER_WEIGHTS if isinstance(parameter, SplitParameter) else Kind.QUANTIZATION_STATE
     # bitsandbytes and lean layouts hang tensors on the parameter itself, in no registry of the module.
-    for name, tensor in _inside({key: value for key, value in vars(parameter).items() if key not in _GRADIENTS}):
+    for name, tensor in _inside({key: value for key, value in vars(parameter).items() if key != "_kept"}):
         yield name, kind, tensor
 
 
@@ -168,8 +167,8 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Kind, Tensor]]:
 def gradients_of(parameter: nn.Parameter) -> list[Tensor]:
     """The gradients of a parameter as stored: reading ``.grad`` of a split parameter would convert them."""
     # Its getter would convert a scaled gradient to FP32, and keep what it made.
-    scaled, read = (vars(parameter).get(name) for name in _GRADIENTS)
-    held = [_GRAD.__get__(parameter), None if scaled is None else scaled[0], read]
+    kept, _ = vars(parameter).get("_kept") or (None, None)
+    held = [_GRAD.__get__(parameter), kept]
     return [gradient for gradient in held if gradient is not None]
 
 

@@ -45,14 +45,13 @@ class SplitLayout(WeightLayout):
     def take_gradients(
         self, weights: Mapping[int, Tensor], uses: dict[int, list[Tensor]], inverse: Tensor | None
     ) -> None:
-        # DDP's hook reduces what lies in its buckets, and puts it there when autograd says that it is ready.
-        is_reduced = bool(self._joined)  # by DDP, in buckets
         looks_for_unused = any(buckets.looks_for_unused for buckets in self._joined.values())
         for place, weight in weights.items():
             if isinstance(weight, SplitParameter):
-                for gradient in uses.pop(place):
-                    if not weight.take_scaled_gradient(gradient, inverse, beside_grad=is_reduced):
-                        uses.setdefault(place, []).append(gradient)  # autograd accumulates it, so that a hook sees it
+                # What is left, autograd accumulates, so that a hook sees it.
+                left = [one for one in uses.pop(place) if not weight.take_scaled_gradient(one, inverse)]
+                if left:
+                    uses[place] = left
                 if looks_for_unused:
                     weight.mark_used()
 

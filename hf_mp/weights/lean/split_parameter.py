@@ -37,9 +37,10 @@ class SplitParameter(nn.Parameter):
       version counter, which makes the whole parameter its own master. FP32 values that are copied into the parameter
       (``load_state_dict``) keep all their bits.
     - **Gradients are true for their readers.** Backward of an attached model leaves a gradient of the parameter's
-      dtype, still multiplied by the loss scale, next to ``.grad``. ``.grad`` gives it in FP32 and unscaled; who
-      reads it may write it, so that from then on it is the gradient. The wrapper reads what nobody else read as it is
-      (:func:`gradient_and_factor`), without the FP32 copy. A second gradient (of the next micro-batch) adds in FP32.
+      dtype, still multiplied by the loss scale, next to autograd's ``.grad``. ``.grad`` gives it in FP32 and unscaled;
+      who reads it may write it, so that this is what is kept from then on. The wrapper reads what nobody else read as
+      it is (:func:`gradient_and_factor`), without the FP32 copy. A second gradient (of the next micro-batch) adds in
+      FP32.
     - **Values are FP32 for their readers** outside of a forward (:mod:`hf_mp.weights.lean.outside_reads`).
     - Deep copies and pickles are ordinary FP32 parameters.
     """
@@ -49,9 +50,9 @@ class SplitParameter(nn.Parameter):
 
     remainder_bits: Tensor
     has_optimizer: bool = False  # whether a MasterWeightOptimizer updates the master
-    # A gradient as backward left it, FP16/BF16, and what makes it true: FP32 of shape (1,), None for 1.
-    _scaled: tuple[Tensor, Tensor | None] | None = None
-    _read: Tensor | None = None  # the true gradient that a reader of .grad was given
+    # A gradient, kept beside autograd's .grad: as backward left it, FP16/BF16, with what makes it true, FP32 of shape
+    # (1,) or None for 1; or in FP32 and true, once it was read or added to.
+    _kept: tuple[Tensor, Tensor | None] | None = None
     _version_seen: int
     _snapshot: Tensor | None = None
     _merged: tuple[weakref.ref[Tensor], int] | None = None  # the master value that a reader was given, and its version
@@ -86,22 +87,25 @@ class SplitParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        if self._read is not None:
-            return self._read
         with as_stored():
-            gradient = _GRAD.__get__(self)
-            if gradient is not None and gradient.dtype in LOWER_PRECISION_DTYPES:
-                gradient = gradient.to(torch.float32)
-                _GRAD.__set__(self, gradient)
-            if self._scaled is None:
-                return gradient
-            true = unscaled(*self._scaled, like=self)
-            self._read = true if gradient is None else gradient.detach() + true
-        return self._read
+            accumulated = _GRAD.__get__(self)
+            if accumulated is not None and accumulated.dtype in LOWER_PRECISION_DTYPES:
+                accumulated = accumulated.to(torch.float32)
+                _GRAD.__set__(self, accumulated)
+            if self._kept is None:
+                return accumulated
+            kept, factor = self._kept
+            if kept.dtype is not torch.float32:
+                kept = unscaled(kept, factor, like=self)
+            if accumulated is not None:
+                kept = accumulated.detach() + kept
+                _GRAD.__set__(self, None)
+            self._kept = kept, None
+        return kept
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        self._scaled = self._read = None
+        self._kept = None
         with as_stored():
             _GRAD.__set__(self, gradient)
 
@@ -114,26 +118,16 @@ class SplitParameter(nn.Parameter):
         """Whether somebody's hook sees its gradients: then backward leaves true ones, in FP32."""
         return bool(self._backward_hooks or self._post_accumulate_grad_hooks)
 
-    def take_scaled_gradient(
-        self, gradient: Tensor, factor: Tensor | None = None, *, beside_grad: bool = False
-    ) -> bool:
-        """Keep what backward brings, still scaled, or add it to what is there; False where autograd has to.
-
-        With ``beside_grad`` the sum is kept next to autograd's ``.grad``, whose dtype DDP checks.
-        """
+    def take_scaled_gradient(self, gradient: Tensor, factor: Tensor | None = None) -> bool:
+        """Keep what backward brings, still scaled, or add it to what is there; False where autograd has to."""
         # Hooks run where autograd accumulates: a gradient that is kept elsewhere would pass them by.
         if self.has_hooks or gradient.dtype not in LOWER_PRECISION_DTYPES:
             return False
-        if self._scaled is None and _GRAD.__get__(self) is None:
-            self._scaled = gradient, factor
-            return True
-        with torch.no_grad():
-            total = self.grad
-            assert total is not None
-            total = _add_unscaled(total, gradient, factor, like=self)
-            # DDP fills .grad from its buckets in 16 bits, so an FP32 sum there would be refused.
-            self.grad = None if beside_grad else total
-            self._scaled = (total, None) if beside_grad else None
+        if self._kept is not None or _GRAD.__get__(self) is not None:
+            with torch.no_grad():
+                gradient, factor = _add_unscaled(self.grad, gradient, factor, like=self), None  # type: ignore[arg-type]
+            self.grad = None  # autograd's: DDP fills it from its buckets in 16 bits, and would refuse an FP32 sum
+        self._kept = gradient, factor
         return True
 
     @stores_16_bits
@@ -142,8 +136,7 @@ class SplitParameter(nn.Parameter):
 
         What is scaled by that factor already, as its ``inverse`` tells, is copied as it is.
         """
-        self._drop_mark()
-        gradient, known = gradient_and_factor(self)
+        gradient, known = self._kept or (self.grad, None)
         if gradient is None:
             return
         if known is not inverse or gradient.dtype is not bucket.dtype:
@@ -155,21 +148,18 @@ class SplitParameter(nn.Parameter):
     @stores_16_bits
     def take_from_bucket(self, inverse: Tensor | None) -> None:
         """Take ``.grad`` for scaled, if it is what DDP has left there: FP16/BF16."""
-        self._drop_mark()
         gradient = _GRAD.__get__(self)
-        if gradient is not None and gradient.dtype in LOWER_PRECISION_DTYPES:
+        if self._kept is not None:
+            _GRAD.__set__(self, None)  # what mark_used() has put there
+        elif gradient is not None and gradient.dtype in LOWER_PRECISION_DTYPES:
             self.grad = None
-            self._scaled = gradient, inverse
+            self._kept = gradient, inverse
 
     @stores_16_bits
     def mark_used(self) -> None:
         """Have a ``.grad`` for autograd, of zeros: DDP takes a parameter without one for unused."""
         if _GRAD.__get__(self) is None:
             _GRAD.__set__(self, torch.zeros_like(_DATA.__get__(self)))
-
-    def _drop_mark(self) -> None:
-        if self._scaled is not None:
-            _GRAD.__set__(self, None)
 
     @stores_16_bits
     def fp32_value(self) -> Tensor:
@@ -312,18 +302,15 @@ def halves_of(parameter: SplitParameter) -> Split:
 
 def gradient_and_factor(parameter: nn.Parameter) -> tuple[Tensor | None, Tensor | None]:
     """The gradient as backward left it, and the FP32 factor, of shape (1,), that makes it true; None for 1."""
-    if not isinstance(parameter, SplitParameter) or parameter._scaled is None:
-        return parameter.grad, None
-    if parameter._read is None and _GRAD.__get__(parameter) is None:
-        return parameter._scaled
-    parameter.grad = gradient = parameter.grad  # it may have been written where it was read, by `.data` or NumPy too
-    return gradient, None
+    if isinstance(parameter, SplitParameter) and parameter._kept is not None and _GRAD.__get__(parameter) is None:
+        return parameter._kept
+    return parameter.grad, None
 
 
 def has_gradient(parameter: nn.Parameter) -> bool:
     """Whether there is a gradient; without making the true one, as a look at ``.grad`` does."""
     if isinstance(parameter, SplitParameter):
-        return parameter._scaled is not None or _GRAD.__get__(parameter) is not None
+        return parameter._kept is not None or _GRAD.__get__(parameter) is not None
     return parameter.grad is not None
 
 
@@ -355,35 +342,31 @@ def _add_unscaled(total: Tensor, gradient: Tensor, factor: Tensor | None, *, lik
 @stores_16_bits
 def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply gradients by ``factor``, FP32 of one element; those that are still scaled are not written for it."""
-    factors: dict[Tensor | torch.device, Tensor] = {}  # so that parameters share them
+    products: dict[Tensor | torch.device, Tensor] = {}  # so that parameters share them
     for parameter in parameters:
         gradient, inverse = gradient_and_factor(parameter)
         if gradient is None:
             continue
-        if (device := gradient.device) not in factors:
-            factors[device] = factor.to(device).reshape(1)
-        here = factors[device]
-        if isinstance(parameter, SplitParameter) and parameter._scaled is not None:
-            if inverse is not None and inverse not in factors:
-                factors[inverse] = inverse * here
-            parameter._scaled = gradient, here if inverse is None else factors[inverse]
-        elif gradient.dtype in LOWER_PRECISION_DTYPES:
-            parameter.grad_dtype = None
-            parameter.grad = unscaled(gradient, here, like=parameter)
+        shared = gradient.device if inverse is None else inverse
+        if shared not in products:
+            here = factor.to(gradient.device).reshape(1)
+            products[shared] = here if inverse is None else inverse * here
+        if gradient.dtype not in LOWER_PRECISION_DTYPES:
+            gradient.mul_(products[shared].squeeze())
+        elif isinstance(parameter, SplitParameter):
+            parameter._kept = gradient, products[shared]
         else:
-            gradient.mul_(here.squeeze())
+            parameter.grad_dtype = None
+            parameter.grad = unscaled(gradient, products[shared], like=parameter)
 
 
 def keep_scale_of_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Have gradients that are still scaled remember by how much: the loss scale is about to change."""
-    kept: dict[Tensor, Tensor] = {}
+    copy_of = functools.cache(torch.clone)  # so that parameters share them
     for parameter in parameters:
-        if isinstance(parameter, SplitParameter) and parameter._scaled is not None:
-            value, factor = parameter._scaled
-            if factor is not None:
-                if factor not in kept:
-                    kept[factor] = factor.clone()
-                parameter._scaled = value, kept[factor]
+        if isinstance(parameter, SplitParameter) and parameter._kept is not None:
+            gradient, factor = parameter._kept
+            parameter._kept = gradient, None if factor is None else copy_of(factor)
 
 
 def put_masters_into_state_dict(
