@@ -74,16 +74,15 @@ class SplitParameter(nn.Parameter):
             self.remainder_bits = halves.remainder
             _mark_seen(self)
             return
-        self.reconcile()
-        before, remainder = _DATA.__get__(self), self.remainder_bits
+        self.take_snapshot()
+        assert self._snapshot is not None
         value = value.as_subclass(Tensor)  # no MasterView, which is one of what is here now
         _DATA.__set__(self, value)
-        self.remainder_bits = torch.zeros_like(value, dtype=REMAINDER_DTYPE)
-        if value.shape == before.shape:  # written, or moved to a device
-            self.remainder_bits.copy_(remainder)
-            _keep_where_equal(self.remainder_bits, value, before.to(value.device))
-        self._merged, self._snapshot = None, value.clone()  # the caller still has `value`
-        self._version_seen = version_of(self)
+        if value.shape == self._snapshot.shape:  # written, or moved to a device
+            self._snapshot = self._snapshot.to(value.device)
+            self.remainder_bits = self.remainder_bits.to(value.device, copy=True)
+        else:
+            self._snapshot, self.remainder_bits = value.clone(), torch.zeros_like(value, dtype=REMAINDER_DTYPE)
 
     @property
     def grad(self) -> Tensor | None:
@@ -180,14 +179,13 @@ class SplitParameter(nn.Parameter):
 
     def reconcile(self) -> None:
         """Let writes from outside win."""
-        version = version_of(self)
         if self._snapshot is not None:
             _keep_where_equal(self.remainder_bits, _DATA.__get__(self), self._snapshot)
-            _renew_snapshot(self)
-        elif self._version_seen != version:
+        elif self._version_seen != version_of(self):
             self.remainder_bits.zero_()
-            self._merged = None
-        self._version_seen = version
+        else:
+            return
+        _mark_seen(self)
 
     def take_snapshot(self) -> None:
         """Notice, element by element, what is about to be written."""
@@ -399,15 +397,9 @@ def _mark_seen(*parameters: SplitParameter) -> None:
         parameter._version_seen = version_of(parameter)
         parameter._merged = None
         if parameter._snapshot is not None:
-            _renew_snapshot(parameter)
-
-
-def _renew_snapshot(parameter: SplitParameter) -> None:
-    working = _DATA.__get__(parameter)
-    parameter._snapshot = None
-    # Somebody still has an alias, through which the memory may change without a version.
-    if is_shared(working, owners=2):  # `working` is an alias, too
-        parameter._snapshot = working.clone()
+            working = _DATA.__get__(parameter)
+            # While somebody has an alias, the memory may change without a version; `working` is one, too.
+            parameter._snapshot = working.clone() if is_shared(working, owners=2) else None
 
 
 @torch.no_grad()
