@@ -15,7 +15,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_, is_small, kernel_for
 from hf_mp.kernels.identity import is_on_host, is_ordinary
 from hf_mp.kernels.registry import chosen
-from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor, halves_of
+from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor
 from hf_mp.weights.lean.unwrapped_steps import has_hooks
 from hf_mp.weights.working_copies import WorkingCopies
 
@@ -176,7 +176,7 @@ def _split_tensors(optimizer: Optimizer, parameter: SplitParameter, gradient: Te
     """What the kernel needs of ``parameter``; None without a gradient, and where the optimizer steps itself."""
     if gradient is None:
         return None
-    halves = halves_of(parameter)
+    halves = parameter.halves()
     if gradient.device.type != "cpu" and not (gradient.is_contiguous() and halves.working.is_contiguous()):
         return None  # no kernel takes it; the others do not wait for it
     moments = _moments(optimizer, parameter, gradient)

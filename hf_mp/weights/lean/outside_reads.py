@@ -17,7 +17,9 @@ from torch import Tensor
 
 from hf_mp.casting.active import state as autocasts
 from hf_mp.casting.nested import apply_to_tensors, tensors_in
-from hf_mp.kernels.split import merge, split_into
+from hf_mp.kernels.split import Split, merge, split_into
+
+DATA: Any = Tensor.data  # the property itself, which the classes below override
 
 # torch's private guard that switches __torch_function__ of subclasses off in C++: a public one does not exist.
 as_stored = torch._C.DisableTorchFunctionSubclass  # to look at split parameters in, as nothing but tensors
@@ -42,27 +44,37 @@ class OutsideReads:
         return torch._C._disabled_torch_function_impl if autocasts.active else read_in_fp32
 
 
-class MasterView(Tensor):
-    """A view of a split parameter, as ``.data``, ``detach()`` and views of it are: 16 bits that are read in FP32.
+class StoredIn16Bits:
+    """A tensor of 16 bits that is read in FP32: a split parameter, or a view of one."""
 
-    What is written into it is written into the parameter.
-    """
-
+    __slots__ = ()  # so that a parameter can become one in place
+    # A class attribute: an instance's own would not be asked, torch looks it up on the type.
     __torch_function__: ClassVar[Any] = OutsideReads()
-    owner: Any
-    remainder_bits: Tensor
+    owner: Any  # the split parameter
+    remainder_bits: Tensor  # what is missing to FP32, of the shape of this tensor
+
+    def halves(self) -> Split:
+        """Both halves of the FP32 value, to write to; then call the owner's ``note_written``."""
+        self.owner.reconcile()
+        return Split(DATA.__get__(self), self.remainder_bits)
 
     @stores_16_bits
     def fp32_value(self) -> Tensor:
-        """The FP32 value, a new tensor."""
-        self.owner.reconcile()
-        return merge(self.as_subclass(Tensor), self.remainder_bits)
+        """The FP32 value as a new tensor, to change and give to :meth:`write_fp32`."""
+        return merge(*self.halves())
 
     @stores_16_bits
     def write_fp32(self, value: Tensor) -> None:
-        """Write FP32 ``value``, of its shape, into the parameter."""
-        split_into(value, self.as_subclass(Tensor), self.remainder_bits)
+        """Set the FP32 value, and with it the 16 bits."""
+        split_into(value, DATA.__get__(self), self.remainder_bits)
         self.owner.note_written()
+
+
+class MasterView(StoredIn16Bits, Tensor):
+    """A view of a split parameter, as ``.data``, ``detach()`` and views of it are.
+
+    What is written into it is written into the parameter.
+    """
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -95,16 +107,19 @@ def read_in_fp32(
     kwargs = kwargs or {}
     first = args[0] if args else None
     with as_stored():
-        is_view = func in _VIEWS and _is_split(first) and (func in _DETACHES or not _needs_graph(first))
+        is_view = (
+            func in _VIEWS and isinstance(first, StoredIn16Bits) and (func in _DETACHES or not _needs_graph(first))
+        )
         if is_view and (view := _view(func, first, args[1:], kwargs)) is not None:
             return view
-        if not is_view and _means_what_is_stored(func, args):
+        is_node_lookup = func in _FINDS_NODES and len(args) == 2 and args[1] is first
+        if not is_view and (func in _OF_THE_TENSOR_ITSELF or is_node_lookup):
             return func(*args, **kwargs)
         # What is written is read first: an FP32 value that only some elements change of keeps the others.
         targets, tensors = _targets(func, args, kwargs), list(tensors_in((args, kwargs)))
         if _means_16_bits(tensors) or any(map(_needs_graph, targets)):  # torch writes to no leaf that wants a gradient
             for tensor in targets:
-                _owner(tensor).take_snapshot()
+                tensor.owner.take_snapshot()
             return func(*args, **kwargs)
     return _call_on_values(func, args, kwargs, targets, tensors)
 
@@ -115,7 +130,7 @@ def _call_on_values(
     """Call ``func`` with FP32 values in the place of those of ``tensors`` that are split, and write ``targets``."""
     with as_stored():
         values = {id(tensor): tensor.fp32_value() for tensor in targets}
-        values |= {id(t): _value(t) for t in tensors if _is_split(t) and id(t) not in values}
+        values |= {id(t): _value(t) for t in tensors if isinstance(t, StoredIn16Bits) and id(t) not in values}
         read, named = apply_to_tensors(lambda tensor: values.get(id(tensor), tensor), (args, dict(kwargs)))
     result = func(*read, **named)
     for tensor in targets:
@@ -124,16 +139,11 @@ def _call_on_values(
     return result
 
 
-def _means_what_is_stored(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    is_node_lookup = func in _FINDS_NODES and len(args) == 2 and args[1] is args[0]
-    return func in _OF_THE_TENSOR_ITSELF or is_node_lookup
-
-
 def _means_16_bits(tensors: list[Tensor]) -> bool:
     """Whether split parameters are in the company of tensors of their own 16 bits, and of none that is wider."""
-    split, others = [t for t in tensors if _is_split(t)], [t for t in tensors if not _is_split(t)]
+    split = [tensor for tensor in tensors if isinstance(tensor, StoredIn16Bits)]
     least = min([1, *[tensor.dim() for tensor in split]])  # numbers decide no dtype
-    company = {tensor.dtype for tensor in others if tensor.dim() >= least}
+    company = {tensor.dtype for tensor in tensors if not isinstance(tensor, StoredIn16Bits) and tensor.dim() >= least}
     return any([tensor.dtype in company for tensor in split]) and not company & _WIDE
 
 
@@ -165,17 +175,8 @@ def _view(func: Callable[..., Any], tensor: Any, args: tuple[Any, ...], kwargs: 
         return working
     remainder = func(tensor.remainder_bits, *args, **kwargs)
     if isinstance(working, Tensor):
-        return view_of(working, remainder, _owner(tensor))
-    return type(working)(view_of(*halves, _owner(tensor)) for halves in zip(working, remainder, strict=True))
-
-
-def _is_split(tensor: Any) -> bool:
-    # Asked of every tensor of a call: split parameters, their views and the estimate's class share this one attribute.
-    return type(type(tensor).__dict__.get("__torch_function__")) is OutsideReads
-
-
-def _owner(tensor: Any) -> Any:
-    return tensor.owner if isinstance(tensor, MasterView) else tensor
+        return view_of(working, remainder, tensor.owner)
+    return type(working)(view_of(*halves, tensor.owner) for halves in zip(working, remainder, strict=True))
 
 
 def _needs_graph(tensor: Any) -> bool:
@@ -187,7 +188,7 @@ def _targets(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     in_place = writes_in_place(getattr(func, "__name__", ""))
     written = (args[:1] if in_place else (), kwargs.get("tensor") if in_place else None, kwargs.get("out"))
     # By identity: tensors compare by their values.
-    return list({id(tensor): tensor for tensor in tensors_in(written) if _is_split(tensor)}.values())
+    return list({id(tensor): tensor for tensor in tensors_in(written) if isinstance(tensor, StoredIn16Bits)}.values())
 
 
 def writes_in_place(name: str) -> bool:

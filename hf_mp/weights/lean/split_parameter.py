@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_mp.kernels.identity import is_shared, version_of
-from hf_mp.kernels.split import REMAINDER_DTYPE, Split, cache_blocks, merge, split, split_into
+from hf_mp.kernels.split import REMAINDER_DTYPE, cache_blocks, merge, split
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.lean.outside_reads import (
-    OutsideReads,
+    DATA,
+    StoredIn16Bits,
     as_stored,
     stores_16_bits,
     view_of,
@@ -22,11 +23,10 @@ from hf_mp.weights.lean.outside_reads import (
 )
 from hf_mp.weights.working_copies import WatchedParameter, let_optimizers_be_fast, unwatch
 
-_DATA: Any = Tensor.data  # the properties themselves, which the class below overrides
-_GRAD: Any = Tensor.grad
+_GRAD: Any = Tensor.grad  # the property itself, which the class below overrides
 
 
-class SplitParameter(nn.Parameter):
+class SplitParameter(StoredIn16Bits, nn.Parameter):
     """A parameter in FP16/BF16 that together with a 16-bit remainder is an FP32 master weight.
 
     The model reads the parameter, an optimizer wrapper updates the master (:func:`master_value`,
@@ -45,9 +45,6 @@ class SplitParameter(nn.Parameter):
     - Deep copies and pickles are ordinary FP32 parameters.
     """
 
-    # A class attribute: an instance's own would not be asked, torch looks it up on the type.
-    __torch_function__: ClassVar[Any] = OutsideReads()
-
     remainder_bits: Tensor
     has_optimizer: bool = False  # whether a MasterWeightOptimizer updates the master
     # A gradient, kept beside autograd's .grad: as backward left it, FP16/BF16, with what makes it true, FP32 of shape
@@ -58,10 +55,14 @@ class SplitParameter(nn.Parameter):
     _merged: tuple[weakref.ref[Tensor], int] | None = None  # the master value that a reader was given, and its version
 
     @property
+    def owner(self) -> SplitParameter:
+        return self
+
+    @property
     def data(self) -> Tensor:
         with as_stored():
             self.take_snapshot()
-            return view_of(_DATA.__get__(self), self.remainder_bits, self)
+            return view_of(DATA.__get__(self), self.remainder_bits, self)
 
     @data.setter
     @stores_16_bits
@@ -70,14 +71,14 @@ class SplitParameter(nn.Parameter):
             # The layout has the say in the dtype: model.float() and the like change no value that anybody reads.
             value = value.float()
             halves = split(value, self.dtype)
-            _DATA.__set__(self, torch.empty_like(value, dtype=self.dtype).copy_(halves.working))  # in memory as `value`
+            DATA.__set__(self, torch.empty_like(value, dtype=self.dtype).copy_(halves.working))  # in memory as `value`
             self.remainder_bits = halves.remainder
             _mark_seen(self)
             return
         self.take_snapshot()
         assert self._snapshot is not None
         value = value.as_subclass(Tensor)  # no MasterView, which is one of what is here now
-        _DATA.__set__(self, value)
+        DATA.__set__(self, value)
         if value.shape == self._snapshot.shape:  # written, or moved to a device
             self._snapshot = self._snapshot.to(value.device)
             self.remainder_bits = self.remainder_bits.to(value.device, copy=True)
@@ -158,18 +159,7 @@ class SplitParameter(nn.Parameter):
     def mark_used(self) -> None:
         """Have a ``.grad`` for autograd, of zeros: DDP takes a parameter without one for unused."""
         if _GRAD.__get__(self) is None:
-            _GRAD.__set__(self, torch.zeros_like(_DATA.__get__(self)))
-
-    @stores_16_bits
-    def fp32_value(self) -> Tensor:
-        """The FP32 master weight as a new tensor, to change and give to :meth:`write_fp32`."""
-        return merge(*halves_of(self))
-
-    @stores_16_bits
-    def write_fp32(self, value: Tensor) -> None:
-        """Set the FP32 master weight, and with it the parameter."""
-        split_into(value, _DATA.__get__(self), self.remainder_bits)
-        self.note_written()
+            _GRAD.__set__(self, torch.zeros_like(DATA.__get__(self)))
 
     def note_written(self, *others: SplitParameter) -> None:
         """Take in that both halves of this master weight and of ``others`` were written."""
@@ -180,7 +170,7 @@ class SplitParameter(nn.Parameter):
     def reconcile(self) -> None:
         """Let writes from outside win."""
         if self._snapshot is not None:
-            _keep_where_equal(self.remainder_bits, _DATA.__get__(self), self._snapshot)
+            _keep_where_equal(self.remainder_bits, DATA.__get__(self), self._snapshot)
         elif self._version_seen != version_of(self):
             self.remainder_bits.zero_()
         else:
@@ -191,7 +181,7 @@ class SplitParameter(nn.Parameter):
         """Notice, element by element, what is about to be written."""
         if self._snapshot is None:
             self.reconcile()
-            self._snapshot = _DATA.__get__(self).clone()
+            self._snapshot = DATA.__get__(self).clone()
         self._merged = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -289,13 +279,7 @@ def master_sample(parameter: nn.Parameter, select: Callable[[Tensor], Tensor]) -
     """What ``select``, which picks elements by place, takes of the FP32 master weight of any parameter."""
     if not isinstance(parameter, SplitParameter):
         return select(parameter.detach()).to(torch.float32)
-    return merge(*map(select, halves_of(parameter)))
-
-
-def halves_of(parameter: SplitParameter) -> Split:
-    """The halves of the master weight, to write to; then call its ``note_written``."""
-    parameter.reconcile()
-    return Split(_DATA.__get__(parameter), parameter.remainder_bits)
+    return merge(*map(select, parameter.halves()))
 
 
 def gradient_and_factor(parameter: nn.Parameter) -> tuple[Tensor | None, Tensor | None]:
@@ -387,7 +371,7 @@ def follow_first_rank(parameters: Sequence[SplitParameter], group: Any) -> None:
             parameter._version_seen += 1  # DDP's writing, of what was there
         parameter.reconcile()
         # As bytes: gloo and NCCL broadcast no int16.
-        for half in (_DATA.__get__(parameter), parameter.remainder_bits):
+        for half in (DATA.__get__(parameter), parameter.remainder_bits):
             distributed.broadcast(half.contiguous().view(torch.uint8), first, group=group)
         _mark_seen(parameter)
 
@@ -397,7 +381,7 @@ def _mark_seen(*parameters: SplitParameter) -> None:
         parameter._version_seen = version_of(parameter)
         parameter._merged = None
         if parameter._snapshot is not None:
-            working = _DATA.__get__(parameter)
+            working = DATA.__get__(parameter)
             # While somebody has an alias, the memory may change without a version; `working` is one, too.
             parameter._snapshot = working.clone() if is_shared(working, owners=2) else None
 
