@@ -70,7 +70,8 @@ def adamw_reference(
     for tensors in parameters if found_inf is None or found_inf == 0 else ():
         tensors.step.add_(1)
         steps, lr = int(tensors.step.item()), float(settings.lr)
-        master = _whole_master(tensors)
+        halves: Any = tensors.working, tensors.remainder
+        master = merge(*halves) if tensors.master is None else tensors.master
         gradient = tensors.gradient.float()
         if factor is not None:
             gradient = gradient * factor.squeeze()
@@ -82,7 +83,10 @@ def adamw_reference(
         denominator = root / root.new_tensor(math.sqrt(1.0 - power(settings.beta2, steps))) + settings.eps
         step_size = lr / (1.0 - power(settings.beta1, steps))
         master.copy_(decayed + tensors.exp_avg * -step_size / denominator)
-        _write_working(tensors, master)
+        if tensors.remainder is not None:
+            split_into(master, *halves)
+        elif tensors.working is not None:
+            tensors.working.copy_(master)
 
 
 def power(base: float, exponent: int) -> float:
@@ -95,68 +99,41 @@ def power(base: float, exponent: int) -> float:
     return result
 
 
-def adamw_by_torch(tensors: AdamWTensors, settings: AdamWSettings, factor: Tensor | None = None) -> None:
-    """:func:`adamw_` of one parameter by torch's fused AdamW, on a whole FP32 master and a whole FP32 gradient."""
-    tensors.step.add_(1)
-    master = _whole_master(tensors)
-    _fused([tensors], master, _unscaled(tensors.gradient.contiguous(), factor), settings)
-    _write_working(tensors, master)
-
-
-def _write_working(tensors: AdamWTensors, master: Tensor) -> None:
-    if tensors.working is not None and tensors.remainder is not None:
-        split_into(master, tensors.working, tensors.remainder)
-    elif tensors.working is not None:
-        tensors.working.copy_(master)
-
-
 @torch.no_grad()
 def adamw_(
     parameters: Sequence[AdamWTensors],
     settings: AdamWSettings,
     factor: Tensor | None = None,
     found_inf: Tensor | None = None,
-) -> None:
-    """Take a step of AdamW in place, for tensors of one device; FP32 tensors are contiguous.
+) -> bool:
+    """Take a step of AdamW in place, for tensors of one device, with contiguous moments; False where nothing can.
 
-    On a CPU, what this writes is bit for bit what :func:`adamw_by_torch` writes. ``factor``, FP32 of one element, is
-    the inverse loss scale times the clip coefficient; None for 1. Nothing is written where ``found_inf``, FP32 of
-    shape (), is not 0.
+    On a CPU masters are split, and what this writes is bit for bit what torch's fused AdamW would make of each whole
+    master; elsewhere a kernel takes them. ``factor``, FP32 of one element, is the inverse loss scale times the clip
+    coefficient; None for 1. Nothing is written where ``found_inf``, FP32 of shape (), is not 0.
     """
-    if (kernel := kernel_for(parameters)) is not None:
+    kernel = chosen("adamw", [parameters[0].step])  # on a CPU one answers for all, and none of these is empty
+    if kernel is not None:
+        kernel = chosen("adamw", [one for tensors in parameters for one in tensors[:-1] if one is not None])
+    if kernel is not None:
         kernel(parameters, settings, factor, found_inf)
-        return
-    if found_inf is not None and found_inf.item():
-        return
+        return True
+    if parameters[0].step.device.type != "cpu":
+        return False
+    if found_inf is None or not found_inf.item():
+        _update(parameters, settings, factor)
+    return True
+
+
+def _update(parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None) -> None:
     for batch in _batches(parameters):
-        _update(batch, settings, factor)
-
-
-def kernel_for(parameters: Sequence[AdamWTensors]) -> Any:
-    """The kernel that takes all of ``parameters``; None where there is none."""
-    if chosen("adamw", [parameters[0].step]) is None:  # on a CPU one answers for all, and none of these is empty
-        return None
-    return chosen("adamw", [one for tensors in parameters for one in tensors[:-1] if one is not None])
-
-
-def _update(batch: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None) -> None:
-    if not _has_blocks(batch[0]):  # then it is alone
-        adamw_by_torch(batch[0], settings, factor)
-        return
-    # Once for the whole parameter: its blocks are steps of torch's, which must all see the same count.
-    torch._foreach_add_([tensors.step for tensors in batch], 1)
-    blocks = _joined(batch, factor) if len(batch) > 1 else _blocks_of(batch[0], factor)
-    for parts, working, remainder, gradient in blocks:
-        master = merge(working, remainder)
-        _fused(parts, master, gradient, settings)
-        split_into(master, working, remainder)
-
-
-def _whole_master(tensors: AdamWTensors) -> Tensor:
-    if tensors.master is not None:
-        return tensors.master
-    assert tensors.working is not None and tensors.remainder is not None
-    return merge(tensors.working, tensors.remainder)
+        # Once for the whole parameter: its blocks are steps of torch's, which must all see the same count.
+        torch._foreach_add_([tensors.step for tensors in batch], 1)
+        blocks = _joined(batch, factor) if len(batch) > 1 else _blocks_of(batch[0], factor)
+        for parts, working, remainder, gradient in blocks:
+            master = merge(working, remainder)
+            _fused(parts, master, gradient, settings)
+            split_into(master, working, remainder)
 
 
 def _fused(parts: Sequence[AdamWTensors], master: Tensor, gradient: Tensor, settings: AdamWSettings) -> None:
@@ -169,18 +146,9 @@ def _fused(parts: Sequence[AdamWTensors], master: Tensor, gradient: Tensor, sett
     step(*whole, *moments, [], [part.step for part in parts], amsgrad=False, maximize=False, **vars(settings))
 
 
-def _has_blocks(tensors: AdamWTensors) -> bool:
-    gradient, exp_avg, exp_avg_sq, _, _, working, remainder = tensors
-    if remainder is None or working is None or gradient.device.type != "cpu" or not gradient.numel():
-        return False
-    # each by name: this is asked of every parameter at every step
-    is_dense = exp_avg.is_contiguous() and exp_avg_sq.is_contiguous()
-    return is_dense and working.is_contiguous() and remainder.is_contiguous()
-
-
 def is_small(gradient: Tensor) -> bool:
     """Whether :func:`adamw_` takes a parameter together with others of its size, given all at once."""
-    return gradient.numel() <= _SMALL_ELEMENTS
+    return 0 < gradient.numel() <= _SMALL_ELEMENTS
 
 
 def _batches(parameters: Sequence[AdamWTensors]) -> Iterator[list[AdamWTensors]]:
@@ -188,7 +156,7 @@ def _batches(parameters: Sequence[AdamWTensors]) -> Iterator[list[AdamWTensors]]
     joined: dict[tuple[torch.dtype, ...], tuple[list[AdamWTensors], int]] = {}  # with their number of elements
     most = _BLOCK_ELEMENTS_PER_THREAD * torch.get_num_threads()
     for tensors in parameters:
-        if not (is_small(tensors.gradient) and _has_blocks(tensors)):
+        if not is_small(tensors.gradient):
             yield [tensors]
             continue
         kind = (tensors.gradient.dtype, tensors.working.dtype)  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_, is_small, kernel_for
+from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_, is_small
 from hf_mp.kernels.identity import is_on_host, is_ordinary
 from hf_mp.kernels.registry import chosen
 from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor
@@ -69,11 +69,8 @@ def _update_split(
     factor: Tensor | None,
     found_inf: Tensor | None,
 ) -> set[int]:
-    given = [tensors for _, tensors in batch]
-    # On a GPU the optimizer itself steps what no kernel takes.
-    if (update := adamw_ if given[0].gradient.device.type == "cpu" else kernel_for(given)) is None:
-        return set()
-    update(given, settings, factor, found_inf)
+    if not adamw_([tensors for _, tensors in batch], settings, factor, found_inf):
+        return set()  # on a GPU the optimizer itself steps what no kernel takes
     SplitParameter.note_written(*[parameter for parameter, _ in batch])
     # Where the device may skip, a report of an overflow reads the gradients afterwards.
     for parameter, _ in batch if found_inf is None else ():

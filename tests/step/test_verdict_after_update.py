@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import adamw_references
 import pytest
 import torch
 from host_reads import host_reads
@@ -44,7 +45,7 @@ def without_being_seen(split_into: Callable[..., None]) -> Callable[..., None]:
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for a CPU's values as it would for a GPU's, and lean updates are those of a kernel."""
     monkeypatch.setattr(gradients, "_SKIP_BY_THEMSELVES", ("cpu",))
-    monkeypatch.setattr(adamw, "split_into", without_being_seen(adamw.split_into))
+    monkeypatch.setattr(adamw_references, "split_into", without_being_seen(adamw_references.split_into))
     monkeypatch.setattr(adamw, "chosen", lambda name, tensors: launched)
 
 
@@ -55,7 +56,7 @@ def launched(
     for tensors in parameters:
         written = [tensors.step, *tensors.state()]
         before = [tensor.clone() for tensor in written]
-        adamw.adamw_by_torch(tensors, settings, factor)
+        adamw_references.adamw_by_torch(tensors, settings, factor)
         for now, then in zip(written, before, strict=True):
             now.copy_(now if found_inf is None else torch.where(found_inf == 0, now, then))
 
