@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from hf_mp.kernels.registry import chosen
+from hf_mp.kernels.split import cache_blocks
 
 SQUARES_BELOW = 2.0**64  # FP32 holds the square of every smaller number
 _JOINED_ELEMENTS = 2**12
@@ -91,25 +92,27 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
     On a CPU these are cast a block at a time, so it differs from torch's by rounding. 0 for no tensors.
     """
-    if not tensors:
-        return torch.zeros((), dtype=torch.float32, device="cpu")
     if (kernel := chosen("gradient_scan", tensors)) is not None:
         return kernel(tensors).norm
-    return torch.linalg.vector_norm(torch.stack([norm_of_one(tensor) for tensor in tensors]))
+    return norm_of([_norm(tensor) for tensor in tensors])
 
 
-def norm_of_one(tensor: Tensor) -> Tensor:
-    """The 2-norm of a floating tensor, FP32 of shape (); as :func:`total_norm`, without a FP32 copy of the tensor."""
+def norm_of(norms: Sequence[Tensor]) -> Tensor:
+    """The norm of all from the norms of each, FP32 of shape (); 0 for none."""
+    if not norms:
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+
+
+def _norm(tensor: Tensor) -> Tensor:
     if tensor.dtype is torch.float64:
         return torch.linalg.vector_norm(tensor).to(torch.float32)
     size = torch.get_num_threads() * _BLOCK_ELEMENTS_PER_THREAD
-    is_whole = tensor.device.type != "cpu" or tensor.dtype is torch.float32 or tensor.numel() <= size
-    if is_whole or not tensor.is_contiguous() or type(tensor) is not Tensor:
+    if tensor.dtype is torch.float32 or tensor.numel() <= size or type(tensor) is not Tensor:
         return torch.linalg.vector_norm(tensor, dtype=torch.float32)
     # vector_norm(dtype=...) of 16 bits makes an FP32 copy of the whole tensor on a CPU.
-    scratch = torch.empty(size, dtype=torch.float32, device=tensor.device)
-    blocks = (scratch[: block.numel()].copy_(block) for block in tensor.view(-1).split(size))
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(block) for block in blocks]))
+    blocks = cache_blocks(tensor, elements=size)
+    return norm_of([torch.linalg.vector_norm(block, dtype=torch.float32) for (block,) in blocks])
 
 
 def real_values(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp._warnings import warn_caller
-from hf_mp.kernels.gradient_scan import real_values, total_norm
+from hf_mp.kernels.gradient_scan import norm_of, real_values, total_norm
 from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.attachable import check_closure
@@ -233,7 +233,10 @@ class MasterWeightOptimizer(Optimizer):
         with self._in_place_of_parameters(masters):
             for parameter, master in masters.items():
                 if master is not parameter:
-                    _hand_over_gradient(parameter, master)
+                    gradient, factor = gradient_and_factor(parameter)
+                    if gradient is not None and gradient.dtype is not torch.float32:
+                        gradient = unscaled(gradient, factor, like=master)
+                    master.grad = gradient
                     if isinstance(parameter, SplitParameter) and not keeps_gradients:
                         parameter.grad = None
             self._step_wrapped()
@@ -352,18 +355,11 @@ def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tens
         gradient, factor = gradient_and_factor(parameter)
         if gradient is not None:
             by_factor.setdefault((gradient.device, factor), []).append(real_values(gradient))
-    norms = {factor: total_norm(values) for factor, values in by_factor.items()}
-    total = norm_of([norm if factor is None else norm * factor.squeeze() for (_, factor), norm in norms.items()])
+    scaled = [(total_norm(values), factor) for (_, factor), values in by_factor.items()]
+    total = norm_of([norm if factor is None else norm * factor.squeeze() for norm, factor in scaled])
     if math.isfinite(max_norm):
         multiply_gradients(parameters, clip_factor(total, max_norm))
     return total
-
-
-def norm_of(norms: list[Tensor]) -> Tensor:
-    """The norm of all from the norms of each, FP32 of shape (); 0 for none."""
-    if not norms:
-        return torch.zeros((), dtype=torch.float32, device="cpu")
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
 def _check_wrappable(optimizer: Any, layout: str) -> None:
@@ -394,14 +390,6 @@ def _check_masters(given: Any, parameters: Sequence[nn.Parameter]) -> None:
                 f"masters[{index!r}] is {found[1]} of shape {found[0]}, but the parameter of that number here has an "
                 f"FP32 master of shape {shape}: load the state of this model's own optimizer"
             )
-
-
-def _hand_over_gradient(parameter: nn.Parameter, master: nn.Parameter) -> None:
-    gradient, factor = gradient_and_factor(parameter)
-    if gradient is None or (factor is None and gradient.dtype is torch.float32):
-        master.grad = gradient
-    else:
-        master.grad = unscaled(gradient, factor, like=master)
 
 
 def _where_rounded(master: Tensor, working: Tensor, otherwise: Tensor) -> Tensor:

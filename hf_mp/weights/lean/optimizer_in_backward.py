@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite
+from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, norm_of
 from hf_mp.scaling.borders import accumulates
 from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.fused_adamw import clip_factor
 from hf_mp.weights.layout import largest_true_magnitude
-from hf_mp.weights.lean.optimizer import clip_grad_norm_, norm_of, steps_by_parameter
+from hf_mp.weights.lean.optimizer import clip_grad_norm_, steps_by_parameter
 from hf_mp.weights.lean.split_parameter import (
     SplitParameter,
     gradient_and_factor,
