@@ -44,7 +44,8 @@ class _Backward:
     """What one backward has found so far."""
 
     task: int
-    phase: Literal["measure", "update", "discard"]
+    own: set[int]  # the optimizer's parameters, by identity
+    phase: Literal["measure", "update", "discard"] = "measure"
     norms: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     largest: Tensor | None = None
     done: set[nn.Parameter] = field(default_factory=set)  # in this phase
@@ -63,7 +64,6 @@ class OptimizerInBackward(StepObserver):
         self._runtime = runtime
         self._is_scaled = False
         self._optimizer: Any = None  # a MasterWeightOptimizer
-        self._own: set[int] = set()  # the optimizer's parameters, by identity
         # Where the gradients of parameters are complete, and our hooks there. Nobody else may hold these nodes, and a
         # hook goes with its node; a node keeps its parameter alive, so these are let go of at the next forward.
         self._watched: list[tuple[Any, RemovableHandle]] = []
@@ -89,8 +89,6 @@ class OptimizerInBackward(StepObserver):
                 "free_gradients='backward' needs every trainable parameter in 16 bits, and weights of normalizations "
                 "with running statistics (BatchNorm) are FP32: use free_gradients='step', or freeze them"
             )
-        if self._optimizer is not None:
-            self._own = set(map(id, parameters_in(self._optimizer)))
         self._watch(parameters)
 
     def _watch(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -129,18 +127,18 @@ class OptimizerInBackward(StepObserver):
                     "measured before they are used. Make one loss in the model, or use free_gradients='step'"
                 )
             return
+        backward = self._backward = _Backward(task, set(map(id, parameters_in(self._optimizer))))
         if not measures:
             starts = all_finite([gradient]) and (value is None or all_finite([value]))
-            self._backward = _Backward(task, "update" if starts else "discard")
+            backward.phase = "update" if starts else "discard"
             return
-        self._backward = _Backward(task, "measure")
         try:
             # Inside of the outer backward, so that a loop's one loss.backward() does both passes.
             torch.autograd.backward([edge], [gradient], retain_graph=True)
         except BaseException:
             self._backward = None  # nothing was changed
             raise
-        self._conclude(self._backward)
+        self._conclude(backward)
 
     def _conclude(self, backward: _Backward) -> None:
         """Decide what the second pass does."""
@@ -150,7 +148,7 @@ class OptimizerInBackward(StepObserver):
         self._runtime.backward_ended(backward.largest)
         found = [backward.largest]
         if self.max_grad_norm is not None:
-            # in the optimizer's order, as it adds them up itself
+            # of its own alone, in the optimizer's order, as it adds them up itself
             in_order = [parameter for parameter in parameters_in(self._optimizer) if parameter in backward.norms]
             self._runtime.grad_norm = norm = norm_of([backward.norms[parameter] for parameter in in_order])
             found.append(norm)  # one that leaves FP32 would clip everything to nothing
@@ -165,8 +163,7 @@ class OptimizerInBackward(StepObserver):
         parameter, backward = reference(), self._backward
         if parameter is None or backward is None or not has_gradient(parameter):
             return
-        is_own = id(parameter) in self._own
-        if backward.phase != "measure" and not is_own:
+        if backward.phase != "measure" and id(parameter) not in backward.own:
             return  # what no optimizer here has comes again in the second pass, and stays
         if backward.phase != "discard":
             if parameter in backward.done:
@@ -180,14 +177,14 @@ class OptimizerInBackward(StepObserver):
             if backward.phase == "update":
                 self._update(parameter, largest.item(), backward)
             else:
-                self._measure(parameter, largest, backward, is_own=is_own)
+                self._measure(parameter, largest, backward)
             backward.done.add(parameter)
         parameter.grad = None
 
-    def _measure(self, parameter: SplitParameter, largest: Tensor, backward: _Backward, *, is_own: bool) -> None:
+    def _measure(self, parameter: SplitParameter, largest: Tensor, backward: _Backward) -> None:
         known = backward.largest
         backward.largest = largest if known is None else torch.maximum(known, largest.to(known.device))
-        if is_own and self.max_grad_norm is not None:
+        if self.max_grad_norm is not None:
             backward.norms[parameter] = clip_grad_norm_([parameter], math.inf)
 
     def _update(self, parameter: SplitParameter, largest: float, backward: _Backward) -> None:

@@ -59,10 +59,10 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         return self
 
     @property
+    @stores_16_bits
     def data(self) -> Tensor:
-        with as_stored():
-            self.take_snapshot()
-            return view_of(DATA.__get__(self), self.remainder_bits, self)
+        self.take_snapshot()
+        return view_of(DATA.__get__(self), self.remainder_bits, self)
 
     @data.setter
     @stores_16_bits
