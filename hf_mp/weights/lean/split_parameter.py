@@ -291,9 +291,7 @@ def gradient_and_factor(parameter: nn.Parameter) -> tuple[Tensor | None, Tensor 
 
 def has_gradient(parameter: nn.Parameter) -> bool:
     """Whether there is a gradient; without making the true one, as a look at ``.grad`` does."""
-    if isinstance(parameter, SplitParameter):
-        return parameter._kept is not None or _GRAD.__get__(parameter) is not None
-    return parameter.grad is not None
+    return _GRAD.__get__(parameter) is not None or getattr(parameter, "_kept", None) is not None
 
 
 def unscaled(gradient: Tensor, factor: Tensor | None, *, like: Tensor) -> Tensor:
