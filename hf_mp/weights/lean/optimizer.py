@@ -147,11 +147,8 @@ class MasterWeightOptimizer(Optimizer):
     @torch.no_grad()
     def _call_on_masters(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method of the wrapped optimizer that may write parameters, as ``eval()`` of schedule-free ones."""
-        masters = {parameter: self._open(parameter) for parameter in parameters_in(self)}
-        with self._in_place_of_parameters(masters):
-            result = method(*args, **kwargs)
-        self._close(masters)
-        return result
+        with self._opened(parameters_in(self)):
+            return method(*args, **kwargs)
 
     def master(self, parameter: nn.Parameter) -> Tensor:
         """The FP32 master weight of ``parameter``, detached, of its shape; write through the parameter."""
@@ -229,8 +226,7 @@ class MasterWeightOptimizer(Optimizer):
                     self._step_on(bucket, keeps_gradients=found_inf is not None)
 
     def _step_on(self, parameters: list[nn.Parameter], *, keeps_gradients: bool) -> None:
-        masters = {parameter: self._open(parameter) for parameter in parameters}
-        with self._in_place_of_parameters(masters):
+        with self._opened(parameters) as masters:
             for parameter, master in masters.items():
                 if master is not parameter:
                     gradient, factor = gradient_and_factor(parameter)
@@ -240,7 +236,6 @@ class MasterWeightOptimizer(Optimizer):
                     if isinstance(parameter, SplitParameter) and not keeps_gradients:
                         parameter.grad = None
             self._step_wrapped()
-        self._close(masters)
 
     def _step_wrapped(self) -> None:
         optimizer: Any = self.optimizer
@@ -260,7 +255,12 @@ class MasterWeightOptimizer(Optimizer):
         # A parameter: torch takes its fast paths for exact types alone.
         return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
-    def _close(self, masters: dict[nn.Parameter, nn.Parameter]) -> None:
+    @contextlib.contextmanager
+    def _opened(self, parameters: Sequence[nn.Parameter]) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+        """Have the wrapped optimizer see the masters of ``parameters`` alone, and take over what it writes."""
+        masters = {parameter: self._open(parameter) for parameter in parameters}
+        with self._in_place_of_parameters(masters):
+            yield masters
         for parameter, master in masters.items():
             if isinstance(parameter, SplitParameter):
                 parameter.write_fp32(master.detach())
