@@ -26,6 +26,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
+from hf_mp.casting.cpu import upcast
 from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
 
 logging.set_verbosity_error()
@@ -118,3 +119,11 @@ def batch() -> dict[str, torch.Tensor]:
     """Four sequences of 32 tokens, with labels."""
     ids = torch.randint(0, TINY["vocab_size"], (4, 32), generator=torch.Generator().manual_seed(1))
     return {"input_ids": ids, "labels": ids}
+
+
+@pytest.fixture(scope="module")
+def nothing_is_small() -> Iterator[None]:
+    """Ops that a CPU makes through FP32 keep tiny operands in 16 bits as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(upcast, "SMALL_ELEMENTS", 0)
+        yield

@@ -29,7 +29,9 @@ _WHOLE = """
 """
 _KEY = "AutocastIPU"  # of a backend whose tensors only a torch of its vendor makes
 
-# For each call of a kernel: torch's guards, which do the same, cost the host more.
+# Public ways to include a key hold for a backend's tensors alone.
+_set_included = getattr(torch._C, "_dispatch_tls_set_dispatch_key_included", None)
+# For each call of a kernel: torch's guard, which does the same, costs the host more.
 _set_excluded = getattr(torch._C, "_dispatch_tls_set_dispatch_key_excluded", None)
 _backward_task = torch._C._current_graph_task_id
 
@@ -61,8 +63,8 @@ def _key() -> Any:
     """The key, with which all ops go on to the next one; None where this torch does not have it."""
     try:
         found = getattr(torch._C.DispatchKey, _KEY)
-        if _set_excluded is None:
-            raise AttributeError("torch._C has no _dispatch_tls_set_dispatch_key_excluded")
+        if _set_included is None or _set_excluded is None:
+            raise AttributeError("torch._C has no _dispatch_tls_set_dispatch_key_included")
         _library("_").fallback(torch.library.fallthrough_kernel)  # of all namespaces
     except (AttributeError, RuntimeError) as error:
         lost = "forwards whose gradients nobody scales ask about each torch call, a microsecond each"
@@ -88,16 +90,20 @@ def compiled_frames() -> int:
 @contextmanager
 def dispatched(autocast: Dispatching) -> Iterator[None]:
     """To run a forward in: each op with a kernel is made as ``autocast`` says."""
-    before, key = (_running.autocast, _running.task), torch._C.DispatchKeySet(_key())
-    # Public ways to include a key hold for a backend's tensors alone.
-    included = torch._C._dispatch_tls_local_include_set() | key
-    excluded = torch._C._dispatch_tls_local_exclude_set() - key
+    before, is_outermost = (_running.autocast, _running.task), _running.autocast is None
     _running.autocast, _running.task = autocast, _backward_task()
+    _set_key(True)
     try:
-        with torch._C._ForceDispatchKeyGuard(included, excluded):
-            yield
+        yield
     finally:
         _running.autocast, _running.task = before
+        _set_key(not is_outermost)
+
+
+def _set_key(on: bool) -> None:
+    # This key alone: a forward may switch others on and leave them so, as of a profiler.
+    _set_excluded(_key(), not on)  # type: ignore[misc]
+    _set_included(_key(), on)  # type: ignore[misc]
 
 
 def undispatched() -> AbstractContextManager[None]:

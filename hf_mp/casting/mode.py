@@ -97,6 +97,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         self.cache_enabled = cache_enabled is not False
         self.tables: TableName = tables
         self._plan = plan_for(tables, dtype) if enabled else {}
+        self._module_rules: dict[str, ModuleRule] = {}  # in the order given: of several for a module, the last holds
         self._ruled_modules: list[tuple[nn.Module, ModuleRule]] = []
         if rules and enabled:
             ops, in_modules = parse_rules(rules, TABLES[tables])
@@ -111,9 +112,8 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             names = ", ".join(repr(rule.key) for rule in rules)
             raise ValueError(f"rules by module name ({names}) need the model to look them up in: model=...")
         if rules and model is not None:
-            known = {rule.key: rule for _, rule in self._ruled_modules}
-            known.update((rule.key, rule) for rule in rules)
-            self._ruled_modules = match_modules(known.values(), model)
+            known = self._module_rules | {rule.key: rule for rule in rules}
+            self._ruled_modules, self._module_rules = match_modules(known.values(), model), known
 
     def add_rules(self, rules: Mapping[str, str], model: nn.Module | None) -> None:
         """Have further rules by module hold from the next time on that this autocast is entered.

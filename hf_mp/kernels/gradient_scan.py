@@ -108,7 +108,8 @@ def _norm(tensor: Tensor) -> Tensor:
     if tensor.dtype is torch.float64:
         return torch.linalg.vector_norm(tensor).to(torch.float32)
     size = torch.get_num_threads() * _BLOCK_ELEMENTS_PER_THREAD
-    if tensor.dtype is torch.float32 or tensor.numel() <= size or type(tensor) is not Tensor:
+    is_whole = tensor.device.type != "cpu" or tensor.dtype is torch.float32 or tensor.numel() <= size
+    if is_whole or type(tensor) is not Tensor:
         return torch.linalg.vector_norm(tensor, dtype=torch.float32)
     # vector_norm(dtype=...) of 16 bits makes an FP32 copy of the whole tensor on a CPU.
     blocks = cache_blocks(tensor, elements=size)

@@ -86,6 +86,7 @@ class LossScaler(Generic[Rule]):
         self.kind, self._state = rule.name, rule.checked()
         self._tensors: dict[torch.device, ScaleTensors] = {}
         self._unread: Callable[[], None] | None = None  # takes in the last step, which its device has decided
+        self._is_settling = False
         self._begin_iteration()
         self._warn_if_inexact(rule, None)
 
@@ -114,10 +115,16 @@ class LossScaler(Generic[Rule]):
 
     def settle(self) -> None:
         """Take in the last step now, if that was left for later."""
+        if self._unread is None:
+            return
         with _SETTLING:
-            take_in, self._unread = self._unread, None  # first, for what takes the step in asks as well
-            if take_in is not None:
-                take_in()
+            if self._unread is None or self._is_settling:  # by another thread meanwhile; or asked by what takes it in
+                return
+            self._is_settling = True
+            try:
+                self._unread()
+            finally:
+                self._unread, self._is_settling = None, False
 
     @property
     def smallest_scale(self) -> float:

@@ -228,8 +228,9 @@ class GradientCheck:
         largest = self._last_largest if self.measures_norm and self.are_as_measured(gradients) else None
         if largest is None:
             largest = largest_magnitude(local_parts(gradients))
-        numbers = [largest] if self._largest is None else [largest, self._largest.to(largest.device)]
-        return Verdict(parameters, gradients, torch.stack(numbers))
+        measured = self._largest
+        numbers = largest[None] if measured is None else torch.stack([largest, measured.to(largest.device)])
+        return Verdict(parameters, gradients, numbers)
 
     def report(self, verdict: Verdict) -> StepReport:
         """What all processes that train the parameters make of their verdicts: a collective call on several."""

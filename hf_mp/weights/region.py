@@ -56,9 +56,6 @@ class Region(autocast):
         super().__init__(layout.policy.compute, model=model, **settings)
         self.layout = layout
         self._model = (lambda: None) if model is None else weakref.ref(model)
-        # TorchScript has its own formulas for gradients, which know of no casts.
-        modules = () if model is None else model.modules()
-        self._has_scripts = any(isinstance(module, torch.jit.ScriptModule) for module in modules)
         self._meets_compiler = False
         self._threads: list[int] = []  # in which a forward of the model runs
         self._plan = {**training_plan(self._plan), **CALLS_OF_WEIGHTS, **CACHE_WRITES, **planned_losses(self._plan)}
@@ -110,6 +107,12 @@ class Region(autocast):
         # FSDP and tensor parallelism, which keep no copies, fill slots while the forward runs.
         is_plain = self.layout.keeps_copies and not has_rules and not self._has_scripts
         return is_plain and self.observer is None and self._dispatches()
+
+    @functools.cached_property
+    def _has_scripts(self) -> bool:
+        """Whether a part of the model is TorchScript, whose own formulas for gradients know of no casts."""
+        modules = () if (model := self._model()) is None else model.modules()
+        return any(isinstance(module, torch.jit.ScriptModule) for module in modules)
 
     def _dispatches(self) -> bool:
         self._meets_compiler = self._meets_compiler or compiled_frames() > 0

@@ -11,9 +11,11 @@ from torch.utils.checkpoint import checkpoint
 import hf_mp
 from hf_mp.casting import plans
 from hf_mp.casting.cpu import attention as module
-from hf_mp.casting.cpu import handlers
+from hf_mp.casting.cpu import handlers, upcast
 from hf_mp.casting.cpu.attention import Attention, attend, read_attention
 from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
+
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 FP16, BF16 = torch.float16, torch.bfloat16
 every_dtype = pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
@@ -267,7 +269,6 @@ class TestWhichCallsAreTaken:
         monkeypatch.setattr(module, "HAS_AMX", amx)
         monkeypatch.setattr(plans, "runs_natively", lambda *_: native)
         monkeypatch.setattr(module, "OWN_SCORES", 2**18)
-        monkeypatch.setattr(handlers, "SMALL_QUERY", 0)
         wide = handlers.run_through_fp32
         monkeypatch.setattr(handlers, "attend", lambda given: calls.append("blocks") or attend(given))
         monkeypatch.setattr(handlers, "run_through_fp32", lambda *given: calls.append("fp32") or wide(*given))
@@ -321,8 +322,8 @@ def test_a_small_attention_has_the_bits_of_a_large_one(mask: Tensor | None, monk
     given = [random(2, 4, 24, 8, dtype=BF16, seed=seed).requires_grad_() for seed in range(3)]
     bias = None if mask is None else mask.to(BF16)[None]
     results, mode = [], hf_mp.autocast(BF16)
-    for small in (0, 2**15):
-        monkeypatch.setattr(handlers, "SMALL_QUERY", small)
+    for small in (0, 2**16):
+        monkeypatch.setattr(upcast, "SMALL_ELEMENTS", small)
         found = handlers.native_attention(mode, "", F.scaled_dot_product_attention, given, {"attn_mask": bias})
         results.append([found, *torch.autograd.grad(found.sum(), given)])
     assert all(map(torch.equal, *results))

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 import hf_mp
 
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
 SPELLINGS = {
     "torch": F.grouped_mm,
     "private": torch._grouped_mm,

@@ -19,6 +19,8 @@ from hf_mp.casting.mode import autocast
 from hf_mp.scaling.borders import inward_borders, output_border
 from hf_mp.step.mixed_precision import MixedPrecision
 
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 # How far two ways of computing one product may lie apart, in units in the last place of its dtype. Both round an FP32

@@ -125,6 +125,14 @@ class TestModules:
             found = gpt2(**batch)
         assert torch.equal(found.logits, expected.logits)
 
+    def test_of_two_rules_the_last_holds_also_when_others_are_added(self) -> None:
+        model = nn.ModuleDict({"a": nn.ModuleDict({"b": nn.Linear(4, 4)}), "c": nn.Linear(4, 4)})
+        mode = autocast(FP16, rules={"*.b": "bf16", "a*": "fp32"}, model=model)
+        for added in ({}, {"c": "fp32"}, {"*.b": "bf16"}):
+            mode.add_rules(added, model)
+            with mode:
+                assert model["a"]["b"](torch.rand(2, 4)).dtype is FP32
+
     def test_no_hook_stays(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         mode = autocast(FP16, rules={"0": "fp32"}, model=model)

@@ -16,6 +16,8 @@ from hf_mp import autocast
 from hf_mp.casting.cpu import upcast as through_fp32
 from hf_mp.casting.cpu.upcast import run_through_fp32, runs_natively
 
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = [FP16, BF16]
 
@@ -155,6 +157,22 @@ def test_second_derivatives_are_those_of_the_plain_form(name: str) -> None:
 
     ours = second(lambda *args: run_through_fp32(case.op, args, {}, FP16))
     check_equal(ours, second(lambda *args: plainly(case.op, *args)))
+
+
+@every_dtype
+@every_case
+def test_small_operands_have_the_bits_of_large_ones(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, found, wide = CASES[name], [], []
+    for small in (0, 2**16):
+        monkeypatch.setattr(through_fp32, "SMALL_ELEMENTS", small)
+        inputs = operands(case, dtype)
+        with saved_tensors() as kept:
+            result = run_through_fp32(case.op, inputs, {}, dtype)
+        wide.append([tensor.dtype for tensor in kept].count(FP32))
+        found.append([result, *torch.autograd.grad(result.sum(), inputs)])
+    assert all(map(torch.equal, *found)) and wide[0] < wide[1]
 
 
 class TestChangedInPlace:

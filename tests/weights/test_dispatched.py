@@ -173,6 +173,20 @@ def test_nothing_stays_after_an_error_nor_holds_elsewhere() -> None:
     assert F.linear(X, X).dtype is torch.float32
 
 
+def test_what_a_forward_leaves_switched_on_stays_on() -> None:
+    def use(model: Any, x: Tensor) -> Tensor:
+        torch.set_autocast_enabled("cpu", model.switches_on)
+        return model.layer(x)
+
+    model = attached(use, switches_on=False)
+    model.switches_on = True
+    try:
+        model(X)
+        assert torch.is_autocast_enabled("cpu")
+    finally:
+        torch.set_autocast_enabled("cpu", False)
+
+
 @pytest.mark.parametrize("is_watched", [True, False])
 def test_a_late_write_in_place_is_refused(is_watched: bool) -> None:
     def use(model: Any, x: Tensor) -> Tensor:

@@ -288,6 +288,11 @@ def test_master_value_is_one_tensor_until_something_changes() -> None:
     with torch.no_grad():
         parameter[0] = 1.0
     assert master_value(parameter) is not second
+    alias = parameter.data  # tied weights of a state dict stay one tensor while somebody holds one
+    third = master_value(parameter)
+    assert master_value(parameter) is third
+    alias[0] = 2.0
+    assert torch.equal(master_value(parameter)[0], torch.full((3,), 2.0))
 
 
 # Gradients
@@ -331,6 +336,29 @@ def test_a_gradient_is_lower_precision_and_scaled_until_it_is_read(pair: Pair) -
         parameter.grad.data.mul_(2)  # unseen by a version counter
         assert gradient_and_factor(parameter)[0] is parameter.grad and torch.equal(parameter.grad, 2 * true)
         assert gradient_and_factor(parameter)[1] is None
+
+
+def test_a_buffer_that_was_set_gets_all_gradients(pair: Pair) -> None:
+    model, reference, tolerance = pair
+    buffers = [torch.zeros(parameter.shape) for parameter in model.parameters()]
+    for parameter, buffer in zip(model.parameters(), buffers, strict=True):
+        parameter.grad = buffer
+    for _ in range(2):
+        for each in (model, reference):
+            (each(X).square().mean() + sum(parameter.square().mean() for parameter in each.parameters())).backward()
+    assert all(parameter.grad is buffer for parameter, buffer in zip(model.parameters(), buffers, strict=True))
+    assert_gradients_match(model, reference, tolerance)
+
+
+def test_zeros_and_a_late_hook_cost_no_gradient(pair: Pair) -> None:
+    model, reference, tolerance = pair
+    model(X).square().mean().backward()
+    model.zero_grad(set_to_none=False)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: None)
+    for each in (model, reference):
+        each(X).square().mean().backward()
+    assert_gradients_match(model, reference, tolerance)
 
 
 def test_tied_weights_add_up_in_fp32(pair: Pair) -> None:

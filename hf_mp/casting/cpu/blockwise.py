@@ -26,6 +26,9 @@ def blockwise_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     None of M, K and N is 0.
     """
     (rows, inner), outer = x.shape, weight.shape[0]
+    if max(rows, outer) * max(rows, inner) <= BLOCK_ELEMENTS and inner <= LONGEST_ROW:  # one block, and no slices of it
+        bias32 = None if bias is None else bias.float()
+        return fp32_product(x.float(), weight.float().t(), bias32).to(x.dtype)
     width = inner if inner <= LONGEST_ROW else math.isqrt(BLOCK_ELEMENTS)
     result = x.new_empty(rows, outer)
     for row in blocks(rows, width):

@@ -11,16 +11,13 @@ from torch import Tensor
 from hf_mp.casting.cpu import attention
 from hf_mp.casting.cpu.attention import ATTENTION, attend, has_few_scores, has_flash, read_attention
 from hf_mp.casting.cpu.products import OWN_ELEMENTS, PRODUCTS, Product, multiply, read_product
-from hf_mp.casting.cpu.upcast import run_through_fp32
+from hf_mp.casting.cpu.upcast import are_small, run_through_fp32
 from hf_mp.casting.handlers import Plan, cast_all, lower_precision
-from hf_mp.casting.nested import map_tensors, tensors_in
+from hf_mp.casting.nested import tensors_in
 from hf_mp.kernels.registry import must_be_plain
 
 if TYPE_CHECKING:
     from hf_mp.casting.mode import autocast
-
-
-SMALL_QUERY = 2**15  # elements: keeping the operands of a smaller attention in 16 bits costs more than it saves
 
 
 def through_fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -29,10 +26,11 @@ def through_fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any,
     first = next(tensors_in((args, kwargs)), None)
     if kwargs.get("out") is not None or first is None or first.device.type != "cpu":
         return lower_precision(mode, name, func, args, kwargs)
-    if (product := read_product(name, func, args, kwargs)) is not None:
+    is_small = not must_be_plain() and are_small(args, kwargs)
+    if not is_small and (product := read_product(name, func, args, kwargs)) is not None:
         return _multiply(mode, product, native=False)
     args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
-    if func in ATTENTION and (found := read_attention(args, kwargs)) is not None:
+    if not is_small and func in ATTENTION and (found := read_attention(args, kwargs)) is not None:
         return attend(found)
     return run_through_fp32(func, args, kwargs, mode.dtype)
 
@@ -60,14 +58,7 @@ def native_attention(mode: autocast, name: str, func: Callable[..., Any], args: 
     is_torchs = must_be_plain() or (attention.HAS_AMX and mode.dtype is torch.bfloat16)
     if is_torchs or not has_flash(*args, **kwargs):
         return func(*args, **kwargs)
-    return _flash_in_fp32(mode.dtype, func, args, kwargs)
-
-
-def _flash_in_fp32(dtype: torch.dtype, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if args and args[0].numel() <= SMALL_QUERY:
-        wide = map_tensors(lambda one: one.float() if one.dtype is dtype else one, [*args, *kwargs.values()])
-        return func(*wide[: len(args)], **dict(zip(kwargs, wide[len(args) :], strict=True))).to(dtype)
-    return run_through_fp32(func, args, kwargs, dtype)
+    return run_through_fp32(func, args, kwargs, mode.dtype)
 
 
 def _multiply(mode: autocast, product: Product, *, native: bool) -> Tensor:

@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_mp.casting.nested import map_tensors
+from hf_mp.casting.nested import map_tensors, tensors_in
 from hf_mp.kernels.registry import must_be_plain
 from hf_mp.policy import compute_dtype, compute_dtypes
+
+SMALL_ELEMENTS = 2**16  # of all operands of an op: to keep fewer in 16 bits for backward costs more than it saves
 
 
 def _cpu_products() -> dict[torch.dtype, bool]:
@@ -42,6 +44,11 @@ def has_rows(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and not is_traceable_wrapper_subclass(tensor)
 
 
+def are_small(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether autograd may keep the FP32 operands of a call that :func:`run_through_fp32` makes."""
+    return sum([tensor.numel() for tensor in tensors_in((args, kwargs))]) <= SMALL_ELEMENTS
+
+
 def run_through_fp32(
     function: Callable[..., Any],
     args: Sequence[Any],
@@ -51,11 +58,13 @@ def run_through_fp32(
 ) -> Any:
     """Run an op on ``dtype`` inputs in ``wide``, FP32 or FP64, and round its floating results to ``dtype``.
 
-    What autograd saves for backward stays in ``dtype``: a ``wide`` input of the op is kept as the 16-bit tensor that it
-    was made from and is cast again in backward, which is exact; a RuntimeError if it was modified in place meanwhile.
-    Gradients are rounded to ``dtype`` where they leave the op, as the result is.
+    What autograd saves for backward of operands that are not :func:`small <are_small>` stays in ``dtype``: a ``wide``
+    input of the op is kept as the 16-bit tensor that it was made from and is cast again in backward, which is exact; a
+    RuntimeError if it was modified in place meanwhile. Gradients are rounded to ``dtype`` where they leave the op, as
+    the result is.
     """
-    saved = _SavedInputs(dtype, wide) if torch.is_grad_enabled() and not must_be_plain() else None
+    keeps_wide = not torch.is_grad_enabled() or must_be_plain() or are_small(args, kwargs)
+    saved = None if keeps_wide else _SavedInputs(dtype, wide)
 
     def upcast(tensor: Tensor) -> Tensor:
         widened = tensor.to(wide) if tensor.dtype is dtype else tensor

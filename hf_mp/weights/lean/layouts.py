@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -45,11 +46,14 @@ class SplitLayout(WeightLayout):
     def take_gradients(
         self, weights: Mapping[int, Tensor], uses: dict[int, list[Tensor]], inverse: Tensor | None
     ) -> None:
+        # DDP's hook reduces what lies in its buckets, and puts it there when autograd says that it is ready.
+        beside_grad = bool(self._joined)
         looks_for_unused = any(buckets.looks_for_unused for buckets in self._joined.values())
         for place, weight in weights.items():
             if isinstance(weight, SplitParameter):
                 # What is left, autograd accumulates, so that a hook sees it.
-                left = [one for one in uses.pop(place) if not weight.take_scaled_gradient(one, inverse)]
+                take = functools.partial(weight.take_scaled_gradient, factor=inverse, beside_grad=beside_grad)
+                left = [one for one in uses.pop(place) if not take(one)]
                 if left:
                     uses[place] = left
                 if looks_for_unused:

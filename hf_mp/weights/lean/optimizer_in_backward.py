@@ -143,17 +143,16 @@ class OptimizerInBackward(StepObserver):
     def _conclude(self, backward: _Backward) -> None:
         """Decide what the second pass does."""
         backward.phase, backward.done = "update", set()
-        if backward.largest is None:
-            return
-        self._runtime.backward_ended(backward.largest)
-        found = [backward.largest]
+        found = [] if backward.largest is None else [backward.largest]
         if self.max_grad_norm is not None:
-            # of its own alone, in the optimizer's order, as it adds them up itself
+            # in the optimizer's order, as it adds them up itself
             in_order = [parameter for parameter in parameters_in(self._optimizer) if parameter in backward.norms]
             self._runtime.grad_norm = norm = norm_of([backward.norms[parameter] for parameter in in_order])
             found.append(norm)  # one that leaves FP32 would clip everything to nothing
             if math.isfinite(self.max_grad_norm):
                 backward.clip_factor = clip_factor(norm, self.max_grad_norm)
+        if backward.largest is not None:
+            self._runtime.backward_ended(backward.largest)
         if not all_finite(found, SQUARES_BELOW):
             backward.phase = "discard"
 
@@ -184,7 +183,7 @@ class OptimizerInBackward(StepObserver):
     def _measure(self, parameter: SplitParameter, largest: Tensor, backward: _Backward) -> None:
         known = backward.largest
         backward.largest = largest if known is None else torch.maximum(known, largest.to(known.device))
-        if self.max_grad_norm is not None:
+        if self.max_grad_norm is not None and id(parameter) in backward.own:
             backward.norms[parameter] = clip_grad_norm_([parameter], math.inf)
 
     def _update(self, parameter: SplitParameter, largest: float, backward: _Backward) -> None:

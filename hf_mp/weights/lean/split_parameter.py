@@ -118,16 +118,24 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         """Whether somebody's hook sees its gradients: then backward leaves true ones, in FP32."""
         return bool(self._backward_hooks or self._post_accumulate_grad_hooks)
 
-    def take_scaled_gradient(self, gradient: Tensor, factor: Tensor | None = None) -> bool:
-        """Keep what backward brings, still scaled, or add it to what is there; False where autograd has to."""
+    def take_scaled_gradient(
+        self, gradient: Tensor, factor: Tensor | None = None, *, beside_grad: bool = False
+    ) -> bool:
+        """Keep what backward brings, still scaled, or add it to what is there; False where autograd has to.
+
+        With ``beside_grad`` the sum is kept beside autograd's ``.grad``, whose dtype DDP checks.
+        """
         # Hooks run where autograd accumulates: a gradient that is kept elsewhere would pass them by.
         if self.has_hooks or gradient.dtype not in LOWER_PRECISION_DTYPES:
             return False
-        if self._kept is not None or _GRAD.__get__(self) is not None:
-            with torch.no_grad():
-                gradient, factor = _add_unscaled(self.grad, gradient, factor, like=self), None  # type: ignore[arg-type]
-            self.grad = None  # autograd's: DDP fills it from its buckets in 16 bits, and would refuse an FP32 sum
-        self._kept = gradient, factor
+        if self._kept is None and _GRAD.__get__(self) is None:
+            self._kept = gradient, factor
+            return True
+        with torch.no_grad():
+            total = _add_unscaled(self.grad, gradient, factor, like=self)  # type: ignore[arg-type]
+        # DDP fills .grad from its buckets in 16 bits, so an FP32 sum there would be refused.
+        self.grad = None if beside_grad else total
+        self._kept = (total, None) if beside_grad else None
         return True
 
     @stores_16_bits
@@ -171,11 +179,11 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         """Let writes from outside win."""
         if self._snapshot is not None:
             _keep_where_equal(self.remainder_bits, DATA.__get__(self), self._snapshot)
+            _renew_snapshot(self)
         elif self._version_seen != version_of(self):
             self.remainder_bits.zero_()
-        else:
-            return
-        _mark_seen(self)
+            self._merged = None
+        self._version_seen = version_of(self)
 
     def take_snapshot(self) -> None:
         """Notice, element by element, what is about to be written."""
@@ -379,9 +387,13 @@ def _mark_seen(*parameters: SplitParameter) -> None:
         parameter._version_seen = version_of(parameter)
         parameter._merged = None
         if parameter._snapshot is not None:
-            working = DATA.__get__(parameter)
-            # While somebody has an alias, the memory may change without a version; `working` is one, too.
-            parameter._snapshot = working.clone() if is_shared(working, owners=2) else None
+            _renew_snapshot(parameter)
+
+
+def _renew_snapshot(parameter: SplitParameter) -> None:
+    working = DATA.__get__(parameter)
+    # While somebody has an alias, the memory may change without a version; `working` is one, too.
+    parameter._snapshot = working.clone() if is_shared(working, owners=2) else None
 
 
 @torch.no_grad()
