@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hf_mp.casting.cpu import attention
+from hf_mp.casting.cpu import attention, upcast
 from hf_mp.casting.cpu.attention import ATTENTION, attend, has_few_scores, has_flash, read_attention
 from hf_mp.casting.cpu.products import OWN_ELEMENTS, PRODUCTS, Product, multiply, read_product
 from hf_mp.casting.cpu.upcast import are_small, run_through_fp32
@@ -30,8 +31,11 @@ def through_fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any,
     if not is_small and (product := read_product(name, func, args, kwargs)) is not None:
         return _multiply(mode, product, native=False)
     args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
-    if not is_small and func in ATTENTION and (found := read_attention(args, kwargs)) is not None:
-        return attend(found)
+    if func in ATTENTION and (found := read_attention(args, kwargs)) is not None:
+        # Of few operands there may be many scores, which torch would keep.
+        scores = math.prod(found.query.shape[:-1]) * found.key.shape[-2]
+        if not is_small or scores > upcast.SMALL_ELEMENTS:
+            return attend(found)
     return run_through_fp32(func, args, kwargs, mode.dtype)
 
 
