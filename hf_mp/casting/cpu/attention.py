@@ -56,9 +56,9 @@ def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Attention 
         return None  # not a valid call: torch's own error is the better one
 
 
-def has_few_scores(query: Tensor, key: Tensor) -> bool:
-    """Whether torch's attention, where the CPU multiplies in 16 bits, keeps too few scores to be done without."""
-    return math.prod(query.shape[:-1]) * math.prod(key.shape[-2:-1]) < OWN_SCORES
+def scores_of(query: Tensor, key: Tensor) -> int:
+    """How many scores torch's attention with dropout keeps."""
+    return math.prod(query.shape[:-1]) * math.prod(key.shape[-2:-1])
 
 
 def has_flash(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_mp.casting.cpu import attention, upcast
-from hf_mp.casting.cpu.attention import ATTENTION, attend, has_few_scores, has_flash, read_attention
+from hf_mp.casting.cpu.attention import ATTENTION, attend, has_flash, read_attention, scores_of
 from hf_mp.casting.cpu.products import OWN_ELEMENTS, PRODUCTS, Product, multiply, read_product
 from hf_mp.casting.cpu.upcast import are_small, run_through_fp32
 from hf_mp.casting.handlers import Plan, cast_all, lower_precision
@@ -31,11 +30,10 @@ def through_fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any,
     if not is_small and (product := read_product(name, func, args, kwargs)) is not None:
         return _multiply(mode, product, native=False)
     args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
-    if func in ATTENTION and (found := read_attention(args, kwargs)) is not None:
-        # Of few operands there may be many scores, which torch would keep.
-        scores = math.prod(found.query.shape[:-1]) * found.key.shape[-2]
-        if not is_small or scores > upcast.SMALL_ELEMENTS:
-            return attend(found)
+    found = read_attention(args, kwargs) if func in ATTENTION else None
+    # Of few operands there may be many scores, which torch would keep.
+    if found is not None and (not is_small or scores_of(found.query, found.key) > upcast.SMALL_ELEMENTS):
+        return attend(found)
     return run_through_fp32(func, args, kwargs, mode.dtype)
 
 
@@ -54,10 +52,11 @@ def large_product(mode: autocast, name: str, func: Callable[..., Any], args: Any
 def native_attention(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make an attention on a CPU that multiplies in 16 bits: in the way that takes less time or memory."""
     args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
+    few = attention.OWN_SCORES
     # With dropout there is no flash kernel, and few scores are torch's: asked first, because reading a call costs more.
-    if len(args) > 4 and args[4] and type(args[0]) is type(args[1]) is Tensor and has_few_scores(*args[:2]):
+    if len(args) > 4 and args[4] and type(args[0]) is type(args[1]) is Tensor and scores_of(*args[:2]) < few:
         return func(*args, **kwargs)
-    if (found := read_attention(args, kwargs)) is not None and not has_few_scores(found.query, found.key):
+    if (found := read_attention(args, kwargs)) is not None and scores_of(found.query, found.key) >= few:
         return attend(found)
     is_torchs = must_be_plain() or (attention.HAS_AMX and mode.dtype is torch.bfloat16)
     if is_torchs or not has_flash(*args, **kwargs):
