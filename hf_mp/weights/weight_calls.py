@@ -29,7 +29,9 @@ def _read_or_set_data(region: Region, name: str, func: Callable[..., Any], args:
 
 def _read_dtype(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     weights = None if is_dynamo_compiling() else region.thread.weights
-    return func(*args) if weights is None else weights.dtype_of(args[0])
+    if weights is not None and weights.is_learning:
+        weights.note_read_of_dtype(args[0])
+    return func(*args)
 
 
 def _take_gradients(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

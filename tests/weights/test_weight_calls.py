@@ -178,13 +178,15 @@ def test_a_weight_whose_dtype_a_forward_reads_is_the_same_from_the_first_forward
     assert dtypes == [torch.float32] * 3
 
 
-def test_a_convolution_tells_its_own_dtype_and_nobody_watches() -> None:
-    dtypes: list[torch.dtype] = []
+@pytest.mark.parametrize("shape", [(3, 8), (3, 8, 1)])
+def test_a_weight_of_products_tells_the_dtype_that_they_take_and_nobody_watches(shape: tuple[int, ...]) -> None:
+    x, dtypes = torch.randn(shape), list[torch.dtype]()
     model = attached(
-        lambda m, x: (dtypes.append(m.conv.weight.dtype), m.conv(x[..., None]))[1], conv=nn.Conv1d(8, 8, 1)
+        lambda m, x: (dtypes.append(m.layer.weight.dtype), m.layer(x.to(m.layer.weight.dtype)))[1],
+        layer=linear() if len(shape) == 2 else nn.Conv1d(8, 8, 1),
     )
     for _ in range(3):
-        model(X).sum().backward()
+        model(x).sum().backward()
     assert dtypes == [torch.bfloat16] * 3 and not any(model.forward.runtime.region.uses.is_watched.values())
 
 
