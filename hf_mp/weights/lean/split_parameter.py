@@ -131,8 +131,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         if self._kept is None and _GRAD.__get__(self) is None:
             self._kept = gradient, factor
             return True
-        with torch.no_grad():
-            total = _add_unscaled(self.grad, gradient, factor, like=self)  # type: ignore[arg-type]
+        total = _add_unscaled(self.grad, gradient, factor, like=self)  # type: ignore[arg-type]
         # DDP fills .grad from its buckets in 16 bits, so an FP32 sum there would be refused.
         self.grad = None if beside_grad else total
         self._kept = (total, None) if beside_grad else None
