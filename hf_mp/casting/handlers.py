@@ -37,12 +37,13 @@ Plan = dict[Callable[..., Any], PlannedCall]
 
 
 def _call_in(
-    dtype: torch.dtype, mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    dtype: torch.dtype | None, mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    """Make a call with its eligible tensors in ``dtype``; nearly all calls of a model have nothing to cast."""
+    """Make a call with its eligible tensors in ``dtype``, or the mode's; nearly all calls have nothing to cast."""
     # What is written into `out` has the caller's dtype, as under torch.autocast.
     if kwargs and kwargs.get("out") is not None:
         return as_given(mode, name, func, args, kwargs)
+    dtype = mode.dtype if dtype is None else dtype
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
         if value.dtype is not dtype if kind in _TENSORS else kind not in _WITHOUT_TENSORS and not is_shape(value):
@@ -67,12 +68,8 @@ _TENSORS = frozenset({Tensor, nn.Parameter})  # by class: to ask isinstance() of
 _WITHOUT_TENSORS = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype})
 
 
-def lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make a call of the lower-precision table."""
-    return _call_in(mode.dtype, mode, name, func, args, kwargs)
-
-
-fp32 = functools.partial(_call_in, torch.float32)  # the handler of the FP32 table
+lower_precision = functools.partial(_call_in, None)  # the handler of the lower-precision table
+fp32 = functools.partial(_call_in, torch.float32)  # of the FP32 table
 
 
 def _fp32_output(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -66,7 +66,7 @@ def has_flash(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: A
     heads = (query, key, value)
     if query.device.type != "cpu" or not all(map(has_rows, heads)):
         return False
-    if is_fake(query):  # of which torch chooses no kernel
+    if type(query) is not Tensor and is_fake(query):  # of which torch chooses no kernel
         return value.shape == key.shape and all(tensor.stride(-1) == 1 for tensor in heads)
     # The question that torch's own attention asks; public are only switches that forbid a kernel.
     return bool(torch._fused_sdp_choice(*heads, *args, **kwargs) == _FLASH_CHOICE)
