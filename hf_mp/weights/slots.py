@@ -79,7 +79,7 @@ class Slots:
         self.is_scaled = has_grad and is_scaled
         # Whether a mode has to see the calls.
         self.is_watched = self.is_learning or uses.is_watched[kind]
-        # Whether this forward reads `.data` of a weight, or uses what came from outside.
+        # Whether this forward reads `.dtype` or `.data` of a weight, or uses what came from outside.
         self.must_be_watched = False
         self._inside: dict[int, _Inside] = {}  # by the identity of what is outside, and of what is inside
         self._carriers: set[int] = set()  # leaves that carry gradients from one piece of the model to another
@@ -193,13 +193,22 @@ class Slots:
         uses.append(by_product)
         return all(uses)
 
-    def note_read_of_dtype(self, tensor: Tensor) -> None:
-        """Have a weight that is FP32 in the first forward stay so: the next one, told 16 bits, may compute otherwise.
+    def dtype_of(self, tensor: Tensor, *, is_watched: bool) -> torch.dtype:
+        """The dtype that a forward is told of ``tensor``: of a working copy that of its parameter, as autocast casts.
 
-        What holds a working copy says 16 bits, as after ``model.half()``: products take what is cast to it.
+        But of stacked experts, whose products are in no table, and of convolutions their own. A weight that is FP32 in
+        the first forward stays so where its dtype is read: the next one would compute otherwise. ``is_watched``:
+        whether the next one has to be told as well.
         """
-        if (inside := self._inside.get(id(tensor))) is not None and tensor is not inside.rounded:
+        if (inside := self._inside.get(id(tensor))) is None:
+            return tensor.dtype
+        if tensor is not inside.rounded:
             self._note(inside, tensor, by_product=False)
+        elif tensor.dim() > 2:  # as nobody tells it, in the forwards to come
+            return tensor.dtype
+        elif is_watched:
+            self.must_be_watched = True
+        return inside.outside.dtype
 
     def learn(self) -> None:
         """The forward has ended: take in what it did with the weights, if it is the first of its kind."""

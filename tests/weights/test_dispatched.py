@@ -187,10 +187,12 @@ def test_what_a_forward_leaves_switched_on_stays_on() -> None:
         torch.set_autocast_enabled("cpu", False)
 
 
-def test_a_late_write_in_place_is_refused() -> None:
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_a_late_write_in_place_is_refused(is_watched: bool) -> None:
     def use(model: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
             model.write(model.layer.weight)
+        assert not is_watched or model.layer.weight.dtype is torch.float32
         return model.layer(x)
 
     model = attached(use, write=lambda weight: None)

@@ -7,11 +7,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 from tiny import Using, gradients_of, linear, same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from hf_mp.step.mixed_precision import MixedPrecision
 
@@ -178,16 +180,48 @@ def test_a_weight_whose_dtype_a_forward_reads_is_the_same_from_the_first_forward
     assert dtypes == [torch.float32] * 3
 
 
-@pytest.mark.parametrize("shape", [(3, 8), (3, 8, 1)])
-def test_a_weight_of_products_tells_the_dtype_that_they_take_and_nobody_watches(shape: tuple[int, ...]) -> None:
-    x, dtypes = torch.randn(shape), list[torch.dtype]()
+def test_a_convolution_tells_its_own_dtype_and_nobody_watches() -> None:
+    dtypes: list[torch.dtype] = []
     model = attached(
-        lambda m, x: (dtypes.append(m.layer.weight.dtype), m.layer(x.to(m.layer.weight.dtype)))[1],
-        layer=linear() if len(shape) == 2 else nn.Conv1d(8, 8, 1),
+        lambda m, x: (dtypes.append(m.conv.weight.dtype), m.conv(x[..., None]))[1], conv=nn.Conv1d(8, 8, 1)
     )
     for _ in range(3):
-        model(x).sum().backward()
+        model(X).sum().backward()
     assert dtypes == [torch.bfloat16] * 3 and not any(model.forward.runtime.region.uses.is_watched.values())
+
+
+@both
+@pytest.mark.parametrize("kind", ["T5", "Mamba"])
+def test_a_model_of_transformers_reads_the_dtype_to_cast_for_a_product_and_nobody_watches(
+    kind: str, precision: str
+) -> None:
+    ids = torch.arange(3, 19).reshape(2, 8)
+    tokens = {"vocab_size": 32, "pad_token_id": 0, "eos_token_id": 1}
+    model: Any = {
+        "T5": lambda: T5ForConditionalGeneration(
+            T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0, **tokens)
+        ),
+        "Mamba": lambda: MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, state_size=4, **tokens)),
+    }[kind]()
+    MixedPrecision(precision).attach(model)
+    model.eval()
+    found = [gradients_of(model, lambda: model(input_ids=ids, labels=ids).loss) for _ in range(2)]
+    assert same(*found)  # of the forward that teaches, which is told FP32, and of one that is told 16 bits
+    assert not any(model.forward.runtime.region.uses.is_watched.values())
+
+
+@both
+def test_dora_takes_the_norm_of_its_weight_in_fp32(precision: str) -> None:
+    norms: list[Tensor] = []
+    config = peft.LoraConfig(target_modules=["layer"], use_dora=True, r=2)
+    model: Any = peft.get_peft_model(Using(lambda m, x: m.layer(x), layer=linear()), config)
+    dora = model.base_model.model.layer.lora_magnitude_vector["default"]
+    norm_of = dora.get_weight_norm
+    dora.get_weight_norm = lambda *args, **kwargs: (norms.append(norm_of(*args, **kwargs)), norms[-1])[1]
+    MixedPrecision(precision).attach(model)
+    for _ in range(2):
+        model(X)
+    assert len(norms) == 2 and all(torch.equal(norm, dora.weight) for norm in norms)
 
 
 def test_a_part_that_accelerate_offloads_runs() -> None:
