@@ -118,6 +118,8 @@ def as_given(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwa
 
 AS_GIVEN = PlannedCall(CastRule.UNLISTED, "", as_given)  # of calls that no table speaks of
 
+WHOLE_CALLS = frozenset({as_given, fp32, _fp32_output})  # handlers that make one call, which nobody else has to see
+
 _HANDLERS: dict[CastRule, Callable[..., Any]] = {
     CastRule.COMPOSITE: _open,
     CastRule.UNLISTED: as_given,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.exact_sums import exact_plan
 from hf_mp.casting.explain import Explanation, Recorder
-from hf_mp.casting.handlers import AS_GIVEN, CASTABLE, PlannedCall, is_shape
+from hf_mp.casting.handlers import AS_GIVEN, CASTABLE, WHOLE_CALLS, PlannedCall, is_shape
 from hf_mp.casting.module_rules import InForce, put_on, ruled
 from hf_mp.casting.nested import map_tensors
 from hf_mp.casting.plans import plan_for, with_rules
@@ -31,6 +32,10 @@ ALLOWED_DTYPES = (*LOWER_PRECISION_DTYPES, torch.float32)
 
 # Held by all autocasts that are active. Constants: to look an enum member up costs as much as a small op.
 ALWAYS_HELD = (CastRule.COMPOSITE, CastRule.UNLISTED)
+# Functions that ask in Python which mode takes them: where they call one op of the tables, and where none.
+_ASKING = {getattr(F, name): getattr(torch, name) for name in ("layer_norm", "group_norm", "rms_norm")}
+_ASKING[F.cross_entropy] = torch._C._nn.cross_entropy_loss
+_LEAVES = dict.fromkeys((F.dropout, F.embedding, F.silu, F.relu), AS_GIVEN)
 
 
 class autocast(TorchFunctionMode, contextlib.ContextDecorator):
@@ -66,6 +71,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     has_op_rules = False
     sums_in_fp64 = False
     puts_on_patches = True  # where nothing else keeps them on
+    plain_types: ClassVar[frozenset[type]] = frozenset({type(None), Tensor, nn.Parameter})  # that decide nothing
 
     def __init__(
         self,
@@ -160,6 +166,28 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     def ruled(self, module: nn.Module | None, forward: Callable[..., Any]) -> Callable[..., Any]:
         """``forward`` of a module that was called before this autocast was entered, to run under the module's rules."""
         return forward if module is None or not self._rules_in_force else ruled(module, forward, self._rules_in_force)
+
+    def shortcut(self, func: Callable[..., Any], tensors: Sequence[Any]) -> PlannedCall | None:
+        """How to make, with all modes off, the call of a function that asks in Python who takes ``tensors``.
+
+        None to be asked: for functions whose calls inside a mode has to see.
+        """
+        entry = self._plan.get(_ASKING.get(func, func)) or _LEAVES.get(func)
+        if entry is None or entry.handler not in WHOLE_CALLS or self.observer is not None or not self.is_alone:
+            return None
+        if not self.plain_types.issuperset(map(type, tensors)) or self.must_see():
+            return None
+        return entry
+
+    def must_see(self) -> bool:
+        """Whether no call may pass by this autocast."""
+        return False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other torch function mode sees the calls that come here."""
+        # torch.overrides has no question for it that makes no list of the modes.
+        return torch._C._len_torch_function_stack() == 1 and torch._C._get_function_stack_at(0) is self
 
     def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, which runs in this autocast now, to run in it again where gradient checkpointing recomputes."""

@@ -205,13 +205,18 @@ def _hash_by_identity(original: Any, self: Any, *tx: Any) -> Any:
     return original(self, *tx) if self.source or not tx else (hash(self.fn), False)
 
 
-# torch 2.11 to 2.15 ask a mode about l1_loss with all arguments but its weights.
+# torch 2.11 to 2.15 ask a mode about l1_loss with all arguments but its weights. And they ask by taking the mode off
+# and on again in Python: what needs no answer is called at once.
 
 
 def _keep_weights_of_l1_loss(original: Any) -> Any:
     @functools.wraps(original)
     @uncompiled  # the compiler, where it skips a frame, would take it for code to compile
     def handle_torch_function(api: Callable[..., Any], relevant: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        mode = active_autocast()
+        if mode is not None and (entry := mode.shortcut(api, relevant)) is not None:
+            with torch._C.DisableTorchFunction():
+                return entry.handler(mode, entry.name, api, args, kwargs)
         if api is torch.nn.functional.l1_loss and relevant[2] is not None:
             kwargs["weight"] = relevant[2]
         return original(api, relevant, *args, **kwargs)

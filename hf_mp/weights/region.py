@@ -31,6 +31,7 @@ from hf_mp.weights.product_uses import ProductUses
 from hf_mp.weights.region_losses import planned_losses
 from hf_mp.weights.slots import UNASKED, Slots
 from hf_mp.weights.weight_calls import CALLS_OF_WEIGHTS
+from hf_mp.weights.working_copies import WatchedParameter
 
 
 class _Thread(threading.local):
@@ -49,6 +50,7 @@ class Region(autocast):
     """Autocast in an attached forward: lets no gradient out but through a border."""
 
     puts_on_patches = False  # the attached model keeps them on
+    plain_types = autocast.plain_types | {WatchedParameter}
 
     def __init__(self, layout: WeightLayout, model: nn.Module | None, **settings: Any) -> None:
         super().__init__(layout.policy.compute, model=model, **settings)
@@ -133,8 +135,7 @@ class Region(autocast):
 
     @property
     def sees_calls(self) -> bool:
-        thread = self.thread
-        return not thread.is_dispatched or (thread.weights is not None and thread.weights.is_watched)
+        return not self.thread.is_dispatched or self.must_see()
 
     def planned(self, func: Callable[..., Any]) -> PlannedCall:
         entry = self._plan.get(func, AS_GIVEN)
@@ -203,6 +204,10 @@ class Region(autocast):
     def in_island(self, entry: PlannedCall) -> PlannedCall:
         # Compiled code teaches nothing: a 16-bit weight may be met there by an FP32 activation.
         return _IN_ISLAND if entry.rule is CastRule.LOWER_PRECISION else AS_GIVEN
+
+    def must_see(self) -> bool:
+        weights = self.thread.weights
+        return weights is not None and weights.is_watched
 
 
 _IN_ISLAND = PlannedCall(CastRule.WIDEST, "", widened)
