@@ -15,11 +15,12 @@ def warn_caller(message: str) -> None:
     In a thread without such a line, as autograd has them, at its outermost one.
     """
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _module_of(frame).partition(".")[0] in _LIBRARIES:
+    while frame.f_back is not None and module_of_frame(frame).partition(".")[0] in _LIBRARIES:
         frame = frame.f_back
-        level += not _module_of(frame).startswith("importlib._bootstrap")  # which warnings itself does not count
+        level += not module_of_frame(frame).startswith("importlib._bootstrap")  # which warnings itself does not count
     warnings.warn(message, stacklevel=level)
 
 
-def _module_of(frame: types.FrameType) -> str:
+def module_of_frame(frame: types.FrameType) -> str:
+    """The name of the module whose code a frame runs; empty where it has none."""
     return frame.f_globals.get("__name__") or ""

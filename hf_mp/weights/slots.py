@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_mp._warnings import module_of_frame
 from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.scaling.borders import Crossings, inward_borders, leads_inside, seal
 from hf_mp.weights.layout import WeightLayout
@@ -193,12 +195,11 @@ class Slots:
         uses.append(by_product)
         return all(uses)
 
-    def dtype_of(self, tensor: Tensor, *, is_watched: bool) -> torch.dtype:
+    def dtype_of(self, tensor: Tensor) -> torch.dtype:
         """The dtype that a forward is told of ``tensor``: of a working copy that of its parameter, as autocast casts.
 
         But of stacked experts, whose products are in no table, and of convolutions their own. A weight that is FP32 in
-        the first forward stays so where its dtype is read: the next one would compute otherwise. ``is_watched``:
-        whether the next one has to be told as well.
+        the first forward stays so where its dtype is read: the next one would compute otherwise.
         """
         if (inside := self._inside.get(id(tensor))) is None:
             return tensor.dtype
@@ -206,7 +207,7 @@ class Slots:
             self._note(inside, tensor, by_product=False)
         elif tensor.dim() > 2:  # as nobody tells it, in the forwards to come
             return tensor.dtype
-        elif is_watched:
+        elif not _is_for_a_product():
             self.must_be_watched = True
         return inside.outside.dtype
 
@@ -293,6 +294,14 @@ class Slots:
             yield
         finally:
             self.first_node, self._carriers = first, set()
+
+
+def _is_for_a_product() -> bool:
+    """Whether a model of Transformers reads a dtype: to cast a product's input, which autocast does otherwise."""
+    frame = sys._getframe()
+    while frame.f_back is not None and module_of_frame(frame).startswith(("hf_mp.", "torch.")):
+        frame = frame.f_back
+    return module_of_frame(frame).startswith("transformers.models.")
 
 
 def _groups(pairs: _Pairs, elements: int | None) -> Iterator[_Pairs]:

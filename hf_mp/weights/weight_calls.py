@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +29,7 @@ def _read_or_set_data(region: Region, name: str, func: Callable[..., Any], args:
 
 def _read_dtype(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     weights = None if is_dynamo_compiling() else region.thread.weights
-    return func(*args) if weights is None else weights.dtype_of(args[0], is_watched=not _is_for_a_product())
-
-
-def _is_for_a_product() -> bool:
-    """Whether a model of Transformers reads a dtype: to cast a product's input, which autocast does otherwise."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("hf_mp.", "torch.")):
-        frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__", "").startswith("transformers.models.")
+    return func(*args) if weights is None else weights.dtype_of(args[0])
 
 
 def _take_gradients(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
