@@ -154,8 +154,9 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         # One object may be entered twice: its casts and rules end with the outermost.
         if self not in state.active:
             self._casts.clear()
-            for handle in (handle for rule in self._rules_in_force for handle in rule.handles):
-                handle.remove()
+            for rule in self._rules_in_force:
+                for handle in rule.handles:
+                    handle.remove()
             self._rules_in_force = []
 
     @property
@@ -279,16 +280,17 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         """Cast the eligible tensors (floating, not FP64) in one argument of an op."""
-        if isinstance(value, Tensor):
-            found = value.dtype
-            return value if found is dtype or found not in CASTABLE else self.convert(value, dtype)
-        return value if is_shape(value) else map_tensors(lambda tensor: self.cast(tensor, dtype), value)
+        if not isinstance(value, Tensor):
+            return value if is_shape(value) else map_tensors(lambda tensor: self.cast(tensor, dtype), value)
+        found = value.dtype
+        if found is dtype or found not in CASTABLE:
+            return value
+        is_weight = value.requires_grad and value.is_leaf and self.cache_enabled
+        # One graph casts a weight once by itself.
+        return self._cast_once(value, dtype) if is_weight and not torch.compiler.is_compiling() else value.to(dtype)
 
-    def convert(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """``tensor`` in another floating dtype; trained weights are cast once while this autocast lasts, as torch's."""
-        cached = self.cache_enabled and tensor.requires_grad and tensor.is_leaf
-        if not cached or torch.compiler.is_compiling():
-            return tensor.to(dtype)  # one graph casts a weight once by itself
+    def _cast_once(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """A trained weight in another floating dtype, cast once while this autocast lasts, as torch's."""
         # A cast made without grad must not serve a forward with grad, nor one of an older value serve a newer.
         key, version = (id(tensor), dtype, torch.is_grad_enabled()), version_of(tensor)
         kept = self._casts.get(key)

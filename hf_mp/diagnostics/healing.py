@@ -65,7 +65,7 @@ class Healer(StepObserver):
             if not self._heal():
                 break
             self._run_again(optimizer)
-            report = runtime.report(runtime.verdict(optimizer))
+            report = runtime.check.report(runtime.verdict(optimizer))
             if not report.overflow:
                 return report
         runtime.scaler.state = state  # the step is skipped as any other

@@ -240,8 +240,8 @@ def seal(nodes: Iterable[Any], crossings: Crossings, first: int, made_earlier: C
     """
     todo, found = list(nodes), False
     seen, outside = set(todo), set[Any]()
-    while todo:
-        node, leaving = todo.pop(), []
+    for node in todo:  # which grows
+        leaving = []
         for place, (to, _) in enumerate(node.next_functions):
             if to is None or to in seen or type(to) is _INWARD:
                 continue
@@ -253,7 +253,7 @@ def seal(nodes: Iterable[Any], crossings: Crossings, first: int, made_earlier: C
                 todo.append(to)
             else:
                 leaving.append(place)
-        if places := [place for place in leaving if place not in getattr(node, "border_at", ())]:
+        if leaving and (places := [place for place in leaving if place not in getattr(node, "border_at", ())]):
             node.register_hook(_Edges(node, places, crossings))
             found = True
     return found

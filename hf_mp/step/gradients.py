@@ -232,8 +232,10 @@ class GradientCheck:
         numbers = largest[None] if measured is None else torch.stack([largest, measured.to(largest.device)])
         return Verdict(parameters, gradients, numbers)
 
-    def report(self, verdict: Verdict) -> StepReport:
+    def report(self, verdict: Verdict | StepReport) -> StepReport:
         """What all processes that train the parameters make of their verdicts: a collective call on several."""
+        if isinstance(verdict, StepReport):
+            return verdict
         overflow, largest = verdict.read()
         if is_repaired := largest is not None and not overflow and not math.isfinite(largest):
             self.warn_once(

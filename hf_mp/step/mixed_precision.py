@@ -335,10 +335,6 @@ class MixedPrecision:
             self.check.clip(parameters, max_norm, norm)
         return norm
 
-    def report(self, verdict: Verdict | StepReport) -> StepReport:
-        """Read a verdict; the report is the same on all processes that train the parameters."""
-        return verdict if isinstance(verdict, StepReport) else self.check.report(verdict)
-
     def finish_step(self, report: StepReport, *, was_skipped: bool) -> None:
         """Take in that a step was applied or skipped; sets the next loss scale."""
         self.check.forget()

@@ -122,7 +122,7 @@ class StepGuard:
     ) -> None:
         optimizer = self.optimizer
         with labelled("read of the verdict"):
-            reports = [runtime.report(verdict) for runtime, verdict in zip(runtimes, verdicts, strict=True)]
+            reports = [runtime.check.report(verdict) for runtime, verdict in zip(runtimes, verdicts, strict=True)]
         if len(runtimes) == 1 and reports[0].overflow:  # an observer may run the forwards of one model again
             for observer in runtimes[0].observers:
                 if (again := observer.overflowed(optimizer)) is not None:

@@ -106,17 +106,14 @@ class Region(autocast):
         has_rules = self.has_op_rules or self._ruled_modules or self.sums_in_fp64
         # FSDP and tensor parallelism, which keep no copies, fill slots while the forward runs.
         is_plain = self.layout.keeps_copies and not has_rules and not self._has_scripts
-        return is_plain and self.observer is None and self._dispatches()
+        self._meets_compiler = self._meets_compiler or compiled_frames() > 0
+        return is_plain and self.observer is None and not self._meets_compiler and self._has_kernels
 
     @functools.cached_property
     def _has_scripts(self) -> bool:
         """Whether a part of the model is TorchScript, whose own formulas for gradients know of no casts."""
         modules = () if (model := self._model()) is None else model.modules()
         return any(isinstance(module, torch.jit.ScriptModule) for module in modules)
-
-    def _dispatches(self) -> bool:
-        self._meets_compiler = self._meets_compiler or compiled_frames() > 0
-        return not self._meets_compiler and self._has_kernels
 
     @functools.cached_property
     def _has_kernels(self) -> bool:

@@ -98,7 +98,7 @@ def test_training_and_reading_are_those_of_the_mode(kind: str, precision: str, m
     monkeypatch.setattr("hf_mp.weights.region.dispatched", lambda region: entered.append(region) or enter(region))
     found = train(*MODELS[kind], precision)
     assert len(entered) == 5
-    monkeypatch.setattr(Region, "_dispatches", lambda self: False)
+    monkeypatch.setattr(Region, "_may_be_dispatched", lambda self: False)
     assert same(found, train(*MODELS[kind], precision))
 
 
@@ -147,7 +147,7 @@ def test_an_op_is_computed_as_by_the_mode(op: str, monkeypatch: pytest.MonkeyPat
 
     model = attached(use)
     results = [model(X), model(X)]
-    monkeypatch.setattr(Region, "_dispatches", lambda self: False)
+    monkeypatch.setattr(Region, "_may_be_dispatched", lambda self: False)
     assert torch.equal(results[0], results[1]) and torch.equal(results[1], model(X))
     assert len(set(seen)) == 1
 
