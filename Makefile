@@ -8,6 +8,9 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# uv compiles nothing: the first process that imports a package leaves it compiled, or each of a hundred processes of the
+# tests takes half a minute for it.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help finetune loops memory docs test test-versions test-gpu-shapes exhaustive outside faults release tables lint clean

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import hf_mp
 
 ROOT = Path(hf_mp.__file__).parent
@@ -51,27 +53,29 @@ def imports_of(tree: ast.AST) -> Iterator[str]:
         yield from imports_of(node)
 
 
-MODULES = {name_of(path): set(imports_of(ast.parse(path.read_text()))) for path in ROOT.rglob("*.py")}
+@pytest.fixture(scope="module")
+def modules() -> dict[str, set[str]]:
+    return {name_of(path): set(imports_of(ast.parse(path.read_text()))) for path in ROOT.rglob("*.py")}
 
 
 def part_of(module: str) -> str:
     return module.split(".")[1]
 
 
-def test_every_import_points_down() -> None:
-    for module, imported in MODULES.items():
+def test_every_import_points_down(modules: dict[str, set[str]]) -> None:
+    for module, imported in modules.items():
         parts = {part_of(name) for name in imported if name.startswith("hf_mp.")}
         assert parts <= ALLOWED[part_of(module)] | {part_of(module)}, module
         assert "hf_mp" not in imported, f"{module} imports the package that imports it"
 
 
-def test_no_two_modules_import_each_other() -> None:
-    known = {module: {name for name in imported if name in MODULES} - {module} for module, imported in MODULES.items()}
+def test_no_two_modules_import_each_other(modules: dict[str, set[str]]) -> None:
+    known = {module: {name for name in imported if name in modules} - {module} for module, imported in modules.items()}
     TopologicalSorter(known).prepare()
 
 
-def test_the_step_needs_torch_alone() -> None:
-    for module, imported in MODULES.items():
+def test_the_step_needs_torch_alone(modules: dict[str, set[str]]) -> None:
+    for module, imported in modules.items():
         if part_of(module) not in MAY_IMPORT_TRANSFORMERS:
             assert not any(name.split(".")[0] in ("transformers", "accelerate") for name in imported), module
 
