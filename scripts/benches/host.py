@@ -1,6 +1,7 @@
 """What a step costs the host: GPT-2 of 12 layers so narrow that its kernels take next to no time.
 
     python scripts/bench.py host                     # FP32, torch.autocast with GradScaler, hf_mp, in turns
+    python scripts/bench.py host --width 16 --tokens 4 --with-products --name bench_host_narrow    # on any CPU
 
 Times are ratios to torch.autocast with GradScaler in the same run. It also counts, for one step: Python
 calls, autograd nodes written in Python, kernels, and reads of a device value, which do not depend on the machine.
@@ -23,6 +24,7 @@ from _benchmarks import Workload
 from _contenders import BARE, LOSS_SCALED, PARTS, BareMode, Parts, Step
 from _contenders import make_step as make_loop
 from _results import rows_of
+from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
 from hf_mp.policy import mixed_presets
 
 PEER = "torch.autocast bf16, GradScaler"
@@ -119,9 +121,15 @@ def measure(
     width: int = 64,
     tokens: int = 16,
     rounds: Annotated[int, typer.Option(help="timed steps of each contender")] = 200,
+    with_products: Annotated[bool, typer.Option(help="take this CPU for one that multiplies in both dtypes")] = False,
 ) -> dict[str, Any]:
-    """Time the parts of a step on one thread, and count: medians, spreads and ratios to torch.autocast."""
+    """Time the parts of a step on one thread, and count: medians, spreads and ratios to torch.autocast.
+
+    ``with_products`` is for a CPU that has no 16-bit products, and a model so narrow that these take it no time either.
+    """
     torch.set_num_threads(1)
+    if with_products:
+        CPU_PRODUCTS.update(dict.fromkeys(CPU_PRODUCTS, True))
     moments: dict[str, Parts] = {contender: [] for contender in CONTENDERS}
     steps = {c: make_step(c, layers, width, tokens, parts=moments[c]) for c in CONTENDERS}
     for _ in range(5 + rounds):
