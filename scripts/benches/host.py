@@ -13,6 +13,7 @@ import gc
 import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import torch
 import typer
@@ -127,9 +128,12 @@ def measure(
 
     ``with_products`` is for a CPU that has no 16-bit products, and a model so narrow that these take it no time either.
     """
+    with patch.dict(CPU_PRODUCTS, dict.fromkeys(CPU_PRODUCTS, True) if with_products else {}):
+        return _measured(layers, width, tokens, rounds)
+
+
+def _measured(layers: int, width: int, tokens: int, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    if with_products:
-        CPU_PRODUCTS.update(dict.fromkeys(CPU_PRODUCTS, True))
     moments: dict[str, Parts] = {contender: [] for contender in CONTENDERS}
     steps = {c: make_step(c, layers, width, tokens, parts=moments[c]) for c in CONTENDERS}
     for _ in range(5 + rounds):
