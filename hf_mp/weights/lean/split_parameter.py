@@ -176,13 +176,14 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
 
     def reconcile(self) -> None:
         """Let writes from outside win."""
+        version = version_of(self)
         if self._snapshot is not None:
             _keep_where_equal(self.remainder_bits, DATA.__get__(self), self._snapshot)
             _renew_snapshot(self)
-        elif self._version_seen != version_of(self):
+        elif self._version_seen != version:
             self.remainder_bits.zero_()
             self._merged = None
-        self._version_seen = version_of(self)
+        self._version_seen = version
 
     def take_snapshot(self) -> None:
         """Notice, element by element, what is about to be written."""
