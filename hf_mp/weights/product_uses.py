@@ -65,8 +65,8 @@ class ProductUses:
         self._decided: weakref.WeakKeyDictionary[nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
         for module in ruled:
             self._decided[module] = dict.fromkeys(vars(module).get("_parameters", ()), False)
-        # By the kinds of forwards that have ended, whether they read `.dtype` or `.data` of a weight, or use what came
-        # from outside, so that a mode has to watch their calls.
+        # By the kinds of forwards that have ended, whether a mode has to watch their calls: they use what came from
+        # outside, or read `.data` of a weight, or a dtype to cast by it (Slots.dtype_of).
         self.is_watched: dict[Hashable, bool] = {}
 
     def slots(self, model: nn.Module) -> list[Slot]:

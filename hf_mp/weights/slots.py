@@ -58,7 +58,7 @@ class Slots:
         kind: of the forward; the first of each kind shows what its calls do.
     """
 
-    are_filled = False  # with what is inside
+    are_filled = False  # whether the slots hold what is inside: the forward runs
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Slots:
         self.is_scaled = has_grad and is_scaled
         # Whether a mode has to see the calls.
         self.is_watched = self.is_learning or uses.is_watched[kind]
-        # Whether this forward reads `.dtype` or `.data` of a weight, or uses what came from outside.
+        # Whether this forward uses what came from outside, or reads `.data` of a weight, or a dtype to cast by it.
         self.must_be_watched = False
         self._inside: dict[int, _Inside] = {}  # by the identity of what is outside, and of what is inside
         self._carriers: set[int] = set()  # leaves that carry gradients from one piece of the model to another
@@ -296,12 +296,20 @@ class Slots:
             self.first_node, self._carriers = first, set()
 
 
+# Models of Transformers that read the dtype of a weight to cast what its own product takes, and nothing else. Others
+# cast what a norm or a difference takes before (Gemma 4's embedder, Phi-4's audio), which 16 bits would round.
+_ENCODER_DECODERS = ("t5", "mt5", "umt5", "longt5", "switch_transformers", "pix2struct", "udop", "pop2piano")
+_CAST_FOR_PRODUCTS = {
+    f"transformers.models.{name}.modeling_{name}" for name in (*_ENCODER_DECODERS, "mamba", "mamba2", "falcon_mamba")
+}
+
+
 def _is_for_a_product() -> bool:
-    """Whether a model of Transformers reads a dtype: to cast a product's input, which autocast does otherwise."""
+    """Whether the model that reads a dtype casts a product's input by it, as autocast does otherwise."""
     frame = sys._getframe()
     while frame.f_back is not None and module_of_frame(frame).startswith(("hf_mp.", "torch.")):
         frame = frame.f_back
-    return module_of_frame(frame).startswith("transformers.models.")
+    return module_of_frame(frame) in _CAST_FOR_PRODUCTS
 
 
 def _groups(pairs: _Pairs, elements: int | None) -> Iterator[_Pairs]:

@@ -224,6 +224,17 @@ def test_dora_takes_the_norm_of_its_weight_in_fp32(precision: str) -> None:
     assert len(norms) == 2 and all(torch.equal(norm, dora.weight) for norm in norms)
 
 
+@both
+def test_a_model_that_casts_before_a_norm_is_told_fp32_each_time(precision: str) -> None:
+    """As Gemma 4's embedder does, whose family is not among those that cast for a product alone."""
+    name = "transformers.models.gemma4_unified.modeling_gemma4_unified"
+    source = "use = lambda m, x: m.layer(norm((x * 1e5).to(m.layer.weight.dtype), (8,)))"
+    exec(source, namespace := {"__name__": name, "norm": nn.functional.layer_norm})
+    model = attached(namespace["use"], precision)
+    first, *others = [model(X) for _ in range(3)]
+    assert first.isfinite().all() and all(torch.equal(first, one) for one in others)
+
+
 def test_a_part_that_accelerate_offloads_runs() -> None:
     from accelerate import cpu_offload
 
