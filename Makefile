@@ -8,8 +8,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# uv compiles nothing: the first process that imports a package leaves it compiled, or each of a hundred processes of the
-# tests takes half a minute for it.
+# Where it is set, each of a hundred processes of the tests would compile Transformers anew, half a minute each: uv
+# leaves packages uncompiled.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help

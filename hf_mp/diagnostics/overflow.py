@@ -19,7 +19,7 @@ from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.attachable import runtimes_of
-from hf_mp.weights.ranks.placement import get_rank, is_running
+from hf_mp.weights.ranks.placement import get_rank, is_distributed
 
 _Observer = TypeVar("_Observer", bound=StepObserver)
 logger = logging.get_logger(__name__)
@@ -127,7 +127,7 @@ class OverflowExplainer(StepObserver):
 
     def _publish(self, report: OverflowReport) -> None:
         # An inf that came from another process is explained there: all replay at the same time.
-        if is_running() and report.phase == "not found" and not report.notes:
+        if is_distributed() and report.phase == "not found" and not report.notes:
             return
         known = {earlier.culprit for earlier in self.reports}
         self.reports.append(report)

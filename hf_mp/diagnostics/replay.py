@@ -18,7 +18,7 @@ from hf_mp.diagnostics.values import Finiteness, finiteness, ranges_of
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.policy import needs_loss_scale
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.ranks.placement import is_dtensor, is_running, is_sharded
+from hf_mp.weights.ranks.placement import is_distributed, is_dtensor, is_sharded
 
 _NOT_KEPT = (
     "a gradient that came into an output was too large to keep, so this backward could not be replayed; from now on it "
@@ -59,7 +59,7 @@ def replay(runtime: MixedPrecision, backward: KeptBackward, report: OverflowRepo
 
 def _refuse_what_takes_others(model: nn.Module) -> None:
     # A replay happens where a step failed, which the other processes do not know of.
-    if is_running() and any(isinstance(module, SyncBatchNorm) for module in model.modules()):
+    if is_distributed() and any(isinstance(module, SyncBatchNorm) for module in model.modules()):
         raise RuntimeError("SyncBatchNorm communicates with the other processes, which do not replay")
     if is_sharded(model) or any(map(is_dtensor, model.parameters())):
         raise RuntimeError("its weights are sharded, and gathering them needs the other processes")

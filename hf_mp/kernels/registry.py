@@ -39,7 +39,7 @@ def chosen(name: str, tensors: Sequence[Tensor]) -> Any:
     if (asked := os.environ.get(VARIABLE, "auto")) not in SETTINGS:
         raise ValueError(f"{VARIABLE}={asked!r} is not known: use one of {', '.join(SETTINGS)}")
     # The environment is read at each call, so that a test or a user may change it in a running program.
-    if asked == "reference" or torch.compiler.is_compiling() or not any([tensor.numel() for tensor in tensors]):
+    if asked == "reference" or torch.compiler.is_compiling() or not any(map(Tensor.numel, tensors)):
         return None
     device = tensors[0].device
     if asked == "auto":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.active import state as autocasts
@@ -13,9 +12,9 @@ from hf_mp.casting.deferred_output import DeferredOutput, can_be_deferred, may_s
 from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.casting.positions import counting_positions
 from hf_mp.casting.replacements.base import ReplacedForward
-from hf_mp.casting.uncompiled import outside_of_graphs
+from hf_mp.casting.uncompiled import outside_of_graphs, uncompiled
 from hf_mp.scaling.borders import output_border
-from hf_mp.step.labels import labelled
+from hf_mp.step.profiling import profiled
 from hf_mp.weights.lean.outside_reads import as_stored
 from hf_mp.weights.region import Region
 
@@ -43,7 +42,7 @@ class AttachedForward(ReplacedForward):
         # The model was detached or is gone, and a library that has wrapped this forward still calls it.
         if (model := self.runtime.model) is None:
             return self.original(*args, **kwargs)
-        with labelled("forward"):
+        with profiled("forward"):
             with _Passage(self, model, args, kwargs) as passage:
                 outputs = passage.forward(*passage.args, **passage.kwargs)
             return passage.bring_out(outputs)
@@ -55,7 +54,7 @@ class AttachedForward(ReplacedForward):
 class _Passage:
     """One call of an attached forward: what comes in, what goes out, and the region between."""
 
-    @torch.compiler.disable
+    @uncompiled
     def __init__(self, forward: AttachedForward, model: nn.Module, args: Any, kwargs: Any) -> None:
         self._runtime = runtime = forward.runtime
         with as_stored():
@@ -67,33 +66,32 @@ class _Passage:
         if weights is not None and weights.has_borders:
             args, kwargs = apply_to_tensors(weights.bring_in_argument, (args, kwargs))
         self.args, self.kwargs, self._attached = args, kwargs, forward
-        # After the arguments have crossed, so that their aliases count as made in this forward.
         self._inside = runtime.region.running(weights)
 
-    @torch.compiler.disable
+    @uncompiled
     def __enter__(self) -> _Passage:
         self._inside.__enter__()
         self.forward = autocasts.active[-1].ruled(self._attached.module(), self._attached.inside)
         return self
 
-    @torch.compiler.disable
+    @uncompiled
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         self._inside.__exit__(kind, error, traceback)
         if self._weights is not None:
             self._runtime.region.ended(self._weights)
 
-    @torch.compiler.disable
+    @uncompiled
     def bring_out(self, outputs: Any) -> Any:
         """The outputs, each through its border."""
         may_defer = may_stay_unread(outputs)
         crossed: list[Tensor] = []
 
-        def bring_out(output: Tensor) -> Tensor:
+        def cross(output: Tensor) -> Tensor:
             wrap = DeferredOutput if may_defer and can_be_deferred(output) else None
             crossed.append(output_border(output, self._crossings, wrap))
             return crossed[-1]
 
-        outputs = apply_to_tensors(bring_out, outputs, objects=True)
+        outputs = apply_to_tensors(cross, outputs, objects=True)
         if self._weights is not None:
             # Here and not in __exit__(): a forward that raised has not shown all of its calls.
             self._weights.learn()

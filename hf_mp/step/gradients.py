@@ -18,12 +18,12 @@ from hf_mp._warnings import warn_caller
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, largest_magnitude, largest_magnitude_and_norm
 from hf_mp.kernels.identity import is_on_host
 from hf_mp.scaling.rules import StepReport
-from hf_mp.step.labels import labelled
+from hf_mp.step.profiling import profiled
 from hf_mp.weights.fused_adamw import Clipping
 from hf_mp.weights.layout import WeightLayout, largest_true_magnitude
 from hf_mp.weights.lean.outside_reads import as_stored
 from hf_mp.weights.ranks.agreement import Ranks
-from hf_mp.weights.ranks.placement import is_running, local_parts
+from hf_mp.weights.ranks.placement import is_distributed, local_parts
 
 _SKIP_BY_THEMSELVES = ("cuda",)  # devices whose fused optimizers skip on found_inf, so that the host need not wait
 
@@ -40,10 +40,10 @@ class Verdict:
     arrival: Any = None  # the event after which they are on the host; None if they are there, or stay on the device
 
     @property
-    def waits(self) -> bool:
+    def may_stay_on_device(self) -> bool:
         """Whether reading would stall the host though the device can skip the step; several processes have to agree."""
         kind = self.numbers.device.type
-        if kind not in _SKIP_BY_THEMSELVES or is_running():
+        if kind not in _SKIP_BY_THEMSELVES or is_distributed():
             return False
         # torch sends found_inf to parameters of the host as well, and reads it there before it has come.
         return all([gradient.device.type == kind for gradient in self.gradients])
@@ -138,7 +138,7 @@ class GradientCheck:
                 )
             if is_used or not self.gradients(parameters):
                 self.forget()  # what was measured before was used by another optimizer, or thrown away
-        span = labelled("backward")  # a backward that raises ends its span when this object is freed
+        span = profiled("backward")  # a backward that raises ends its span when this object is freed
         span.__enter__()
         # Two callbacks deep: DDP queues its own after this one, and its all-reduce writes .grad until then.
         queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -149,7 +149,7 @@ class GradientCheck:
         self.open_backwards.pop(task, None)
         largest = None
         if self.is_scaled or self.measures_norm:
-            with labelled("gradients"):
+            with profiled("gradients"):
                 largest = self.measure(parameters := self.parameters())
             self._versions = _versions_of(parameters)
         self._on_ended(largest)
@@ -177,7 +177,7 @@ class GradientCheck:
             largest, norm = largest_magnitude_and_norm(gradients)
         else:
             largest = largest_true_magnitude(found)
-        # FSDP and DDP's no_sync leave sums that other ranks have yet to add to.
+        # A loop that reduces gradients itself writes them after its backward, and raises no version counter.
         is_final = self._ranks.gradients_are_final(parameters)
         # A DTensor's version counter knows nothing of writes into its shard, and an inference tensor has none.
         is_known = is_final and all([type(one) is Tensor and not one.is_inference() for one in gradients])

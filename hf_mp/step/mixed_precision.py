@@ -44,7 +44,7 @@ from hf_mp.weights.layout_choice import make_layout, spread_layout
 from hf_mp.weights.model_walk import parameters_in
 from hf_mp.weights.ranks.agreement import Ranks
 from hf_mp.weights.ranks.gathered_slots import GatheredSlots
-from hf_mp.weights.ranks.placement import ALONE, Placement, check_updates, is_running, mesh_groups, placement_of
+from hf_mp.weights.ranks.placement import ALONE, Placement, check_updates, is_distributed, mesh_groups, placement_of
 from hf_mp.weights.region import Region
 from hf_mp.weights.slots import Slots
 from hf_mp.weights.value_clipping import VALUE_PATCHES
@@ -96,7 +96,7 @@ class MixedPrecision:
         check_options(self.policy, free_gradients, on_overflow, max_grad_norm)
         self.scaler = loss_scaler if loss_scaler is not None else scaler_for(self.policy)
         self.layout, self.ranks = layout or make_layout(self.policy), Ranks(self._settings)
-        self.check = GradientCheck(self.backward_ended, self.layout, self.ranks, self._trained_parameters)
+        self.check = GradientCheck(self.backward_ended, self.layout, self.ranks, self._parameters_to_check)
         self._max_grad_norm, self.grad_norm = max_grad_norm, None if max_grad_norm is None else torch.zeros(())
         self.check.measures_norm = max_grad_norm is not None
         self._tables, self.rules, self.remedies = tables, rules or {}, dict[str, str]()
@@ -249,7 +249,7 @@ class MixedPrecision:
 
     def _use_layout_for(self, parameters: Iterable[Tensor], placement: Placement) -> None:
         model, before = self.model, self.layout
-        if is_running() or placement.is_tensor_parallel:  # a mesh may be of one process
+        if is_distributed() or placement.is_tensor_parallel:  # a mesh may be of one process
             parameters = list(parameters)
             self.ranks.compare(mesh_groups(parameters))
             self.layout = spread_layout(before, parameters, placement)
@@ -263,12 +263,12 @@ class MixedPrecision:
         """What must match on all ranks that train one model."""
         return f"precision={self.policy}, loss_scaler={self.scaler.state}"
 
-    def _trained_parameters(self) -> list[nn.Parameter]:
-        return self.layout.trained_parameters(self.model, [guard.optimizer for guard in self._guards])
+    def _parameters_to_check(self) -> list[nn.Parameter]:
+        return self.layout.parameters_to_check(self.model, [guard.optimizer for guard in self._guards])
 
     # Backward: what the borders ask (hf_mp.scaling.borders.Crossings)
     def scale(self, device: torch.device) -> Tensor | None:
-        self.scaler.settle()  # by the last step the next S is set
+        self.scaler.settle()  # the last step sets this S
         return self.scaler.scale_tensors(device).scale if self.check.is_scaled else None
 
     def inverse(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
@@ -340,7 +340,7 @@ class MixedPrecision:
         self.check.forget()
         self._step_was_skipped = was_skipped
         if self.check.is_scaled:
-            self.layout.scale_changes(self.check.parameters)
+            self.layout.before_next_scale(self.check.parameters)
         # Read before record_step() sets the next one.
         used_scale = self.scaler.get_scale()
         for observer in self.observers:

@@ -13,6 +13,6 @@ _NOTHING = nullcontext()
 
 
 @uncompiled  # code that is compiled anew for a profiler would be timed with its compilation
-def labelled(part: str) -> AbstractContextManager[Any]:
+def profiled(part: str) -> AbstractContextManager[Any]:
     """Context of one ``part`` of a step, which a running profiler shows as ``hf_mp: part``."""
     return profiler.record_function(f"hf_mp: {part}") if profiler._is_profiler_enabled else _NOTHING

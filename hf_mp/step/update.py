@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hf_mp.step.gradients import Verdict
-from hf_mp.step.labels import labelled
+from hf_mp.step.profiling import profiled
 from hf_mp.weights.accelerated import tell_accelerate
 from hf_mp.weights.fused_adamw import can_skip, skipping
 
@@ -86,13 +86,13 @@ class StepGuard:
         _check_step(optimizer, runtimes)
         self._told = self._told or tell_accelerate(optimizer)  # it may have been imported since
         loss = None if closure is None else torch.enable_grad()(closure)()
-        with labelled("verdict"):
+        with profiled("verdict"):
             verdicts = [runtime.verdict(optimizer) for runtime in runtimes]
-        verdict, is_alone = verdicts[0], len(runtimes) == 1
-        if is_alone and isinstance(verdict, Verdict) and verdict.waits and can_skip(optimizer, self._replaced_step):
-            self._update_unless(verdict, runtimes[0])
+        alone = verdicts[0] if len(runtimes) == 1 else None
+        if isinstance(alone, Verdict) and alone.may_stay_on_device and can_skip(optimizer, self._replaced_step):
+            self._update_unless(alone, runtimes[0])
         else:
-            self._read_then_update(runtimes, verdicts)
+            self._conclude(runtimes, verdicts)
         return loss
 
     def _update_unless(self, verdict: Verdict, runtime: MixedPrecision) -> None:
@@ -103,7 +103,7 @@ class StepGuard:
         sent = verdict.sent_to_host()
         optimizer = self.optimizer
         self._update([runtime], verdict.found_inf())
-        take_in = functools.partial(self._read_then_update, [runtime], [sent], is_updated=True)
+        take_in = functools.partial(self._conclude, [runtime], [sent], is_updated=True)
         if runtime.observers or runtime.scaler.skips_once_too_often():  # these must hear of an overflow at once
             take_in()
         else:
@@ -117,11 +117,11 @@ class StepGuard:
         if hasattr(optimizer, "free_gradients") and not vars(optimizer).get("step_was_skipped"):
             optimizer.free_gradients()
 
-    def _read_then_update(
+    def _conclude(
         self, runtimes: list[MixedPrecision], verdicts: Sequence[Verdict | StepReport], *, is_updated: bool = False
     ) -> None:
         optimizer = self.optimizer
-        with labelled("read of the verdict"):
+        with profiled("read of the verdict"):
             reports = [runtime.check.report(verdict) for runtime, verdict in zip(runtimes, verdicts, strict=True)]
         if len(runtimes) == 1 and reports[0].overflow:  # an observer may run the forwards of one model again
             for observer in runtimes[0].observers:
@@ -137,7 +137,7 @@ class StepGuard:
     def _update(self, runtimes: list[MixedPrecision], found_inf: Tensor | None) -> None:
         """Write the masters and what follows them, where ``found_inf``, FP32 of shape (), is None or 0."""
         given = self._replaced_step, runtimes[0].check.clipping, found_inf
-        with labelled("update"):
+        with profiled("update"):
             if len(runtimes) == 1 and runtimes[0].layout.step(self.optimizer, *given):
                 return
             checks = [runtime.check for runtime in runtimes if runtime.check.clipping is not None]
@@ -146,7 +146,7 @@ class StepGuard:
             with nullcontext() if found_inf is None else skipping(self.optimizer, found_inf):
                 self._unguarded()
             for runtime in runtimes:
-                runtime.layout.updated(self.optimizer)
+                runtime.layout.after_update(self.optimizer)
 
     def remove(self, runtime: MixedPrecision) -> None:
         """Stop guarding for one model; after the last one, give the optimizer its own ``step`` back."""

@@ -23,7 +23,7 @@ from hf_mp.trainer.save_dtype import extend_save
 from hf_mp.trainer.session import OfSession, TrainerSession
 from hf_mp.trainer.settings import SessionSettings
 from hf_mp.weights.ranks.agreement import compare_settings
-from hf_mp.weights.ranks.placement import has_processes
+from hf_mp.weights.ranks.placement import has_process_group
 
 
 class MixedPrecisionTrainer(OfSession, CrashSafe):
@@ -83,7 +83,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe):
         """As the stock Trainer's; lets go of the model and the optimizer at its end."""
         forget_prepared(self)
         try:
-            if has_processes() and self.args.parallel_mode is ParallelMode.DISTRIBUTED:
+            if has_process_group() and self.args.parallel_mode is ParallelMode.DISTRIBUTED:
                 # Before DDP is made, which broadcasts weights of different dtypes into an abort of gloo.
                 compare_settings(cast(Any, torch.distributed.group.WORLD), f"precision={self.precision_policy}")
             return super().train(*args, **kwargs)

@@ -17,6 +17,7 @@ from hf_mp.kernels.identity import is_on_host, is_ordinary
 from hf_mp.kernels.registry import chosen
 from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor
 from hf_mp.weights.lean.unwrapped_steps import has_hooks
+from hf_mp.weights.model_walk import parameters_in
 from hf_mp.weights.working_copies import WorkingCopies
 
 
@@ -112,7 +113,7 @@ def step_whole(
 
     ``replaced_step`` as for :func:`can_skip`. False: nothing was done.
     """
-    stepping = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    stepping: list[Any] = [parameter for parameter in parameters_in(optimizer) if parameter.grad is not None]
     if chosen("adamw", stepping[:1]) is None or not _is_fused_adam(optimizer, replaced_step) or has_hooks(optimizer):
         return False  # on a CPU the first parameter answers for all
     if chosen("adamw", [*stepping, *[parameter.grad for parameter in stepping]]) is None:  # before any state is made

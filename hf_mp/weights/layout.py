@@ -16,9 +16,9 @@ from hf_mp._warnings import warn_caller
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.weights.fused_adamw import Clipping, step_whole
-from hf_mp.weights.model_walk import parameters_of, widen_buffers
+from hf_mp.weights.model_walk import parameters_in, parameters_of, widen_buffers
 from hf_mp.weights.ranks.buckets import Buckets
-from hf_mp.weights.ranks.placement import Placement, is_dtensor, is_running, local_parts
+from hf_mp.weights.ranks.placement import Placement, is_distributed, is_dtensor, local_parts
 from hf_mp.weights.ranks.wire import Runtime
 from hf_mp.weights.working_copies import WorkingCopies
 
@@ -41,7 +41,7 @@ class WeightLayout:
 
     @torch.no_grad()
     def prepare(self, model: nn.Module) -> None:
-        """Give the trainable parameters of ``model`` FP32 masters where they have none; called before each forward."""
+        """Before a forward with grad: give trainable parameters of ``model`` FP32 masters where they have none."""
         trained = [parameter for parameter in parameters_of(model) if parameter.requires_grad]
         narrow = [parameter for parameter in trained if parameter.dtype in LOWER_PRECISION_DTYPES]
         before, self._masters = self._masters, set(map(id, trained))
@@ -66,14 +66,14 @@ class WeightLayout:
         """Take over the communication of ``model``; weights of the modules ``in_fp32`` are not rounded."""
         ddp, has_buckets = placement.ddp, self.takes_gradients or self.policy.wire is not torch.float32
         # Once for each DDP: its first forward is the last moment before a bucket is reduced.
-        if has_buckets and is_running() and ddp is not None and ddp not in self._joined:
+        if has_buckets and is_distributed() and ddp is not None and ddp not in self._joined:
             self._joined[ddp] = Buckets(ddp, self.policy, runtime)
 
-    def trained_parameters(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+    def parameters_to_check(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
         """The parameters whose gradients a backward of ``model`` may leave, each once."""
         return [] if model is None else parameters_of(model)
 
-    def saving(self) -> AbstractContextManager[None]:
+    def saved_for_backward(self) -> AbstractContextManager[None]:
         """To run a forward in: decides what autograd saves of the working copies."""
         return nullcontext()
 
@@ -108,11 +108,11 @@ class WeightLayout:
         """
         return step_whole(optimizer, replaced_step, self.copies, clipping, found_inf)
 
-    def updated(self, optimizer: Optimizer) -> None:
-        """Called after ``optimizer`` has written its parameters."""
-        self.copies.refresh_all([p for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Round what ``optimizer`` has written into the working copies."""
+        self.copies.refresh_all([parameter for parameter in parameters_in(optimizer) if parameter.grad is not None])
 
-    def scale_changes(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
+    def before_next_scale(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
         """Called before the loss scale changes: gradients that are still scaled keep the scale that they have."""
 
     def restore(self, model: nn.Module | None) -> None:
@@ -141,7 +141,8 @@ def largest_true_magnitude(found: Iterable[tuple[Tensor, Tensor | None]]) -> Ten
     for factor, gradients in by_factor.items():
         magnitude = largest_magnitude(local_parts(gradients))
         largest.append(magnitude if factor is None else magnitude * factor.squeeze())
-    return torch.stack([magnitude.to(largest[0].device) for magnitude in largest]).max()
+    first, *others = largest
+    return torch.stack([first, *[one.to(first.device) for one in others]]).max() if others else first
 
 
 def too_large(layout: WeightLayout, model: nn.Module | None) -> list[str]:

@@ -17,7 +17,7 @@ _WALKS: weakref.WeakKeyDictionary[nn.Module, tuple[list[weakref.ref[nn.Module]],
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """``list(model.modules())``, a third of its time while no module is added, replaced or removed."""
+    """``list(model.modules())``, in a third of the time while no module is added, replaced or removed."""
     references, children = _WALKS.get(model, ([], None))
     # A module that was removed may be gone, and its address taken by another one.
     modules = [module for reference in references if (module := reference()) is not None]
@@ -28,14 +28,14 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
-    """``list(model.parameters())``, as :func:`modules_of`."""
+    """``list(model.parameters())``, faster by :func:`modules_of`."""
     found = [p for module in modules_of(model) for p in module._parameters.values() if p is not None]
     # A tied weight once; parameters are compared by identity, since == compares their values.
     return list({id(parameter): parameter for parameter in found}.values())
 
 
 def parameters_in(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Those of all groups of ``optimizer``."""
+    """The parameters in all groups of ``optimizer``."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -39,7 +39,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.weights: Slots | None = None  # of the forward that runs, if it builds a graph
-        self.is_reading = False  # whether that forward began without gradients
+        self.is_reading = False  # whether that forward began without gradients, and nobody observes its calls
         self.is_dispatched = False  # whether kernels make its calls
         self.lowers_caches = False  # whether it gives Transformers' caches 16 bits
         self.is_recomputing = False  # whether a backward runs a piece of a forward, whose own gradients are not scaled
@@ -90,13 +90,18 @@ class Region(autocast):
         thread.weights, thread.is_reading = weights, is_reading
         thread.lowers_caches = is_reading and self._lowers_attention()
         thread.is_dispatched = weights is not None and self._may_be_dispatched()
-        kernels = self._kernels() if thread.is_dispatched else nullcontext()
+        # Kernels hold for this thread: one of another forward is not affected.
+        kernels = dispatched(self) if thread.is_dispatched else nullcontext()
         self._threads.append(ident)
         try:
             # They are filled in a backward inside of the forward, which computes a checkpoint again: in any thread.
             slots = nullcontext() if weights is None or weights.are_filled else weights
-            with slots, self.layout.saving(), kernels, self:
+            with slots, self.layout.saved_for_backward(), kernels, self:
                 yield
+            # A first compiled function: its graph has the casts of this region for everybody.
+            if thread.is_dispatched and compiled_frames():
+                torch._dynamo.reset()
+                self._meets_compiler = True
         finally:
             self._threads.remove(ident)
             vars(thread).update(before)
@@ -106,8 +111,10 @@ class Region(autocast):
         has_rules = self.has_op_rules or self._ruled_modules or self.sums_in_fp64
         # FSDP and tensor parallelism, which keep no copies, fill slots while the forward runs.
         is_plain = self.layout.keeps_copies and not has_rules and not self._has_scripts
+        if not is_plain or self.observer is not None:
+            return False
         self._meets_compiler = self._meets_compiler or compiled_frames() > 0
-        return is_plain and self.observer is None and not self._meets_compiler and self._has_kernels
+        return not self._meets_compiler and self._has_kernels
 
     @functools.cached_property
     def _has_scripts(self) -> bool:
@@ -120,15 +127,6 @@ class Region(autocast):
         if can_dispatch():
             register(self._plan)
         return can_dispatch()
-
-    @contextmanager
-    def _kernels(self) -> Iterator[None]:
-        # Kernels hold for this thread: one of another forward is not affected.
-        with dispatched(self):
-            yield
-        if compiled_frames():  # a first compiled function: its graph has the casts of this region for everybody
-            torch._dynamo.reset()
-            self._meets_compiler = True
 
     @property
     def sees_calls(self) -> bool:
@@ -165,8 +163,9 @@ class Region(autocast):
         return recompute
 
     def ended(self, weights: Slots) -> None:
-        """Take in that a forward has ended, of which tensors may be kept for another one."""
-        self.thread.made.append((weights.first_node, torch.autograd._get_sequence_nr()))
+        """Note which autograd nodes a forward has made: a later one may be given its results."""
+        if (last := torch.autograd._get_sequence_nr()) > weights.first_node:
+            self.thread.made.append((weights.first_node, last))
         # What is kept for longer counts as made outside: the list must not grow with the training.
         del self.thread.made[:-1000]
 

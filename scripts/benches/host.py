@@ -126,7 +126,7 @@ def measure(
 ) -> dict[str, Any]:
     """Time the parts of a step on one thread, and count: medians, spreads and ratios to torch.autocast.
 
-    ``with_products`` is for a CPU that has no 16-bit products, and a model so narrow that these take it no time either.
+    ``with_products`` is for a CPU that has no 16-bit products, and a model so narrow that these take it little time.
     """
     with patch.dict(CPU_PRODUCTS, dict.fromkeys(CPU_PRODUCTS, True) if with_products else {}):
         return _measured(layers, width, tokens, rounds)

@@ -271,7 +271,9 @@ class TestWhichCallsAreTaken:
         monkeypatch.setattr(module, "OWN_SCORES", 2**18)
         wide = handlers.run_through_fp32
         monkeypatch.setattr(handlers, "attend", lambda given: calls.append("blocks") or attend(given))
-        monkeypatch.setattr(handlers, "run_through_fp32", lambda *given: calls.append("fp32") or wide(*given))
+        monkeypatch.setattr(
+            handlers, "run_through_fp32", lambda *given, **named: calls.append("fp32") or wide(*given, **named)
+        )
 
         model = Using(
             lambda m, x, queries=rows: F.scaled_dot_product_attention(

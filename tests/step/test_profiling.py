@@ -10,7 +10,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import hf_mp
-from hf_mp.step import labels
+from hf_mp.step import profiling
 
 
 def prepared(precision: str) -> tuple[nn.Module, Any]:
@@ -35,10 +35,10 @@ def test_a_profiler_sees_the_parts_in_their_order(precision: str) -> None:
 
 def test_without_a_profiler_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[str] = []
-    original = labels.profiler.record_function
-    monkeypatch.setattr(labels.profiler, "record_function", lambda name: recorded.append(name) or original(name))
+    original = profiling.profiler.record_function
+    monkeypatch.setattr(profiling.profiler, "record_function", lambda name: recorded.append(name) or original(name))
     model, optimizer = prepared("fp16")
     model(torch.randn(2, 16)).sum().backward()
     optimizer.step()
     assert not [name for name in recorded if name.startswith("hf_mp")]
-    assert labels.labelled("update") is labels.labelled("forward")
+    assert profiling.profiled("update") is profiling.profiled("forward")

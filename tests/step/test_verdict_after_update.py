@@ -275,7 +275,7 @@ def test_an_optimizer_that_cannot_skip_waits(kind: str, monkeypatch: pytest.Monk
 def test_a_step_of_gradients_on_two_devices_is_read_first(devices: tuple[str, str]) -> None:
     given = [torch.zeros(2, device=device) for device in devices]
     verdict = gradients.Verdict((), given, torch.zeros(1))
-    assert verdict.waits is (devices[1] == "cpu")
+    assert verdict.may_stay_on_device is (devices[1] == "cpu")
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

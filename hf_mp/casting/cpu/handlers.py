@@ -34,7 +34,7 @@ def through_fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any,
     # Of few operands there may be many scores, which torch would keep.
     if found is not None and (not is_small or scores_of(found.query, found.key) > upcast.SMALL_ELEMENTS):
         return attend(found)
-    return run_through_fp32(func, args, kwargs, mode.dtype)
+    return run_through_fp32(func, args, kwargs, mode.dtype, is_small=is_small)
 
 
 def large_product(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

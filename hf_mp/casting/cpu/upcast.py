@@ -55,15 +55,17 @@ def run_through_fp32(
     kwargs: Mapping[str, Any],
     dtype: torch.dtype,
     wide: torch.dtype = torch.float32,
+    *,
+    is_small: bool = False,
 ) -> Any:
     """Run an op on ``dtype`` inputs in ``wide``, FP32 or FP64, and round its floating results to ``dtype``.
 
     What autograd saves for backward of operands that are not :func:`small <are_small>` stays in ``dtype``: a ``wide``
     input of the op is kept as the 16-bit tensor that it was made from and is cast again in backward, which is exact; a
-    RuntimeError if it was modified in place meanwhile. Gradients are rounded to ``dtype`` where they leave the op, as
-    the result is.
+    RuntimeError if it was modified in place meanwhile. With ``is_small`` they are known to be small. Gradients are
+    rounded to ``dtype`` where they leave the op, as the result is.
     """
-    keeps_wide = not torch.is_grad_enabled() or must_be_plain() or are_small(args, kwargs)
+    keeps_wide = is_small or not torch.is_grad_enabled() or must_be_plain() or are_small(args, kwargs)
     saved = None if keeps_wide else _SavedInputs(dtype, wide)
 
     def upcast(tensor: Tensor) -> Tensor:

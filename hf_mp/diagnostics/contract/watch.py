@@ -21,7 +21,7 @@ from hf_mp.weights.accelerated import as_accelerated
 from hf_mp.weights.attachable import runtimes_of
 from hf_mp.weights.lean.outside_reads import stores_16_bits
 from hf_mp.weights.lean.split_parameter import SplitParameter
-from hf_mp.weights.ranks.placement import is_running, local_part
+from hf_mp.weights.ranks.placement import is_distributed, local_part
 
 # By which gradients travel: DDP's hooks and FSDP2 call these. DDP's own reduction, in C++, sends gradients as they are.
 _COLLECTIVES = ("all_reduce", "all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_single")
@@ -56,7 +56,7 @@ class ContractWatch(ExitStack, StepObserver):
             runtime.observers.append(self)
             self.callback(runtime.observers.remove, self)
         # Gradients travel by calls on this module; a hook of the process group (c10d's logger) has no dtypes.
-        for name in _COLLECTIVES if is_running() else ():
+        for name in _COLLECTIVES if is_distributed() else ():
             if (own := getattr(torch.distributed, name, None)) is not None:
                 # Undone in reverse order, so that another's patch on top is not lost.
                 self.callback(setattr, torch.distributed, name, own)
@@ -117,7 +117,7 @@ class ContractWatch(ExitStack, StepObserver):
             gradients = self._gradients[id(parameter)]
             gradient = _said(gradients)
             # Where nothing was sent by a call, DDP's C++ reduced: in the dtype of the gradient.
-            reduced = _said(self._sent or gradients) if is_running() else NONE
+            reduced = _said(self._sent or gradients) if is_distributed() else NONE
             moments = NOT_SEEN if optimizer is None else _said(moments_of(optimizer, parameter), NONE)
         elif hasattr(self.model, "peft_config"):  # PEFT saves adapters alone
             saved = NONE

@@ -18,7 +18,7 @@ from hf_mp.trainer.checkpoints import in_place, inspection
 from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
 from hf_mp.trainer.session import TrainerSession
-from hf_mp.weights.ranks.placement import is_running
+from hf_mp.weights.ranks.placement import is_distributed
 
 logger = logging.get_logger(__name__)
 
@@ -165,7 +165,7 @@ def clear_up(args: TrainingArguments) -> None:
 
 def largest(number: int, trainer: Trainer) -> int:
     """The largest of ``number`` over all processes."""
-    if not is_running():
+    if not is_distributed():
         return number
     # On the device of the process group: NCCL takes no CPU tensors.
     tensor = torch.tensor([number], device=trainer.args.device)

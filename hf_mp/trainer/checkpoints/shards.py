@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_mp.trainer.checkpoints.manifest import CheckpointError, FileEntry, entry_of
-from hf_mp.weights.ranks.placement import get_rank, get_world_size, is_running, local_part
+from hf_mp.weights.ranks.placement import get_rank, get_world_size, is_distributed, local_part
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -104,7 +104,7 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 def gathered(value: Any) -> list[Any]:
     """What each rank has given, in their order: a collective call."""
     found = [value] * get_world_size()
-    if is_running():
+    if is_distributed():
         torch.distributed.all_gather_object(found, value)
     return found
 

@@ -15,7 +15,7 @@ from hf_mp.weights.lean.outside_reads import stores_16_bits
 from hf_mp.weights.lean.split_model import restore_parameters, split_trainable_parameters
 from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor, keep_scale_of_gradients
 from hf_mp.weights.lean.unwrapped_steps import refuse_unwrapped_steps
-from hf_mp.weights.ranks.placement import Placement, is_running
+from hf_mp.weights.ranks.placement import Placement, is_distributed
 from hf_mp.weights.ranks.wire import Runtime
 
 
@@ -35,7 +35,7 @@ class SplitLayout(WeightLayout):
     def join_ranks(
         self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
     ) -> None:
-        if is_running() and placement.fsdp:
+        if is_distributed() and placement.fsdp:
             raise ValueError(
                 f"precision={str(self.policy)!r} learned that FSDP shards this {type(model).__name__} when a forward "
                 "ran already: call attach_optimizer before the first forward"
@@ -76,11 +76,11 @@ class SplitLayout(WeightLayout):
     def step(self, *given: Any) -> bool:
         return False
 
-    def updated(self, optimizer: Optimizer) -> None:
+    def after_update(self, optimizer: Optimizer) -> None:
         pass  # the update has written both halves
 
     @stores_16_bits
-    def scale_changes(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
+    def before_next_scale(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
         keep_scale_of_gradients(parameters())
 
     def restore(self, model: nn.Module | None) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_mp.policy import compute_dtypes
 from hf_mp.scaling.rules import StepReport
-from hf_mp.weights.ranks.placement import Placement, check_placement, is_dtensor, is_running, mesh_groups
+from hf_mp.weights.ranks.placement import Placement, check_placement, is_distributed, is_dtensor, mesh_groups
 
 
 class Ranks:
@@ -31,7 +31,7 @@ class Ranks:
 
     def note_forward(self, model: nn.Module, placement: Placement) -> None:
         """Look in which DDP a forward of ``model`` runs, and whether FSDP shards it; called when one begins."""
-        if not is_running():
+        if not is_distributed():
             return
         check_placement(model, placement)
         ddp: Any = placement.ddp
@@ -53,11 +53,11 @@ class Ranks:
 
     def gradients_are_final(self, parameters: Iterable[Tensor]) -> bool:
         """Whether nobody reduces gradients after a backward: a loop's own ``all_reduce`` raises no version counter."""
-        return not is_running() or bool(self._groups) or any(is_dtensor(parameter) for parameter in parameters)
+        return not is_distributed() or bool(self._groups) or any(is_dtensor(parameter) for parameter in parameters)
 
     def agree(self, report: StepReport, parameters: Iterable[Tensor]) -> StepReport:
         """The report of all processes that train ``parameters``, by a collective call; ``report`` itself on one."""
-        if not is_running():
+        if not is_distributed():
             return report
         largest = -1.0 if report.largest_gradient is None else report.largest_gradient
         number = math.inf if report.overflow else largest  # the maximum over all is the report of all
@@ -73,7 +73,7 @@ class Ranks:
     def gather(self, value: Any) -> list[Any]:
         """What each process that trains the model along has given: a collective call, with a value that pickles."""
         found = [value]
-        for group in self._groups if is_running() else ():
+        for group in self._groups if is_distributed() else ():
             found = [None] * torch.distributed.get_world_size(group)
             torch.distributed.all_gather_object(found, value, group=group)
         return found
@@ -81,7 +81,7 @@ class Ranks:
     def average(self, gradients: Iterable[Tensor]) -> None:
         """The mean over these processes, in place, as DDP takes it: a collective call for each."""
         for gradient in gradients:
-            for group in self._groups if is_running() else ():
+            for group in self._groups if is_distributed() else ():
                 torch.distributed.all_reduce(gradient, group=group)
                 gradient.div_(torch.distributed.get_world_size(group))
 

@@ -39,10 +39,10 @@ class TransientLayout(WeightLayout):
         if model is not None:
             send_as_before(model)
 
-    def trained_parameters(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+    def parameters_to_check(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
         # FSDP may leave whole parameters in the places of the shards, which have the gradients.
         given = [parameter for optimizer in optimizers for parameter in parameters_in(optimizer)]
-        found = [*super().trained_parameters(model, optimizers), *given]
+        found = [*super().parameters_to_check(model, optimizers), *given]
         return list({id(parameter): parameter for parameter in found}.values())
 
     def wrap(self, optimizer: Optimizer) -> Optimizer:
@@ -53,7 +53,7 @@ class TransientLayout(WeightLayout):
             )
         return optimizer
 
-    def saving(self) -> AbstractContextManager[None]:
+    def saved_for_backward(self) -> AbstractContextManager[None]:
         return self._transient.not_saved()
 
 
@@ -76,5 +76,5 @@ class TensorParallelLayout(TransientLayout):
                 )
         return super().wrap(optimizer)
 
-    def saving(self) -> AbstractContextManager[None]:
+    def saved_for_backward(self) -> AbstractContextManager[None]:
         return nullcontext()

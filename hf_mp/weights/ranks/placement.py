@@ -16,22 +16,22 @@ from hf_mp.weights.lean.split_parameter import SplitParameter
 from hf_mp.weights.model_walk import modules_of, parameters_in, parameters_of
 
 
-def is_running() -> bool:
+def is_distributed() -> bool:
     """Whether this process is one of several."""
-    return has_processes() and torch.distributed.get_world_size() > 1
+    return has_process_group() and torch.distributed.get_world_size() > 1
 
 
 def get_world_size() -> int:
     """The number of processes; 1 without a process group."""
-    return torch.distributed.get_world_size() if has_processes() else 1
+    return torch.distributed.get_world_size() if has_process_group() else 1
 
 
 def get_rank() -> int:
     """The rank of this process; 0 without a process group."""
-    return torch.distributed.get_rank() if has_processes() else 0
+    return torch.distributed.get_rank() if has_process_group() else 0
 
 
-def has_processes() -> bool:
+def has_process_group() -> bool:
     """Whether there is a process group, also of one process."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
@@ -105,7 +105,7 @@ ALONE = Placement()
 
 def placement_of(model: nn.Module | None) -> Placement:
     """How ``model`` is spread now: DDP and FSDP may come at any time. :data:`ALONE` without a process group."""
-    if model is None or not has_processes():
+    if model is None or not has_process_group():
         return ALONE
     modules, parameters, fsdp = modules_of(model), parameters_of(model), tuple(fsdp_modules(model))
     # The DDP around a model is known to nobody but torch, and only while its forward runs.
