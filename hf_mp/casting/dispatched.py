@@ -67,7 +67,7 @@ def _key() -> Any:
             raise AttributeError("torch._C has no _dispatch_tls_set_dispatch_key_included")
         _library("_").fallback(torch.library.fallthrough_kernel)  # of all namespaces
     except (AttributeError, RuntimeError) as error:
-        lost = "forwards whose gradients nobody scales ask about each torch call, a microsecond each"
+        lost = "forwards ask about each torch call, a microsecond each"
         warn_caller(f"torch {torch.__version__} takes no kernels for the key {_KEY} ({error}): {lost}")
         return None
     # Higher-order operators (flex attention, cond) have tables of their own, which know torch's autocasts alone.

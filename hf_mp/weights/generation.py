@@ -1,4 +1,7 @@
-"""What a forward without gradients does otherwise: Transformers' caches keep keys and values in 16 bits."""
+"""What a forward without gradients does otherwise: Transformers' caches keep keys and values in 16 bits.
+
+The patch of the caches asks in each forward, and changes nothing in one with gradients.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forwards whose gradients nobody scales: autocast by kernels of torch's dispatcher, with the results of the mode."""
+"""Autocast by kernels of torch's dispatcher, with the results of the mode."""
 
 from __future__ import annotations
 
