@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.active import state as autocasts
@@ -12,7 +13,7 @@ from hf_mp.casting.deferred_output import DeferredOutput, can_be_deferred, may_s
 from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.casting.positions import counting_positions
 from hf_mp.casting.replacements.base import ReplacedForward
-from hf_mp.casting.uncompiled import outside_of_graphs, uncompiled
+from hf_mp.casting.uncompiled import outside_of_graphs
 from hf_mp.scaling.borders import output_border
 from hf_mp.step.profiling import profiled
 from hf_mp.weights.lean.outside_reads import as_stored
@@ -54,7 +55,7 @@ class AttachedForward(ReplacedForward):
 class _Passage:
     """One call of an attached forward: what comes in, what goes out, and the region between."""
 
-    @uncompiled
+    @torch.compiler.disable
     def __init__(self, forward: AttachedForward, model: nn.Module, args: Any, kwargs: Any) -> None:
         self._runtime = runtime = forward.runtime
         with as_stored():
@@ -68,19 +69,19 @@ class _Passage:
         self.args, self.kwargs, self._attached = args, kwargs, forward
         self._inside = runtime.region.running(weights)
 
-    @uncompiled
+    @torch.compiler.disable
     def __enter__(self) -> _Passage:
         self._inside.__enter__()
         self.forward = autocasts.active[-1].ruled(self._attached.module(), self._attached.inside)
         return self
 
-    @uncompiled
+    @torch.compiler.disable
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         self._inside.__exit__(kind, error, traceback)
         if self._weights is not None:
             self._runtime.region.ended(self._weights)
 
-    @uncompiled
+    @torch.compiler.disable
     def bring_out(self, outputs: Any) -> Any:
         """The outputs, each through its border."""
         may_defer = may_stay_unread(outputs)
