@@ -8,6 +8,7 @@ stands for one that multiplies in both 16-bit dtypes, as a GPU does: products th
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections import Counter
@@ -74,6 +75,8 @@ def trace(precision: str) -> Trace:
 
     for _ in range(3):
         step()
+    gc.collect()  # a model of the preset before, freed meanwhile, would run its finalizers
+    gc.disable()
     found, before = Trace(), sys.gettrace()
     threading.settrace(found)  # for autograd's own threads
     sys.settrace(found)
@@ -82,6 +85,7 @@ def trace(precision: str) -> Trace:
     finally:
         sys.settrace(before)
         threading.settrace(before)
+        gc.enable()
     return found
 
 
