@@ -55,6 +55,7 @@ class AttachedForward(ReplacedForward):
 class _Passage:
     """One call of an attached forward: what comes in, what goes out, and the region between."""
 
+    # Not @uncompiled: Python 3.13 enters an __init__ without asking Dynamo, which then compiles what that calls.
     @torch.compiler.disable
     def __init__(self, forward: AttachedForward, model: nn.Module, args: Any, kwargs: Any) -> None:
         self._runtime = runtime = forward.runtime
