@@ -123,7 +123,7 @@ class PrecisionStats:
 
     def after_step(self, used_scale: float, next_scale: float, report: StepReport) -> PrecisionStats:
         """The stats with one more step, which ran at ``used_scale``."""
-        largest = report.largest_gradient  # None of an overflow
+        largest = report.largest_gradient  # None for an overflow
         return replace(
             self,
             steps=self.steps + 1,

@@ -120,6 +120,7 @@ class StepGuard:
     def _conclude(
         self, runtimes: list[MixedPrecision], verdicts: Sequence[Verdict | StepReport], *, is_updated: bool = False
     ) -> None:
+        """Read the verdicts, update unless that was done or one is an overflow, and finish the step."""
         optimizer = self.optimizer
         with profiled("read of the verdict"):
             reports = [runtime.check.report(verdict) for runtime, verdict in zip(runtimes, verdicts, strict=True)]

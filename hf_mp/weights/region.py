@@ -96,12 +96,13 @@ class Region(autocast):
         try:
             # They are filled in a backward inside of the forward, which computes a checkpoint again: in any thread.
             slots = nullcontext() if weights is None or weights.are_filled else weights
-            with slots, self.layout.saved_for_backward(), kernels, self:
-                yield
-            # A first compiled function: its graph has the casts of this region for everybody.
-            if thread.is_dispatched and compiled_frames():
-                torch._dynamo.reset()
-                self._meets_compiler = True
+            with slots:
+                with self.layout.saved_for_backward(), kernels, self:
+                    yield
+                # A first compiled function: its graph has the casts of this region for everybody.
+                if thread.is_dispatched and compiled_frames():
+                    torch._dynamo.reset()
+                    self._meets_compiler = True
         finally:
             self._threads.remove(ident)
             vars(thread).update(before)
