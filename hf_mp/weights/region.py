@@ -137,7 +137,7 @@ class Region(autocast):
         entry = self._plan.get(func, AS_GIVEN)
         if entry.rule not in ALWAYS_HELD and state.active[-1] is not self:
             entry = self.in_island(entry)
-        if entry is not AS_GIVEN and self.thread.is_reading and torch.is_grad_enabled():
+        if self.thread.is_reading and torch.is_grad_enabled() and func not in UNASKED:
             return entry._replace(handler=functools.partial(_with_gradients, entry.handler))
         return entry
 
@@ -165,7 +165,7 @@ class Region(autocast):
 
     def ended(self, weights: Slots) -> None:
         """Note which autograd nodes a forward has made: a later one may be given its results."""
-        if (last := torch.autograd._get_sequence_nr()) > weights.first_node:
+        if weights.has_grad and (last := torch.autograd._get_sequence_nr()) > weights.first_node:
             self.thread.made.append((weights.first_node, last))
         # What is kept for longer counts as made outside: the list must not grow with the training.
         del self.thread.made[:-1000]
@@ -232,5 +232,6 @@ def _with_gradients(
 ) -> Any:
     """A call of a forward that began without gradients, in a part that has switched them on."""
     if (weights := region.thread.weights) is not None:
+        weights.must_be_watched = True  # also where kernels make the calls of the next one: products of experts
         args, kwargs = apply_to_tensors(weights.with_grad, (args, dict(kwargs)))
     return handler(region, name, func, args, kwargs)

@@ -217,13 +217,12 @@ class Slots:
             self._uses.learn(self._kind, self._slots, self._notes, is_watched=self.must_be_watched)
 
     def with_grad(self, tensor: Tensor) -> Tensor:
-        """``tensor`` for a part that switches gradients on in a forward without: a working copy through its border."""
+        """``tensor`` for a part that switches grad on in a forward without: of a working copy, the weight's own cast.
+
+        No border: what such a part makes is outside of every forward, and its gradients are not scaled.
+        """
         inside = self._inside.get(id(tensor))
-        if inside is None or inside.rounded is not tensor or not inside.outside.requires_grad:
-            return tensor
-        found = inward_borders([inside.outside], [tensor], self._crossings, with_aliases=False)[1][0]
-        assert found is not None
-        return found
+        return tensor if inside is None or inside.rounded is not tensor else inside.outside.to(tensor.dtype)
 
     def bring_in_argument(self, tensor: Tensor) -> Tensor:
         """``tensor`` through a border, if it wants a gradient, and none of this model's forwards made it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -34,20 +35,56 @@ def attached(model: nn.Module, precision: str = "bf16", **settings: object) -> M
     return runtime
 
 
-def test_grad_that_is_switched_on_inside_is_not_lost() -> None:
-    inner: list[Tensor] = []
+class InPart(nn.Module):
+    """``model``, whose result under ``torch.no_grad()`` has a gradient all the same: a state that somebody keeps."""
 
-    def use(m: Any, x: Tensor) -> Tensor:
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.head = model, nn.Linear(128, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return self.head(x)  # type: ignore[no-any-return]
         with torch.enable_grad():
-            inner.append(m.linear(x))
-        return inner[-1]
+            self.kept = self.model(x)
+            self.kept = getattr(self.kept, "logits", self.kept)
+        return self.kept  # type: ignore[no-any-return]
 
-    model, x = block(use), torch.randn(3, 256)
-    attached(model)
-    for _ in range(3):
-        with torch.no_grad():
-            model(x)
-        assert torch.autograd.grad(inner[-1].sum(), model.linear.bias)[0].sum() == 3 * 512
+
+def of_no_table() -> nn.Module:
+    use = lambda m, x: m.linear(m.norm(x)) * m.gain  # noqa: E731
+    return Using(use, norm=nn.LayerNorm(16), linear=nn.Linear(16, 128), gain=nn.Parameter(torch.ones(128)))
+
+
+@pytest.mark.parametrize("is_given_later", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-lean", "fp16-lean"])
+@pytest.mark.parametrize("kind", ["no table", "experts"])
+def test_a_part_that_switches_grad_on_has_its_gradients(kind: str, precision: str, is_given_later: bool) -> None:
+    torch.manual_seed(0)
+    if kind == "experts":
+        model, x = InPart(small("Mixtral", num_key_value_heads=4, num_local_experts=2)()), torch.randint(128, (2, 4))
+    else:
+        model, x = InPart(of_no_table()), torch.randn(4, 16)
+
+    def gradients(of: nn.Module) -> list[dict[str, Tensor]]:
+        found: list[dict[str, Tensor]] = []
+        for _ in range(3):  # kernels may make the calls from the second on
+            of.zero_grad()
+            with torch.no_grad():
+                of(x)
+            result = of(of.kept) if is_given_later else of.kept
+            result.float().square().sum().backward()
+            found.append(
+                {name: weight.grad.float() for name, weight in of.named_parameters() if weight.grad is not None}
+            )
+        return found
+
+    expected = gradients(copy.deepcopy(model))[0]
+    attached(model, precision)
+    for found in gradients(model):
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            assert (gradient - expected[name]).norm() < 0.1 * expected[name].norm(), name
 
 
 def test_a_mode_of_your_own_is_asked_all_the_same() -> None:
