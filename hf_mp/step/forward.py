@@ -60,15 +60,15 @@ class _Passage:
     def __init__(self, forward: AttachedForward, model: nn.Module, args: Any, kwargs: Any) -> None:
         self._runtime = runtime = forward.runtime
         with as_stored():
-            self._weights = weights = runtime.begin_forward(model, forward.module())
-        has_grad = weights is not None and weights.has_grad
+            self._slots = slots = runtime.begin_forward(model, forward.module())
+        has_grad = slots is not None and slots.has_grad
         observers = runtime.observers if has_grad else []
         self._output_hooks = [take for one in observers if (take := one.forward(forward, args, kwargs))]
         self._crossings = runtime if has_grad else None
-        if weights is not None and weights.has_borders:
-            args, kwargs = apply_to_tensors(weights.bring_in_argument, (args, kwargs))
+        if slots is not None and slots.has_borders:
+            args, kwargs = apply_to_tensors(slots.bring_in_argument, (args, kwargs))
         self.args, self.kwargs, self._attached = args, kwargs, forward
-        self._inside = runtime.region.running(weights)
+        self._inside = runtime.region.running(slots)
 
     @torch.compiler.disable
     def __enter__(self) -> _Passage:
@@ -79,8 +79,8 @@ class _Passage:
     @torch.compiler.disable
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         self._inside.__exit__(kind, error, traceback)
-        if self._weights is not None:
-            self._runtime.region.ended(self._weights)
+        if self._slots is not None:
+            self._runtime.region.ended(self._slots)
 
     @torch.compiler.disable
     def bring_out(self, outputs: Any) -> Any:
@@ -94,10 +94,10 @@ class _Passage:
             return crossed[-1]
 
         outputs = apply_to_tensors(cross, outputs, objects=True)
-        if self._weights is not None:
+        if self._slots is not None:
             # Here and not in __exit__(): a forward that raised has not shown all of its calls.
-            self._weights.learn()
-            self._weights.seal(crossed)
+            self._slots.learn()
+            self._slots.seal(crossed)
         for take in self._output_hooks:
             take(outputs)
         return outputs

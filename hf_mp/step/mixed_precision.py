@@ -241,11 +241,11 @@ class MixedPrecision:
         elements = 1 if self.uses_up_gradients or placement.ddp is not None else None
         region, kind = self.region, (id(entry), has_grad, model.training)
         make = Slots if self.layout.keeps_copies else GatheredSlots
-        weights = make(
+        slots = make(
             self.layout, self, region.uses, region.made_earlier, has_grad, self.check.is_scaled, elements, kind
         )
-        weights.bring_in_model(model)
-        return weights
+        slots.bring_in_model(model)
+        return slots
 
     def _use_layout_for(self, parameters: Iterable[Tensor], placement: Placement) -> None:
         model, before = self.model, self.layout

@@ -38,7 +38,7 @@ class _Thread(threading.local):
     """What a region knows of one thread."""
 
     def __init__(self) -> None:
-        self.weights: Slots | None = None  # of the forward that runs, if it builds a graph
+        self.slots: Slots | None = None  # of the forward that runs; None in a transform of functorch
         self.is_reading = False  # whether that forward began without gradients, and nobody observes its calls
         self.is_dispatched = False  # whether kernels make its calls
         self.lowers_caches = False  # whether it gives Transformers' caches 16 bits
@@ -82,21 +82,21 @@ class Region(autocast):
             )
 
     @contextmanager
-    def running(self, weights: Slots | None) -> Iterator[None]:
-        """Context of one forward: autocast, with ``weights`` in the slots; None leaves the slots alone."""
+    def running(self, slots: Slots | None) -> Iterator[None]:
+        """Context of one forward: autocast, with ``slots`` filled; None leaves the slots alone."""
         thread, ident = self.thread, threading.get_ident()
         before = dict(vars(thread))
         is_reading = self.observer is None and not torch.is_grad_enabled()
-        thread.weights, thread.is_reading = weights, is_reading
+        thread.slots, thread.is_reading = slots, is_reading
         thread.lowers_caches = is_reading and self._lowers_attention()
-        thread.is_dispatched = weights is not None and self._may_be_dispatched()
+        thread.is_dispatched = slots is not None and self._may_be_dispatched()
         # Kernels hold for this thread: one of another forward is not affected.
         kernels = dispatched(self) if thread.is_dispatched else nullcontext()
         self._threads.append(ident)
         try:
             # They are filled in a backward inside of the forward, which computes a checkpoint again: in any thread.
-            slots = nullcontext() if weights is None or weights.are_filled else weights
-            with slots:
+            filled = nullcontext() if slots is None or slots.are_filled else slots
+            with filled:
                 with self.layout.saved_for_backward(), kernels, self:
                     yield
                 # A first compiled function: its graph has the casts of this region for everybody.
@@ -151,22 +151,22 @@ class Region(autocast):
         self.uses = ProductUses(self._lowers, self._ruled())
 
     def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        weights = self.thread.weights
+        slots = self.thread.slots
 
         def recompute(*args: Any, **kwargs: Any) -> Any:
             if active_autocast() is self:
                 return function(*args, **kwargs)
-            in_another_thread = nullcontext() if weights is None else weights.recomputing(args)
-            with self.running(weights), in_another_thread:
+            in_another_thread = nullcontext() if slots is None else slots.recomputing(args)
+            with self.running(slots), in_another_thread:
                 self.thread.is_recomputing = True
                 return function(*args, **kwargs)
 
         return recompute
 
-    def ended(self, weights: Slots) -> None:
+    def ended(self, slots: Slots) -> None:
         """Note which autograd nodes a forward has made: a later one may be given its results."""
-        if weights.has_grad and (last := torch.autograd._get_sequence_nr()) > weights.first_node:
-            self.thread.made.append((weights.first_node, last))
+        if slots.has_grad and (last := torch.autograd._get_sequence_nr()) > slots.first_node:
+            self.thread.made.append((slots.first_node, last))
         # What is kept for longer counts as made outside: the list must not grow with the training.
         del self.thread.made[:-1000]
 
@@ -192,8 +192,8 @@ class Region(autocast):
         self, entry: PlannedCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         thread = None if is_dynamo_compiling() else self.thread
-        if thread is not None and thread.weights is not None and thread.weights.is_watched and func not in UNASKED:
-            args, kwargs = _as_used(thread.weights, entry, func, args, kwargs)
+        if thread is not None and thread.slots is not None and thread.slots.is_watched and func not in UNASKED:
+            args, kwargs = _as_used(thread.slots, entry, func, args, kwargs)
         if thread is not None and thread.is_dispatched and entry.rule not in ALWAYS_HELD:
             return func(*args, **kwargs)  # a kernel makes the call
         return super().apply(entry, func, args, kwargs)
@@ -203,8 +203,8 @@ class Region(autocast):
         return _IN_ISLAND if entry.rule is CastRule.LOWER_PRECISION else AS_GIVEN
 
     def must_see(self) -> bool:
-        weights = self.thread.weights
-        return weights is not None and weights.is_watched
+        slots = self.thread.slots
+        return slots is not None and slots.is_watched
 
 
 _IN_ISLAND = PlannedCall(CastRule.WIDEST, "", widened)
@@ -212,26 +212,26 @@ _SELECTIONS = frozenset({Tensor.__getitem__, Tensor.transpose})
 
 
 def _as_used(
-    weights: Slots, entry: PlannedCall, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    slots: Slots, entry: PlannedCall, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any]:
     """The arguments of a call, those from outside through a border; the first forward teaches what weights are for."""
-    if weights.is_learning and entry.rule is not CastRule.COMPOSITE:  # the calls inside of that one come here, too
+    if slots.is_learning and entry.rule is not CastRule.COMPOSITE:  # the calls inside of that one come here, too
         by_product = entry.rule is CastRule.LOWER_PRECISION
-        args, kwargs = weights.as_used(args, kwargs, by_product=by_product, by_selection=func in _SELECTIONS)
-    if not weights.is_scaled or not weights.has_outside((*args, *kwargs.values())):
+        args, kwargs = slots.as_used(args, kwargs, by_product=by_product, by_selection=func in _SELECTIONS)
+    if not slots.is_scaled or not slots.has_outside((*args, *kwargs.values())):
         return args, kwargs
-    weights.must_be_watched = True  # also without grad: a checkpoint may compute this call again
+    slots.must_be_watched = True  # also without grad: a checkpoint may compute this call again
     # A dispatch mode, which records memory or counts FLOPs, makes calls that autograd has recorded.
     if isinstance(func, OpOverload) and is_in_torch_dispatch_mode():
         return args, kwargs
-    return apply_to_tensors(weights.bring_in, (args, dict(kwargs)))
+    return apply_to_tensors(slots.bring_in, (args, dict(kwargs)))
 
 
 def _with_gradients(
     handler: Callable[..., Any], region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """A call of a forward that began without gradients, in a part that has switched them on."""
-    if (weights := region.thread.weights) is not None:
-        weights.must_be_watched = True  # also where kernels make the calls of the next one: products of experts
-        args, kwargs = apply_to_tensors(weights.with_grad, (args, dict(kwargs)))
+    if (slots := region.thread.slots) is not None:
+        slots.must_be_watched = True  # also where kernels make the calls of the next one: products of experts
+        args, kwargs = apply_to_tensors(slots.with_grad, (args, dict(kwargs)))
     return handler(region, name, func, args, kwargs)

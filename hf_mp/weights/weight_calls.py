@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 def _read_or_set_data(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``weight.data``, of which the parameter outside must know."""
-    weights = region.thread.weights
+    slots = region.thread.slots
     # What is read from one alias and written through it must reach the others, which autograd sees as separate tensors.
-    first, *others = [args[0]] if weights is None else weights.data_of(args[0])
+    first, *others = [args[0]] if slots is None else slots.data_of(args[0])
     for other in others:
         func(other, *args[1:])
     return func(first, *args[1:])
 
 
 def _read_dtype(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    weights = None if is_dynamo_compiling() else region.thread.weights
-    return func(*args) if weights is None else weights.dtype_of(args[0])
+    slots = None if is_dynamo_compiling() else region.thread.slots
+    return func(*args) if slots is None else slots.dtype_of(args[0])
 
 
 def _take_gradients(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if (weights := region.thread.weights) is not None:
-        weights.must_be_watched = True  # so that later forwards are asked as well
+    if (slots := region.thread.slots) is not None:
+        slots.must_be_watched = True  # so that later forwards are asked as well
     # Products may use another alias of a weight, and some of a CPU write the gradient of the weight itself.
     outputs, inputs = args
     return func(outputs, [outside_of(one) if isinstance(one, Tensor) else one for one in inputs], **kwargs)
