@@ -43,7 +43,7 @@ print("presets", *PRESETS)
 print("parsed", PrecisionPolicy.parse("float8"), PrecisionPolicy.parse("params=fp32,compute=fp8").loss_scale)
 print("lean", PRESETS["fp8-lean"].params, PRESETS["fp8-lean"].is_lean)
 scaler = MixedPrecision("fp8").scaler
-scaler.record_step(StepReport(False, 1.0))
+scaler.update_scale(StepReport(False, 1.0))
 print("scaler", scaler.kind, scaler.get_scale() * 2.0**5 <= 448 < 2 * scaler.get_scale() * 2.0**5)
 print("native", runs_natively(torch.float8_e4m3fn, "cpu"), "autocast", autocast(torch.float8_e4m3fn).dtype)
 print("memory", PRECISIONS["fp8"].label, TRAINING_PRESETS["fp8-lean"].label)

@@ -24,7 +24,7 @@ from hf_mp.casting.tables import TABLES, CastRule, TableName
 from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
 from hf_mp.casting.uncompiled import uncompiled
 from hf_mp.casting.watching import watching
-from hf_mp.kernels.identity import version_of
+from hf_mp.kernels.tensors import version_of
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 ALLOWED_DTYPES = (*LOWER_PRECISION_DTYPES, torch.float32)

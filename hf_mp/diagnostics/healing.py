@@ -45,7 +45,7 @@ class Healer(StepObserver):
         self.clip: Callable[[Optimizer], None] | None = None
         self._ddp: Any = None
 
-    def forward(self, forward: Any, args: Any, kwargs: Any) -> None:
+    def forward_began(self, forward: Any, args: Any, kwargs: Any) -> None:
         self._ddp = placement_of(self._runtime.model).ddp
 
     def overflowed(self, optimizer: Optimizer) -> StepReport | None:
@@ -65,7 +65,7 @@ class Healer(StepObserver):
             if not self._heal():
                 break
             self._run_again(optimizer)
-            report = runtime.check.report(runtime.verdict(optimizer))
+            report = runtime.check.agreed_report(runtime.verdict(optimizer))
             if not report.overflow:
                 return report
         runtime.scaler.state = state  # the step is skipped as any other

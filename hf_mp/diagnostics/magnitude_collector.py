@@ -77,7 +77,7 @@ class MagnitudeCollector(ExitStack):
         key = (Kind.ACTIVATION_GRADIENTS, name, "")
         if gradient is not None and key not in self._samples:
             # Inside of the model gradients are scaled; histograms are of true ones, and shift by log2 of the scale.
-            self._take(key, gradient, self._runtime.inverse(gradient.device, None, ()))
+            self._take(key, gradient, self._runtime.inverse_scale_on(gradient.device, None, ()))
 
     def _take(self, key: tuple[Kind, str, str], tensor: Tensor, factor: Tensor | None = None) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():

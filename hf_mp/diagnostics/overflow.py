@@ -44,7 +44,7 @@ class OverflowExplainer(StepObserver):
         self._keeps_all = False
         self.reports: list[OverflowReport] = []
 
-    def forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward_began(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep the call; returns a callback for its outputs."""
         call = KeptCall(forward, args, kwargs, forward.module().training, keep_random_states())
 

@@ -56,7 +56,7 @@ class PrecisionRecorder(StepObserver):
         self._has_begun = False
         self._written_reports = self._written_remedies = 0
 
-    def forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def forward_began(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         runtime = self._runtime
         if self._collector is None and runtime.stats.steps >= self._due and runtime.model is not None:
             self._due = runtime.stats.steps + self.histogram_steps

@@ -11,8 +11,8 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from hf_mp.kernels.identity import is_shared, version_of
 from hf_mp.kernels.registry import chosen
+from hf_mp.kernels.tensors import is_shared, version_of
 
 # FP32 elements of one block of rows: on a CPU what stays in its cache, on a GPU what keeps it busy.
 _BLOCK_ELEMENTS = {"cpu": 2**19}

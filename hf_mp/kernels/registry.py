@@ -126,7 +126,7 @@ def _warn_once(message: str) -> None:
     warn_caller(message)
 
 
-def must_be_plain() -> bool:
+def is_transformed() -> bool:
     """Whether only differentiable torch ops may be used: torch.compile decides itself what it saves for backward, and
     torch.func's transforms take neither saved-tensor hooks nor autograd functions of the ordinary form."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()

@@ -55,7 +55,7 @@ def split_into(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     split_block, _, most = _format(working.dtype)
     for whole, upper, lower in cache_blocks(value, working, remainder):
         # One look spares nearly all blocks the slow way; elsewhere it would make the host wait for the device.
-        if whole.device.type == "cpu" and _is_ordinary(whole):
+        if whole.device.type == "cpu" and _fits_fp16(whole):
             split_block(whole, upper, lower)
             continue
         is_odd = ~whole.isfinite()
@@ -85,7 +85,7 @@ def cache_blocks(*tensors: Tensor, elements: int = _BLOCK_ELEMENTS) -> Iterator[
     yield from zip(*(tensor.split(elements) for tensor in flat), strict=True)
 
 
-def _is_ordinary(value: Tensor) -> bool:
+def _fits_fp16(value: Tensor) -> bool:
     """Whether FP16 can hold all of the non-empty ``value``; NaN and inf cannot be."""
     if value.numel() == 0 or is_fake(value):
         return True

@@ -240,7 +240,7 @@ def _finish(trainee: Trainee, settings: TrainingSettings) -> None:
         trainee.forward = reduce_gradients(trainee.forward, has_hook=has_hook)
     if runtime is not None:
         # An update joins gradients of one scale, which it tells by the tensor that holds it.
-        runtime.scaler.scale_tensors = functools.cache(runtime.scaler.scale_tensors)  # type: ignore[method-assign]
+        runtime.scaler.scale_and_inverse = functools.cache(runtime.scaler.scale_and_inverse)  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -24,23 +24,23 @@ from hf_mp.policy import LOWER_PRECISION_DTYPES
 class Crossings(Protocol):
     """What a border asks when a gradient crosses it."""
 
-    def scale(self, device: torch.device) -> Tensor | None:
+    def loss_scale_on(self, device: torch.device) -> Tensor | None:
         """S, FP32 of shape (1,); None where nothing is scaled."""
 
-    def inverse(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
+    def inverse_scale_on(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
         """1/S, FP32 of shape (1,), for what ``node`` hands on by its inputs ``places``; None where it is not scaled."""
 
     def gradient_entered(self, node: Any, gradient: Tensor) -> None:
         """A gradient goes in through the autograd node ``node``, before anything of the model's backward runs."""
 
-    def take(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
+    def keep_scaled(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
         """Take from ``uses``, the gradients that ``node`` hands on by its inputs, what autograd is not to accumulate.
 
         They are still scaled: ``inverse`` is what they would be multiplied with.
         """
 
 
-class _Multiply(Function):
+class _ScaleGradient(Function):
     """Multiply a gradient by a factor in FP32; its own backward is the identity.
 
     What enters through the derivative of an unscaled gradient (a gradient penalty) then travels inside at S times its
@@ -59,12 +59,12 @@ class _Multiply(Function):
         return gradient.to(ctx.dtype), None, None
 
 
-def multiply(gradient: Tensor, factor: Tensor | None, crossings: Crossings) -> Tensor:
+def scale_gradient(gradient: Tensor, factor: Tensor | None, crossings: Crossings) -> Tensor:
     """``gradient`` times ``factor`` in FP32 (None for 1), differentiable; ``crossings`` hears of second derivatives."""
     if factor is None:
         return gradient
     if torch.is_grad_enabled():  # create_graph=True
-        return _Multiply.apply(gradient, factor, crossings).reshape(gradient.shape)
+        return _ScaleGradient.apply(gradient, factor, crossings).reshape(gradient.shape)
     if gradient.is_sparse or hasattr(gradient, "device_mesh"):  # a DTensor is multiplied with plain scalars alone
         return gradient.to(torch.float32) * factor.squeeze()
     # FP16 times FP32 of shape (1,) is computed in FP32 and is FP32: one kernel.
@@ -106,23 +106,23 @@ class _InwardBorders(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         with torch._C.DisableTorchFunctionSubclass():  # weights are only looked at
-            return None, None, None, *_leave(ctx, gradients)
+            return None, None, None, *_unscale_uses(ctx, gradients)
 
 
 _INWARD: Any = _InwardBorders._backward_cls  # the class of its nodes
 
 
-def _leave(ctx: Any, gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
+def _unscale_uses(ctx: Any, gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
     """The gradients of tensors outside from those of their uses inside: each times 1/S in FP32, then summed."""
     crossings, outside = ctx.crossings, ctx.outside
     uses: dict[int, list[Tensor]] = {}  # for the place of a tensor outside, the gradients of what it is inside
     for place, gradient in zip(ctx.leads_to, gradients, strict=True):
         if gradient is not None:
             uses.setdefault(place, []).append(gradient)
-    factor = crossings.inverse(outside[0].device, ctx, list(uses)) if uses else None
-    crossings.take(ctx, uses, factor)
+    factor = crossings.inverse_scale_on(outside[0].device, ctx, list(uses)) if uses else None
+    crossings.keep_scaled(ctx, uses, factor)
     places = [place for place, each in uses.items() for _ in each]
-    unscaled = _multiply_all([gradient for each in uses.values() for gradient in each], factor, crossings)
+    unscaled = _scale_gradients([gradient for each in uses.values() for gradient in each], factor, crossings)
     is_ours = factor is not None and not torch.is_grad_enabled()  # products are nobody else's
     found: list[Tensor | None] = [None] * len(outside)
     for place, product in zip(places, unscaled, strict=True):
@@ -135,13 +135,13 @@ def _leave(ctx: Any, gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
     return found
 
 
-def _multiply_all(gradients: list[Tensor], factor: Tensor | None, crossings: Crossings) -> list[Tensor]:
-    """:func:`multiply` of each; of several plain ones in one call."""
+def _scale_gradients(gradients: list[Tensor], factor: Tensor | None, crossings: Crossings) -> list[Tensor]:
+    """:func:`scale_gradient` of each; of several plain ones in one call."""
     if factor is None:
         return gradients
     if len(gradients) < 2 or torch.is_grad_enabled() or not _are_plain(*gradients):
-        return [multiply(gradient, factor, crossings) for gradient in gradients]
-    return list(torch._foreach_mul(gradients, [factor] * len(gradients)))  # in FP32, as :func:`multiply`
+        return [scale_gradient(gradient, factor, crossings) for gradient in gradients]
+    return list(torch._foreach_mul(gradients, [factor] * len(gradients)))  # in FP32, as :func:`scale_gradient`
 
 
 def _are_plain(*gradients: Tensor) -> bool:
@@ -189,7 +189,7 @@ def inward_borders(
     return aliases, [None if copy is None else next(inside) for copy in copies]
 
 
-class _Edges:
+class _LateBorder:
     """Hook of an autograd node: a border on each of those of its edges that lead outside."""
 
     def __init__(self, node: Any, places: Iterable[int], crossings: Crossings) -> None:
@@ -201,10 +201,10 @@ class _Edges:
         found = list(gradients)
         for place in self.outside:
             if (gradient := gradients[place]) is not None:
-                inverse, uses = self.crossings.inverse(gradient.device, self, [place]), {place: [gradient]}
-                self.crossings.take(self, uses, inverse)
+                inverse, uses = self.crossings.inverse_scale_on(gradient.device, self, [place]), {place: [gradient]}
+                self.crossings.keep_scaled(self, uses, inverse)
                 # autograd lets no hook change a dtype; of nearly all ops it is that of the tensor outside.
-                found[place] = multiply(gradient, inverse, self.crossings).to(gradient.dtype) if uses else None
+                found[place] = scale_gradient(gradient, inverse, self.crossings).to(gradient.dtype) if uses else None
         return tuple(found)
 
 
@@ -228,7 +228,9 @@ def leads_inside(node: Any, first: int, outside: set[Any]) -> bool:
     return False
 
 
-def seal(nodes: Iterable[Any], crossings: Crossings, first: int, made_earlier: Callable[[Any], bool]) -> bool:
+def add_late_borders(
+    nodes: Iterable[Any], crossings: Crossings, first: int, made_earlier: Callable[[Any], bool]
+) -> bool:
     """Put a border on each edge by which the graph that begins at ``nodes`` leaves to a tensor made outside.
 
     That is an edge to a leaf, or to a node with a number below ``first``, unless it was ``made_earlier`` inside, or
@@ -254,7 +256,7 @@ def seal(nodes: Iterable[Any], crossings: Crossings, first: int, made_earlier: C
             else:
                 leaving.append(place)
         if leaving and (places := [place for place in leaving if place not in getattr(node, "border_at", ())]):
-            node.register_hook(_Edges(node, places, crossings))
+            node.register_hook(_LateBorder(node, places, crossings))
             found = True
     return found
 
@@ -295,7 +297,7 @@ class _OutputBorder(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        entering = multiply(gradient, ctx.crossings.scale(gradient.device), ctx.crossings).to(ctx.dtype)
+        entering = scale_gradient(gradient, ctx.crossings.loss_scale_on(gradient.device), ctx.crossings).to(ctx.dtype)
         ctx.crossings.gradient_entered(ctx, entering)
         return entering, None, None
 

@@ -19,10 +19,12 @@ class StepObserver:
     def take_optimizer(self, optimizer: Any) -> None:
         """An optimizer is attached, as it will be stepped; raises a ValueError where it cannot be looked on."""
 
-    def forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
+    def forward_began(
+        self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[Any], None] | None:
         """A forward with grad of ``forward``, an :class:`AttachedForward`, begins; may return a taker of outputs."""
 
-    def backward_began(self, node: Any, gradient: Tensor) -> None:
+    def gradient_entered(self, node: Any, gradient: Tensor) -> None:
         """A gradient, scaled, enters through ``node``, an output border's; nothing of the model's backward has run."""
 
     def backward_ended(self, largest: Tensor | None) -> None:
@@ -34,7 +36,7 @@ class StepObserver:
     def overflowed(self, optimizer: Any) -> StepReport | None:
         """A step is about to be skipped; the verdict on gradients put in the place of those that overflowed, if any."""
 
-    def report(self) -> StepReport | None:
+    def own_report(self) -> StepReport | None:
         """The verdict on a step whose gradients were used already; None where there are gradients to look at."""
 
     def last_words(self) -> str:

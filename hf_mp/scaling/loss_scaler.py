@@ -1,7 +1,7 @@
 """What every loss scaler is: :class:`LossScaler`, which keeps the value of a rule, with the methods of GradScaler.
 
-The rules are in :mod:`hf_mp.scaling.rules`. An attached model needs :meth:`LossScaler.scale_tensors` and
-:meth:`LossScaler.record_step`: there the borders scale, and the guarded optimizer skips. ``scale``, ``unscale_``,
+The rules are in :mod:`hf_mp.scaling.rules`. An attached model needs :meth:`LossScaler.scale_and_inverse` and
+:meth:`LossScaler.update_scale`: there the borders scale, and the guarded optimizer skips. ``scale``, ``unscale_``,
 ``step`` and ``update`` are for loops written for ``torch.amp.GradScaler``, and for everything that is not a whole model
 and its optimizer (several losses, several optimizers).
 """
@@ -85,15 +85,15 @@ class LossScaler(Generic[Rule]):
         self._enabled, self._max_consecutive_skips = bool(enabled), max_consecutive_skips
         self.kind, self._state = rule.name, rule.checked()
         self._tensors: dict[torch.device, ScaleTensors] = {}
-        self._unread: Callable[[], None] | None = None  # takes in the last step, which its device has decided
-        self._is_settling = False
+        self._pending_step: Callable[[], None] | None = None  # takes in the last step, which its device has decided
+        self._is_finishing = False
         self._begin_iteration()
         self._warn_if_inexact(rule, None)
 
     @property
     def state(self) -> Rule:
         """The settings, and what the scaler remembers; a frozen value."""
-        self.settle()
+        self.finish_pending_step()
         return self._state
 
     @state.setter
@@ -109,29 +109,31 @@ class LossScaler(Generic[Rule]):
         """The loss scale in force; 1.0 for a disabled scaler."""
         return self.state.scale if self._enabled else 1.0
 
-    def settle_later(self, take_in: Callable[[], None]) -> None:
+    def defer_step(self, take_in: Callable[[], None]) -> None:
         """Have a step taken in by ``take_in()``, which may wait for its device, when anybody wants to know of it."""
-        self._unread = take_in
+        self._pending_step = take_in
 
-    def settle(self) -> None:
+    def finish_pending_step(self) -> None:
         """Take in the last step now, if that was left for later."""
-        if self._unread is None:
+        if self._pending_step is None:
             return
         with _SETTLING:
-            if self._unread is None or self._is_settling:  # by another thread meanwhile; or asked by what takes it in
+            if (
+                self._pending_step is None or self._is_finishing
+            ):  # by another thread meanwhile; or asked by what takes it in
                 return
-            self._is_settling = True
+            self._is_finishing = True
             try:
-                self._unread()
+                self._pending_step()
             finally:
-                self._unread, self._is_settling = None, False
+                self._pending_step, self._is_finishing = None, False
 
     @property
     def smallest_scale(self) -> float:
         """The smallest scale that overflows can lower this one to."""
         return self._state.floor
 
-    def scale_tensors(self, device: torch.device) -> ScaleTensors:
+    def scale_and_inverse(self, device: torch.device) -> ScaleTensors:
         """The scale and its inverse on ``device``, which follow the scale from now on."""
         if (tensors := self._tensors.get(device)) is None:
             with torch.inference_mode(False):  # scale() may be the first to ask, in inference mode
@@ -150,7 +152,7 @@ class LossScaler(Generic[Rule]):
         """A scaler of the same settings and state that goes its own way."""
         return copy.deepcopy(self)
 
-    def record_step(self, report: StepReport, nonfinite: Callable[[], Sequence[str]] = tuple) -> None:
+    def update_scale(self, report: StepReport, nonfinite: Callable[[], Sequence[str]] = tuple) -> None:
         """Take in what an optimizer step saw and set the next scale; ``nonfinite`` names gradients for the error alone.
 
         Raises:
@@ -237,7 +239,7 @@ class LossScaler(Generic[Rule]):
     def __getstate__(self) -> dict[str, Any]:
         if self._reports:
             raise RuntimeError("a loss scaler is pickled between update() and the next unscale_() or step() only")
-        self.settle()
+        self.finish_pending_step()
         return {**self.__dict__, "_tensors": {}}
 
     # The explicit style
@@ -263,7 +265,7 @@ class LossScaler(Generic[Rule]):
             return outputs
         if isinstance(outputs, Tensor):
             # A scalar tensor, so that outputs of one dimension and more keep their dtype, as with torch.
-            return outputs * self.scale_tensors(outputs.device).scale.squeeze()
+            return outputs * self.scale_and_inverse(outputs.device).scale.squeeze()
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes, Mapping)):
             scaled = map(self.scale, outputs)
             return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
@@ -327,7 +329,7 @@ class LossScaler(Generic[Rule]):
         Raises:
             RuntimeError: if no optimizer was unscaled or stepped since the last update.
             ValueError: if ``new_scale`` is not one positive, finite number.
-            LossScaleError: as :meth:`LossScaler.record_step`.
+            LossScaleError: as :meth:`LossScaler.update_scale`.
         """
         if not self._enabled:
             return
@@ -341,7 +343,7 @@ class LossScaler(Generic[Rule]):
             raise RuntimeError("no gradients were checked since the last update(): call step(optimizer) before it")
         self._begin_iteration()
         measured = [report.largest_gradient for report in reports if report.largest_gradient is not None]
-        self.record_step(StepReport(any(report.overflow for report in reports), max(measured, default=None)))
+        self.update_scale(StepReport(any(report.overflow for report in reports), max(measured, default=None)))
 
     def _check_scaled(self, method: str) -> None:
         if not self._tensors:

@@ -1,18 +1,29 @@
 """One training step in mixed precision, in the order in which it runs (Micikevicius et al. 2017, arXiv 1710.03740).
 
+Files of this folder first, then the others of ``hf_mp`` that do the stage's work.
+
 1. Attach: :meth:`MixedPrecision.attach` gives the model FP32 masters and puts :class:`AttachedForward` in the place of
    ``model.forward`` (``mixed_precision.py``, ``forward.py``); :meth:`~MixedPrecision.attach_optimizer` puts a
    :class:`StepGuard` in front of ``optimizer.step`` (``update.py``).
+   Masters: ``weights/layout.py``; of a lean layout ``weights/lean/``.
 2. Forward: ``AttachedForward.__call__`` makes a ``_Passage``. :meth:`MixedPrecision.begin_forward` puts the working
-   copies of the weights that products use into their slots, behind inward borders, of which small weights share one
-   (``Slots`` in ``hf_mp/weights/``; ``hf_mp/scaling/borders.py``), and the passage runs the model's own forward in
-   autocast (``Region`` in ``hf_mp/weights/``).
-3. Out: each output passes an output border, to FP32.
+   copies of the weights that products use into their slots, behind inward borders, of which small weights share one,
+   and the passage runs the model's own forward in autocast.
+   Which weights products use: ``weights/product_uses.py``; copies: ``working_copies.py``; slots: ``slots.py``;
+   borders: ``scaling/borders.py``; autocast of an attached model: ``weights/region.py``.
+   Casts of each call: ``casting/handlers.py`` (on a CPU without 16-bit products ``casting/cpu/``), called by
+   ``casting/dispatched.py`` or ``casting/mode.py``; losses: ``loss_handlers.py``.
+3. Out: each output passes an output border, to FP32: ``scaling/borders.py``.
+   Outputs in a structure: ``casting/nested.py``; logits that nobody may read: ``deferred_output.py``.
 4. Backward: the borders ask :class:`MixedPrecision`. A gradient that enters through an output border is multiplied by
-   the loss scale S (``scale``), and ``GradientCheck.backward_began`` takes note (``gradient_entered``); one that leaves
-   through an inward border is multiplied by 1/S in FP32 (``inverse``), unless a lean layout keeps it (``take``).
+   the loss scale S (``loss_scale_on``), and ``GradientCheck.backward_began`` takes note (``gradient_entered``); one
+   that leaves through an inward border is multiplied by 1/S in FP32 (``inverse_scale_on``), unless a lean layout keeps
+   it as it is (``keep_scaled``; ``weights/lean/split_parameter.py``).
 5. Check: when the backward has ended, ``GradientCheck`` measures what it left in ``.grad`` (``gradients.py``).
+   The pass over it: ``kernels/gradient_scan.py``; one verdict for all ranks: ``weights/ranks/agreement.py``.
 6. Update: ``optimizer.step()`` asks :meth:`MixedPrecision.verdict`, and with it the check; the guard skips the update
    on an overflow, or lets the optimizer write the masters and the layout refresh the working copies.
-7. Next scale: ``MixedPrecision.finish_step`` tells the observers, and the loss scaler, which sets the next S.
+   One kernel for both: ``weights/fused_adamw.py``, ``kernels/adamw.py``; lean: ``weights/lean/optimizer.py``.
+7. Next scale: ``MixedPrecision.finish_step`` tells the observers, and the loss scaler, which sets the next S:
+   ``scaling/loss_scaler.py``, ``rules.py``.
 """

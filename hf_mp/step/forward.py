@@ -29,13 +29,13 @@ class AttachedForward(ReplacedForward):
     def __init__(self, runtime: MixedPrecision, module: nn.Module) -> None:
         super().__init__(module)
         self.runtime = runtime
-        self.inside = counting_positions(self) if runtime.policy.exact_generation else self.original
+        self.inner_forward = counting_positions(self) if runtime.policy.exact_generation else self.original
         functools.update_wrapper(self, self.original, updated=())  # not the attributes of an attached forward below
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Nested in another attached forward, this one belongs to its graph: the borders are the outer one's.
-        is_inside = any([isinstance(mode, Region) for mode in autocasts.active])
-        return self.inside(*args, **kwargs) if is_inside else self._run(args, kwargs)
+        is_nested = any([isinstance(mode, Region) for mode in autocasts.active])
+        return self.inner_forward(*args, **kwargs) if is_nested else self._run(args, kwargs)
 
     # torch.compile leaves this frame alone and compiles the model's own forward, in the region, as one graph.
     @outside_of_graphs("hf_mp's borders are outside of the graph of an attached model: leave fullgraph=True out")
@@ -63,7 +63,7 @@ class _Passage:
             self._slots = slots = runtime.begin_forward(model, forward.module())
         has_grad = slots is not None and slots.has_grad
         observers = runtime.observers if has_grad else []
-        self._output_hooks = [take for one in observers if (take := one.forward(forward, args, kwargs))]
+        self._output_hooks = [hook for one in observers if (hook := one.forward_began(forward, args, kwargs))]
         self._crossings = runtime if has_grad else None
         if slots is not None and slots.has_borders:
             args, kwargs = apply_to_tensors(slots.bring_in_argument, (args, kwargs))
@@ -73,14 +73,14 @@ class _Passage:
     @torch.compiler.disable
     def __enter__(self) -> _Passage:
         self._inside.__enter__()
-        self.forward = autocasts.active[-1].ruled(self._attached.module(), self._attached.inside)
+        self.forward = autocasts.active[-1].ruled(self._attached.module(), self._attached.inner_forward)
         return self
 
     @torch.compiler.disable
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         self._inside.__exit__(kind, error, traceback)
         if self._slots is not None:
-            self._runtime.region.ended(self._slots)
+            self._runtime.region.note_nodes(self._slots)
 
     @torch.compiler.disable
     def bring_out(self, outputs: Any) -> Any:
@@ -96,8 +96,8 @@ class _Passage:
         outputs = apply_to_tensors(cross, outputs, objects=True)
         if self._slots is not None:
             # Here and not in __exit__(): a forward that raised has not shown all of its calls.
-            self._slots.learn()
-            self._slots.seal(crossed)
-        for take in self._output_hooks:
-            take(outputs)
+            self._slots.record_uses()
+            self._slots.add_late_borders(crossed)
+        for hook in self._output_hooks:
+            hook(outputs)
         return outputs

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from hf_mp._warnings import warn_caller
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, largest_magnitude, largest_magnitude_and_norm
-from hf_mp.kernels.identity import is_on_host
+from hf_mp.kernels.tensors import is_on_host
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.profiling import profiled
 from hf_mp.weights.fused_adamw import Clipping
@@ -232,7 +232,7 @@ class GradientCheck:
         numbers = largest[None] if measured is None else torch.stack([largest, measured.to(largest.device)])
         return Verdict(parameters, gradients, numbers)
 
-    def report(self, verdict: Verdict | StepReport) -> StepReport:
+    def agreed_report(self, verdict: Verdict | StepReport) -> StepReport:
         """What all processes that train the parameters make of their verdicts: a collective call on several."""
         if isinstance(verdict, StepReport):
             return verdict

@@ -14,6 +14,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from hf_mp._warnings import warn_caller
+from hf_mp.casting.kv_cache import cache_patches
 from hf_mp.casting.replacements import install_replacements, remove_replacements
 from hf_mp.casting.replacements.base import entry_points
 from hf_mp.casting.rules import Rules
@@ -38,10 +39,9 @@ from hf_mp.step.update import StepGuard
 from hf_mp.weights.accelerated import as_accelerated
 from hf_mp.weights.attachable import RUNTIMES, check_attachable, check_optimizer, rules_for
 from hf_mp.weights.early_state import state_to_fp32
-from hf_mp.weights.generation import cache_patches
 from hf_mp.weights.layout import WeightLayout, too_large
 from hf_mp.weights.layout_choice import make_layout, spread_layout
-from hf_mp.weights.model_walk import parameters_in
+from hf_mp.weights.model_walk import optimizer_parameters
 from hf_mp.weights.ranks.agreement import Ranks
 from hf_mp.weights.ranks.gathered_slots import GatheredSlots
 from hf_mp.weights.ranks.placement import ALONE, Placement, check_updates, is_distributed, mesh_groups, placement_of
@@ -122,13 +122,13 @@ class MixedPrecision:
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped."""
-        self.scaler.settle()
+        self.scaler.finish_pending_step()
         return self._step_was_skipped
 
     @property
     def stats(self) -> PrecisionStats:
         """What mixed precision did so far."""
-        self.scaler.settle()
+        self.scaler.finish_pending_step()
         return self._stats
 
     @stats.setter
@@ -152,7 +152,7 @@ class MixedPrecision:
             self._take_model(model)
             install_replacements(model, self._tables)  # before FSDP is told which weights travel in FP32
             self._use_layout_for(model.parameters(), placement)
-            self.layout.prepare(model)
+            self.layout.make_masters(model)
             self.wrap_forwards()
         except BaseException:
             self.detach()
@@ -204,7 +204,7 @@ class MixedPrecision:
             accelerated.optimizer = self.attach_optimizer(accelerated.optimizer)
             return optimizer
         check_optimizer(optimizer, self.model)
-        self._use_layout_for(parameters_in(optimizer), placement_of(self.model))
+        self._use_layout_for(optimizer_parameters(optimizer), placement_of(self.model))
         optimizer = self.layout.wrap(optimizer)
         state_to_fp32(optimizer)
         for observer in self.observers:
@@ -236,7 +236,7 @@ class MixedPrecision:
         if has_grad := torch.is_grad_enabled():
             self.region.refuse_other_threads()  # here: autograd's own threads recompute what was checkpointed
             self.check.forget_failed_backwards()
-            self.layout.prepare(model)
+            self.layout.make_masters(model)
         # DDP takes a parameter for ready as soon as the border that it shares has run.
         elements = 1 if self.uses_up_gradients or placement.ddp is not None else None
         region, kind = self.region, (id(entry), has_grad, model.training)
@@ -267,15 +267,15 @@ class MixedPrecision:
         return self.layout.parameters_to_check(self.model, [guard.optimizer for guard in self._guards])
 
     # Backward: what the borders ask (hf_mp.scaling.borders.Crossings)
-    def scale(self, device: torch.device) -> Tensor | None:
-        self.scaler.settle()  # the last step sets this S
-        return self.scaler.scale_tensors(device).scale if self.check.is_scaled else None
+    def loss_scale_on(self, device: torch.device) -> Tensor | None:
+        self.scaler.finish_pending_step()  # the last step sets this S
+        return self.scaler.scale_and_inverse(device).scale if self.check.is_scaled else None
 
-    def inverse(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
+    def inverse_scale_on(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
         if not self.check.is_scaled:
             return None
         if self.check.open_backwards and not self.region.thread.is_recomputing:
-            return self.scaler.scale_tensors(device).inverse
+            return self.scaler.scale_and_inverse(device).inverse
         if any(accumulates(node, place) for place in places):
             self.check.warn_once(
                 "gradients reached the parameters of an attached model, but none came in through its outputs, so the "
@@ -290,12 +290,12 @@ class MixedPrecision:
         if is_asked_for or profiler._is_profiler_enabled:  # which shows the backward
             self.check.backward_began()
         for observer in self.observers:
-            observer.backward_began(node, gradient)
+            observer.gradient_entered(node, gradient)
 
-    def take(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
-        if self.layout.takes_gradients:
+    def keep_scaled(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
+        if self.layout.keeps_scaled_gradients:
             weights = {place: node.outside[place] for place in uses if accumulates(node, place)}
-            self.layout.take_gradients(weights, uses, inverse)
+            self.layout.keep_scaled_gradients(weights, uses, inverse)
 
     def backward_ended(self, largest: Tensor | None) -> None:
         """Tell the observers; ``largest`` as for :meth:`StepObserver.backward_ended`."""
@@ -304,11 +304,11 @@ class MixedPrecision:
 
     def verdict(self, optimizer: Optimizer) -> Verdict | StepReport:
         """What the gradients of ``optimizer`` are like; the report itself where they were used in the backward."""
-        self.scaler.settle()  # where no backward has done so since the last step
+        self.scaler.finish_pending_step()  # where no backward has done so since the last step
         for observer in self.observers:
-            if (report := observer.report()) is not None:
+            if (report := observer.own_report()) is not None:
                 return report
-        model, parameters = self.model, parameters_in(optimizer)
+        model, parameters = self.model, optimizer_parameters(optimizer)
         placement = placement_of(model)  # FSDP may have come since, around the model too
         if model is not None and placement is not ALONE:
             if placement.fsdp:
@@ -330,7 +330,7 @@ class MixedPrecision:
         knows it; None if torch's own function must do it.
         """
         # A lean layout has them still scaled in 16 bits, where nobody else can clip them.
-        norm = self.layout.clip_grad_norm(parameters_in(optimizer), max_norm)
+        norm = self.layout.clip_grad_norm(optimizer_parameters(optimizer), max_norm)
         if norm is None and (norm := self.check.norm(parameters)) is not None:
             self.check.clip(parameters, max_norm, norm)
         return norm
@@ -341,12 +341,12 @@ class MixedPrecision:
         self._step_was_skipped = was_skipped
         if self.check.is_scaled:
             self.layout.before_next_scale(self.check.parameters)
-        # Read before record_step() sets the next one.
+        # Read before update_scale() sets the next one.
         used_scale = self.scaler.get_scale()
         for observer in self.observers:
             observer.stepped(report)
         try:
-            self.scaler.record_step(report, lambda: too_large(self.layout, self.model))
+            self.scaler.update_scale(report, lambda: too_large(self.layout, self.model))
         except LossScaleError as error:
             words = [words for observer in self.observers if (words := observer.last_words())]
             raise LossScaleError("\n".join([str(error), *words])) from None
@@ -359,7 +359,7 @@ class MixedPrecision:
         # In reverse: each forward restores the one that it replaced.
         for forward in filter(None, [reference() for reference in reversed(self._forwards)]):
             forward.remove()
-        self.scaler.settle()
+        self.scaler.finish_pending_step()
         for guard in self._guards:
             guard.remove(self)
         self._forwards, self._guards = [], []

@@ -36,7 +36,7 @@ class _StepWasSkipped:
 
     def __get__(self, optimizer: Any, kind: type) -> Any:
         if (guard := getattr(getattr(optimizer, "step", None), "hf_mp_guard", None)) is not None and guard.runtimes:
-            guard.runtimes[0].scaler.settle()
+            guard.runtimes[0].scaler.finish_pending_step()
             return vars(optimizer)["step_was_skipped"]
         raise AttributeError(f"{kind.__name__!r} object has no attribute 'step_was_skipped'")
 
@@ -112,7 +112,7 @@ class StepGuard:
                 self._answered = weakref.finalize(optimizer, _STEP_WAS_SKIPPED.count, -1)
             # The descriptor at torch's class answers only where the optimizer itself has no such attribute.
             vars(optimizer).pop("step_was_skipped", None)
-            runtime.scaler.settle_later(take_in)
+            runtime.scaler.defer_step(take_in)
         # Lean gradients are read by the kernels that were queued, and nobody else needs them.
         if hasattr(optimizer, "free_gradients") and not vars(optimizer).get("step_was_skipped"):
             optimizer.free_gradients()
@@ -123,7 +123,9 @@ class StepGuard:
         """Read the verdicts, update unless that was done or one is an overflow, and finish the step."""
         optimizer = self.optimizer
         with profiled("read of the verdict"):
-            reports = [runtime.check.report(verdict) for runtime, verdict in zip(runtimes, verdicts, strict=True)]
+            reports = [
+                runtime.check.agreed_report(verdict) for runtime, verdict in zip(runtimes, verdicts, strict=True)
+            ]
         if len(runtimes) == 1 and reports[0].overflow:  # an observer may run the forwards of one model again
             for observer in runtimes[0].observers:
                 if (again := observer.overflowed(optimizer)) is not None:
@@ -139,7 +141,7 @@ class StepGuard:
         """Write the masters and what follows them, where ``found_inf``, FP32 of shape (), is None or 0."""
         given = self._replaced_step, runtimes[0].check.clipping, found_inf
         with profiled("update"):
-            if len(runtimes) == 1 and runtimes[0].layout.step(self.optimizer, *given):
+            if len(runtimes) == 1 and runtimes[0].layout.fused_step(self.optimizer, *given):
                 return
             checks = [runtime.check for runtime in runtimes if runtime.check.clipping is not None]
             for check in checks[:1]:  # each of several models has the norm of all gradients of the optimizer: one clips

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_mp.diagnostics.overflow import runtime_of
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.lean.outside_reads import stores_16_bits
+from hf_mp.weights.lean.outside_reads import on_stored_values
 from hf_mp.weights.ranks.placement import is_dtensor
 
 _OF_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of activation checkpointing and torch.compile
@@ -59,7 +59,7 @@ def plain_name(name: str) -> str:
     return name
 
 
-@stores_16_bits
+@on_stored_values
 def _copy_of(runtime: MixedPrecision, parameter: nn.Parameter) -> Tensor:
     layout = runtime.layout
     if layout.keeps_copies and parameter in layout.copies:

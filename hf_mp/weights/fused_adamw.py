@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_, is_small
-from hf_mp.kernels.identity import is_on_host, is_ordinary
 from hf_mp.kernels.registry import chosen
+from hf_mp.kernels.tensors import is_on_host, is_ordinary
 from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor
 from hf_mp.weights.lean.unwrapped_steps import has_hooks
-from hf_mp.weights.model_walk import parameters_in
+from hf_mp.weights.model_walk import optimizer_parameters
 from hf_mp.weights.working_copies import WorkingCopies
 
 
@@ -113,7 +113,7 @@ def step_whole(
 
     ``replaced_step`` as for :func:`can_skip`. False: nothing was done.
     """
-    stepping: list[Any] = [parameter for parameter in parameters_in(optimizer) if parameter.grad is not None]
+    stepping: list[Any] = [parameter for parameter in optimizer_parameters(optimizer) if parameter.grad is not None]
     if chosen("adamw", stepping[:1]) is None or not _is_fused_adam(optimizer, replaced_step) or has_hooks(optimizer):
         return False  # on a CPU the first parameter answers for all
     if chosen("adamw", [*stepping, *[parameter.grad for parameter in stepping]]) is None:  # before any state is made

@@ -16,7 +16,7 @@ from hf_mp._warnings import warn_caller
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.weights.fused_adamw import Clipping, step_whole
-from hf_mp.weights.model_walk import parameters_in, parameters_of, widen_buffers
+from hf_mp.weights.model_walk import model_parameters, optimizer_parameters, widen_buffers
 from hf_mp.weights.ranks.buckets import Buckets
 from hf_mp.weights.ranks.placement import Placement, is_distributed, is_dtensor, local_parts
 from hf_mp.weights.ranks.wire import Runtime
@@ -31,7 +31,7 @@ class WeightLayout:
     """
 
     keeps_copies = True  # whether a working copy outlives its use
-    takes_gradients = False  # whether to ask take_gradients()
+    keeps_scaled_gradients = False  # whether to ask keep_scaled_gradients()
 
     def __init__(self, policy: PrecisionPolicy) -> None:
         self.policy = policy
@@ -40,9 +40,9 @@ class WeightLayout:
         self._joined: weakref.WeakKeyDictionary[nn.Module, Buckets] = weakref.WeakKeyDictionary()
 
     @torch.no_grad()
-    def prepare(self, model: nn.Module) -> None:
+    def make_masters(self, model: nn.Module) -> None:
         """Before a forward with grad: give trainable parameters of ``model`` FP32 masters where they have none."""
-        trained = [parameter for parameter in parameters_of(model) if parameter.requires_grad]
+        trained = [parameter for parameter in model_parameters(model) if parameter.requires_grad]
         narrow = [parameter for parameter in trained if parameter.dtype in LOWER_PRECISION_DTYPES]
         before, self._masters = self._masters, set(map(id, trained))
         if not narrow:
@@ -64,20 +64,20 @@ class WeightLayout:
         self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
     ) -> None:
         """Take over the communication of ``model``; weights of the modules ``in_fp32`` are not rounded."""
-        ddp, has_buckets = placement.ddp, self.takes_gradients or self.policy.wire is not torch.float32
+        ddp, has_buckets = placement.ddp, self.keeps_scaled_gradients or self.policy.wire is not torch.float32
         # Once for each DDP: its first forward is the last moment before a bucket is reduced.
         if has_buckets and is_distributed() and ddp is not None and ddp not in self._joined:
             self._joined[ddp] = Buckets(ddp, self.policy, runtime)
 
     def parameters_to_check(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
         """The parameters whose gradients a backward of ``model`` may leave, each once."""
-        return [] if model is None else parameters_of(model)
+        return [] if model is None else model_parameters(model)
 
     def saved_for_backward(self) -> AbstractContextManager[None]:
         """To run a forward in: decides what autograd saves of the working copies."""
         return nullcontext()
 
-    def take_gradients(
+    def keep_scaled_gradients(
         self, weights: Mapping[int, Tensor], uses: dict[int, list[Tensor]], inverse: Tensor | None
     ) -> None:
         """Take gradients of ``weights`` from ``uses``, both by place, and keep them still scaled, with ``inverse``."""
@@ -94,7 +94,7 @@ class WeightLayout:
         """The optimizer to step from now on."""
         return optimizer
 
-    def step(
+    def fused_step(
         self,
         optimizer: Optimizer,
         replaced_step: Callable[..., Any] | None,
@@ -110,7 +110,9 @@ class WeightLayout:
 
     def after_update(self, optimizer: Optimizer) -> None:
         """Round what ``optimizer`` has written into the working copies."""
-        self.copies.refresh_all([parameter for parameter in parameters_in(optimizer) if parameter.grad is not None])
+        self.copies.refresh_all(
+            [parameter for parameter in optimizer_parameters(optimizer) if parameter.grad is not None]
+        )
 
     def before_next_scale(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
         """Called before the loss scale changes: gradients that are still scaled keep the scale that they have."""

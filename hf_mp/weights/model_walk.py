@@ -27,14 +27,14 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return modules
 
 
-def parameters_of(model: nn.Module) -> list[nn.Parameter]:
+def model_parameters(model: nn.Module) -> list[nn.Parameter]:
     """``list(model.parameters())``, faster by :func:`modules_of`."""
     found = [p for module in modules_of(model) for p in module._parameters.values() if p is not None]
     # A tied weight once; parameters are compared by identity, since == compares their values.
     return list({id(parameter): parameter for parameter in found}.values())
 
 
-def parameters_in(optimizer: Optimizer) -> list[nn.Parameter]:
+def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """The parameters in all groups of ``optimizer``."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 

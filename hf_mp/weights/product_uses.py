@@ -96,7 +96,7 @@ class ProductUses:
         self._decided[module] = decided = dict.fromkeys(names, True) if self._lowers(op) else {}
         return decided
 
-    def learn(self, kind: Hashable, slots: Iterable[Slot], notes: Notes, *, is_watched: bool) -> None:
+    def record_uses(self, kind: Hashable, slots: Iterable[Slot], notes: Notes, *, is_watched: bool) -> None:
         """Take in what the first forward of this kind did with the weights of these slots."""
         self.is_watched[kind] = is_watched
         for slot in slots:

@@ -32,7 +32,7 @@ class ReadingLayout(WeightLayout):
         self._changed: list[tuple[Tensor, torch.dtype, Tensor | None, int]] = []
 
     @torch.no_grad()
-    def prepare(self, model: nn.Module) -> None:
+    def make_masters(self, model: nn.Module) -> None:
         is_lean = self.policy.params is not torch.float32
         for tensor in model.buffers() if is_lean else _outside_of_products(model):
             if tensor.dtype in LOWER_PRECISION_DTYPES and not is_dtensor(tensor):

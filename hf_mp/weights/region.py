@@ -21,14 +21,14 @@ from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.cpu.handlers import training_plan
 from hf_mp.casting.dispatched import can_dispatch, compiled_frames, dispatched, register
 from hf_mp.casting.handlers import AS_GIVEN, PlannedCall, widened
+from hf_mp.casting.kv_cache import CACHE_WRITES, lowers_attention
+from hf_mp.casting.loss_handlers import planned_losses
 from hf_mp.casting.mode import ALWAYS_HELD, autocast
 from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.uncompiled import uncompiled
-from hf_mp.weights.generation import CACHE_WRITES, lowers_attention
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.product_uses import ProductUses
-from hf_mp.weights.region_losses import planned_losses
 from hf_mp.weights.slots import UNASKED, Slots
 from hf_mp.weights.weight_calls import CALLS_OF_WEIGHTS
 from hf_mp.weights.working_copies import WatchedParameter
@@ -163,7 +163,7 @@ class Region(autocast):
 
         return recompute
 
-    def ended(self, slots: Slots) -> None:
+    def note_nodes(self, slots: Slots) -> None:
         """Note which autograd nodes a forward has made: a later one may be given its results."""
         if slots.has_grad and (last := torch.autograd._get_sequence_nr()) > slots.first_node:
             self.thread.made.append((slots.first_node, last))
@@ -215,7 +215,7 @@ def _as_used(
     slots: Slots, entry: PlannedCall, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any]:
     """The arguments of a call, those from outside through a border; the first forward teaches what weights are for."""
-    if slots.is_learning and entry.rule is not CastRule.COMPOSITE:  # the calls inside of that one come here, too
+    if slots.records_uses and entry.rule is not CastRule.COMPOSITE:  # the calls inside of that one come here, too
         by_product = entry.rule is CastRule.LOWER_PRECISION
         args, kwargs = slots.as_used(args, kwargs, by_product=by_product, by_selection=func in _SELECTIONS)
     if not slots.is_scaled or not slots.has_outside((*args, *kwargs.values())):

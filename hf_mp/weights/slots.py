@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_mp._warnings import module_of_frame
 from hf_mp.casting.nested import apply_to_tensors
-from hf_mp.scaling.borders import Crossings, inward_borders, leads_inside, seal
+from hf_mp.scaling.borders import Crossings, add_late_borders, inward_borders, leads_inside
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.lean.outside_reads import OF_THE_TENSOR_ITSELF
 from hf_mp.weights.product_uses import Notes, ProductUses, Slot
@@ -45,7 +45,7 @@ class Slots:
     functions, cross the border as well. What comes in by another way (a closure, an attribute, an object) was made
     outside if its autograd node is older than the forward, or if it is a leaf. The first forward of a kind gives it its
     border at its first use, and so do all others of this kind if it met any. What comes later for the first time gets
-    its border when the forward has ended: see :meth:`seal`.
+    its border when the forward has ended: see :meth:`add_late_borders`.
 
     Args:
         layout: gives the working copies.
@@ -74,13 +74,13 @@ class Slots:
         self._layout, self._crossings, self._made_earlier = layout, crossings, made_earlier
         self._uses, self._group_elements = uses, group_elements
         self.has_grad = has_grad
-        self.has_borders = has_grad and (is_scaled or layout.takes_gradients)
+        self.has_borders = has_grad and (is_scaled or layout.keeps_scaled_gradients)
         self._kind, self._notes = kind, Notes()
         # Whether to ask as_used() about each call, also where gradient checkpointing makes it again later.
-        self.is_learning = kind not in uses.is_watched
+        self.records_uses = kind not in uses.is_watched
         self.is_scaled = has_grad and is_scaled
         # Whether a mode has to see the calls.
-        self.is_watched = self.is_learning or uses.is_watched[kind]
+        self.is_watched = self.records_uses or uses.is_watched[kind]
         # Whether this forward uses what came from outside, or reads `.data` of a weight, or a dtype to cast by it.
         self.must_be_watched = False
         self._inside: dict[int, _Inside] = {}  # by the identity of what is outside, and of what is inside
@@ -97,7 +97,7 @@ class Slots:
 
     def _bring_in_all(self, slots: list[Slot]) -> list[tuple[Slot, Tensor]]:
         """What to put into which of ``slots``."""
-        self._slots += slots if self.is_learning else []
+        self._slots += slots if self.records_uses else []
         # Made fresh before an alias inside exists: anything else that shares the memory may write it unseen.
         copies = self._layout.working_copies([slot.weight for slot in slots if slot.in_16_bits])
         trained = {id(slot.weight): slot.weight for slot in slots if self.has_grad and slot.weight.requires_grad}
@@ -112,7 +112,7 @@ class Slots:
                 if inside.rounded is not None:
                     self._inside[id(inside.rounded)] = inside
             # One border for all slots of a tied weight would sum the gradients that the layout takes in 16 bits.
-            elif self._layout.takes_gradients and id(weight) in trained and id(weight) in placed:
+            elif self._layout.keeps_scaled_gradients and id(weight) in trained and id(weight) in placed:
                 inside = self._bring_in([(weight, None)])
             placed.add(id(weight))
             value = inside.rounded if slot.in_16_bits and inside.rounded is not None else inside.wide
@@ -211,10 +211,10 @@ class Slots:
             self.must_be_watched = True
         return inside.outside.dtype
 
-    def learn(self) -> None:
+    def record_uses(self) -> None:
         """The forward has ended: take in what it did with the weights, if it is the first of its kind."""
-        if self.is_learning:
-            self._uses.learn(self._kind, self._slots, self._notes, is_watched=self.must_be_watched)
+        if self.records_uses:
+            self._uses.record_uses(self._kind, self._slots, self._notes, is_watched=self.must_be_watched)
 
     def with_grad(self, tensor: Tensor) -> Tensor:
         """``tensor`` for a part that switches grad on in a forward without: of a working copy, the weight's own cast.
@@ -269,7 +269,7 @@ class Slots:
         is_early = node._sequence_nr() < self.first_node and not self._made_earlier(node)
         return is_early and not leads_inside(node, self.first_node, self._outside)
 
-    def seal(self, results: Iterable[Tensor]) -> None:
+    def add_late_borders(self, results: Iterable[Tensor]) -> None:
         """Of a forward with these results, put a border on each edge of its graph that leads outside.
 
         A second derivative takes edges that are made later: so calls are watched from the next forward on.
@@ -278,7 +278,7 @@ class Slots:
             return
         with torch._C.DisableTorchFunctionSubclass():  # a loss that may stay unread
             nodes = [node for result in results if (node := result.grad_fn) is not None]
-        if seal(nodes, self._crossings, self.first_node, self._made_earlier):
+        if add_late_borders(nodes, self._crossings, self.first_node, self._made_earlier):
             self._uses.is_watched[self._kind] = True
 
     @contextmanager

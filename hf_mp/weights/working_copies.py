@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 
 from hf_mp._warnings import warn_caller
-from hf_mp.kernels.identity import is_shared, version_of
+from hf_mp.kernels.tensors import is_shared, version_of
 
 _DATA: Any = Tensor.data  # the property itself, which the class below overrides
 

@@ -87,13 +87,13 @@ def our_step(workload: Workload, precision: str, make: MakeOptimizer) -> Step:
         for parameter in model.parameters():
             runtime.layout.copies.get(parameter)
 
-    inverse = runtime.scaler.scale_tensors(given[0].device).inverse if runtime.check.is_scaled else None
+    inverse = runtime.scaler.scale_and_inverse(given[0].device).inverse if runtime.check.is_scaled else None
 
     def step() -> None:
         parameters = list(model.parameters())
         for parameter, gradient in zip(parameters, given, strict=True):
             if isinstance(parameter, SplitParameter):
-                parameter.take_scaled_gradient(gradient, inverse)
+                parameter.keep_scaled_gradient(gradient, inverse)
             else:
                 parameter.grad = gradient
         runtime.check.measure(runtime.check.parameters())

@@ -128,7 +128,7 @@ PAIRS: dict[str, tuple[Rule, Callable[[], DynamicLossScaler]]] = {
 def differences(peer: Rule, ours: DynamicLossScaler, overflows: Sequence[bool]) -> Iterator[tuple[int, float, float]]:
     """Steps after which the two scales differ, while both are within FP32's normal numbers."""
     for step, (overflow, expected) in enumerate(zip(overflows, peer(overflows), strict=True)):
-        ours.record_step(OVERFLOW if overflow else CLEAN)
+        ours.update_scale(OVERFLOW if overflow else CLEAN)
         if not 2.0**-126 <= expected < 2.0**127:
             return
         if ours.get_scale() != expected:

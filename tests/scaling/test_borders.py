@@ -172,9 +172,9 @@ def test_several_gradients_are_multiplied_as_one_is(factor: float | None) -> Non
     number = None if factor is None else torch.tensor([factor])
     with torch.no_grad():
         with Dispatched("_foreach_mul") as products:
-            found = borders._multiply_all(gradients, number, Crossings())
+            found = borders._scale_gradients(gradients, number, Crossings())
         assert len(products.calls) == (factor is not None)
-        expected = [borders.multiply(gradient, number, Crossings()) for gradient in gradients]
+        expected = [borders.scale_gradient(gradient, number, Crossings()) for gradient in gradients]
     for one, other in zip(found, expected, strict=True):
         assert one.dtype is other.dtype
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
@@ -187,7 +187,7 @@ def test_sparse_and_scalar_gradients_and_fp64_keep_layout_shape_and_dtype() -> N
     sparse = torch.sparse_coo_tensor([[1]], [3.0], (4,))
     given = [sparse, torch.tensor(3.0), torch.ones(2, dtype=torch.float64)]
     with torch.no_grad():
-        found = borders._multiply_all(given, torch.tensor([0.5]), Crossings())
+        found = borders._scale_gradients(given, torch.tensor([0.5]), Crossings())
     assert found[0].is_sparse and found[0].to_dense().tolist() == [0.0, 1.5, 0.0, 0.0]
     assert found[1].shape == () and found[1].item() == 1.5
     assert found[2].dtype is torch.float64 and found[2].tolist() == [0.5, 0.5]

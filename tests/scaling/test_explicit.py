@@ -458,7 +458,7 @@ class TestSavedState:
         assert scaler.state.steps == 6 and scaler.state.skipped_steps == 2
         assert all(one.state == scaler.state for one in copies)
         assert b"_rebuild_tensor" not in pickle.dumps(scaler)  # so that it loads where this device is not
-        held = {id(one.scale_tensors(torch.device("cpu")).scale) for one in (scaler, *copies)}
+        held = {id(one.scale_and_inverse(torch.device("cpu")).scale) for one in (scaler, *copies)}
         assert len(held) == 4
 
 

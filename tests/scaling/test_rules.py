@@ -236,7 +236,7 @@ def trained(scaler: Any, steps: int, gradient: float, limit: float) -> list[int]
         overflows = scaler.get_scale() > limit
         if overflows:
             skipped.append(step)
-        scaler.record_step(OVERFLOW if overflows else saw(gradient))
+        scaler.update_scale(OVERFLOW if overflows else saw(gradient))
     return skipped
 
 
@@ -352,7 +352,7 @@ class TestHeadroom:
         scales = []
         for step in range(1, 20_001):
             scales.append(scaler.get_scale())
-            scaler.record_step(OVERFLOW if step % 500 == 0 else saw(0.01))
+            scaler.update_scale(OVERFLOW if step % 500 == 0 else saw(0.01))
         assert scaler.state.skipped_steps == 40 and scaler.state.is_futile
         assert sorted(scales[-5000:])[100] >= 2.0**18
 

@@ -55,7 +55,7 @@ class TestGivingUp:
             f"{scale}, the smallest allowed."
         )
         with pytest.raises(LossScaleError, match=message + ".*look for NaN in the inputs, lower the learning rate"):
-            scaler.record_step(OVERFLOW)
+            scaler.update_scale(OVERFLOW)
         assert (scaler.state.steps, scaler.state.skipped_steps, scaler.state.consecutive_skips) == (7, 5, 3)
 
     @pytest.mark.parametrize("max_skips", [1, 2, 54, 80])
@@ -68,7 +68,7 @@ class TestGivingUp:
         with pytest.raises(LossScaleError):
             for _ in range(200):
                 used.append(scaler.get_scale())
-                scaler.record_step(OVERFLOW)
+                scaler.update_scale(OVERFLOW)
         at_the_smallest = used.count(scaler.smallest_scale)
         falling = used[: len(used) - at_the_smallest]
         assert falling == sorted(set(falling), reverse=True) and falling[-1] > scaler.smallest_scale
@@ -124,7 +124,7 @@ class TestSavedState:
         assert [key for key in state if fresh[key] == state[key]] == ["kind"], "a default is no test"
         loaded.load_state_dict(json.loads(json.dumps(state)))
         assert loaded.state_dict() == state
-        assert loaded.get_scale() == 4.0 and loaded.scale_tensors(CPU)[0].item() == 4.0
+        assert loaded.get_scale() == 4.0 and loaded.scale_and_inverse(CPU)[0].item() == 4.0
 
     @pytest.mark.parametrize(
         ("make", "changed", "message"),
@@ -237,31 +237,31 @@ class TestScaleTensors:
     def test_they_are_made_once_for_each_device_and_follow_the_scale(self, asked_in: Callable[[], Any]) -> None:
         scaler, found = DynamicLossScaler("cpu", 16.0, growth_interval=2), []
         with asked_in():
-            held = scaler.scale_tensors(CPU)
+            held = scaler.scale_and_inverse(CPU)
         assert {(tensor.dtype, tensor.shape) for tensor in held} == {(torch.float32, (1,))}
-        assert scaler.scale_tensors(torch.device("meta")).scale.device.type == "meta"
+        assert scaler.scale_and_inverse(torch.device("meta")).scale.device.type == "meta"
         for report in [OVERFLOW, OVERFLOW, CLEAN, CLEAN]:
-            scaler.record_step(report)
+            scaler.update_scale(report)
             found.append(tuple(tensor.item() for tensor in held))
         assert found == [(8.0, 0.125), (4.0, 0.25), (4.0, 0.25), (8.0, 0.125)]
         scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
         assert [tensor.item() for tensor in held] == [64.0, 1 / 64]
         scaler.update(2.0)
         assert [tensor.item() for tensor in held] == [2.0, 0.5]
-        assert all(one is other for one, other in zip(scaler.scale_tensors(CPU), held, strict=True))
+        assert all(one is other for one, other in zip(scaler.scale_and_inverse(CPU), held, strict=True))
 
     @pytest.mark.parametrize("seed", range(20))
     def test_the_inverse_is_torchs(self, seed: int) -> None:
         number = torch.rand((), generator=torch.Generator().manual_seed(seed)).item() * 1e5 + 1e-3
         with pytest.warns(UserWarning, match="no power of two"):
             scaler = StaticLossScaler(number)
-        scale, inverse = scaler.scale_tensors(CPU)
+        scale, inverse = scaler.scale_and_inverse(CPU)
         assert scaler.get_scale() == scale.item() == torch.tensor(number).item()
         assert inverse.item() == scale.double().reciprocal().float().item()
 
     @pytest.mark.parametrize("scale", [2.0**-126, 2.0**127])
     def test_at_the_ends_of_fp32s_range_they_are_finite(self, scale: float) -> None:
-        tensors = StaticLossScaler(scale).scale_tensors(CPU)
+        tensors = StaticLossScaler(scale).scale_and_inverse(CPU)
         assert [tensor.item() for tensor in tensors] == [scale, 1.0 / scale]
 
 

@@ -142,7 +142,7 @@ def counts_of(name: str, precision: str, device: torch.device) -> dict[str, dict
         if precision not in PEERS:
             model, optimizer = hf_mp.prepare(model, optimizer, precision)
             ours = model.forward.runtime.scaler
-            ours.scale_tensors = functools.cache(ours.scale_tensors)  # which keeps no fake tensors
+            ours.scale_and_inverse = functools.cache(ours.scale_and_inverse)  # which keeps no fake tensors
         batch = batch_of(model, device)
         for _ in range(3):
             recorder = Recorder()

@@ -28,7 +28,7 @@ def record(scaler: LossScaler[Any], reports: Iterable[StepReport]) -> list[Any]:
     """The state after each of ``reports``."""
     states = []
     for report in reports:
-        scaler.record_step(report)
+        scaler.update_scale(report)
         states.append(scaler.state)
     return states
 

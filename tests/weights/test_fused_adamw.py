@@ -95,7 +95,7 @@ def test_what_is_not_contiguous_is_read_by_its_shape(what: str) -> None:
     for given in (values, values.contiguous()):
         weight = nn.Parameter(torch.ones(3, 4).half())
         optimizer = masters_around(AdamW([weight], lr=1e-2, fused=True), "split")
-        weight.take_scaled_gradient(given.half() if what == "gradient" else torch.ones(3, 4).half())  # type: ignore[attr-defined]
+        weight.keep_scaled_gradient(given.half() if what == "gradient" else torch.ones(3, 4).half())  # type: ignore[attr-defined]
         optimizer.step()
         if what == "moments":
             state = optimizer.state_dict()  # as of a parameter that lies channels last

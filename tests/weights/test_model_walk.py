@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_mp.weights.model_walk import modules_of, parameters_of
+from hf_mp.weights.model_walk import model_parameters, modules_of
 
 
 def model() -> nn.Sequential:
@@ -21,7 +21,7 @@ def model() -> nn.Sequential:
 def check(found: nn.Module) -> None:
     for _ in range(2):  # found, and kept
         assert list(map(id, modules_of(found))) == list(map(id, found.modules()))
-        assert list(map(id, parameters_of(found))) == list(map(id, found.parameters()))
+        assert list(map(id, model_parameters(found))) == list(map(id, found.parameters()))
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {

@@ -26,7 +26,7 @@ def test_what_is_read_and_what_is_left(dtype: torch.dtype, policy: str) -> None:
     model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.BatchNorm1d(8)).to(dtype)
     model.register_buffer("nothing", None)
     before, layout = copies(model.state_dict().values()), ReadingLayout(PrecisionPolicy.parse(policy))
-    layout.prepare(model)
+    layout.make_masters(model)
     assert dtypes(model) == [one or dtype for one in INSIDE[policy]]
     with torch.no_grad():
         model[1].weight[0, 0] = 3.0  # as a reference does that follows its policy

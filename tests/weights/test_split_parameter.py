@@ -55,7 +55,7 @@ def test_a_parameter_becomes_its_rounding_and_keeps_its_value(dtype: torch.dtype
 def test_unsplit_gives_an_ordinary_fp32_parameter_back() -> None:
     value = values()
     parameter: Any = made(value)
-    parameter.take_scaled_gradient(torch.full((4, 3), 2.0, dtype=torch.float16))
+    parameter.keep_scaled_gradient(torch.full((4, 3), 2.0, dtype=torch.float16))
     unsplit(parameter)
     assert type(parameter) is nn.Parameter and vars(parameter) == {}
     assert torch.equal(parameter.detach(), value) and parameter.dtype is torch.float32
@@ -392,7 +392,7 @@ def test_a_true_gradient_lies_in_memory_as_its_parameter(shape: tuple[int, ...])
     """torch's fused optimizers read by position, so that a transposed gradient would update the wrong elements."""
     parameter = made(values(*shape))
     gradient = values(*shape).half()
-    assert parameter.take_scaled_gradient(gradient.transpose(0, 1).contiguous().transpose(0, 1))
+    assert parameter.keep_scaled_gradient(gradient.transpose(0, 1).contiguous().transpose(0, 1))
     assert parameter.grad is not None and parameter.grad.stride() == parameter.stride()
     assert torch.equal(parameter.grad, gradient.float())
 
@@ -422,7 +422,7 @@ def test_multiply_gradients(kind: str) -> None:
     if kind == "ordinary FP16":
         parameter.grad = gradient.clone()
     elif kind != "none":
-        parameter.take_scaled_gradient(gradient)
+        parameter.keep_scaled_gradient(gradient)
     if kind == "read":
         assert parameter.grad is not None
     multiply_gradients([parameter], factor)
@@ -436,5 +436,5 @@ def test_multiply_gradients(kind: str) -> None:
     torch.testing.assert_close(parameter.grad, gradient.float() * 0.3 * 0.3, rtol=1e-6, atol=0)
     parameter.grad = None
     if kind != "ordinary FP16":
-        parameter.take_scaled_gradient(gradient)
+        parameter.keep_scaled_gradient(gradient)
         assert torch.equal(parameter.grad, gradient.float())  # the factor went with the gradient

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Function
 from torch.nn.attention import SDPBackend
 
-from hf_mp.casting.cpu.upcast import has_rows
-from hf_mp.kernels.registry import must_be_plain
+from hf_mp.casting.cpu.upcast import is_dense
+from hf_mp.kernels.registry import is_transformed
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 OWN_SCORES = 2**22  # in one call: fewer are left to torch where the CPU multiplies in 16 bits, in half of the time
@@ -51,12 +51,12 @@ class Attention(NamedTuple):
 def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Attention | None:
     """The attention that a call computes, if :func:`attend` does; None for another one, which is torch's to judge."""
     try:
-        return None if _MATH is None or must_be_plain() else _read(*args, **kwargs)
+        return None if _MATH is None or is_transformed() else _read(*args, **kwargs)
     except (TypeError, AttributeError, RuntimeError):
         return None  # not a valid call: torch's own error is the better one
 
 
-def scores_of(query: Tensor, key: Tensor) -> int:
+def score_count(query: Tensor, key: Tensor) -> int:
     """How many scores torch's attention with dropout keeps."""
     return math.prod(query.shape[:-1]) * math.prod(key.shape[-2:-1])
 
@@ -64,7 +64,7 @@ def scores_of(query: Tensor, key: Tensor) -> int:
 def has_flash(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> bool:
     """Whether torch would choose its flash kernel for CPUs for a call of these arguments."""
     heads = (query, key, value)
-    if query.device.type != "cpu" or not all(map(has_rows, heads)):
+    if query.device.type != "cpu" or not all(map(is_dense, heads)):
         return False
     if type(query) is not Tensor and is_fake(query):  # of which torch chooses no kernel
         return value.shape == key.shape and all(tensor.stride(-1) == 1 for tensor in heads)
@@ -92,7 +92,7 @@ def _read(
 
 def _are_heads(tensor: Tensor, dtype: torch.dtype) -> bool:
     is_known = tensor.dtype is dtype and dtype in LOWER_PRECISION_DTYPES
-    return is_known and tensor.dim() == 4 and tensor.numel() > 0 and tensor.device.type == "cpu" and has_rows(tensor)
+    return is_known and tensor.dim() == 4 and tensor.numel() > 0 and tensor.device.type == "cpu" and is_dense(tensor)
 
 
 def _is_mask(mask: Tensor, dtype: torch.dtype) -> bool:

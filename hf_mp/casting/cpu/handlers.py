@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from hf_mp.casting.cpu import attention, upcast
-from hf_mp.casting.cpu.attention import ATTENTION, attend, has_flash, read_attention, scores_of
+from hf_mp.casting.cpu.attention import ATTENTION, attend, has_flash, read_attention, score_count
 from hf_mp.casting.cpu.products import OWN_ELEMENTS, PRODUCTS, Product, multiply, read_product
 from hf_mp.casting.cpu.upcast import are_small, run_through_fp32
 from hf_mp.casting.handlers import Plan, cast_all, lower_precision
 from hf_mp.casting.nested import tensors_in
-from hf_mp.kernels.registry import must_be_plain
+from hf_mp.kernels.registry import is_transformed
 
 if TYPE_CHECKING:
     from hf_mp.casting.mode import autocast
@@ -26,13 +26,13 @@ def through_fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any,
     first = next(tensors_in((args, kwargs)), None)
     if kwargs.get("out") is not None or first is None or first.device.type != "cpu":
         return lower_precision(mode, name, func, args, kwargs)
-    is_small = not must_be_plain() and are_small(args, kwargs)
+    is_small = not is_transformed() and are_small(args, kwargs)
     if not is_small and (product := read_product(name, func, args, kwargs)) is not None:
         return _multiply(mode, product, native=False)
     args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
     found = read_attention(args, kwargs) if func in ATTENTION else None
     # Of few operands there may be many scores, which torch would keep.
-    if found is not None and (not is_small or scores_of(found.query, found.key) > upcast.SMALL_ELEMENTS):
+    if found is not None and (not is_small or score_count(found.query, found.key) > upcast.SMALL_ELEMENTS):
         return attend(found)
     return run_through_fp32(func, args, kwargs, mode.dtype, is_small=is_small)
 
@@ -54,11 +54,11 @@ def native_attention(mode: autocast, name: str, func: Callable[..., Any], args: 
     args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
     few = attention.OWN_SCORES
     # With dropout there is no flash kernel, and few scores are torch's: asked first, because reading a call costs more.
-    if len(args) > 4 and args[4] and type(args[0]) is type(args[1]) is Tensor and scores_of(*args[:2]) < few:
+    if len(args) > 4 and args[4] and type(args[0]) is type(args[1]) is Tensor and score_count(*args[:2]) < few:
         return func(*args, **kwargs)
-    if (found := read_attention(args, kwargs)) is not None and scores_of(found.query, found.key) >= few:
+    if (found := read_attention(args, kwargs)) is not None and score_count(found.query, found.key) >= few:
         return attend(found)
-    is_torchs = must_be_plain() or (attention.HAS_AMX and mode.dtype is torch.bfloat16)
+    is_torchs = is_transformed() or (attention.HAS_AMX and mode.dtype is torch.bfloat16)
     if is_torchs or not has_flash(*args, **kwargs):
         return func(*args, **kwargs)
     return run_through_fp32(func, args, kwargs, mode.dtype)

@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hf_mp.casting.cpu.blockwise import blocks, blockwise_product
-from hf_mp.casting.cpu.upcast import has_rows, run_through_fp32
-from hf_mp.kernels.registry import must_be_plain
-from hf_mp.scaling.borders import Behind, behind_border
-from hf_mp.scaling.borders import multiply as scaled_by
+from hf_mp.casting.cpu.upcast import is_dense, run_through_fp32
+from hf_mp.kernels.registry import is_transformed
+from hf_mp.scaling.borders import Behind, behind_border, scale_gradient
 
 OWN_ELEMENTS = 2**21  # of a weight: smaller ones are left to torch where it has the product, which costs the host less
 
@@ -77,7 +76,7 @@ def _is_plain(product: Product) -> bool:
 
 def _is_operand(value: Any) -> bool:
     is_known = isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64
-    return is_known and has_rows(value)
+    return is_known and is_dense(value)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool, native: bool = False) -> Tensor:
@@ -86,7 +85,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool
     ``x`` is (..., K), ``weight`` (N, K), or (K, N) where ``transposed``, ``bias`` (N,). ``native``: whether the CPU
     multiplies ``x``'s dtype itself. Then only the way of a weight's gradient to its FP32 parameter goes block by block.
     """
-    if must_be_plain():
+    if is_transformed():
         matrix = _turned(weight, transposed)
         return F.linear(x, matrix, bias) if native else run_through_fp32(F.linear, (x, matrix, bias), {}, x.dtype)
     factor = behind_border(weight)
@@ -102,7 +101,7 @@ class _Product(Function):
         ctx.save_for_backward(x if needs_weight else None, weight.inside if needs_x else None)
         # The shapes and dtype of gradients: to hold the tensors themselves would keep their memory.
         ctx.shapes, ctx.dtype, ctx.crossings = (x.shape, outside.shape), outside.dtype, weight.crossings
-        # Read by seal(): the border of this edge is here.
+        # Read by add_late_borders(): the border of this edge is here.
         ctx.border_at = () if weight.crossings is None or not needs_weight else (1,)
         ctx.transposed, ctx.native = transposed, native
         matrix = _turned(weight.inside, transposed)
@@ -128,10 +127,10 @@ class _Product(Function):
 
 def _weight_gradient(ctx: Any, gradient: Tensor, x: Tensor, multiplied: Callable[..., Tensor]) -> Tensor:
     """The gradient of the tensor outside: rounded to 16 bits, then unscaled in its own dtype."""
-    inverse = ctx.crossings.inverse(gradient.device, ctx, (1,)) if ctx.border_at else None
+    inverse = ctx.crossings.inverse_scale_on(gradient.device, ctx, (1,)) if ctx.border_at else None
     if torch.is_grad_enabled():
         whole = _turned(multiplied(gradient.t(), x), ctx.transposed)
-        return scaled_by(whole, inverse, ctx.crossings).to(ctx.dtype)
+        return scale_gradient(whole, inverse, ctx.crossings).to(ctx.dtype)
     found = gradient.new_empty(ctx.shapes[1], dtype=ctx.dtype)
     target = _turned(found, ctx.transposed)
     # Some rows at a time: a 16-bit gradient next to the FP32 one would be a tenth of a step's peak.

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_mp.casting.nested import map_tensors, tensors_in
-from hf_mp.kernels.registry import must_be_plain
+from hf_mp.kernels.registry import is_transformed
 from hf_mp.policy import compute_dtype, compute_dtypes
 
 SMALL_ELEMENTS = 2**16  # of all operands of an op: to keep fewer in 16 bits for backward costs more than it saves
@@ -39,7 +39,7 @@ def runs_natively(dtype: torch.dtype, device_type: str, op: str = "") -> bool:
     return CPU_PRODUCTS.get(dtype, False) and ("conv" not in op or compute_dtype(dtype).has_cpu_convolutions)
 
 
-def has_rows(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether rows of ``tensor`` can be read: those of sparse, nested and distributed ones only their own ops find."""
     return tensor.layout is torch.strided and not tensor.is_nested and not is_traceable_wrapper_subclass(tensor)
 
@@ -65,7 +65,7 @@ def run_through_fp32(
     RuntimeError if it was modified in place meanwhile. With ``is_small`` they are known to be small. Gradients are
     rounded to ``dtype`` where they leave the op, as the result is.
     """
-    keeps_wide = is_small or not torch.is_grad_enabled() or must_be_plain() or are_small(args, kwargs)
+    keeps_wide = is_small or not torch.is_grad_enabled() or is_transformed() or are_small(args, kwargs)
     saved = None if keeps_wide else _SavedInputs(dtype, wide)
 
     def upcast(tensor: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class _SavedInputs:
         self._outer: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def remember(self, source: Tensor, upcast: Tensor) -> Tensor:
-        if upcast is source or not has_rows(source):
+        if upcast is source or not is_dense(source):
             return upcast
         # The upcast is held as well: while it lives, no other storage can be at its place. The address of its data
         # would not do: fake tensors have none.
@@ -128,7 +128,7 @@ class _SavedInputs:
         return upcast.as_strided(saved.size, saved.stride, saved.offset)
 
     def pack(self, tensor: Any) -> Any:
-        if tensor.dtype is not self._wide or tensor.numel() == 0 or not has_rows(tensor):
+        if tensor.dtype is not self._wide or tensor.numel() == 0 or not is_dense(tensor):
             return self._keep(tensor)
         found = self.sources.get(tensor.untyped_storage()._cdata)
         if found is not None:

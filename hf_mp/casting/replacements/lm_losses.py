@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from hf_mp.casting.replacements.base import ModelReplacement
 from hf_mp.kernels.cross_entropy import FEW_ELEMENTS, cross_entropy
-from hf_mp.kernels.identity import is_ordinary
-from hf_mp.kernels.registry import must_be_plain
+from hf_mp.kernels.registry import is_transformed
+from hf_mp.kernels.tensors import is_ordinary
 
 
 class LMLoss:
@@ -30,7 +30,7 @@ class LMLoss:
         self, logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Tensor | int | None = None,
         ignore_index: int = -100, shift_labels: Tensor | None = None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        if not is_ordinary(logits) or logits.dtype is torch.float64 or must_be_plain():
+        if not is_ordinary(logits) or logits.dtype is torch.float64 or is_transformed():
             kwargs.update(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
             return _original(self.loss_type)(logits, labels, vocab_size, **kwargs)
         targets = labels

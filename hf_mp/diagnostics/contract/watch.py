@@ -19,7 +19,7 @@ from hf_mp.policy import LOWER_PRECISION_DTYPES, spell
 from hf_mp.scaling.events import StepObserver
 from hf_mp.weights.accelerated import as_accelerated
 from hf_mp.weights.attachable import runtimes_of
-from hf_mp.weights.lean.outside_reads import stores_16_bits
+from hf_mp.weights.lean.outside_reads import on_stored_values
 from hf_mp.weights.lean.split_parameter import SplitParameter
 from hf_mp.weights.ranks.placement import is_distributed, local_part
 
@@ -84,7 +84,7 @@ class ContractWatch(ExitStack, StepObserver):
         for parameter in self.model.parameters():
             self._gradients[id(parameter)] |= dtypes_of(gradients_of(parameter))
 
-    @stores_16_bits
+    @on_stored_values
     def contract(self, optimizer: Any = None, saved: Mapping[str, torch.dtype] | None = None) -> PrecisionContract:
         """What was seen so far; ``saved``: to what weights are cast when they are saved, if they are, by name."""
         self.backward_ended()

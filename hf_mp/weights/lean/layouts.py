@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.lean.optimizer import MasterWeightOptimizer, clip_grad_norm_
-from hf_mp.weights.lean.outside_reads import stores_16_bits
+from hf_mp.weights.lean.outside_reads import on_stored_values
 from hf_mp.weights.lean.split_model import restore_parameters, split_trainable_parameters
-from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor, keep_scale_of_gradients
+from hf_mp.weights.lean.split_parameter import SplitParameter, copy_gradient_factors, gradient_and_factor
 from hf_mp.weights.lean.unwrapped_steps import refuse_unwrapped_steps
 from hf_mp.weights.ranks.placement import Placement, is_distributed
 from hf_mp.weights.ranks.wire import Runtime
@@ -25,9 +25,9 @@ class SplitLayout(WeightLayout):
     Gradients stay in FP16/BF16, scaled, until the update reads them. Frozen FP32 parameters have working copies.
     """
 
-    takes_gradients = True
+    keeps_scaled_gradients = True
 
-    def prepare(self, model: nn.Module) -> None:
+    def make_masters(self, model: nn.Module) -> None:
         if split_trainable_parameters(model, self.policy.params):
             self.copies.clear()  # of what was frozen before
             refuse_unwrapped_steps()
@@ -42,8 +42,8 @@ class SplitLayout(WeightLayout):
             )
         super().join_ranks(model, placement, runtime, in_fp32)
 
-    @stores_16_bits
-    def take_gradients(
+    @on_stored_values
+    def keep_scaled_gradients(
         self, weights: Mapping[int, Tensor], uses: dict[int, list[Tensor]], inverse: Tensor | None
     ) -> None:
         # DDP's hook reduces what lies in its buckets, and puts it there when autograd says that it is ready.
@@ -52,14 +52,14 @@ class SplitLayout(WeightLayout):
         for place, weight in weights.items():
             if isinstance(weight, SplitParameter):
                 # What is left, autograd accumulates, so that a hook sees it.
-                take = functools.partial(weight.take_scaled_gradient, factor=inverse, beside_grad=beside_grad)
+                take = functools.partial(weight.keep_scaled_gradient, factor=inverse, beside_grad=beside_grad)
                 left = [one for one in uses.pop(place) if not take(one)]
                 if left:
                     uses[place] = left
                 if looks_for_unused:
                     weight.mark_used()
 
-    @stores_16_bits
+    @on_stored_values
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
         parameters = list(parameters)
         for buckets in self._joined.values():
@@ -73,15 +73,15 @@ class SplitLayout(WeightLayout):
     def wrap(self, optimizer: Optimizer) -> Optimizer:
         return optimizer if isinstance(optimizer, MasterWeightOptimizer) else MasterWeightOptimizer(optimizer)
 
-    def step(self, *given: Any) -> bool:
+    def fused_step(self, *given: Any) -> bool:
         return False
 
     def after_update(self, optimizer: Optimizer) -> None:
         pass  # the update has written both halves
 
-    @stores_16_bits
+    @on_stored_values
     def before_next_scale(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
-        keep_scale_of_gradients(parameters())
+        copy_gradient_factors(parameters())
 
     def restore(self, model: nn.Module | None) -> None:
         super().restore(model)

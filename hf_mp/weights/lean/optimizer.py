@@ -20,7 +20,7 @@ from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.attachable import check_closure
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.fused_adamw import clip_factor, replaces_step, skipping, step_split
-from hf_mp.weights.lean.outside_reads import as_stored, stores_16_bits
+from hf_mp.weights.lean.outside_reads import as_stored, on_stored_values
 from hf_mp.weights.lean.split_parameter import (
     SplitParameter,
     gradient_and_factor,
@@ -29,7 +29,7 @@ from hf_mp.weights.lean.split_parameter import (
     multiply_gradients,
     unscaled,
 )
-from hf_mp.weights.model_walk import parameters_in
+from hf_mp.weights.model_walk import optimizer_parameters
 from hf_mp.weights.working_copies import seen, watch
 
 # Split masters are put together for as many parameters at once as have this many elements: 16 MiB in FP32.
@@ -97,8 +97,8 @@ class MasterWeightOptimizer(Optimizer):
         optimizer.register_step_pre_hook(self._refuse_direct_step)
         if hasattr(optimizer, "check_overrides"):
             optimizer.check_overrides()  # bitsandbytes knows parameters with settings of their own by identity
-        self._adopt(parameters_in(optimizer))
-        if not any(map(_needs_master, parameters_in(self))):
+        self._adopt(optimizer_parameters(optimizer))
+        if not any(map(_needs_master, optimizer_parameters(self))):
             warn_caller("MasterWeightOptimizer has nothing to do: no parameter is FP16 or BF16")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -109,7 +109,7 @@ class MasterWeightOptimizer(Optimizer):
 
     def _refuse_direct_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # A model that was detached has no masters any more; in a step of ours FP32 masters are in their places.
-        keeps_masters = any(map(_needs_master, parameters_in(self)))
+        keeps_masters = any(map(_needs_master, optimizer_parameters(self)))
         if optimizer is self.optimizer and keeps_masters:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} was stepped itself, but its masters are in a MasterWeightOptimizer: "
@@ -141,13 +141,13 @@ class MasterWeightOptimizer(Optimizer):
         if getattr(value, "__self__", None) is not optimizer:
             return value
         # Split parameters are read and written in FP32 as they are; the masters of others are taken out for the call.
-        has_whole = any(_needs_master(p) and not isinstance(p, SplitParameter) for p in parameters_in(self))
+        has_whole = any(_needs_master(p) and not isinstance(p, SplitParameter) for p in optimizer_parameters(self))
         return functools.partial(self._call_on_masters, value) if has_whole else value
 
     @torch.no_grad()
     def _call_on_masters(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method of the wrapped optimizer that may write parameters, as ``eval()`` of schedule-free ones."""
-        with self._opened(parameters_in(self)):
+        with self._opened(optimizer_parameters(self)):
             return method(*args, **kwargs)
 
     def master(self, parameter: nn.Parameter) -> Tensor:
@@ -174,19 +174,19 @@ class MasterWeightOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
         self._adopt(self.param_groups[-1]["params"])
 
-    @stores_16_bits
+    @on_stored_values
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``."""
         if set_to_none:
-            for parameter in parameters_in(self):
+            for parameter in optimizer_parameters(self):
                 parameter.grad = None
         else:
             self.optimizer.zero_grad(set_to_none=False)
 
-    @stores_16_bits
+    @on_stored_values
     def free_gradients(self) -> None:
         """Let go of the gradients of split masters, which a step that the device may skip has left."""
-        for parameter in parameters_in(self):
+        for parameter in optimizer_parameters(self):
             if isinstance(parameter, SplitParameter):
                 parameter.grad = None
 
@@ -196,7 +196,7 @@ class MasterWeightOptimizer(Optimizer):
         As ``torch.nn.utils.clip_grad_norm_`` (``error_if_nonfinite=False``), without FP32 copies of gradients that are
         still scaled: those keep the factor, for their readers. Gives the unscaled norm before: FP32, of shape ().
         """
-        return clip_grad_norm_(parameters_in(self), max_norm)
+        return clip_grad_norm_(optimizer_parameters(self), max_norm)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -207,7 +207,7 @@ class MasterWeightOptimizer(Optimizer):
         """
         # The closure runs a backward, and step() is under no_grad.
         loss = None if closure is None else torch.enable_grad()(closure)()
-        self.step_on(parameters_in(self), vars(self).get("found_inf"))
+        self.step_on(optimizer_parameters(self), vars(self).get("found_inf"))
         return loss
 
     @torch.no_grad()
@@ -311,7 +311,7 @@ class MasterWeightOptimizer(Optimizer):
         ``masters`` maps the index of a parameter (as in ``state``) to an FP32 tensor of its shape. Models in a lean
         layout save their masters themselves. Other optimizers can load the state, without masters.
         """
-        saved = {index: self.master(p) for index, p in enumerate(parameters_in(self)) if p in self._masters}
+        saved = {index: self.master(p) for index, p in enumerate(optimizer_parameters(self)) if p in self._masters}
         return {**self.optimizer.state_dict(), "masters": saved}
 
     @torch.no_grad()
@@ -325,7 +325,7 @@ class MasterWeightOptimizer(Optimizer):
         Raises:
             ValueError: for masters of another shape or dtype, and as ``torch.optim.Optimizer.load_state_dict``.
         """
-        parameters = parameters_in(self)
+        parameters = optimizer_parameters(self)
         given: Mapping[int, Tensor] = state_dict.get("masters", {})
         _check_masters(given, parameters)
         # torch casts loaded state to the dtype of its parameter: to FP32, if it sees a FP32 one.
@@ -347,7 +347,7 @@ class MasterWeightOptimizer(Optimizer):
                 self._masters[parameter] = master, None
 
 
-@stores_16_bits
+@on_stored_values
 def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     """:meth:`MasterWeightOptimizer.clip_grad_norm_`, of any parameters."""
     by_factor: dict[tuple[torch.device, Tensor | None], list[Tensor]] = {}

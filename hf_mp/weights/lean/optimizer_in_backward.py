@@ -36,7 +36,7 @@ from hf_mp.weights.lean.split_parameter import (
     has_gradient,
     multiply_gradients,
 )
-from hf_mp.weights.model_walk import parameters_in
+from hf_mp.weights.model_walk import optimizer_parameters
 
 
 @dataclass
@@ -81,7 +81,7 @@ class OptimizerInBackward(StepObserver):
             )
         self._optimizer = optimizer
 
-    def forward(self, forward: Any, args: Any, kwargs: Any) -> None:
+    def forward_began(self, forward: Any, args: Any, kwargs: Any) -> None:
         """Watch the parameters' nodes in the graph, again where autograd has made one anew (``model.to``)."""
         self._is_scaled, parameters = forward.runtime.check.is_scaled, list(forward.runtime.model.parameters())
         if any(p.requires_grad and p.is_floating_point() and not isinstance(p, SplitParameter) for p in parameters):
@@ -103,7 +103,7 @@ class OptimizerInBackward(StepObserver):
         self._watch([])
         self._optimizer, self._backward = None, None
 
-    def backward_began(self, node: Any, gradient: Tensor) -> None:
+    def gradient_entered(self, node: Any, gradient: Tensor) -> None:
         """Measure the gradients in a first pass where that is needed, before anything of the model's backward runs."""
         if self._optimizer is None:
             return
@@ -127,7 +127,7 @@ class OptimizerInBackward(StepObserver):
                     "measured before they are used. Make one loss in the model, or use free_gradients='step'"
                 )
             return
-        backward = self._backward = _Backward(task, set(map(id, parameters_in(self._optimizer))))
+        backward = self._backward = _Backward(task, set(map(id, optimizer_parameters(self._optimizer))))
         if not measures:
             starts = all_finite([gradient]) and (value is None or all_finite([value]))
             backward.phase = "update" if starts else "discard"
@@ -146,7 +146,7 @@ class OptimizerInBackward(StepObserver):
         found = [] if backward.largest is None else [backward.largest]
         if self.max_grad_norm is not None:
             # in the optimizer's order, as it adds them up itself
-            in_order = [parameter for parameter in parameters_in(self._optimizer) if parameter in backward.norms]
+            in_order = [parameter for parameter in optimizer_parameters(self._optimizer) if parameter in backward.norms]
             self._runtime.grad_norm = norm = norm_of([backward.norms[parameter] for parameter in in_order])
             found.append(norm)  # one that leaves FP32 would clip everything to nothing
             if math.isfinite(self.max_grad_norm):
@@ -197,7 +197,7 @@ class OptimizerInBackward(StepObserver):
             multiply_gradients([parameter], backward.clip_factor)
         self._optimizer.step_on([parameter])
 
-    def report(self) -> StepReport | None:
+    def own_report(self) -> StepReport | None:
         """What the gradients of the last backward were like; None if there was none since the last step."""
         backward = self._backward
         if backward is None:

@@ -25,7 +25,7 @@ DATA: Any = Tensor.data  # the property itself, which the classes below override
 as_stored = torch._C.DisableTorchFunctionSubclass  # to look at split parameters in, as nothing but tensors
 
 
-def stores_16_bits(function: Callable[..., Any]) -> Callable[..., Any]:
+def on_stored_values(function: Callable[..., Any]) -> Callable[..., Any]:
     """Run ``function`` in :class:`as_stored`."""
 
     @functools.wraps(function)
@@ -58,12 +58,12 @@ class StoredIn16Bits:
         self.owner.reconcile()
         return Split(DATA.__get__(self), self.remainder_bits)
 
-    @stores_16_bits
+    @on_stored_values
     def fp32_value(self) -> Tensor:
         """The FP32 value as a new tensor, to change and give to :meth:`write_fp32`."""
         return merge(*self.halves())
 
-    @stores_16_bits
+    @on_stored_values
     def write_fp32(self, value: Tensor) -> None:
         """Set the FP32 value, and with it the 16 bits."""
         split_into(value, DATA.__get__(self), self.remainder_bits)

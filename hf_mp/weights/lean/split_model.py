@@ -17,7 +17,7 @@ from hf_mp.weights.lean.split_parameter import (
     put_masters_into_state_dict,
     unsplit,
 )
-from hf_mp.weights.model_walk import modules_of, parameters_of, widen_buffers
+from hf_mp.weights.model_walk import model_parameters, modules_of, widen_buffers
 
 
 def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
@@ -27,7 +27,7 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
     model and its parts save is FP32 then, and so is what code outside of a forward reads of the parameters.
     """
     is_known = put_masters_into_state_dict in model._state_dict_hooks.values()
-    others = [p for p in parameters_of(model) if p.requires_grad and not isinstance(p, SplitParameter)]
+    others = [p for p in model_parameters(model) if p.requires_grad and not isinstance(p, SplitParameter)]
     if is_known and not others:
         return False
     with_statistics = trained_with_statistics(model)

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_mp.kernels.identity import is_shared, version_of
 from hf_mp.kernels.split import REMAINDER_DTYPE, cache_blocks, merge, split
+from hf_mp.kernels.tensors import is_shared, version_of
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.lean.outside_reads import (
     DATA,
     StoredIn16Bits,
     as_stored,
-    stores_16_bits,
+    on_stored_values,
     view_of,
     writes_in_place,
 )
@@ -59,13 +59,13 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         return self
 
     @property
-    @stores_16_bits
+    @on_stored_values
     def data(self) -> Tensor:
         self.take_snapshot()
         return view_of(DATA.__get__(self), self.remainder_bits, self)
 
     @data.setter
-    @stores_16_bits
+    @on_stored_values
     def data(self, value: Tensor) -> None:
         if value.dtype is not self.dtype:
             # The layout has the say in the dtype: model.float() and the like change no value that anybody reads.
@@ -118,7 +118,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         """Whether somebody's hook sees its gradients: then backward leaves true ones, in FP32."""
         return bool(self._backward_hooks or self._post_accumulate_grad_hooks)
 
-    def take_scaled_gradient(
+    def keep_scaled_gradient(
         self, gradient: Tensor, factor: Tensor | None = None, *, beside_grad: bool = False
     ) -> bool:
         """Keep what backward brings, still scaled, or add it to what is there; False where autograd has to.
@@ -137,7 +137,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         self._kept = (total, None) if beside_grad else None
         return True
 
-    @stores_16_bits
+    @on_stored_values
     def put_gradient_into(self, bucket: Tensor, factor: Tensor | None, inverse: Tensor | None) -> None:
         """Write the gradient to ``bucket``, FP16/BF16, times ``factor`` (None for 1), and let go of it.
 
@@ -152,7 +152,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         bucket.copy_(gradient)
         self.grad = None
 
-    @stores_16_bits
+    @on_stored_values
     def take_from_bucket(self, inverse: Tensor | None) -> None:
         """Take ``.grad`` for scaled, if it is what DDP has left there: FP16/BF16."""
         gradient = _GRAD.__get__(self)
@@ -162,7 +162,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
             self.grad = None
             self._kept = gradient, inverse
 
-    @stores_16_bits
+    @on_stored_values
     def mark_used(self) -> None:
         """Have a ``.grad`` for autograd, of zeros: DDP takes a parameter without one for unused."""
         if _GRAD.__get__(self) is None:
@@ -201,7 +201,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         plain.__dict__.update({k: v for k, v in self.__dict__.items() if k not in SplitParameter.__annotations__})
         return plain.__reduce_ex__(protocol)
 
-    @stores_16_bits
+    @on_stored_values
     def __repr__(self) -> str:  # type: ignore[override]
         return WatchedParameter.__repr__(self)  # type: ignore[arg-type]
 
@@ -327,7 +327,7 @@ def _add_unscaled(total: Tensor, gradient: Tensor, factor: Tensor | None, *, lik
 
 
 @torch.no_grad()
-@stores_16_bits
+@on_stored_values
 def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply gradients by ``factor``, FP32 of one element; those that are still scaled are not written for it."""
     products: dict[Tensor | torch.device, Tensor] = {}  # so that parameters share them
@@ -348,7 +348,7 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> No
             parameter.grad = unscaled(gradient, products[shared], like=parameter)
 
 
-def keep_scale_of_gradients(parameters: Iterable[nn.Parameter]) -> None:
+def copy_gradient_factors(parameters: Iterable[nn.Parameter]) -> None:
     """Have gradients that are still scaled remember by how much: the loss scale is about to change."""
     copy_of = functools.cache(torch.clone)  # so that parameters share them
     for parameter in parameters:

@@ -41,8 +41,8 @@ class Buckets:
         """The average of ``bucket`` over the ranks: the hook."""
         values = bucket.buffer()
         runtime = self._runtime()
-        factor = None if runtime is None else runtime.scale(values.device)
-        inverse = None if runtime is None or factor is None else runtime.scaler.scale_tensors(values.device).inverse
+        factor = None if runtime is None else runtime.loss_scale_on(values.device)
+        inverse = None if runtime is None or factor is None else runtime.scaler.scale_and_inverse(values.device).inverse
         # Gradients lie next to .grad until here: the bucket that DDP brings has nothing of them yet.
         for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if isinstance(parameter, SplitParameter):
@@ -60,8 +60,8 @@ class Buckets:
         runtime = self._runtime()
         for parameter in parameters:
             if runtime is not None and isinstance(parameter, SplitParameter):
-                is_scaled = runtime.scale(parameter.device) is not None
-                inverse = runtime.scaler.scale_tensors(parameter.device).inverse if is_scaled else None
+                is_scaled = runtime.loss_scale_on(parameter.device) is not None
+                inverse = runtime.scaler.scale_and_inverse(parameter.device).inverse if is_scaled else None
                 parameter.take_from_bucket(inverse)
 
     def _in_turn(self, device: torch.device) -> Any:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.weights.layout import WeightLayout
-from hf_mp.weights.model_walk import parameters_in
+from hf_mp.weights.model_walk import optimizer_parameters
 from hf_mp.weights.ranks.placement import Placement, is_dtensor
 from hf_mp.weights.ranks.transient_copies import TransientCopies
 from hf_mp.weights.ranks.wire import Runtime, send_as_before, send_in_16_bits
@@ -41,7 +41,7 @@ class TransientLayout(WeightLayout):
 
     def parameters_to_check(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
         # FSDP may leave whole parameters in the places of the shards, which have the gradients.
-        given = [parameter for optimizer in optimizers for parameter in parameters_in(optimizer)]
+        given = [parameter for optimizer in optimizers for parameter in optimizer_parameters(optimizer)]
         found = [*super().parameters_to_check(model, optimizers), *given]
         return list({id(parameter): parameter for parameter in found}.values())
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.lean.split_parameter import SplitParameter
-from hf_mp.weights.model_walk import modules_of, parameters_in, parameters_of
+from hf_mp.weights.model_walk import model_parameters, modules_of, optimizer_parameters
 
 
 def is_distributed() -> bool:
@@ -39,7 +39,7 @@ def has_process_group() -> bool:
 def check_updates(optimizer: Any, model: nn.Module) -> None:
     """Raise a ValueError if ``optimizer`` holds no parameter of ``model``, nor a shard, which FSDP2 puts in either."""
     own = {id(parameter) for parameter in model.parameters()}
-    if not any(id(parameter) in own or is_dtensor(parameter) for parameter in parameters_in(optimizer)):
+    if not any(id(parameter) in own or is_dtensor(parameter) for parameter in optimizer_parameters(optimizer)):
         raise ValueError(
             f"no parameter of this {type(optimizer).__name__} belongs to the attached {type(model).__name__}: make "
             "the optimizer from its parameters() (with FSDP2, after fully_shard, which puts shards in their places)"
@@ -107,7 +107,7 @@ def placement_of(model: nn.Module | None) -> Placement:
     """How ``model`` is spread now: DDP and FSDP may come at any time. :data:`ALONE` without a process group."""
     if model is None or not has_process_group():
         return ALONE
-    modules, parameters, fsdp = modules_of(model), parameters_of(model), tuple(fsdp_modules(model))
+    modules, parameters, fsdp = modules_of(model), model_parameters(model), tuple(fsdp_modules(model))
     # The DDP around a model is known to nobody but torch, and only while its forward runs.
     ddp: Any = model if isinstance(model, DistributedDataParallel) else DistributedDataParallel._get_active_ddp_module()
     # FSDP1's own mark. While its forward runs, plain views lie in the places of parameters.
@@ -167,7 +167,7 @@ def _check_masters(model: nn.Module, placement: Placement) -> None:
     if not is_ddp and not placement.fsdp:
         return
     wrapper = "DistributedDataParallel" if is_ddp else "fully_shard"
-    for parameter in parameters_of(model):
+    for parameter in model_parameters(model):
         is_narrow = parameter.dtype in LOWER_PRECISION_DTYPES and not isinstance(parameter, SplitParameter)
         if is_narrow and parameter.requires_grad:
             raise ValueError(

@@ -24,7 +24,7 @@ class Runtime(Protocol):
 
     scaler: LossScaler[Any]
 
-    def scale(self, device: torch.device) -> Tensor | None:
+    def loss_scale_on(self, device: torch.device) -> Tensor | None:
         """S, FP32 of shape (1,); None where nothing is scaled."""
 
 
@@ -96,7 +96,7 @@ class ScaledReduceScatter:
     ) -> None:
         """Reduce ``input_tensor``, one dimension, into this rank's part of it, ``output_tensor``."""
         averages, wire = op == torch.distributed.ReduceOp.AVG, self._policy.wire
-        factor = self._runtime.scale(input_tensor.device)
+        factor = self._runtime.loss_scale_on(input_tensor.device)
         sums = averages or op == torch.distributed.ReduceOp.SUM
         if wire is torch.float32 or input_tensor.dtype is not torch.float32 or not sums:
             self.before(output_tensor, input_tensor, group, op, False)

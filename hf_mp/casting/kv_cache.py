@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.active import active_autocast
 from hf_mp.casting.handlers import Plan, PlannedCall, as_given
+from hf_mp.casting.mode import autocast
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.torch_patches import Patch, Patches, around
 
-if TYPE_CHECKING:
-    from hf_mp.weights.region import Region
 
-
-def _into_cache(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _into_cache(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A write of keys or values into a static cache, which may have been made in FP32: they are widened, exactly."""
-    if len(args) == 4 and args[3].dtype is region.dtype and args[0].dtype is torch.float32:
-        return as_given(region, name, func, (*args[:3], args[3].float()), kwargs)
+    if len(args) == 4 and args[3].dtype is mode.dtype and args[0].dtype is torch.float32:
+        return as_given(mode, name, func, (*args[:3], args[3].float()), kwargs)
     return func(*args, **kwargs)
 
 
@@ -48,7 +46,7 @@ def lowers_attention(model: nn.Module | None) -> bool:
 
 
 @around
-def _update_cache(
+def _update_kv_cache(
     original: Any, cache: Any, /, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     region = active_autocast()
@@ -58,7 +56,9 @@ def _update_cache(
 
 
 _MODULE = "transformers.cache_utils"
-_CACHE_PATCHES = Patches((Patch((f"{_MODULE}:Cache.update",), _update_cache, "generate() keeps rotated keys in FP32"),))
+_CACHE_PATCHES = Patches(
+    (Patch((f"{_MODULE}:Cache.update",), _update_kv_cache, "generate() keeps rotated keys in FP32"),)
+)
 
 
 def cache_patches() -> list[Patches]:

@@ -13,8 +13,8 @@ from hf_mp.casting.handlers import PlannedCall
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.tables import CastRule
 from hf_mp.kernels.cross_entropy import FEW_ELEMENTS, cross_entropy
-from hf_mp.kernels.identity import is_ordinary
-from hf_mp.kernels.registry import is_saving_elsewhere, must_be_plain
+from hf_mp.kernels.registry import is_saving_elsewhere, is_transformed
+from hf_mp.kernels.tensors import is_ordinary
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 _FUNCTION = torch._C._nn.cross_entropy_loss  # of F.cross_entropy, and of nn.CrossEntropyLoss
@@ -33,7 +33,7 @@ def _cross_entropy(
     planned: Callable[..., Any], region: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """The loss of a language model, without FP32 logits and FP32 gradients of all of them at once."""
-    if not kwargs and len(args) == 6 and not must_be_plain():
+    if not kwargs and len(args) == 6 and not is_transformed():
         logits, labels, weight, reduction, ignore_index, smoothing = args
         is_plain = weight is None and not smoothing and reduction in _REDUCTIONS
         if is_plain and _are_rows_of_classes(logits, labels):

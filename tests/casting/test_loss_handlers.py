@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hf_mp
-from hf_mp.weights import region_losses
+from hf_mp.casting import loss_handlers
 
 ROWS, CLASSES = 24, 40
 X = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(0))
@@ -35,9 +35,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
         found.append(logits.dtype)
         return original(logits, *args, **settings)
 
-    original = region_losses.cross_entropy
-    monkeypatch.setattr(region_losses, "cross_entropy", recorded)
-    monkeypatch.setattr(region_losses, "FEW_ELEMENTS", 0)
+    original = loss_handlers.cross_entropy
+    monkeypatch.setattr(loss_handlers, "cross_entropy", recorded)
+    monkeypatch.setattr(loss_handlers, "FEW_ELEMENTS", 0)
     return found
 
 
@@ -54,7 +54,7 @@ def test_value_and_gradients_are_those_of_torch(
     labels = LABELS.clamp(min=0) if "ignore_index" in settings else LABELS
     loss, gradients = loss_and_gradients(labels=labels, **settings)
     assert calls == [torch.bfloat16]
-    monkeypatch.setattr(region_losses, "FEW_ELEMENTS", ROWS * CLASSES + 1)
+    monkeypatch.setattr(loss_handlers, "FEW_ELEMENTS", ROWS * CLASSES + 1)
     expected_loss, expected = loss_and_gradients(labels=labels, **settings)
     assert len(calls) == 1
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
@@ -69,7 +69,7 @@ def test_special_values_give_what_torch_gives(
     x[5] = value
     loss, gradients = loss_and_gradients(x)
     assert len(calls) == 1
-    monkeypatch.setattr(region_losses, "FEW_ELEMENTS", ROWS * CLASSES + 1)
+    monkeypatch.setattr(loss_handlers, "FEW_ELEMENTS", ROWS * CLASSES + 1)
     expected_loss, expected = loss_and_gradients(x)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0, equal_nan=True)
     torch.testing.assert_close(gradients, expected, rtol=2e-2, atol=1e-4, equal_nan=True)
