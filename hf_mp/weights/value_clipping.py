@@ -11,19 +11,21 @@ from torch import Tensor
 
 from hf_mp.casting.torch_patches import Patch, Patches, around
 from hf_mp.kernels.gradient_scan import all_finite
-from hf_mp.weights.lean.split_parameter import SplitParameter
+from hf_mp.weights.attachable import RUNTIMES
 from hf_mp.weights.ranks.placement import local_parts
-from hf_mp.weights.working_copies import WatchedParameter
 
 
 @around
 def _clip_value(original: Any, parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    attached = {p: p.grad for p in parameters if type(p) in (WatchedParameter, SplitParameter) and p.grad is not None}
-    if not attached or all_finite(local_parts(attached.values())):
-        original(parameters, clip_value, *args, **kwargs)
-    elif others := [parameter for parameter in parameters if parameter not in attached]:
-        original(others, clip_value, *args, **kwargs)
+    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+    if not all_finite(local_parts([parameter.grad for parameter in with_grad])):
+        attached = {id(parameter) for one in RUNTIMES if one.model is not None for parameter in one.model.parameters()}
+        if not all_finite(local_parts([parameter.grad for parameter in with_grad if id(parameter) in attached])):
+            parameters = [parameter for parameter in with_grad if id(parameter) not in attached]
+            if not parameters:  # of which torch's own function raises
+                return
+    original(parameters, clip_value, *args, **kwargs)
 
 
 VALUE_PATCHES = Patches(

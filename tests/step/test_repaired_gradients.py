@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import copies, same
-from torch import nn
+from torch import Tensor, nn
 
 import hf_mp
 from hf_mp import StaticLossScaler
@@ -96,3 +96,23 @@ def test_clip_grad_value_repairs_nothing(precision: str, factor: float) -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert optimizer.step_was_skipped is skipped and same(before, model.parameters()) is skipped
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+def test_clip_grad_value_repairs_no_weight_that_no_product_uses(precision: str) -> None:
+    def spoil(linear: nn.Module, given: tuple[Tensor]) -> None:
+        given[0].register_hook(lambda gradient: gradient * factor)
+
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8))
+    model[2].requires_grad_(False)  # torch's function fails where no gradient is left
+    model[1].register_forward_pre_hook(spoil)
+    other, x = nn.Linear(8, 8), torch.arange(32.0).view(4, 8) / 7
+    model, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), precision)
+    for factor in (torch.inf, 1.0):
+        (model(x).mean() + other(x).mean() * 1e6).backward()
+        nn.utils.clip_grad_value_([*model.parameters(), *other.parameters()], 0.5)
+        assert other.weight.grad is not None and other.weight.grad.abs().max() == 0.5
+        nn.utils.clip_grad_value_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.step_was_skipped is (factor == torch.inf)
