@@ -52,6 +52,28 @@ def test_a_parameter_becomes_its_rounding_and_keeps_its_value(dtype: torch.dtype
     assert repr(parameter).startswith("Parameter containing:")
 
 
+@pytest.mark.parametrize("read", [lambda p: p.data, lambda p: p.data.detach(), lambda p: p.detach()])
+def test_data_that_is_put_aside_and_back_keeps_all_bits(read: Callable[[nn.Parameter], Tensor]) -> None:
+    """As classes for averages of weights do around an evaluation."""
+    value, average = values(), values() * 1e-2
+    parameter = made(value)
+    with torch.no_grad():
+        parameter[1] += 1e-5
+    before, kept = master_value(parameter), read(parameter)
+    parameter.data = average
+    assert torch.equal(master_value(parameter), average) and torch.equal(kept.clone(), before)
+    parameter.data = kept
+    assert torch.equal(master_value(parameter), before) and not torch.equal(before, before.half().float())
+    kept[0] = 0.1  # still a view of it
+    assert torch.equal(master_value(parameter)[0], torch.full((3,), 0.1))
+
+
+def test_data_of_another_weight_comes_with_all_bits() -> None:
+    one, other = made(values()), made(values(3, 4))
+    one.data = other.data.t()
+    assert torch.equal(master_value(one), master_value(other).t())
+
+
 def test_unsplit_gives_an_ordinary_fp32_parameter_back() -> None:
     value = values()
     parameter: Any = made(value)

@@ -67,6 +67,13 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
     @data.setter
     @on_stored_values
     def data(self, value: Tensor) -> None:
+        self.reconcile()  # somebody may keep a view of what was here, to put it back
+        if isinstance(value, StoredIn16Bits) and value.dtype is self.dtype:
+            working, self.remainder_bits = value.halves()
+            DATA.__set__(self, working.as_subclass(Tensor))
+            _mark_seen(self)
+            _renew_snapshot(self)
+            return
         if value.dtype is not self.dtype:
             # The layout has the say in the dtype: model.float() and the like change no value that anybody reads.
             value = value.float()
@@ -77,7 +84,6 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
             return
         self.take_snapshot()
         assert self._snapshot is not None
-        value = value.as_subclass(Tensor)  # no MasterView, which is one of what is here now
         DATA.__set__(self, value)
         if value.shape == self._snapshot.shape:  # written, or moved to a device
             self._snapshot = self._snapshot.to(value.device)
