@@ -33,6 +33,22 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
+
+class Around(Optimizer):
+    """Steps one inside it, with a state of that one's own, and keeps averages in a dictionary by parameter."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+        self.averages = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.copy_(self.averages[parameter].lerp_(parameter, 0.5))
+
+
 TORCH: dict[str, Make] = {
     "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
@@ -117,6 +133,30 @@ class Pair:
 
 
 # The same mathematics as FP32, bit for bit
+
+
+def test_an_optimizer_that_steps_by_a_list_of_its_own_is_told_so() -> None:
+    class OwnList(SGD):
+        def __init__(self, params: list[nn.Parameter]) -> None:
+            super().__init__(params, lr=0.1)
+            self.weights = params
+
+    with pytest.warns(UserWarning, match=r"OwnList.weights lists 16-bit parameters.*param_groups, or use 'fp16'"):
+        MasterWeightOptimizer(OwnList(parameters(shapes(), torch.float16)))
+    optimizer: Any = SGD(parameters(shapes(), torch.float16), lr=0.1)
+    optimizer.weights = optimizer.param_groups[0]["params"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        MasterWeightOptimizer(optimizer)
+
+
+@every_layout
+def test_an_optimizer_inside_another_keeps_its_state(layout: str) -> None:
+    pair = Pair(lambda p: Around(SGD(p, lr=0.1, momentum=0.9)), layout, torch.float16)
+    for step in range(6):
+        pair.step(step)
+    pair.check()
+    assert pair.wrapper.optimizer.inner.state.keys() == set(pair.ours)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("name", "layout", "dtype"), covering(TORCH, LAYOUTS, DTYPES))

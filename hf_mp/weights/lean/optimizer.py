@@ -98,6 +98,7 @@ class MasterWeightOptimizer(Optimizer):
         if hasattr(optimizer, "check_overrides"):
             optimizer.check_overrides()  # bitsandbytes knows parameters with settings of their own by identity
         self._adopt(optimizer_parameters(optimizer))
+        _warn_of_own_parameters(optimizer)
         if not any(map(_needs_master, optimizer_parameters(self))):
             warn_caller("MasterWeightOptimizer has nothing to do: no parameter is FP16 or BF16")
 
@@ -300,10 +301,10 @@ class MasterWeightOptimizer(Optimizer):
         # In place: an optimizer may keep the list of its group.
         for group, parameters in zip(self.param_groups, groups, strict=True):
             group["params"][:] = parameters
-        state = self.optimizer.state
-        for before, after in renamed.items():
-            if before is not after and before in state:
-                state[after] = state.pop(before)
+        for state in _by_parameter(self.optimizer):
+            for before, after in renamed.items():
+                if before is not after and before in state:
+                    state[after] = state.pop(before)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, and under ``masters`` the FP32 masters that no model's ``state_dict()`` holds.
@@ -376,6 +377,30 @@ def _check_wrappable(optimizer: Any, layout: str) -> None:
     if isinstance(optimizer, MasterWeightOptimizer):
         raise TypeError("this optimizer is a MasterWeightOptimizer already: wrap one only once")
     check_closure(optimizer)
+
+
+def _by_parameter(optimizer: Optimizer, around: tuple[Optimizer, ...] = ()) -> Iterator[dict[Any, Any]]:
+    """What ``optimizer`` may hold by parameter: its state and other dictionaries, and those of optimizers inside it."""
+    yield optimizer.state
+    around = (*around, optimizer)
+    for held in vars(optimizer).values():
+        if isinstance(held, Optimizer):
+            if all(held is not outer for outer in around):
+                yield from _by_parameter(held, around)
+        elif isinstance(held, dict):
+            yield held
+
+
+def _warn_of_own_parameters(optimizer: Optimizer) -> None:
+    groups = [group["params"] for group in optimizer.param_groups]
+    for name, held in vars(optimizer).items():
+        is_list = isinstance(held, (list, tuple)) and all(held is not group for group in groups)
+        if is_list and any(isinstance(one, nn.Parameter) and _needs_master(one) for one in held):
+            warn_caller(
+                f"{type(optimizer).__name__}.{name} lists 16-bit parameters. Their FP32 masters and gradients are in "
+                "param_groups while it steps, and a step by a list of its own changes nothing: have it read "
+                "param_groups, or use 'fp16' or 'bf16'"
+            )
 
 
 def _check_masters(given: Any, parameters: Sequence[nn.Parameter]) -> None:
