@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from hf_mp._warnings import warn_caller
 from hf_mp.policy import LOWER_PRECISION_DTYPES
@@ -49,14 +48,27 @@ class _ScaleGradient(Function):
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, factor: Tensor, crossings: Crossings) -> Tensor:
-        ctx.dtype, ctx.crossings = gradient.dtype, crossings
+        ctx.dtype, ctx.factor, ctx.crossings = gradient.dtype, factor, crossings
         return gradient * factor
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         ctx.crossings.gradient_entered(ctx, gradient)
-        return gradient.to(ctx.dtype), None, None
+        return _PassGradient.apply(gradient, ctx.factor, ctx.crossings).to(ctx.dtype), None, None
+
+
+class _PassGradient(Function):
+    """The identity, whose backward is :class:`_ScaleGradient`: in a third derivative each is that of the other."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, factor: Tensor, crossings: Crossings) -> Tensor:
+        ctx.factor, ctx.crossings = factor, crossings
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.crossings.gradient_entered(ctx, gradient)
+        return _ScaleGradient.apply(gradient, ctx.factor, ctx.crossings).reshape(gradient.shape), None, None
 
 
 def scale_gradient(gradient: Tensor, factor: Tensor | None, crossings: Crossings) -> Tensor:

@@ -170,6 +170,8 @@ class StepGuard:
 
 def _check_step(optimizer: Any, runtimes: list[MixedPrecision]) -> None:
     """Raise a RuntimeError for a step by a ``torch.amp.GradScaler``, or inside of a backward."""
+    for runtime in runtimes:
+        runtime.check.forget_failed_backwards()
     if any([runtime.check.is_scaled and runtime.check.open_backwards for runtime in runtimes]):
         raise RuntimeError(
             "optimizer.step() was called in a backward, of which the other gradients would be divided by the next loss "

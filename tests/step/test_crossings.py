@@ -601,6 +601,37 @@ def test_a_second_derivative_leads_to_a_tensor_from_a_closure(kept: str) -> None
     check_gradients(model, loss, () if kept == "weight" else [gate])
 
 
+@pytest.mark.parametrize("of", ["weights", "input"])
+def test_third_derivatives(of: str) -> None:
+    model, x = body(lambda m, x: m.second(hidden(m, x))), X.clone().requires_grad_()
+
+    def loss() -> Tensor:
+        x.grad = None
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        (bend,) = torch.autograd.grad(squared(slope), x, create_graph=True)
+        return squared(bend)
+
+    def twice_by_weights() -> Tensor:
+        given = [model.first.weight, model.second.weight]
+        found = torch.autograd.grad(squared(model(x)) / 200, given, create_graph=True)
+        return sum(map(squared, torch.autograd.grad(sum(map(squared, found)), given, create_graph=True)))  # type: ignore[return-value,arg-type]
+
+    check_gradients(model, {"input": loss, "weights": twice_by_weights}[of], [x])
+
+
+def test_a_step_after_a_backward_that_raised() -> None:
+    model = body(lambda m, x: m.second(hidden(m, x)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = hf_mp.prepare(model, optimizer, "fp16")
+    squared(model(X)).backward()
+    inside = model.first.weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        squared(model(X)).backward()
+    inside.remove()
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+
+
 def test_what_comes_in_first_in_a_later_forward_has_its_border_too() -> None:
     gate, is_gated = torch.full((6,), 0.5, requires_grad=True), False
     model = body(lambda m, x: m.second(hidden(m, x) * (gate if is_gated else 1.0)))
