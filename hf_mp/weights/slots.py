@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -89,7 +90,7 @@ class Slots:
         self._met: dict[int, Tensor] = {}  # from outside, in a part without grad, which a checkpoint may compute again
         self._slots: list[Slot] = []
         # autograd numbers nodes as they are made; nothing public tells which of two is older.
-        self.first_node = torch.autograd._get_sequence_nr()
+        self.first_node = self._first_edge = torch.autograd._get_sequence_nr()
 
     def bring_in_model(self, model: nn.Module) -> None:
         """Bring the weights of ``model`` in, for this context to put into their slots."""
@@ -226,9 +227,15 @@ class Slots:
 
     def bring_in_argument(self, tensor: Tensor) -> Tensor:
         """``tensor`` through a border, if it wants a gradient, and none of this model's forwards made it."""
-        if not tensor.requires_grad or (tensor.grad_fn is not None and self._made_earlier(tensor.grad_fn)):
+        if not tensor.requires_grad or ((node := tensor.grad_fn) is not None and self._leads_inside(node, math.inf)):
             return tensor
         return self._alias(tensor)
+
+    def _leads_inside(self, node: Any, first: float) -> bool:
+        return leads_inside(node, first, self._outside, self._is_made_inside)
+
+    def _is_made_inside(self, node: Any) -> bool:
+        return self._made_earlier(node) or id(getattr(node, "variable", None)) in self._carriers
 
     def bring_in(self, tensor: Tensor) -> Tensor:
         """As :meth:`bring_in_argument`, for what a call is given: if it was made before the forward began.
@@ -266,11 +273,10 @@ class Slots:
             return id(tensor) not in self._carriers
         if id(tensor) in self._met:
             return True
-        is_early = node._sequence_nr() < self.first_node and not self._made_earlier(node)
-        return is_early and not leads_inside(node, self.first_node, self._outside)
+        return node._sequence_nr() < self.first_node and not self._leads_inside(node, self.first_node)
 
     def add_late_borders(self, results: Iterable[Tensor]) -> None:
-        """Of a forward with these results, put a border on each edge of its graph that leads outside.
+        """Of a forward, or a piece, with these results, put a border on each edge of its graph that leads outside.
 
         A second derivative takes edges that are made later: so calls are watched from the next forward on.
         """
@@ -278,7 +284,7 @@ class Slots:
             return
         with torch._C.DisableTorchFunctionSubclass():  # a loss that may stay unread
             nodes = [node for result in results if (node := result.grad_fn) is not None]
-        if add_late_borders(nodes, self._crossings, self.first_node, self._made_earlier):
+        if add_late_borders(nodes, self._crossings, self._first_edge, self._is_made_inside):
             self._uses.is_watched[self._kind] = True
 
     @contextmanager
@@ -287,12 +293,13 @@ class Slots:
 
         All is inside then but leaves and what calls met in the forward.
         """
-        first, self.first_node = self.first_node, -1
+        first, self.first_node, self._first_edge = self.first_node, -1, torch.autograd._get_sequence_nr()
         self._carriers = {id(arg) for arg in args if isinstance(arg, Tensor)}
         try:
             yield
         finally:
-            self.first_node, self._carriers = first, set()
+            self.first_node = self._first_edge = first
+            self._carriers = set()
 
 
 # Models of Transformers that read the dtype of a weight to cast what its own product takes, and nothing else. Others

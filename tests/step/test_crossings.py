@@ -665,6 +665,74 @@ def test_second_derivatives_of_what_comes_in_late_are_right_from_the_next_forwar
     assert_true([gradient()], [expected])
 
 
+class Memory(nn.Module):
+    """Keeps a state that it does not return; ``also`` comes into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.state: Tensor | None = None
+        self.also: Tensor | None = None
+
+    def forward(self, x: Tensor, given: Tensor | float = 0.0) -> Tensor:
+        before = (0.0 if self.state is None else self.state) + given
+        self.state = torch.tanh(self.second(x) + before)
+        if self.also is not None:
+            self.state = self.state * self.also
+        return self.first(torch.tanh(x + before))  # type: ignore[no-any-return]
+
+
+def check_what_comes_late(
+    model: nn.Module, precision: str, early: Callable[[], Tensor], late: Callable[[], Tensor], gate: Tensor
+) -> None:
+    """The first forward of its kind, ``early``, meets nothing from outside; those of ``late`` meet ``gate``."""
+    expected = gradients_of(model, late, [gate])
+    attached(model, precision)
+    early().backward()
+    for _ in range(3):
+        assert_true(gradients_of(model, late, [gate]), expected)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+@pytest.mark.parametrize("way", ["as it is", "changed outside", "as an argument"])
+@pytest.mark.parametrize("kept", ["leaf", "computed"])
+def test_what_comes_late_into_a_state_that_is_not_returned(kept: str, way: str, precision: str) -> None:
+    model, gate = Memory(), torch.full((6,), 0.5, requires_grad=True)
+
+    def early() -> Tensor:
+        model.state = model.also = None
+        return squared(model(X))
+
+    def late() -> Tensor:
+        model.state, model.also = None, gate if kept == "leaf" else gate * 2
+        model(X)
+        assert model.state is not None
+        given: Any = 0.0
+        if way == "changed outside":
+            model.state = model.state * gate
+        elif way == "as an argument":
+            model.state, given = None, model.state * gate
+        return squared(model(X, given))
+
+    check_what_comes_late(model, precision, early, late, gate)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+@pytest.mark.parametrize("kept", ["leaf", "computed"])
+def test_what_comes_late_into_a_checkpoint(kept: str, precision: str) -> None:
+    also: Tensor | float = 1.0
+    gate, x = torch.full((6,), 0.5, requires_grad=True), X.clone().requires_grad_()
+    model = body(lambda m, x: m.second(checkpoint(lambda x: hidden(m, x) * also, x, use_reentrant=True)))
+
+    def with_(value: Tensor | float) -> Tensor:
+        nonlocal also
+        also = value
+        return squared(model(x))
+
+    late = lambda: with_(gate if kept == "leaf" else gate * 2)  # noqa: E731
+    check_what_comes_late(model, precision, lambda: with_(1.0), late, gate)
+
+
 def test_a_leaf_in_a_container_comes_into_a_checkpoint() -> None:
     gate = torch.full((6,), 0.5, requires_grad=True)
 

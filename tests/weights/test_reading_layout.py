@@ -48,5 +48,5 @@ def test_what_is_read_and_what_is_left(dtype: torch.dtype, policy: str) -> None:
 @pytest.mark.parametrize("trained_alone", [True, False])
 def test_frozen_weights_of_a_lean_layout(trained_alone: bool) -> None:
     model = nn.Linear(4, 4).requires_grad_(False)
-    ReadingLayout(PrecisionPolicy.parse("fp16-lean"), trained_alone=trained_alone).prepare(model)
+    ReadingLayout(PrecisionPolicy.parse("fp16-lean"), trained_alone=trained_alone).make_masters(model)
     assert model.weight.dtype is (FP32 if trained_alone else FP16)
