@@ -118,9 +118,8 @@ class LossScaler(Generic[Rule]):
         if self._pending_step is None:
             return
         with _SETTLING:
-            if (
-                self._pending_step is None or self._is_finishing
-            ):  # by another thread meanwhile; or asked by what takes it in
+            # By another thread meanwhile; or asked by what takes it in.
+            if self._pending_step is None or self._is_finishing:
                 return
             self._is_finishing = True
             try:

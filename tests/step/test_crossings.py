@@ -619,6 +619,22 @@ def test_third_derivatives(of: str) -> None:
     check_gradients(model, {"input": loss, "weights": twice_by_weights}[of], [x])
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp16-lean", "bf16-lean"])
+def test_an_update_inside_of_the_loss(precision: str) -> None:
+    """MAML: ``torch.func.functional_call`` with tensors that came of a step."""
+    model = body()
+
+    def loss() -> Tensor:
+        weights: Any = dict(model.named_parameters())
+        for _ in range(2):
+            found = squared(torch.func.functional_call(model, weights, (X,))) / 32
+            steps = torch.autograd.grad(found, list(weights.values()), create_graph=True)
+            weights = {key: weight - 0.5 * step for (key, weight), step in zip(weights.items(), steps, strict=True)}
+        return squared(torch.func.functional_call(model, weights, (X,)))
+
+    check_gradients(model, loss, precision=precision, tolerance=0.1)
+
+
 def test_a_step_after_a_backward_that_raised() -> None:
     model = body(lambda m, x: m.second(hidden(m, x)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -74,6 +74,18 @@ def test_data_of_another_weight_comes_with_all_bits() -> None:
     assert torch.equal(master_value(one), master_value(other).t())
 
 
+@pytest.mark.parametrize("init", [
+    nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, nn.init.xavier_normal_, nn.init.orthogonal_,
+    lambda p: nn.init.constant_(p, 0.1001),
+])  # fmt: skip
+def test_initialized_anew_it_has_the_values_of_fp32(init: Callable[[Tensor], Tensor]) -> None:
+    value, parameter = nn.Parameter(values()), made(values())
+    for one in (value, parameter):
+        torch.manual_seed(3)
+        init(one)
+    assert torch.equal(master_value(parameter), value)
+
+
 def test_unsplit_gives_an_ordinary_fp32_parameter_back() -> None:
     value = values()
     parameter: Any = made(value)

@@ -117,7 +117,9 @@ def read_in_fp32(
             return func(*args, **kwargs)
         # What is written is read first: an FP32 value that only some elements change of keeps the others.
         targets, tensors = _targets(func, args, kwargs), list(tensors_in((args, kwargs)))
-        if _means_16_bits(tensors) or any(map(_needs_graph, targets)):  # torch writes to no leaf that wants a gradient
+        # torch writes to no leaf that wants a gradient; what initializes switches grad off later.
+        is_refused = getattr(func, "__module__", "") != "torch.nn.init" and any(map(_needs_graph, targets))
+        if _means_16_bits(tensors) or is_refused:
             for tensor in targets:
                 tensor.owner.take_snapshot()
             return func(*args, **kwargs)

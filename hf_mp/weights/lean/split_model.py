@@ -27,7 +27,9 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
     model and its parts save is FP32 then, and so is what code outside of a forward reads of the parameters.
     """
     is_known = put_masters_into_state_dict in model._state_dict_hooks.values()
-    others = [p for p in model_parameters(model) if p.requires_grad and not isinstance(p, SplitParameter)]
+    trained = [p for p in model_parameters(model) if p.requires_grad]
+    # torch.func.functional_call puts tensors in the places of parameters.
+    others = [p for p in trained if isinstance(p, nn.Parameter) and not isinstance(p, SplitParameter)]
     if is_known and not others:
         return False
     with_statistics = trained_with_statistics(model)
