@@ -211,3 +211,36 @@ def test_a_flipped_bit_in_weights_without_a_manifest_is_not_seen(tmp_path: Path)
     content[-9] ^= 1
     (tmp_path / "model.safetensors").write_bytes(content)
     assert find_problems(tmp_path) == before == []
+
+
+def test_a_late_penalty_on_a_weight_sees_16_bits() -> None:
+    class Penalized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.is_penalized = nn.Linear(8, 8), False
+            self.start = self.layer.weight.detach() + 1e-4
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layer(x), (self.layer.weight - self.start).square().sum() if self.is_penalized else None
+
+    for is_early in (True, False):
+        model = Penalized()
+        hf_mp.MixedPrecision("bf16").attach(model)
+        model.is_penalized = is_early
+        model(torch.randn(4, 8))
+        model.is_penalized = True
+        _, penalty = model(torch.randn(4, 8))
+        assert bool((penalty - 64e-8).abs() < 2e-8) is is_early
+
+
+def test_what_is_written_into_the_state_dict_of_a_lean_model_is_lost() -> None:
+    model, _ = hf_mp.prepare(layer := nn.Linear(8, 8), torch.optim.SGD(layer.parameters()), "bf16-lean")
+    value = model.state_dict()["weight"].clone()
+    model.state_dict()["weight"].zero_()
+    assert torch.equal(model.state_dict()["weight"], value)
+
+
+def test_torch_has_no_forward_mode_of_the_borders() -> None:
+    model, _ = hf_mp.prepare(layer := nn.Linear(8, 8), torch.optim.SGD(layer.parameters()), "bf16")
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        model(torch.autograd.forward_ad.make_dual(torch.ones(4, 8), torch.ones(4, 8)))

@@ -339,8 +339,8 @@ class MixedPrecision:
         """Take in that a step was applied or skipped; sets the next loss scale."""
         self.check.forget()
         self._step_was_skipped = was_skipped
-        if self.check.is_scaled:
-            self.layout.before_next_scale(self.check.parameters)
+        for runtime in [one for one in RUNTIMES if one.scaler is self.scaler and one.check.is_scaled]:
+            runtime.layout.before_next_scale(runtime.check.parameters)
         # Read before update_scale() sets the next one.
         used_scale = self.scaler.get_scale()
         for observer in self.observers:

@@ -17,7 +17,7 @@ from trainer_runs import arguments, logged, make_trainer, tiny_gpt2, token_rows
 from transformers import GPT2LMHeadModel
 
 import hf_mp
-from hf_mp import MasterWeightOptimizer
+from hf_mp import DynamicLossScaler, MasterWeightOptimizer
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.lean.split_model import restore_parameters, split_trainable_parameters
 from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor, master_value
@@ -44,6 +44,22 @@ def test_two_optimizers_of_one_model_see_gradients_of_one_scale(gpt2: GPT2LMHead
         optimizers[1].step()
         updates.append([now - then for now, then in zip(masters(model), start, strict=True)])
     assert_true(updates[1], updates[0], 5e-3)
+
+
+def test_two_models_of_one_scaler_have_gradients_of_one_scale() -> None:
+    scaler, models = DynamicLossScaler(init_scale=2.0**8, growth_interval=1), [nn.Linear(8, 8), nn.Linear(8, 8)]
+    optimizers: list[Any] = [SGD(model.parameters(), lr=1.0) for model in models]
+    for number, model in enumerate(models):
+        runtime = MixedPrecision("fp16-lean", loss_scaler=scaler)
+        runtime.attach(model)
+        optimizers[number] = runtime.attach_optimizer(optimizers[number])
+    start = masters(models[1])
+    for model in models:
+        model(torch.ones(2, 8)).mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert scaler.get_scale() == 2.0**10
+    assert torch.allclose(masters(models[1])[0] - start[0], torch.tensor(-1 / 8), rtol=1e-3)
 
 
 # Attaching and detaching
