@@ -244,3 +244,11 @@ def test_torch_has_no_forward_mode_of_the_borders() -> None:
     model, _ = hf_mp.prepare(layer := nn.Linear(8, 8), torch.optim.SGD(layer.parameters()), "bf16")
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
         model(torch.autograd.forward_ad.make_dual(torch.ones(4, 8), torch.ones(4, 8)))
+
+
+def test_torch_sums_no_sparse_gradients_in_fp16_on_a_cpu() -> None:
+    model: Any = nn.Embedding(8, 4, sparse=True)
+    model.forward = lambda ids: nn.Embedding.forward(model, ids) + nn.Embedding.forward(model, ids)
+    model, _ = hf_mp.prepare(model, torch.optim.SGD(model.parameters()), "fp16-lean")
+    with pytest.raises(NotImplementedError, match="cadd_sparse"):
+        model(torch.arange(4)).sum().backward()
