@@ -220,23 +220,22 @@ class _LateBorder:
         return tuple(found)
 
 
-def leads_inside(node: Any, first: float, outside: set[Any], made_earlier: Callable[[Any], bool]) -> bool:
-    """Whether ``node``, or the graph behind it, has a number of at least ``first`` or was ``made_earlier`` inside.
+def leads_inside(node: Any, first: int, outside: set[Any]) -> bool:
+    """Whether the graph behind ``node`` reaches a node with a number of at least ``first``; if not, all is ``outside``.
 
-    If not, all of it is ``outside``. autograd numbers the nodes of each thread by themselves, and a backward on a GPU
-    has its own thread: what ``torch.autograd.grad(create_graph=True)`` makes there during a forward has small numbers.
-    What was made before a forward may lead to what an earlier one made and did not return: so not by an output border.
+    autograd numbers the nodes of each thread by themselves, and a backward on a GPU has its own thread: what
+    ``torch.autograd.grad(create_graph=True)`` makes there during a forward has small numbers. What was made before a
+    forward leads to nothing that the forward made.
     """
     todo, seen = [node], {node}
     while todo:
-        one = todo.pop()
-        number = one.number if type(one) is _INWARD else one._sequence_nr()
-        if first <= number < _AT_ONCE or made_earlier(one):
-            return True
-        for to, _ in () if type(one) is _OUTPUT else one.next_functions:
-            if to is not None and to not in seen and to not in outside:
-                seen.add(to)
-                todo.append(to)
+        for to, _ in todo.pop().next_functions:
+            if to is None or to in seen or to in outside:
+                continue
+            if first <= (to.number if type(to) is _INWARD else to._sequence_nr()) < _AT_ONCE:
+                return True
+            seen.add(to)
+            todo.append(to)
     outside |= seen
     return False
 
@@ -246,9 +245,9 @@ def add_late_borders(
 ) -> bool:
     """Put a border on each edge by which the graph that begins at ``nodes`` leaves to a tensor made outside.
 
-    That is an edge to a leaf, or to a node with a number below ``first``, unless it :func:`leads_inside`. An inward
-    border is one already, and so are the inputs that a node names in ``border_at``: their gradients leave through
-    :class:`Behind`. Costs a look at each edge, some 0.2 µs.
+    That is an edge to a leaf, or to a node with a number below ``first``, unless it was ``made_earlier`` inside, or
+    :func:`leads_inside`. An inward border is one already, and so are the inputs that a node names in ``border_at``:
+    their gradients leave through :class:`Behind`. Costs a look at each edge, some 0.2 µs.
 
     Returns:
         Whether there was one.
@@ -261,14 +260,15 @@ def add_late_borders(
             if to is None or to in seen or type(to) is _INWARD:
                 continue
             is_new = first <= to._sequence_nr() < _AT_ONCE  # AccumulateGrad has the largest
-            if is_new or leads_inside(to, first, outside, made_earlier):
+            if is_new or made_earlier(to) or leads_inside(to, first, outside):
                 seen.add(to)
                 todo.append(to)
             else:
                 leaving.append(place)
         places = [place for place in leaving if place not in getattr(node, "border_at", ())]
-        if places and _LateBorder not in node.metadata:  # of an earlier forward, whose result was kept, may have one
-            node.metadata[_LateBorder] = True
+        # What an earlier forward made may have its borders.
+        if places and crossings not in (bordered := node.metadata.setdefault(_LateBorder, [])):
+            bordered.append(crossings)
             node.register_hook(_LateBorder(node, places, crossings))
             found = True
     return found
@@ -313,9 +313,6 @@ class _OutputBorder(Function):
         entering = scale_gradient(gradient, ctx.crossings.loss_scale_on(gradient.device), ctx.crossings).to(ctx.dtype)
         ctx.crossings.gradient_entered(ctx, entering)
         return entering, None, None
-
-
-_OUTPUT: Any = _OutputBorder._backward_cls
 
 
 def output_border(

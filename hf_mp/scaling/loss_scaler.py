@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, NamedTuple, Self
@@ -85,6 +86,7 @@ class LossScaler(Generic[Rule]):
         self._enabled, self._max_consecutive_skips = bool(enabled), max_consecutive_skips
         self.kind, self._state = rule.name, rule.checked()
         self._tensors: dict[torch.device, ScaleTensors] = {}
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # each MixedPrecision that has this scaler
         self._pending_step: Callable[[], None] | None = None  # takes in the last step, which its device has decided
         self._is_finishing = False
         self._begin_iteration()
@@ -100,6 +102,8 @@ class LossScaler(Generic[Rule]):
     def state(self, state: Rule) -> None:
         changed, self._state = state.scale != self._state.scale, state
         if changed:
+            for user in self.users:
+                user.before_next_scale()
             # In place: graphs and kernels hold these tensors.
             for tensors in self._tensors.values():
                 tensors.scale.fill_(state.scale)
@@ -239,7 +243,10 @@ class LossScaler(Generic[Rule]):
         if self._reports:
             raise RuntimeError("a loss scaler is pickled between update() and the next unscale_() or step() only")
         self.finish_pending_step()
-        return {**self.__dict__, "_tensors": {}}
+        return {**self.__dict__, "_tensors": {}, "users": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, users=weakref.WeakSet())
 
     # The explicit style
 

@@ -113,6 +113,7 @@ class MixedPrecision:
         self.observers += observers_for(ON_OVERFLOW, on_overflow, self)
         # A library may put its own forward over ours; detach() then finds the runtime here.
         RUNTIMES.add(self)
+        self.scaler.users.add(self)
 
     @property
     def model(self) -> nn.Module | None:
@@ -335,12 +336,14 @@ class MixedPrecision:
             self.check.clip(parameters, max_norm, norm)
         return norm
 
+    def before_next_scale(self) -> None:
+        """The scaler is about to change S: gradients that are kept scaled keep the S that they have."""
+        self.layout.before_next_scale(self.check.parameters)
+
     def finish_step(self, report: StepReport, *, was_skipped: bool) -> None:
         """Take in that a step was applied or skipped; sets the next loss scale."""
         self.check.forget()
         self._step_was_skipped = was_skipped
-        for runtime in [one for one in RUNTIMES if one.scaler is self.scaler and one.check.is_scaled]:
-            runtime.layout.before_next_scale(runtime.check.parameters)
         # Read before update_scale() sets the next one.
         used_scale = self.scaler.get_scale()
         for observer in self.observers:

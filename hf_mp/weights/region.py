@@ -24,7 +24,7 @@ from hf_mp.casting.handlers import AS_GIVEN, PlannedCall, widened
 from hf_mp.casting.kv_cache import CACHE_WRITES, lowers_attention
 from hf_mp.casting.loss_handlers import planned_losses
 from hf_mp.casting.mode import ALWAYS_HELD, autocast
-from hf_mp.casting.nested import apply_to_tensors, tensors_in
+from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.uncompiled import uncompiled
 from hf_mp.weights.layout import WeightLayout
@@ -159,10 +159,7 @@ class Region(autocast):
             in_another_thread = nullcontext() if slots is None else slots.recomputing(args)
             with self.running(slots), in_another_thread:
                 self.thread.is_recomputing = True
-                outputs = function(*args, **kwargs)
-                if slots is not None:
-                    slots.add_late_borders(tensors_in(outputs))  # reentrant checkpointing differentiates them
-                return outputs
+                return function(*args, **kwargs)
 
         return recompute
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_mp._warnings import module_of_frame
 from hf_mp.casting.nested import apply_to_tensors
-from hf_mp.scaling.borders import Crossings, add_late_borders, inward_borders, leads_inside
+from hf_mp.scaling.borders import Crossings, add_late_borders, inward_borders, leads_inside, outside_of
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.lean.outside_reads import OF_THE_TENSOR_ITSELF
 from hf_mp.weights.product_uses import Notes, ProductUses, Slot
@@ -90,7 +89,7 @@ class Slots:
         self._met: dict[int, Tensor] = {}  # from outside, in a part without grad, which a checkpoint may compute again
         self._slots: list[Slot] = []
         # autograd numbers nodes as they are made; nothing public tells which of two is older.
-        self.first_node = self._first_edge = torch.autograd._get_sequence_nr()
+        self.first_node = torch.autograd._get_sequence_nr()
 
     def bring_in_model(self, model: nn.Module) -> None:
         """Bring the weights of ``model`` in, for this context to put into their slots."""
@@ -225,17 +224,16 @@ class Slots:
         inside = self._inside.get(id(tensor))
         return tensor if inside is None or inside.rounded is not tensor else inside.outside.to(tensor.dtype)
 
+    def outside_of(self, tensor: Tensor) -> Tensor:
+        """What ``tensor`` is inside of: a weight, or what a border brought in; else itself."""
+        inside = self._inside.get(id(tensor))
+        return outside_of(tensor) if inside is None else inside.outside
+
     def bring_in_argument(self, tensor: Tensor) -> Tensor:
         """``tensor`` through a border, if it wants a gradient, and none of this model's forwards made it."""
-        if not tensor.requires_grad or ((node := tensor.grad_fn) is not None and self._leads_inside(node, math.inf)):
+        if not tensor.requires_grad or (tensor.grad_fn is not None and self._made_earlier(tensor.grad_fn)):
             return tensor
         return self._alias(tensor)
-
-    def _leads_inside(self, node: Any, first: float) -> bool:
-        return leads_inside(node, first, self._outside, self._is_made_inside)
-
-    def _is_made_inside(self, node: Any) -> bool:
-        return self._made_earlier(node) or id(getattr(node, "variable", None)) in self._carriers
 
     def bring_in(self, tensor: Tensor) -> Tensor:
         """As :meth:`bring_in_argument`, for what a call is given: if it was made before the forward began.
@@ -273,10 +271,11 @@ class Slots:
             return id(tensor) not in self._carriers
         if id(tensor) in self._met:
             return True
-        return node._sequence_nr() < self.first_node and not self._leads_inside(node, self.first_node)
+        is_early = node._sequence_nr() < self.first_node and not self._made_earlier(node)
+        return is_early and not leads_inside(node, self.first_node, self._outside)
 
     def add_late_borders(self, results: Iterable[Tensor]) -> None:
-        """Of a forward, or a piece, with these results, put a border on each edge of its graph that leads outside.
+        """Of a forward with these results, put a border on each edge of its graph that leads outside.
 
         A second derivative takes edges that are made later: so calls are watched from the next forward on.
         """
@@ -284,7 +283,7 @@ class Slots:
             return
         with torch._C.DisableTorchFunctionSubclass():  # a loss that may stay unread
             nodes = [node for result in results if (node := result.grad_fn) is not None]
-        if add_late_borders(nodes, self._crossings, self._first_edge, self._is_made_inside):
+        if add_late_borders(nodes, self._crossings, self.first_node, self._made_earlier):
             self._uses.is_watched[self._kind] = True
 
     @contextmanager
@@ -293,13 +292,12 @@ class Slots:
 
         All is inside then but leaves and what calls met in the forward.
         """
-        first, self.first_node, self._first_edge = self.first_node, -1, torch.autograd._get_sequence_nr()
+        first, self.first_node = self.first_node, -1
         self._carriers = {id(arg) for arg in args if isinstance(arg, Tensor)}
         try:
             yield
         finally:
-            self.first_node = self._first_edge = first
-            self._carriers = set()
+            self.first_node, self._carriers = first, set()
 
 
 # Models of Transformers that read the dtype of a weight to cast what its own product takes, and nothing else. Others

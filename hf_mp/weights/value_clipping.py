@@ -12,16 +12,19 @@ from torch import Tensor
 from hf_mp.casting.torch_patches import Patch, Patches, around
 from hf_mp.kernels.gradient_scan import all_finite
 from hf_mp.weights.attachable import RUNTIMES
+from hf_mp.weights.lean.split_parameter import SplitParameter
 from hf_mp.weights.ranks.placement import local_parts
+from hf_mp.weights.working_copies import WatchedParameter
 
 
 @around
 def _clip_value(original: Any, parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
-    if not all_finite(local_parts([parameter.grad for parameter in with_grad])):
-        attached = {id(parameter) for one in RUNTIMES if one.model is not None for parameter in one.model.parameters()}
-        if not all_finite(local_parts([parameter.grad for parameter in with_grad if id(parameter) in attached])):
+    if any(type(parameter) in (WatchedParameter, SplitParameter) for parameter in parameters):
+        models = [model for one in RUNTIMES if (model := one.model) is not None]
+        attached = {id(parameter) for model in models for parameter in model.parameters()}
+        with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+        if not all_finite(local_parts([p.grad for p in with_grad if id(p) in attached])):
             parameters = [parameter for parameter in with_grad if id(parameter) not in attached]
             if not parameters:  # of which torch's own function raises
                 return

@@ -11,7 +11,6 @@ from torch.compiler import is_dynamo_compiling
 
 from hf_mp.casting.handlers import Plan, PlannedCall
 from hf_mp.casting.tables import CastRule
-from hf_mp.scaling.borders import outside_of
 
 if TYPE_CHECKING:
     from hf_mp.weights.region import Region
@@ -33,11 +32,12 @@ def _read_dtype(region: Region, name: str, func: Callable[..., Any], args: Any, 
 
 
 def _take_gradients(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if (slots := region.thread.slots) is not None:
-        slots.must_be_watched = True  # so that later forwards are asked as well
+    if (slots := region.thread.slots) is None:
+        return func(*args, **kwargs)
+    slots.must_be_watched = True  # so that later forwards are asked as well
     # Products may use another alias of a weight, and some of a CPU write the gradient of the weight itself.
     outputs, inputs = args
-    return func(outputs, [outside_of(one) if isinstance(one, Tensor) else one for one in inputs], **kwargs)
+    return func(outputs, [slots.outside_of(one) if isinstance(one, Tensor) else one for one in inputs], **kwargs)
 
 
 CALLS_OF_WEIGHTS: Plan = {

@@ -690,8 +690,8 @@ class Memory(nn.Module):
         self.state: Tensor | None = None
         self.also: Tensor | None = None
 
-    def forward(self, x: Tensor, given: Tensor | float = 0.0) -> Tensor:
-        before = (0.0 if self.state is None else self.state) + given
+    def forward(self, x: Tensor) -> Tensor:
+        before = 0.0 if self.state is None else self.state
         self.state = torch.tanh(self.second(x) + before)
         if self.also is not None:
             self.state = self.state * self.also
@@ -710,43 +710,84 @@ def check_what_comes_late(
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
-@pytest.mark.parametrize("way", ["as it is", "changed outside", "as an argument"])
 @pytest.mark.parametrize("kept", ["leaf", "computed"])
-def test_what_comes_late_into_a_state_that_is_not_returned(kept: str, way: str, precision: str) -> None:
+def test_what_comes_late_into_a_state_that_is_not_returned(kept: str, precision: str) -> None:
     model, gate = Memory(), torch.full((6,), 0.5, requires_grad=True)
-
-    def early() -> Tensor:
-        model.state = model.also = None
-        return squared(model(X))
 
     def late() -> Tensor:
         model.state, model.also = None, gate if kept == "leaf" else gate * 2
         model(X)
+        return squared(model(X))
+
+    expected = gradients_of(model, late, [gate])
+    attached(model, precision)
+    model.state = model.also = None
+    squared(model(X)).backward()  # the first of its kind meets nothing from outside
+    for _ in range(3):
+        assert_true(gradients_of(model, late, [gate]), expected)
+
+
+def test_a_state_that_is_not_returned_and_changed_outside_is_found() -> None:
+    model = Memory()
+
+    def loss(_: Tensor) -> Tensor:
         assert model.state is not None
-        given: Any = 0.0
-        if way == "changed outside":
-            model.state = model.state * gate
-        elif way == "as an argument":
-            model.state, given = None, model.state * gate
-        return squared(model(X, given))
+        model.state = model.state * 0.5
+        found = squared(model(X))
+        model.state = None
+        return found
 
-    check_what_comes_late(model, precision, early, late, gate)
+    attached(model, scale=None)
+    with pytest.raises(hf_mp.ScaleLeakError, match=r"second\.weight"):
+        hf_mp.check_gradients(model, X, loss)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
-@pytest.mark.parametrize("kept", ["leaf", "computed"])
-def test_what_comes_late_into_a_checkpoint(kept: str, precision: str) -> None:
-    also: Tensor | float = 1.0
-    gate, x = torch.full((6,), 0.5, requires_grad=True), X.clone().requires_grad_()
+def test_what_comes_late_into_a_reentrant_checkpoint_keeps_the_scale() -> None:
+    gate, also, x = torch.full((6,), 0.5, requires_grad=True), torch.ones(6), X.clone().requires_grad_()
     model = body(lambda m, x: m.second(checkpoint(lambda x: hidden(m, x) * also, x, use_reentrant=True)))
+    (expected,) = torch.autograd.grad(squared(model.second(hidden(model, X) * gate)), gate)
+    attached(model)
+    squared(model(x)).backward()
+    also = gate
+    squared(model(x)).backward()
+    assert gate.grad is not None
+    assert_true([gate.grad / 1024], [expected])
 
-    def with_(value: Tensor | float) -> Tensor:
-        nonlocal also
-        also = value
-        return squared(model(x))
 
-    late = lambda: with_(gate if kept == "leaf" else gate * 2)  # noqa: E731
-    check_what_comes_late(model, precision, lambda: with_(1.0), late, gate)
+@pytest.mark.parametrize("by", ["argument", "attribute"])
+def test_a_gradient_with_a_graph_comes_in_again(by: str) -> None:
+    given: list[Tensor] = []
+    model = body(lambda m, x: m.second(hidden(m, x + (given[-1] if given else 0.0))))
+
+    def loss() -> Tensor:
+        x = X.clone().requires_grad_()
+        given.clear()
+        (slope,) = torch.autograd.grad(squared(model(x)), x, create_graph=True)
+        if by == "attribute":
+            given.append(slope)
+        return squared(model(slope if by == "argument" else x))
+
+    check_gradients(model, loss)
+
+
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_what_a_checkpoint_takes_from_the_model_is_inside(in_a_thread: bool) -> None:
+    """As ``(cos, sin)`` in a tuple, or what an encoder gave: recomputed in a thread of its own, as on a GPU."""
+
+    def use(m: Any, x: Tensor) -> Tensor:
+        inside = m.first(x)
+        x = checkpoint(lambda x, pair: torch.tanh(m.first(x)) * pair[0], x, (inside,), use_reentrant=True)
+        return m.second(x)
+
+    model = body(use)
+    x = X.clone().requires_grad_()
+    expected = gradients_of(model, lambda: squared(model(x)))
+    attached(model)
+    for _ in range(3):
+        model.zero_grad()
+        with ThreadPoolExecutor(1) as pool:
+            (pool.submit(squared(model(x)).backward).result() if in_a_thread else squared(model(x)).backward())
+        assert_true([parameter.grad for parameter in model.parameters()], expected)
 
 
 def test_a_leaf_in_a_container_comes_into_a_checkpoint() -> None:

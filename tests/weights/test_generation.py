@@ -35,6 +35,23 @@ def attached(model: nn.Module, precision: str = "bf16", **settings: object) -> M
     return runtime
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp16-lean"])
+def test_a_gradient_that_a_forward_without_grad_takes(precision: str) -> None:
+    """Training at test time: a step inside of the forward."""
+
+    def use(m: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inner = m.linear(x).square().mean()
+            return torch.autograd.grad(inner, m.linear.weight)[0]
+
+    model, x = block(use), torch.randn(3, 256)
+    with torch.no_grad():
+        expected = model(x)
+        attached(model, precision)
+        for _ in range(3):
+            assert (model(x) - expected).norm() < 0.02 * expected.norm()
+
+
 class InPart(nn.Module):
     """``model``, whose result under ``torch.no_grad()`` has a gradient all the same: a state that somebody keeps."""
 

@@ -40,6 +40,7 @@ class Around(Optimizer):
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
         super().__init__(inner.param_groups, {})
+        self.numbers = {id(p): 0 for p in inner.param_groups[0]["params"]}  # a tensor's hash
         self.averages = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
 
     @torch.no_grad()

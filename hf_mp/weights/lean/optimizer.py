@@ -302,8 +302,8 @@ class MasterWeightOptimizer(Optimizer):
         for group, parameters in zip(self.param_groups, groups, strict=True):
             group["params"][:] = parameters
         for state in _by_parameter(self.optimizer):
-            for before, after in renamed.items():
-                if before is not after and before in state:
+            for before in [key for key in state if isinstance(key, nn.Parameter)]:
+                if (after := renamed.get(before)) is not None and after is not before:
                     state[after] = state.pop(before)
 
     def state_dict(self) -> dict[str, Any]:
