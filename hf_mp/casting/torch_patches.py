@@ -245,10 +245,12 @@ TABLE: tuple[Patch, ...] = (
         "gradient checkpointing with use_reentrant=False raises CheckpointError",
     ),
     Patch((f"{_CHECKPOINT}CheckpointFunction",), _checkpoint_function, "gradient checkpointing recomputes in FP32"),
-    Patch(("torch:is_autocast_enabled",), _asks(lambda ours, *_, **__: ours.enabled),
-          "models that ask for autocast take it for disabled"),
-    Patch(("torch:get_autocast_dtype",), _asks(lambda ours, *_, **__: ours.dtype),
-          "models that ask for autocast's dtype get torch's"),
+    *(Patch((f"torch:{name}",), _asks(lambda ours, *_, **__: ours.enabled),
+            "models that ask for autocast take it for disabled")
+      for name in ("is_autocast_enabled", "is_autocast_cpu_enabled")),
+    *(Patch((f"torch:{name}",), _asks(lambda ours, *_, **__: ours.dtype),
+            "models that ask for autocast's dtype get torch's")
+      for name in ("get_autocast_dtype", "get_autocast_gpu_dtype", "get_autocast_cpu_dtype")),
     Patch(("torch:_C._is_any_autocast_enabled",), _asks(lambda ours: ours.enabled),
           "nn.LSTM and its kin refuse mixed dtypes"),
     Patch(("torch:autocast.__enter__",), _enter_torch_autocast, _ISLANDS),

@@ -133,6 +133,28 @@ def test_a_bare_parameter_in_an_attached_model_gets_its_true_gradient(
     check_gradients(model, lambda: model(x), tolerance=0.01, scale=scale)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp16-lean"])
+def test_cast_inputs_casts_the_weight_of_a_layer(precision: str) -> None:
+    model = Using(lambda m, x: MyFloat32.apply(m.linear(x), m.linear.weight).square().mean(), linear=nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    check_gradients(model, lambda: model(x), precision=precision, between=0.05)
+
+
+def test_a_module_in_fp32_is_given_the_weight_of_a_layer_in_fp32() -> None:
+    given: list[Tensor] = []
+
+    class Own(nn.Module):
+        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+            given.append(weight)
+            return Times.apply(x, weight.sum(0))  # type: ignore[no-any-return]
+
+    model = Using(lambda m, x: m.own(m.linear(x), m.linear.weight).sum(), linear=nn.Linear(4, 4), own=Own())
+    attached(model, "bf16", None, rules={"own": "fp32"})
+    model(torch.randn(3, 4)).backward()
+    with torch._C.DisableTorchFunction():
+        assert given[0].dtype is FP32
+
+
 CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "apply": lambda x, weight: Times.apply(x, weight),
     "alias": (lambda apply: lambda x, weight: apply(x, weight))(Times.apply),

@@ -29,6 +29,8 @@ class TestQuestions:
         with autocast(dtype):
             assert torch.is_autocast_enabled(device) and torch.is_autocast_enabled()
             assert torch.get_autocast_dtype(device) is dtype
+            assert torch.get_autocast_gpu_dtype() is torch.get_autocast_cpu_dtype() is dtype  # of old
+            assert torch.is_autocast_cpu_enabled()
             with autocast(enabled=False):
                 assert not torch.is_autocast_enabled(device)
             assert torch.is_autocast_enabled(device)
