@@ -113,29 +113,39 @@ class RangeRecorder:
             # Below torch functions: what this looks with is not to be cast or recorded itself.
             operands = _floating(given) if is_product else []
             largest = _largest(operands)  # before they are written to
+            read = _largest_read(name, given) if is_in_place(name) else None
         result = call.make()
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            self._take((call.module, name), given, operands, largest, _made(name, result, given))
+            self._take((call.module, name), given, operands, largest, read, _made(name, result, given))
         return result
 
     def _take(
-        self, key: tuple[str, str], given: Any, operands: list[Tensor], largest: float, outputs: list[Tensor]
+        self,
+        key: tuple[str, str],
+        given: Any,
+        operands: list[Tensor],
+        largest: float,
+        read: float | None,
+        outputs: list[Tensor],
     ) -> None:
-        """Take down a call that was made; of a product, ``largest`` is the largest magnitude in its ``operands``."""
+        """Take down a call that was made; of a product, ``largest`` is the largest magnitude in its ``operands``.
+
+        ``read`` is that of what the call was given in 16 bits, if it has written into that.
+        """
         if not (outputs or operands):
             return
         held = [output for output in outputs if output.dtype is STAND_IN]
         in_16_bits = [*held, *operands]
         made, is_fp16 = _largest(held), bool(in_16_bits)
         largest = max_of([largest, made])
-        read = (tensor for tensor in tensors_in(_activations(key[1], given)) if tensor.dtype is STAND_IN)
         found = OpRange(
             *key,
             largest=largest if is_fp16 else _largest(outputs),
             is_fp16=is_fp16,
             least=made,
             # NaN is not within the limit. What the call is given has to be looked at only where it is beyond.
-            is_origin=not largest <= self._limit and _largest(read) <= self._limit,
+            is_origin=not largest <= self._limit
+            and (_largest_read(key[1], given) if read is None else read) <= self._limit,
         )
         self._found[key] = self._found.get(key, found).with_call(found)
         for tensor in in_16_bits:
@@ -156,6 +166,11 @@ def _activations(op: str, inputs: tuple[Any, Any]) -> Any:
         return inputs
     (args, kwargs), (place, name) = inputs, _WEIGHTED[op].input
     return args[place] if len(args) > place else kwargs[name]
+
+
+def _largest_read(op: str, given: Any) -> float:
+    """The largest magnitude of the activations in 16 bits that an op is given."""
+    return _largest(tensor for tensor in tensors_in(_activations(op, given)) if tensor.dtype is STAND_IN)
 
 
 def _floating(given: Any) -> list[Tensor]:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.cpu.handlers import training_plan
-from hf_mp.casting.dispatched import can_dispatch, compiled_frames, dispatched, register
+from hf_mp.casting.dispatched import can_dispatch, compiled_frames, dispatched, register, undispatched
 from hf_mp.casting.handlers import AS_GIVEN, PlannedCall, widened
 from hf_mp.casting.kv_cache import CACHE_WRITES, lowers_attention
 from hf_mp.casting.loss_handlers import planned_losses
@@ -27,6 +27,7 @@ from hf_mp.casting.mode import ALWAYS_HELD, autocast
 from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.uncompiled import uncompiled
+from hf_mp.kernels.registry import is_transformed
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.product_uses import ProductUses
 from hf_mp.weights.slots import UNASKED, Slots
@@ -194,9 +195,12 @@ class Region(autocast):
         thread = None if is_dynamo_compiling() else self.thread
         if thread is not None and thread.slots is not None and thread.slots.is_watched and func not in UNASKED:
             args, kwargs = _as_used(thread.slots, entry, func, args, kwargs)
-        if thread is not None and thread.is_dispatched and entry.rule not in ALWAYS_HELD:
+        if thread is None or not thread.is_dispatched or entry.rule in ALWAYS_HELD:
+            return super().apply(entry, func, args, kwargs)
+        if not is_transformed():
             return func(*args, **kwargs)  # a kernel makes the call
-        return super().apply(entry, func, args, kwargs)
+        with undispatched():
+            return super().apply(entry, func, args, kwargs)
 
     def in_island(self, entry: PlannedCall) -> PlannedCall:
         # Compiled code teaches nothing: a 16-bit weight may be met there by an FP32 activation.
@@ -218,6 +222,9 @@ def _as_used(
     if slots.records_uses and entry.rule is not CastRule.COMPOSITE:  # the calls inside of that one come here, too
         by_product = entry.rule is CastRule.LOWER_PRECISION
         args, kwargs = slots.as_used(args, kwargs, by_product=by_product, by_selection=func in _SELECTIONS)
+    if is_transformed():  # of torch.func, which sees no cast that a kernel makes; its tensors are inside
+        slots.must_be_watched = True
+        return args, kwargs
     if not slots.is_scaled or not slots.has_outside((*args, *kwargs.values())):
         return args, kwargs
     slots.must_be_watched = True  # also without grad: a checkpoint may compute this call again

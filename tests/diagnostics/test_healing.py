@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from range_models import Gated, batches
+from tiny import Using
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.utils import logging
 
 import hf_mp
 from hf_mp import CannotHealError, MixedPrecision, heal_overflows
 from hf_mp.diagnostics.healing import Healer
+from hf_mp.diagnostics.overflow import runtime_of
 from hf_mp.diagnostics.ranges import OpRange
 from hf_mp.diagnostics.remedies import (
     fitting_scale,
@@ -110,6 +113,20 @@ def test_no_step_is_lost(precision: str, warned: list[str]) -> None:
     skipping = Loop(precision, on_overflow="skip")
     skipping.run(3)
     assert skipping.skipped == [True] * 3
+
+
+@pytest.mark.parametrize("write", [lambda h: h.mul_(1e3), lambda h: h.__imul__(1e3), lambda h: h.__iadd__(h * 999.0)])
+def test_an_op_in_place_is_healed_by_its_module(write: Callable[[Tensor], Tensor], warned: list[str]) -> None:
+    block: Any = Using(lambda m, x: write(m.linear(x) * 100.0), linear=nn.Linear(16, 16))
+    model: Any = Using(
+        lambda m, x: {"loss": m.head(F.layer_norm(m.block(x), (16,))).float().square().mean()},
+        block=block, head=nn.Linear(16, 4),
+    )  # fmt: skip
+    model, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), on_overflow="heal")
+    model(torch.randn(8, 16))["loss"].backward()
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+    assert runtime_of(model).remedies in ({"block": "fp32"}, {"block:mul": "fp32"})
 
 
 def test_a_good_step_does_nothing_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -635,6 +635,27 @@ def test_an_update_inside_of_the_loss(precision: str) -> None:
     check_gradients(model, loss, precision=precision, tolerance=0.1)
 
 
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "grad": lambda f, x: torch.func.grad(lambda y: f(y).sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones(16, 6))[0],
+    "jacrev": lambda f, x: torch.func.jacrev(lambda y: f(y).sum(0))(x).sum(0),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda y: f(y).sum()))(x),
+    "hessian": lambda f, x: torch.func.vmap(torch.func.hessian(lambda y: f(y).sum()))(x).sum(-1),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp16-lean"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_transform_inside_of_a_forward(transform: str, precision: str) -> None:
+    model = body(lambda m, x: m.second(TRANSFORMS[transform](functools.partial(hidden, m), x)) + m.second(x))
+    expected = model(X)
+    check_gradients(model, lambda: squared(model(X)), precision=precision)
+    attached(model, precision)
+    with torch.no_grad():
+        for _ in range(2):
+            assert (model(X) - expected).norm() < 0.02 * expected.norm()
+
+
 def test_a_step_after_a_backward_that_raised() -> None:
     model = body(lambda m, x: m.second(hidden(m, x)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
