@@ -55,9 +55,7 @@ def custom_fwd(
         # Backward runs with autocast off, too, as forward did.
         ctx._hf_mp_autocast = active.island()
         with ctx._hf_mp_autocast:
-            with torch._C.DisableTorchFunction():  # else an attached model says that a 16-bit weight is FP32
-                args = active.cast(args, cast_inputs)
-                kwargs = {key: active.cast(value, cast_inputs) for key, value in kwargs.items()}
+            args, kwargs = active.cast_arguments(args, kwargs, cast_inputs)
             return forward(ctx, *args, **kwargs)
 
     return decorated

@@ -289,6 +289,11 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         # One graph casts a weight once by itself.
         return self._cast_once(value, dtype) if is_weight and not torch.compiler.is_compiling() else value.to(dtype)
 
+    def cast_arguments(self, args: Any, kwargs: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+        """:meth:`cast` for all arguments of a function or module, outside of a handler, with modes on."""
+        with torch._C.DisableTorchFunction():  # an attached model says that a 16-bit weight is FP32
+            return self.cast(args, dtype), {key: self.cast(arg, dtype) for key, arg in kwargs.items()}
+
     def _cast_once(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """A trained weight in another floating dtype, cast once while this autocast lasts, as torch's."""
         # A cast made without grad must not serve a forward with grad, nor one of an older value serve a newer.

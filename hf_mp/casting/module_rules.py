@@ -70,8 +70,7 @@ def _make_island(module: nn.Module, dtype: torch.dtype, outer: autocast) -> InFo
         outer.island(module, dtype).__enter__()
         if dtype is not torch.float32:
             return None
-        with torch._C.DisableTorchFunction():  # else an attached model says that a 16-bit weight is FP32
-            return outer.cast(args, dtype), {key: outer.cast(arg, dtype) for key, arg in kwargs.items()}
+        return outer.cast_arguments(args, kwargs, dtype)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         # always_call: an exception may have come before this island was entered.

@@ -68,7 +68,7 @@ class _PassGradient(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         ctx.crossings.gradient_entered(ctx, gradient)
-        return _ScaleGradient.apply(gradient, ctx.factor, ctx.crossings).reshape(gradient.shape), None, None
+        return scale_gradient(gradient, ctx.factor, ctx.crossings), None, None
 
 
 def scale_gradient(gradient: Tensor, factor: Tensor | None, crossings: Crossings) -> Tensor:

@@ -11,20 +11,21 @@ from hf_mp.casting.nested import tensors_in
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 
+def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
+    """``optimizer``, and those inside it: Lookahead, SAM and schedule-free wrappers hold one, some that holds them."""
+    found = [optimizer]
+    for one in found:  # which grows
+        found += [inner for inner in vars(one).values() if isinstance(inner, Optimizer) and inner not in found]
+    return found
+
+
 @torch.no_grad()
-def state_to_fp32(optimizer: Optimizer, around: tuple[Optimizer, ...] = ()) -> None:
+def state_to_fp32(optimizer: Optimizer) -> None:
     """Cast the FP16/BF16 tensors that ``optimizer`` and those inside it hold, wherever they do, to FP32 in place.
 
-    Parameters and tensor subclasses with a storage of their own (8-bit state) stay as they are. ``around`` are the
-    optimizers that have this one inside.
+    Parameters and tensor subclasses with a storage of their own (8-bit state) stay as they are.
     """
-    held = list(vars(optimizer).values())
-    for tensor in tensors_in(held):
+    for tensor in tensors_in([list(vars(one).values()) for one in optimizers_in(optimizer)]):
         is_state = not (isinstance(tensor, nn.Parameter) or is_traceable_wrapper_subclass(tensor))
         if is_state and tensor.dtype in LOWER_PRECISION_DTYPES:
             tensor.data = tensor.data.float()  # the same object: state may be shared between containers
-    around = (*around, optimizer)
-    # Lookahead, SAM and schedule-free wrappers hold an optimizer, some of them one that holds them.
-    for inner in held:
-        if isinstance(inner, Optimizer) and all(inner is not outer for outer in around):
-            state_to_fp32(inner, around)

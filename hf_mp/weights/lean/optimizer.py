@@ -18,7 +18,7 @@ from hf_mp.kernels.gradient_scan import norm_of, real_values, total_norm
 from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.attachable import check_closure
-from hf_mp.weights.early_state import state_to_fp32
+from hf_mp.weights.early_state import optimizers_in, state_to_fp32
 from hf_mp.weights.fused_adamw import clip_factor, replaces_step, skipping, step_split
 from hf_mp.weights.lean.outside_reads import as_stored, on_stored_values
 from hf_mp.weights.lean.split_parameter import (
@@ -301,7 +301,9 @@ class MasterWeightOptimizer(Optimizer):
         # In place: an optimizer may keep the list of its group.
         for group, parameters in zip(self.param_groups, groups, strict=True):
             group["params"][:] = parameters
-        for state in _by_parameter(self.optimizer):
+        # Its state and other dictionaries by parameter, and those of optimizers inside it.
+        held = [one for each in optimizers_in(self.optimizer) for one in (each.state, *vars(each).values())]
+        for state in [one for one in held if isinstance(one, dict)]:
             for before in [key for key in state if isinstance(key, nn.Parameter)]:
                 if (after := renamed.get(before)) is not None and after is not before:
                     state[after] = state.pop(before)
@@ -377,18 +379,6 @@ def _check_wrappable(optimizer: Any, layout: str) -> None:
     if isinstance(optimizer, MasterWeightOptimizer):
         raise TypeError("this optimizer is a MasterWeightOptimizer already: wrap one only once")
     check_closure(optimizer)
-
-
-def _by_parameter(optimizer: Optimizer, around: tuple[Optimizer, ...] = ()) -> Iterator[dict[Any, Any]]:
-    """What ``optimizer`` may hold by parameter: its state and other dictionaries, and those of optimizers inside it."""
-    yield optimizer.state
-    around = (*around, optimizer)
-    for held in vars(optimizer).values():
-        if isinstance(held, Optimizer):
-            if all(held is not outer for outer in around):
-                yield from _by_parameter(held, around)
-        elif isinstance(held, dict):
-            yield held
 
 
 def _warn_of_own_parameters(optimizer: Optimizer) -> None:
