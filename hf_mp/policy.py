@@ -22,7 +22,7 @@ class ComputeDtype:
         spellings: what else people write.
         loss_scale: the rule that its presets set S by; None where FP32's exponents fit, so that S is not needed.
         cpp_name: what torch's C++ calls it, as DDP logs it.
-        has_cpu_products: asks oneDNN whether this CPU multiplies it; it is computed through FP32 elsewhere.
+        has_cpu_products: asks torch whether this CPU multiplies it; it is computed through FP32 elsewhere.
         has_cpu_convolutions: whether oneDNN has the gradients of its convolutions as well.
     """
 
@@ -45,6 +45,13 @@ class ComputeDtype:
         return self.name.upper()
 
 
+def _has_cpu_bf16() -> bool:
+    # oneDNN takes BF16 on each CPU with AVX512. On those without AVX512-BF16 it only converts, and takes some four
+    # times as long as for FP32. torch's other private question says which these are; they are not on Arm.
+    only_converts = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and not only_converts
+
+
 LOWER_PRECISION_DTYPES: dict[torch.dtype, ComputeDtype] = {
     entry.dtype: entry
     for entry in (
@@ -63,7 +70,7 @@ LOWER_PRECISION_DTYPES: dict[torch.dtype, ComputeDtype] = {
             "bf16",
             ("bfloat16",),
             "c10::BFloat16",
-            has_cpu_products=lambda: bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+            has_cpu_products=_has_cpu_bf16,
         ),
     )
 }

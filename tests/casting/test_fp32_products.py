@@ -1,3 +1,6 @@
+import platform
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -29,6 +32,7 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes that oneDNN was asked to multiply."""
     seen: list[torch.Size] = []
+    monkeypatch.setattr(fp32_products, "PREFERS_ONEDNN", True)  # as on a CPU that Intel has not made
     original = torch.ops.mkldnn._linear_pointwise
 
     class Watched:
@@ -85,7 +89,29 @@ class TestOneDNN:
         assert calls == []
 
 
+@pytest.mark.parametrize(
+    ("cpuinfo", "processor", "is_of_intel"),
+    [
+        ("processor\t: 0\nvendor_id\t: GenuineIntel\ncpu family\t: 6\n", "x86_64", True),
+        ("processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\n", "x86_64", False),
+        ("processor\t: 0\nBogoMIPS\t: 50.00\n", "aarch64", False),
+        (None, "Intel64 Family 6 Model 106 Stepping 6, GenuineIntel", True),
+        (None, "AMD64 Family 25 Model 1 Stepping 1, AuthenticAMD", False),
+        (None, "", False),
+    ],
+    ids=["Intel", "AMD", "Arm", "Windows, Intel", "Windows, AMD", "unknown"],
+)
+def test_whose_cpu_it_is(
+    cpuinfo: str | None, processor: str, is_of_intel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "processor", lambda: processor)
+    file = tmp_path / "cpuinfo"
+    if cpuinfo is not None:
+        file.write_text(cpuinfo)
+    assert fp32_products._is_of_intel(file) is is_of_intel
+
+
 def test_without_onednn_blas_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp32_products, "HAS_ONEDNN_PRODUCTS", False)
+    monkeypatch.setattr(fp32_products, "PREFERS_ONEDNN", False)
     a, b, c = random(128, 160, seed=1), random(160, 192, seed=2), random(192, seed=3)
     assert torch.equal(fp32_product(a, b, c), torch.addmm(c, a, b))

@@ -2,6 +2,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -256,7 +257,27 @@ class TestNativeProducts:
             pytest.skip("this torch has no oneDNN")
         monkeypatch.setattr(through_fp32, "CPU_PRODUCTS", through_fp32._cpu_products())
         assert runs_natively(FP16, "cpu") == torch.ops.mkldnn._is_mkldnn_fp16_supported()
-        assert runs_natively(BF16, "cpu") == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+    @pytest.mark.parametrize(
+        ("avx512", "avx512_bf16", "onednn", "is_native"),
+        [
+            (True, False, True, False),
+            (True, True, True, True),
+            (False, False, True, True),
+            (False, False, False, False),
+        ],
+        ids=["AVX512 that only converts", "AVX512-BF16", "Arm with BF16", "neither"],
+    )
+    def test_bf16_that_is_only_converted_is_not_native(
+        self, avx512: bool, avx512_bf16: bool, onednn: bool, is_native: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+        asked = SimpleNamespace(_is_mkldnn_fp16_supported=lambda: False, _is_mkldnn_bf16_supported=lambda: onednn)
+        monkeypatch.setattr(torch.ops, "mkldnn", asked)
+        monkeypatch.setattr(through_fp32, "CPU_PRODUCTS", through_fp32._cpu_products())
+        assert runs_natively(BF16, "cpu") is runs_natively(BF16, "cpu", "conv2d") is is_native
 
     @every_dtype
     def test_without_onednn_there_are_none(self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
