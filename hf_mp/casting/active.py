@@ -1,9 +1,14 @@
-"""Which autocasts are active in a thread: functions that torch.compile traces, with side effects that it knows."""
+"""What is at work in a thread: autocasts, transforms, checkpoints.
+
+Functions that torch.compile traces, with side effects that it knows.
+"""
 
 from __future__ import annotations
 
 import threading
 from typing import TYPE_CHECKING
+
+import torch
 
 if TYPE_CHECKING:
     from hf_mp.casting.mode import autocast
@@ -55,3 +60,16 @@ def enter_island(enabled: bool) -> bool:
 def leave_island() -> None:
     """Leave the island that :func:`enter_island` entered."""
     state.active[-1].__exit__(None, None, None)
+
+
+def is_transformed() -> bool:
+    """Whether only differentiable torch ops may be used: torch.compile decides itself what it saves for backward, and
+    torch.func's transforms take neither saved-tensor hooks nor autograd functions of the ordinary form."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def is_saving_elsewhere() -> bool:
+    """Whether a checkpoint or an offload takes what autograd saves."""
+    # saved_tensors_hooks can be set by a public class, but not asked for.
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(False) is not None

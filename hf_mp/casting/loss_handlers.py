@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_mp.casting.active import is_saving_elsewhere, is_transformed
 from hf_mp.casting.handlers import PlannedCall
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.tables import CastRule
 from hf_mp.kernels.cross_entropy import FEW_ELEMENTS, cross_entropy
-from hf_mp.kernels.registry import is_saving_elsewhere, is_transformed
 from hf_mp.kernels.tensors import is_ordinary
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 

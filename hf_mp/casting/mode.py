@@ -16,7 +16,7 @@ from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.exact_sums import exact_plan
 from hf_mp.casting.explain import Explanation, Recorder
 from hf_mp.casting.handlers import AS_GIVEN, CASTABLE, WHOLE_CALLS, PlannedCall, is_shape
-from hf_mp.casting.module_rules import InForce, put_on, ruled
+from hf_mp.casting.module_rules import InForce, put_on, under_rules
 from hf_mp.casting.nested import map_tensors
 from hf_mp.casting.plans import plan_for, with_rules
 from hf_mp.casting.rules import ModuleRule, Rules, match_modules, parse_rules
@@ -164,9 +164,10 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         """Whether it is a mode for torch while it is active."""
         return self.enabled
 
-    def ruled(self, module: nn.Module | None, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def under_rules(self, module: nn.Module | None, forward: Callable[..., Any]) -> Callable[..., Any]:
         """``forward`` of a module that was called before this autocast was entered, to run under the module's rules."""
-        return forward if module is None or not self._rules_in_force else ruled(module, forward, self._rules_in_force)
+        in_force = self._rules_in_force
+        return under_rules(module, forward, in_force) if module is not None and in_force else forward
 
     def shortcut(self, func: Callable[..., Any], tensors: Sequence[Any]) -> PlannedCall | None:
         """How to make, with all modes off, the call of a function that asks in Python who takes ``tensors``.
@@ -176,11 +177,11 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         entry = self._plan.get(_ASKING.get(func, func)) or _LEAVES.get(func)
         if entry is None or entry.handler not in WHOLE_CALLS or self.observer is not None or not self.is_alone:
             return None
-        if not self.plain_types.issuperset(map(type, tensors)) or self.must_see():
+        if not self.plain_types.issuperset(map(type, tensors)) or self.must_see_all():
             return None
         return entry
 
-    def must_see(self) -> bool:
+    def must_see_all(self) -> bool:
         """Whether no call may pass by this autocast."""
         return False
 

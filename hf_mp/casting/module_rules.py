@@ -37,7 +37,7 @@ def put_on(module: nn.Module, rule: ModuleRule, outer: autocast) -> InForce:
     )
 
 
-def ruled(module: nn.Module, forward: Callable[..., Any], in_force: Iterable[InForce]) -> Callable[..., Any]:
+def under_rules(module: nn.Module, forward: Callable[..., Any], in_force: Iterable[InForce]) -> Callable[..., Any]:
     """``forward`` of a module that was called before its rules were put on, to run under them."""
     own = [rule for rule in in_force if rule.module is module]
 

@@ -21,7 +21,7 @@ from hf_mp.policy import PrecisionPolicy, needs_loss_scale
 from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.ranks.placement import is_sharded, placement_of
+from hf_mp.weights.ranks.parallelism import is_sharded, parallelism_of
 
 logger = logging.get_logger(__name__)
 
@@ -46,7 +46,7 @@ class Healer(StepObserver):
         self._ddp: Any = None
 
     def forward_began(self, forward: Any, args: Any, kwargs: Any) -> None:
-        self._ddp = placement_of(self._runtime.model).ddp
+        self._ddp = parallelism_of(self._runtime.model).ddp
 
     def overflowed(self, optimizer: Optimizer) -> StepReport | None:
         """Heal a step that overflowed, and run it again.

@@ -69,7 +69,7 @@ def run_again(
             args, kwargs = apply_to_tensors(_entered, (args, kwargs))
             # In the run's region, attached forwards inside of the model know that they are a part of it.
             with runtime.region.running(None), mode:
-                return mode.ruled(call.forward.module(), call.forward.original)(*args, **kwargs)
+                return mode.under_rules(call.forward.module(), call.forward.original)(*args, **kwargs)
 
         gradients = {}
         # Around the backward too, in which checkpoints run forwards again.

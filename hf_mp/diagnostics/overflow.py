@@ -19,7 +19,7 @@ from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.attachable import runtimes_of
-from hf_mp.weights.ranks.placement import get_rank, is_distributed
+from hf_mp.weights.ranks.parallelism import get_rank, is_distributed
 
 _Observer = TypeVar("_Observer", bound=StepObserver)
 logger = logging.get_logger(__name__)

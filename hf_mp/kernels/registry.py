@@ -124,16 +124,3 @@ def _is_right_on(name: str, device: torch.device) -> bool:
 @functools.cache
 def _warn_once(message: str) -> None:
     warn_caller(message)
-
-
-def is_transformed() -> bool:
-    """Whether only differentiable torch ops may be used: torch.compile decides itself what it saves for backward, and
-    torch.func's transforms take neither saved-tensor hooks nor autograd functions of the ordinary form."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-
-
-def is_saving_elsewhere() -> bool:
-    """Whether a checkpoint or an offload takes what autograd saves."""
-    # saved_tensors_hooks can be set by a public class, but not asked for.
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is not None and top(False) is not None

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_mp.casting.nested import tensors_in
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.lean.split_parameter import SPLIT_CLASSES, SplitParameter
-from hf_mp.weights.ranks.placement import has_dtensors
+from hf_mp.weights.ranks.parallelism import has_dtensors
 
 STAND_IN = torch.device("meta")
 

@@ -44,7 +44,7 @@ from hf_mp.policy import PrecisionPolicy, spell
 from hf_mp.scaling.events import FreeGradients, check_options
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.lean.optimizer import MasterWeightOptimizer
-from hf_mp.weights.ranks.placement import is_dtensor
+from hf_mp.weights.ranks.parallelism import is_dtensor
 
 _MOST_RANKS = 4096
 _MAX_GRAD_NORM = 1.0  # TrainingArguments'

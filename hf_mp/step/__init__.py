@@ -6,9 +6,9 @@ Files of this folder first, then the others of ``hf_mp`` that do the stage's wor
    ``model.forward`` (``mixed_precision.py``, ``forward.py``); :meth:`~MixedPrecision.attach_optimizer` puts a
    :class:`StepGuard` in front of ``optimizer.step`` (``update.py``).
    Masters: ``weights/layout.py``; of a lean layout ``weights/lean/``.
-2. Forward: ``AttachedForward.__call__`` makes a ``_Passage``. :meth:`MixedPrecision.begin_forward` puts the working
-   copies of the weights that products use into their slots, behind inward borders, of which small weights share one,
-   and the passage runs the model's own forward in autocast.
+2. Forward: ``AttachedForward.__call__`` makes an ``_AttachedCall``. :meth:`MixedPrecision.begin_forward` puts the
+   working copies of the weights that products use into their slots, behind inward borders, of which small weights share
+   one, and the call runs the model's own forward in autocast.
    Which weights products use: ``weights/product_uses.py``; copies: ``working_copies.py``; slots: ``slots.py``;
    borders: ``scaling/borders.py``; autocast of an attached model: ``weights/region.py``.
    Casts of each call: ``casting/handlers.py`` (on a CPU without 16-bit products ``casting/cpu/``), called by

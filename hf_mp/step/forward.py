@@ -44,15 +44,15 @@ class AttachedForward(ReplacedForward):
         if (model := self.runtime.model) is None:
             return self.original(*args, **kwargs)
         with profiled("forward"):
-            with _Passage(self, model, args, kwargs) as passage:
-                outputs = passage.forward(*passage.args, **passage.kwargs)
-            return passage.bring_out(outputs)
+            with _AttachedCall(self, model, args, kwargs) as call:
+                outputs = call.forward(*call.args, **call.kwargs)
+            return call.bring_out(outputs)
 
     def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> AttachedForward:
         return self.runtime.copy_for(memo).make_forward(module)
 
 
-class _Passage:
+class _AttachedCall:
     """One call of an attached forward: what comes in, what goes out, and the region between."""
 
     # Not @uncompiled: Python 3.13 enters an __init__ without asking Dynamo, which then compiles what that calls.
@@ -71,9 +71,9 @@ class _Passage:
         self._inside = runtime.region.running(slots)
 
     @torch.compiler.disable
-    def __enter__(self) -> _Passage:
+    def __enter__(self) -> _AttachedCall:
         self._inside.__enter__()
-        self.forward = autocasts.active[-1].ruled(self._attached.module(), self._attached.inner_forward)
+        self.forward = autocasts.active[-1].under_rules(self._attached.module(), self._attached.inner_forward)
         return self
 
     @torch.compiler.disable

@@ -23,7 +23,7 @@ from hf_mp.weights.fused_adamw import Clipping
 from hf_mp.weights.layout import WeightLayout, largest_true_magnitude
 from hf_mp.weights.lean.outside_reads import as_stored
 from hf_mp.weights.ranks.agreement import Ranks
-from hf_mp.weights.ranks.placement import is_distributed, local_parts
+from hf_mp.weights.ranks.parallelism import is_distributed, local_parts
 
 _SKIP_BY_THEMSELVES = ("cuda",)  # devices whose fused optimizers skip on found_inf, so that the host need not wait
 

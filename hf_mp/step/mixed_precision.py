@@ -44,7 +44,14 @@ from hf_mp.weights.layout_choice import make_layout, spread_layout
 from hf_mp.weights.model_walk import optimizer_parameters
 from hf_mp.weights.ranks.agreement import Ranks
 from hf_mp.weights.ranks.gathered_slots import GatheredSlots
-from hf_mp.weights.ranks.placement import ALONE, Placement, check_updates, is_distributed, mesh_groups, placement_of
+from hf_mp.weights.ranks.parallelism import (
+    ALONE,
+    Parallelism,
+    check_updates,
+    is_distributed,
+    mesh_groups,
+    parallelism_of,
+)
 from hf_mp.weights.region import Region
 from hf_mp.weights.slots import Slots
 from hf_mp.weights.value_clipping import VALUE_PATCHES
@@ -146,13 +153,13 @@ class MixedPrecision:
             return model
         if self.model is not None:
             raise ValueError("this MixedPrecision has a model already: detach() it, or make another one")
-        placement = placement_of(model)
+        parallelism = parallelism_of(model)
         # All that can be refused is refused before the model is touched.
-        check_attachable(model, placement, self.policy, is_scaled=self.scaler.is_scaling)
+        check_attachable(model, parallelism, self.policy, is_scaled=self.scaler.is_scaling)
         try:
             self._take_model(model)
             install_replacements(model, self._tables)  # before FSDP is told which weights travel in FP32
-            self._use_layout_for(model.parameters(), placement)
+            self._use_layout_for(model.parameters(), parallelism)
             self.layout.make_masters(model)
             self.wrap_forwards()
         except BaseException:
@@ -205,7 +212,7 @@ class MixedPrecision:
             accelerated.optimizer = self.attach_optimizer(accelerated.optimizer)
             return optimizer
         check_optimizer(optimizer, self.model)
-        self._use_layout_for(optimizer_parameters(optimizer), placement_of(self.model))
+        self._use_layout_for(optimizer_parameters(optimizer), parallelism_of(self.model))
         optimizer = self.layout.wrap(optimizer)
         state_to_fp32(optimizer)
         for observer in self.observers:
@@ -226,10 +233,10 @@ class MixedPrecision:
         """
         if self._patches is None:  # a deep copy: by now all of its modules are there
             self._take_model(model)
-        placement = placement_of(model)  # DDP or FSDP may have come after attach()
-        if placement is not ALONE:
-            self.ranks.note_forward(model, placement)
-            self._use_layout_for(model.parameters(), placement)
+        parallelism = parallelism_of(model)  # DDP or FSDP may have come after attach()
+        if parallelism is not ALONE:
+            self.ranks.note_forward(model, parallelism)
+            self._use_layout_for(model.parameters(), parallelism)
         # Borders are autograd functions without rules for torch.func, which has no public way to ask whether it is at
         # work.
         if torch._C._are_functorch_transforms_active():
@@ -239,7 +246,7 @@ class MixedPrecision:
             self.check.forget_failed_backwards()
             self.layout.make_masters(model)
         # DDP takes a parameter for ready as soon as the border that it shares has run.
-        elements = 1 if self.uses_up_gradients or placement.ddp is not None else None
+        elements = 1 if self.uses_up_gradients or parallelism.ddp is not None else None
         region, kind = self.region, (id(entry), has_grad, model.training)
         make = Slots if self.layout.keeps_copies else GatheredSlots
         slots = make(
@@ -248,17 +255,17 @@ class MixedPrecision:
         slots.bring_in_model(model)
         return slots
 
-    def _use_layout_for(self, parameters: Iterable[Tensor], placement: Placement) -> None:
+    def _use_layout_for(self, parameters: Iterable[Tensor], parallelism: Parallelism) -> None:
         model, before = self.model, self.layout
-        if is_distributed() or placement.is_tensor_parallel:  # a mesh may be of one process
+        if is_distributed() or parallelism.is_tensor_parallel:  # a mesh may be of one process
             parameters = list(parameters)
             self.ranks.compare(mesh_groups(parameters))
-            self.layout = spread_layout(before, parameters, placement)
+            self.layout = spread_layout(before, parameters, parallelism)
         if self.layout is not before:
             before.restore(model)  # of a lean one, what FSDP2 has left whole
             self.check.layout = self.region.layout = self.layout
         if model is not None:
-            self.layout.join_ranks(model, placement, self, self.region.fp32_modules)
+            self.layout.join_ranks(model, parallelism, self, self.region.fp32_modules)
 
     def _settings(self) -> str:
         """What must match on all ranks that train one model."""
@@ -310,11 +317,11 @@ class MixedPrecision:
             if (report := observer.own_report()) is not None:
                 return report
         model, parameters = self.model, optimizer_parameters(optimizer)
-        placement = placement_of(model)  # FSDP may have come since, around the model too
-        if model is not None and placement is not ALONE:
-            if placement.fsdp:
+        parallelism = parallelism_of(model)  # FSDP may have come since, around the model too
+        if model is not None and parallelism is not ALONE:
+            if parallelism.fsdp:
                 check_updates(optimizer, model)
-            self._use_layout_for(parameters, placement)
+            self._use_layout_for(parameters, parallelism)
         if self._max_grad_norm is not None:
             self.grad_norm = self.clip_grad_norm(optimizer, parameters, self._max_grad_norm)
             if self.grad_norm is None:  # written since, or of a part of the model

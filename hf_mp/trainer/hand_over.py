@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hf_mp.diagnostics.overflow import runtime_of
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.lean.outside_reads import on_stored_values
-from hf_mp.weights.ranks.placement import is_dtensor
+from hf_mp.weights.ranks.parallelism import is_dtensor
 
 _OF_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of activation checkpointing and torch.compile
 

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.training_args import ParallelMode
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
-from hf_mp.weights.ranks.placement import is_dtensor
+from hf_mp.weights.ranks.parallelism import is_dtensor
 
 
 def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> None:

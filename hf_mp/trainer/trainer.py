@@ -23,7 +23,7 @@ from hf_mp.trainer.save_dtype import extend_save
 from hf_mp.trainer.session import OfSession, TrainerSession
 from hf_mp.trainer.settings import SessionSettings
 from hf_mp.weights.ranks.agreement import compare_settings
-from hf_mp.weights.ranks.placement import has_process_group
+from hf_mp.weights.ranks.parallelism import has_process_group
 
 
 class MixedPrecisionTrainer(OfSession, CrashSafe):

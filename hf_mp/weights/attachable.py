@@ -18,7 +18,7 @@ from hf_mp.casting.replacements.base import ReplacedForward
 from hf_mp.casting.rules import Rules
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.weights.lean.split_parameter import SplitParameter
-from hf_mp.weights.ranks.placement import Placement, check_placement, check_updates
+from hf_mp.weights.ranks.parallelism import Parallelism, check_parallelism, check_updates
 
 RUNTIMES: weakref.WeakSet[Any] = weakref.WeakSet()  # each MixedPrecision there is; a model is found by what it says
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -58,7 +58,7 @@ def detach(model: _Module) -> _Module:
     return model
 
 
-def check_attachable(model: nn.Module, placement: Placement, policy: PrecisionPolicy, *, is_scaled: bool) -> None:
+def check_attachable(model: nn.Module, parallelism: Parallelism, policy: PrecisionPolicy, *, is_scaled: bool) -> None:
     """Raise a ValueError if mixed precision cannot be attached to ``model`` with this policy."""
     if isinstance(model, nn.DataParallel):
         raise ValueError("DataParallel replicates a model behind our back: use DistributedDataParallel (torchrun)")
@@ -66,7 +66,7 @@ def check_attachable(model: nn.Module, placement: Placement, policy: PrecisionPo
         raise ValueError(
             f"{type(model).__name__} has no floating parameters, so there is nothing to train in mixed precision"
         )
-    check_placement(model, placement)
+    check_parallelism(model, parallelism)
     if runtimes_of(model):
         raise ValueError(
             f"this {type(model).__name__}, or a part of it, is attached to a MixedPrecision already: call "

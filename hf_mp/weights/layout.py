@@ -18,7 +18,7 @@ from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.weights.fused_adamw import Clipping, step_whole
 from hf_mp.weights.model_walk import model_parameters, optimizer_parameters, widen_buffers
 from hf_mp.weights.ranks.buckets import Buckets
-from hf_mp.weights.ranks.placement import Placement, is_distributed, is_dtensor, local_parts
+from hf_mp.weights.ranks.parallelism import Parallelism, is_distributed, is_dtensor, local_parts
 from hf_mp.weights.ranks.wire import Runtime
 from hf_mp.weights.working_copies import WorkingCopies
 
@@ -61,10 +61,10 @@ class WeightLayout:
         return self.copies.get_all(weights)
 
     def join_ranks(
-        self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
+        self, model: nn.Module, parallelism: Parallelism, runtime: Runtime, in_fp32: Sequence[nn.Module]
     ) -> None:
         """Take over the communication of ``model``; weights of the modules ``in_fp32`` are not rounded."""
-        ddp, has_buckets = placement.ddp, self.keeps_scaled_gradients or self.policy.wire is not torch.float32
+        ddp, has_buckets = parallelism.ddp, self.keeps_scaled_gradients or self.policy.wire is not torch.float32
         # Once for each DDP: its first forward is the last moment before a bucket is reduced.
         if has_buckets and is_distributed() and ddp is not None and ddp not in self._joined:
             self._joined[ddp] = Buckets(ddp, self.policy, runtime)

@@ -11,7 +11,7 @@ from hf_mp.policy import PrecisionPolicy
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.lean.layouts import SplitLayout
 from hf_mp.weights.ranks.layouts import TensorParallelLayout, TransientLayout
-from hf_mp.weights.ranks.placement import Placement, is_dtensor
+from hf_mp.weights.ranks.parallelism import Parallelism, is_dtensor
 
 
 def make_layout(policy: PrecisionPolicy) -> WeightLayout:
@@ -19,7 +19,7 @@ def make_layout(policy: PrecisionPolicy) -> WeightLayout:
     return WeightLayout(policy) if policy.params is torch.float32 else SplitLayout(policy)
 
 
-def spread_layout(layout: WeightLayout, parameters: Iterable[Tensor], placement: Placement) -> WeightLayout:
+def spread_layout(layout: WeightLayout, parameters: Iterable[Tensor], parallelism: Parallelism) -> WeightLayout:
     """The layout that follows ``layout`` on several processes, for ``parameters`` of a model, or of its optimizer.
 
     Raises:
@@ -29,7 +29,7 @@ def spread_layout(layout: WeightLayout, parameters: Iterable[Tensor], placement:
     if isinstance(layout, TransientLayout) or not any(map(is_dtensor, parameters)):
         return layout
     policy = layout.policy
-    if not placement.is_tensor_parallel:
+    if not parallelism.is_tensor_parallel:
         # Of a lean model too: fully_shard has read its weights as what they are, FP32 values.
         return TransientLayout(policy)
     if isinstance(layout, SplitLayout):

@@ -11,7 +11,7 @@ from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.lean.split_model import trained_with_statistics
-from hf_mp.weights.ranks.placement import is_dtensor
+from hf_mp.weights.ranks.parallelism import is_dtensor
 
 
 class ReadingLayout(WeightLayout):

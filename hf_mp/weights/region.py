@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from hf_mp.casting.active import active_autocast, state
+from hf_mp.casting.active import active_autocast, is_transformed, state
 from hf_mp.casting.cpu.handlers import training_plan
 from hf_mp.casting.dispatched import can_dispatch, compiled_frames, dispatched, register, undispatched
 from hf_mp.casting.handlers import AS_GIVEN, PlannedCall, widened
@@ -27,7 +27,6 @@ from hf_mp.casting.mode import ALWAYS_HELD, autocast
 from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.uncompiled import uncompiled
-from hf_mp.kernels.registry import is_transformed
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.product_uses import ProductUses
 from hf_mp.weights.slots import UNASKED, Slots
@@ -132,7 +131,7 @@ class Region(autocast):
 
     @property
     def sees_calls(self) -> bool:
-        return not self.thread.is_dispatched or self.must_see()
+        return not self.thread.is_dispatched or self.must_see_all()
 
     def planned(self, func: Callable[..., Any]) -> PlannedCall:
         entry = self._plan.get(func, AS_GIVEN)
@@ -206,7 +205,7 @@ class Region(autocast):
         # Compiled code teaches nothing: a 16-bit weight may be met there by an FP32 activation.
         return _IN_ISLAND if entry.rule is CastRule.LOWER_PRECISION else AS_GIVEN
 
-    def must_see(self) -> bool:
+    def must_see_all(self) -> bool:
         slots = self.thread.slots
         return slots is not None and slots.is_watched
 

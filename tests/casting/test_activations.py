@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.activations import AccurateGELUActivation, FastGELUActivation, NewGELUActivation, QuickGELUActivation
 
-from hf_mp.casting.replacements.activations import ONE_KERNEL, ONE_KERNEL_ACTIVATIONS, OneKernel
+from hf_mp.casting.replacements.activations import GELUS, TANH_GELUS, TanhGELU
 from hf_mp.scaling.scalers import StaticLossScaler
 from hf_mp.step.mixed_precision import MixedPrecision
 
@@ -15,14 +15,14 @@ KINDS = [NewGELUActivation, FastGELUActivation, AccurateGELUActivation]
 
 
 def test_every_name_is_tested() -> None:
-    assert {kind.__name__ for kind in KINDS} == set(ONE_KERNEL)
+    assert {kind.__name__ for kind in KINDS} == set(GELUS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel_computes_what_the_module_writes_out(kind: Any) -> None:
     # In FP64 the two are one function; the constants of FastGELUActivation have 10 digits.
     values = torch.cat([torch.linspace(-12, 12, 2001), torch.tensor([0.0, -0.0])]).double()
-    torch.testing.assert_close(OneKernel(kind())(values), kind()(values), rtol=0, atol=1e-8)
+    torch.testing.assert_close(TanhGELU(kind())(values), kind()(values), rtol=0, atol=1e-8)
 
 
 def gpt2() -> GPT2LMHeadModel:
@@ -72,13 +72,13 @@ class TestInstalling:
             return input
 
         model[3].forward = own
-        ONE_KERNEL_ACTIVATIONS.install(model)
-        assert [isinstance(module.__dict__.get("forward"), OneKernel) for module in model] == [
+        TANH_GELUS.install(model)
+        assert [isinstance(module.__dict__.get("forward"), TanhGELU) for module in model] == [
             True,
             False,
             False,
             False,
         ]
-        ONE_KERNEL_ACTIVATIONS.remove(model)
+        TANH_GELUS.remove(model)
         assert "forward" not in model[0].__dict__
         assert model[3].forward is own

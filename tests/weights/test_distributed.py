@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_mp import MixedPrecision
-from hf_mp.weights.ranks.placement import (
+from hf_mp.weights.ranks.parallelism import (
     is_dtensor,
     is_sharded,
-    placement_of,
+    parallelism_of,
 )
 
 
@@ -32,8 +32,8 @@ def test_a_replicated_model_is_not_tensor_parallel() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     replicated.replicate(model, mesh=init_device_mesh("cpu", (1,)))
     assert all(map(is_dtensor, model.parameters()))
-    placement = placement_of(model)
-    assert is_sharded(model) and len(placement.fsdp) == 1 and not placement.is_tensor_parallel
+    parallelism = parallelism_of(model)
+    assert is_sharded(model) and len(parallelism.fsdp) == 1 and not parallelism.is_tensor_parallel
 
 
 @pytest.mark.usefixtures("one_process")

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Function
 from torch.nn.attention import SDPBackend
 
+from hf_mp.casting.active import is_transformed
 from hf_mp.casting.cpu.upcast import is_dense
-from hf_mp.kernels.registry import is_transformed
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 OWN_SCORES = 2**22  # in one call: fewer are left to torch where the CPU multiplies in 16 bits, in half of the time

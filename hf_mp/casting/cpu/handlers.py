@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_mp.casting.active import is_transformed
 from hf_mp.casting.cpu import attention, upcast
 from hf_mp.casting.cpu.attention import ATTENTION, attend, has_flash, read_attention, score_count
 from hf_mp.casting.cpu.products import OWN_ELEMENTS, PRODUCTS, Product, multiply, read_product
 from hf_mp.casting.cpu.upcast import are_small, run_through_fp32
 from hf_mp.casting.handlers import Plan, cast_all, lower_precision
 from hf_mp.casting.nested import tensors_in
-from hf_mp.kernels.registry import is_transformed
 
 if TYPE_CHECKING:
     from hf_mp.casting.mode import autocast

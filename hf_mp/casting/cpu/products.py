@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from hf_mp.casting.active import is_transformed
 from hf_mp.casting.cpu.blockwise import blocks, blockwise_product
 from hf_mp.casting.cpu.upcast import is_dense, run_through_fp32
-from hf_mp.kernels.registry import is_transformed
 from hf_mp.scaling.borders import Behind, behind_border, scale_gradient
 
 OWN_ELEMENTS = 2**21  # of a weight: smaller ones are left to torch where it has the product, which costs the host less
@@ -61,10 +61,10 @@ def read_product(name: str, func: Callable[..., Any], args: Sequence[Any], kwarg
         product = _READ[name](*args, **kwargs)
     except (TypeError, AttributeError):
         return None  # not a valid call: torch's own error is the better one
-    return product if product is not None and _is_plain(product) else None
+    return product if product is not None and _can_multiply(product) else None
 
 
-def _is_plain(product: Product) -> bool:
+def _can_multiply(product: Product) -> bool:
     x, weight, bias, transposed = product
     if not all([_is_operand(tensor) for tensor in (x, weight, bias) if tensor is not None]):
         return False

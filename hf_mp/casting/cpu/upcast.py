@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hf_mp.casting.active import is_transformed
 from hf_mp.casting.nested import map_tensors, tensors_in
-from hf_mp.kernels.registry import is_transformed
 from hf_mp.policy import compute_dtype, compute_dtypes
 
 SMALL_ELEMENTS = 2**16  # of all operands of an op: to keep fewer in 16 bits for backward costs more than it saves

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from hf_mp.casting.replacements.activations import ONE_KERNEL_ACTIVATIONS
+from hf_mp.casting.replacements.activations import TANH_GELUS
 from hf_mp.casting.replacements.base import ModelReplacement
 from hf_mp.casting.replacements.lm_losses import LMLossReplacement
 from hf_mp.casting.replacements.routers import FP32_ROUTERS
 from hf_mp.casting.tables import TableName
 
-REPLACEMENTS: tuple[ModelReplacement, ...] = (LMLossReplacement(), ONE_KERNEL_ACTIVATIONS, FP32_ROUTERS)
+REPLACEMENTS: tuple[ModelReplacement, ...] = (LMLossReplacement(), TANH_GELUS, FP32_ROUTERS)
 
 
 def install_replacements(model: nn.Module, tables: TableName) -> None:

@@ -13,20 +13,20 @@ from torch.nn import functional as F
 
 from hf_mp.casting.replacements.base import ForwardReplacement, ReplacedForward
 
-ONE_KERNEL = ("NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation")
+GELUS = ("NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation")
 
 
-class OneKernel(ReplacedForward):
+class TanhGELU(ReplacedForward):
     """Takes the place of an activation module's ``forward``."""
 
     def __call__(self, input: Tensor) -> Tensor:
         return F.gelu(input, approximate="tanh")
 
 
-def has_one_kernel(kind: type[Any]) -> bool:
+def is_tanh_gelu(kind: type[Any]) -> bool:
     """Whether a class of activations is one that torch has a kernel for."""
     # By name: a training without Transformers does not import it.
-    return kind.__module__ == "transformers.activations" and kind.__name__ in ONE_KERNEL
+    return kind.__module__ == "transformers.activations" and kind.__name__ in GELUS
 
 
-ONE_KERNEL_ACTIVATIONS = ForwardReplacement(OneKernel, has_one_kernel, tables=("compact",))
+TANH_GELUS = ForwardReplacement(TanhGELU, is_tanh_gelu, tables=("compact",))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_mp.casting.active import is_transformed
 from hf_mp.casting.replacements.base import ModelReplacement
 from hf_mp.kernels.cross_entropy import FEW_ELEMENTS, cross_entropy
-from hf_mp.kernels.registry import is_transformed
 from hf_mp.kernels.tensors import is_ordinary
 
 

@@ -23,7 +23,7 @@ from hf_mp.trainer.checkpoints.preemption import Preempted, PreemptionCallback
 from hf_mp.trainer.checkpoints.saves import Saves, largest
 from hf_mp.trainer.checkpoints.shards import gathered, refused_together
 from hf_mp.trainer.session import TrainerSession
-from hf_mp.weights.ranks.placement import is_sharded
+from hf_mp.weights.ranks.parallelism import is_sharded
 
 logger = logging.get_logger(__name__)
 

@@ -34,7 +34,7 @@ from hf_mp.trainer.checkpoints.shards import (
 )
 from hf_mp.trainer.checkpoints.synced import write_synced
 from hf_mp.trainer.checkpoints.untrusted import read_json
-from hf_mp.weights.ranks.placement import get_rank, get_world_size
+from hf_mp.weights.ranks.parallelism import get_rank, get_world_size
 
 SHARDS_FOLDER = "shards"
 STATE_FILE = "training_state.json"

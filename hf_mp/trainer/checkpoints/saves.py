@@ -18,7 +18,7 @@ from hf_mp.trainer.checkpoints import in_place, inspection
 from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
 from hf_mp.trainer.session import TrainerSession
-from hf_mp.weights.ranks.placement import is_distributed
+from hf_mp.weights.ranks.parallelism import is_distributed
 
 logger = logging.get_logger(__name__)
 

@@ -15,7 +15,7 @@ from hf_mp.weights.lean.outside_reads import on_stored_values
 from hf_mp.weights.lean.split_model import restore_parameters, split_trainable_parameters
 from hf_mp.weights.lean.split_parameter import SplitParameter, copy_gradient_factors, gradient_and_factor
 from hf_mp.weights.lean.unwrapped_steps import refuse_unwrapped_steps
-from hf_mp.weights.ranks.placement import Placement, is_distributed
+from hf_mp.weights.ranks.parallelism import Parallelism, is_distributed
 from hf_mp.weights.ranks.wire import Runtime
 
 
@@ -33,14 +33,14 @@ class SplitLayout(WeightLayout):
             refuse_unwrapped_steps()
 
     def join_ranks(
-        self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
+        self, model: nn.Module, parallelism: Parallelism, runtime: Runtime, in_fp32: Sequence[nn.Module]
     ) -> None:
-        if is_distributed() and placement.fsdp:
+        if is_distributed() and parallelism.fsdp:
             raise ValueError(
                 f"precision={str(self.policy)!r} learned that FSDP shards this {type(model).__name__} when a forward "
                 "ran already: call attach_optimizer before the first forward"
             )
-        super().join_ranks(model, placement, runtime, in_fp32)
+        super().join_ranks(model, parallelism, runtime, in_fp32)
 
     @on_stored_values
     def keep_scaled_gradients(

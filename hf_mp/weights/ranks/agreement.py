@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_mp.policy import compute_dtypes
 from hf_mp.scaling.rules import StepReport
-from hf_mp.weights.ranks.placement import Placement, check_placement, is_distributed, is_dtensor, mesh_groups
+from hf_mp.weights.ranks.parallelism import Parallelism, check_parallelism, is_distributed, is_dtensor, mesh_groups
 
 
 class Ranks:
@@ -29,12 +29,12 @@ class Ranks:
         self._settings = settings
         self._compared: list[torch.distributed.ProcessGroup] = []
 
-    def note_forward(self, model: nn.Module, placement: Placement) -> None:
+    def note_forward(self, model: nn.Module, parallelism: Parallelism) -> None:
         """Look in which DDP a forward of ``model`` runs, and whether FSDP shards it; called when one begins."""
         if not is_distributed():
             return
-        check_placement(model, placement)
-        ddp: Any = placement.ddp
+        check_parallelism(model, parallelism)
+        ddp: Any = parallelism.ddp
         if ddp is None or not torch.is_grad_enabled():
             return
         check_ddp(ddp)  # each time: hooks may come later, and the model into another DDP

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.product_uses import Slot
 from hf_mp.weights.ranks.layouts import TensorParallelLayout
-from hf_mp.weights.ranks.placement import fsdp_modules, is_dtensor
+from hf_mp.weights.ranks.parallelism import fsdp_modules, is_dtensor
 from hf_mp.weights.slots import Slots
 
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.model_walk import optimizer_parameters
-from hf_mp.weights.ranks.placement import Placement, is_dtensor
+from hf_mp.weights.ranks.parallelism import Parallelism, is_dtensor
 from hf_mp.weights.ranks.transient_copies import TransientCopies
 from hf_mp.weights.ranks.wire import Runtime, send_as_before, send_in_16_bits
 from hf_mp.weights.working_copies import is_master
@@ -30,7 +30,7 @@ class TransientLayout(WeightLayout):
         return {id(weight): self._transient.get(weight) for weight in weights if is_master(weight)}
 
     def join_ranks(
-        self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
+        self, model: nn.Module, parallelism: Parallelism, runtime: Runtime, in_fp32: Sequence[nn.Module]
     ) -> None:
         send_in_16_bits(model, self.policy, runtime, in_fp32)
 

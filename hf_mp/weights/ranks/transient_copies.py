@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_mp.kernels.registry import is_saving_elsewhere
+from hf_mp.casting.active import is_saving_elsewhere
 
 
 class TransientCopies:

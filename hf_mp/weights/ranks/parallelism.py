@@ -88,8 +88,8 @@ def fsdp_modules(model: nn.Module) -> Iterator[Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class Placement:
-    """How one model is spread over processes, as :func:`placement_of` finds it."""
+class Parallelism:
+    """How one model is spread over processes, as :func:`parallelism_of` finds it."""
 
     ddp: DistributedDataParallel | None = None  # in which a forward runs now
     fsdp: tuple[Any, ...] = ()  # the modules that FSDP2 shards
@@ -100,10 +100,10 @@ class Placement:
     is_tensor_parallel: bool = False
 
 
-ALONE = Placement()
+ALONE = Parallelism()
 
 
-def placement_of(model: nn.Module | None) -> Placement:
+def parallelism_of(model: nn.Module | None) -> Parallelism:
     """How ``model`` is spread now: DDP and FSDP may come at any time. :data:`ALONE` without a process group."""
     if model is None or not has_process_group():
         return ALONE
@@ -113,7 +113,7 @@ def placement_of(model: nn.Module | None) -> Placement:
     # FSDP1's own mark. While its forward runs, plain views lie in the places of parameters.
     is_flattened = any(hasattr(p, "_fsdp_flattened") or not isinstance(p, nn.Parameter) for p in parameters)
     dtensors = tuple(filter(is_dtensor, parameters))
-    return Placement(ddp, fsdp, dtensors, is_flattened, _is_tensor_parallel(modules, fsdp))
+    return Parallelism(ddp, fsdp, dtensors, is_flattened, _is_tensor_parallel(modules, fsdp))
 
 
 def _is_tensor_parallel(modules: Iterable[nn.Module], fsdp: Iterable[nn.Module]) -> bool:
@@ -127,44 +127,44 @@ def _is_tensor_parallel(modules: Iterable[nn.Module], fsdp: Iterable[nn.Module])
     return bool(spread) and not spread <= {inner for module in fsdp for inner in module.modules()}
 
 
-def check_placement(model: nn.Module, placement: Placement) -> None:
+def check_parallelism(model: nn.Module, parallelism: Parallelism) -> None:
     """Raise a ValueError where ``model`` is spread over processes in a way that mixed precision cannot follow."""
-    if placement.is_flattened:
+    if parallelism.is_flattened:
         raise ValueError(
             "FSDP1 (FullyShardedDataParallel) flattens parameters, and there is nothing left to give a working copy: "
             "use FSDP2 (fsdp_version 2, torch.distributed.fsdp.fully_shard)"
         )
-    for module in placement.fsdp:
+    for module in parallelism.fsdp:
         policy = module._get_fsdp_state()._mp_policy
         if not {policy.param_dtype, policy.reduce_dtype} <= {None, torch.float32}:
             raise ValueError(
                 f"fully_shard(mp_policy={policy}) is a mixed precision of FSDP's own: leave mp_policy "
                 "out, so that FP32 masters are gathered and FP32 gradients reduced"
             )
-    if placement.is_tensor_parallel:
-        check_heads(model, placement.dtensors[0].device_mesh.size())
-    for parameter in placement.dtensors:
-        _check_dtensor(parameter, placement, model)
-    _check_masters(model, placement)
+    if parallelism.is_tensor_parallel:
+        check_heads(model, parallelism.dtensors[0].device_mesh.size())
+    for parameter in parallelism.dtensors:
+        _check_dtensor(parameter, parallelism, model)
+    _check_masters(model, parallelism)
 
 
-def _check_dtensor(parameter: Any, placement: Placement, model: nn.Module) -> None:
+def _check_dtensor(parameter: Any, parallelism: Parallelism, model: nn.Module) -> None:
     placements = parameter.placements
     # (Shard,) is FSDP, (Replicate, Shard) its hybrid form; anything else is (also) tensor parallelism.
     is_hybrid = len(placements) == 2 and placements[0].is_replicate()
     # torch refuses DistributedDataParallel around a tensor parallel model itself.
-    is_tp_with_fsdp = placement.is_tensor_parallel and bool(placement.fsdp)
-    if is_tp_with_fsdp or (len(placements) > 1 and (placement.is_tensor_parallel or not is_hybrid)):
+    is_tp_with_fsdp = parallelism.is_tensor_parallel and bool(parallelism.fsdp)
+    if is_tp_with_fsdp or (len(placements) > 1 and (parallelism.is_tensor_parallel or not is_hybrid)):
         raise ValueError(
             f"{_name_of(parameter, model)} is placed as {tuple(placements)}: tensor and expert parallelism work "
             "alone, over a mesh of one dimension; leave FSDP2 and other dimensions out, or use FSDP2 alone"
         )
 
 
-def _check_masters(model: nn.Module, placement: Placement) -> None:
+def _check_masters(model: nn.Module, parallelism: Parallelism) -> None:
     """Raise a ValueError where DDP or FSDP2 holds trained parameters of ``model`` in 16 bits, and nobody the rest."""
     is_ddp = isinstance(model, DistributedDataParallel)
-    if not is_ddp and not placement.fsdp:
+    if not is_ddp and not parallelism.fsdp:
         return
     wrapper = "DistributedDataParallel" if is_ddp else "fully_shard"
     for parameter in model_parameters(model):
