@@ -62,7 +62,7 @@ def leave_island() -> None:
     state.active[-1].__exit__(None, None, None)
 
 
-def is_transformed() -> bool:
+def is_compiling_or_transforming() -> bool:
     """Whether only differentiable torch ops may be used: torch.compile decides itself what it saves for backward, and
     torch.func's transforms take neither saved-tensor hooks nor autograd functions of the ordinary form."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()

@@ -5,6 +5,7 @@ The patch of the caches asks in each forward, and changes nothing in one with gr
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from hf_mp.casting.active import active_autocast
 from hf_mp.casting.handlers import Plan, PlannedCall, as_given
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.tables import CastRule
-from hf_mp.casting.torch_patches import Patch, Patches, around
+from hf_mp.casting.torch_patches import Patch, Patches
 
 
 def _into_cache(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -45,14 +46,15 @@ def lowers_attention(model: nn.Module | None) -> bool:
     return all([name in ("eager", "sdpa") or str(name).startswith("flash_attention") for name in names])
 
 
-@around
-def _update_kv_cache(
-    original: Any, cache: Any, /, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    region = active_autocast()
-    if region is not None and getattr(getattr(region, "thread", None), "lowers_caches", False):
-        key_states, value_states = region.cast(key_states, region.dtype), region.cast(value_states, region.dtype)
-    return original(cache, key_states, value_states, *args, **kwargs)
+def _update_kv_cache(original: Any) -> Any:
+    @functools.wraps(original)
+    def update(cache: Any, /, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        region = active_autocast()
+        if region is not None and getattr(getattr(region, "thread", None), "lowers_caches", False):
+            key_states, value_states = region.cast(key_states, region.dtype), region.cast(value_states, region.dtype)
+        return original(cache, key_states, value_states, *args, **kwargs)
+
+    return update
 
 
 _MODULE = "transformers.cache_utils"

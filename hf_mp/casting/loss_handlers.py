@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_mp.casting.active import is_saving_elsewhere, is_transformed
+from hf_mp.casting.active import is_compiling_or_transforming, is_saving_elsewhere
 from hf_mp.casting.handlers import PlannedCall
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.tables import CastRule
@@ -33,7 +33,7 @@ def _cross_entropy(
     planned: Callable[..., Any], region: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """The loss of a language model, without FP32 logits and FP32 gradients of all of them at once."""
-    if not kwargs and len(args) == 6 and not is_transformed():
+    if not kwargs and len(args) == 6 and not is_compiling_or_transforming():
         logits, labels, weight, reduction, ignore_index, smoothing = args
         is_plain = weight is None and not smoothing and reduction in _REDUCTIONS
         if is_plain and _are_rows_of_classes(logits, labels):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from hf_mp.kernels.registry import chosen
+from hf_mp.kernels.registry import kernel_for
 from hf_mp.kernels.split import cache_blocks, merge, split_into
 
 # Small enough that what one operation leaves is in a core's cache for the next, large enough for some 20 calls a block.
@@ -112,20 +112,16 @@ def adamw_(
     master; elsewhere a kernel takes them. ``factor``, FP32 of one element, is the inverse loss scale times the clip
     coefficient; None for 1. Nothing is written where ``found_inf``, FP32 of shape (), is not 0.
     """
-    kernel = chosen("adamw", [parameters[0].step])  # on a CPU one answers for all, and none of these is empty
+    kernel = kernel_for("adamw", [parameters[0].step])  # on a CPU one answers for all, and none of these is empty
     if kernel is not None:
-        kernel = chosen("adamw", [one for tensors in parameters for one in tensors[:-1] if one is not None])
+        kernel = kernel_for("adamw", [one for tensors in parameters for one in tensors[:-1] if one is not None])
     if kernel is not None:
         kernel(parameters, settings, factor, found_inf)
         return True
     if parameters[0].step.device.type != "cpu":
         return False
-    if found_inf is None or not found_inf.item():
-        _update(parameters, settings, factor)
-    return True
-
-
-def _update(parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None) -> None:
+    if found_inf is not None and found_inf.item():
+        return True
     for batch in _batches(parameters):
         # Once for the whole parameter: its blocks are steps of torch's, which must all see the same count.
         torch._foreach_add_([tensors.step for tensors in batch], 1)
@@ -134,6 +130,7 @@ def _update(parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor:
             master = merge(working, remainder)
             _fused(parts, master, gradient, settings)
             split_into(master, working, remainder)
+    return True
 
 
 def _fused(parts: Sequence[AdamWTensors], master: Tensor, gradient: Tensor, settings: AdamWSettings) -> None:

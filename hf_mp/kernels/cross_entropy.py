@@ -11,7 +11,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from hf_mp.kernels.registry import chosen
+from hf_mp.kernels.registry import kernel_for
 from hf_mp.kernels.tensors import is_shared, version_of
 
 # FP32 elements of one block of rows: on a CPU what stays in its cache, on a GPU what keeps it busy.
@@ -105,7 +105,7 @@ def _rows(logits: Tensor, labels: Tensor) -> Any:
     """Who goes through the rows: the kernel or :class:`Rows`."""
     # A kernel reads the labels by their address.
     same_device = labels.device == logits.device
-    return (chosen("cross_entropy", [logits]) if same_device else None) or Rows
+    return (kernel_for("cross_entropy", [logits]) if same_device else None) or Rows
 
 
 class Rows:

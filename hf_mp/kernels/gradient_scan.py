@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from hf_mp.kernels.registry import chosen
+from hf_mp.kernels.registry import kernel_for
 from hf_mp.kernels.split import cache_blocks
 
 SQUARES_BELOW = 2.0**64  # FP32 holds the square of every smaller number
@@ -41,7 +41,7 @@ def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
     """
     if not (values := _filled(tensors)):
         return torch.zeros((), dtype=torch.float32, device="cpu")
-    if (kernel := chosen("gradient_scan", values)) is not None:
+    if (kernel := kernel_for("gradient_scan", values)) is not None:
         return kernel(values).largest
     if all([tensor.device.type == "cpu" for tensor in values]):
         values = _joined(values)
@@ -81,7 +81,7 @@ def all_finite(tensors: Iterable[Tensor], limit: float = math.inf) -> bool:
 @torch.no_grad()
 def largest_magnitude_and_norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """What :func:`largest_magnitude` and ``get_total_norm`` give, bit for bit on a CPU, of dense FP32 tensors."""
-    if (kernel := chosen("gradient_scan", tensors)) is not None:
+    if (kernel := kernel_for("gradient_scan", tensors)) is not None:
         return kernel(tensors)
     return largest_magnitude(tensors), get_total_norm(tensors)
 
@@ -92,7 +92,7 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
     On a CPU these are cast a block at a time, so it differs from torch's by rounding. 0 for no tensors.
     """
-    if (kernel := chosen("gradient_scan", tensors)) is not None:
+    if (kernel := kernel_for("gradient_scan", tensors)) is not None:
         return kernel(tensors).norm
     return norm_of([_norm(tensor) for tensor in tensors])
 

@@ -30,7 +30,7 @@ KERNELS = {"gradient_scan": "scan", "adamw": "adamw_", "cross_entropy": "RowKern
 _DTYPES = {torch.float32, torch.float16, torch.bfloat16}  # that they read
 
 
-def chosen(name: str, tensors: Sequence[Tensor]) -> Any:
+def kernel_for(name: str, tensors: Sequence[Tensor]) -> Any:
     """The launcher of the kernel ``name``, if a call that reads ``tensors`` uses it; None for the reference.
 
     Raises:

@@ -76,13 +76,13 @@ def merge(working: Tensor, remainder: Tensor) -> Tensor:
 
 def cache_blocks(*tensors: Tensor, elements: int = _BLOCK_ELEMENTS) -> Iterator[tuple[Tensor, ...]]:
     """The tensors a block at a time, so that temporaries stay in a CPU's cache; elsewhere in one."""
-    if not all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors):
+    if not all([tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors]):
         yield tensors
         return
     flat = [tensor.view(-1) for tensor in tensors]
     if is_fake(tensors[0]):  # it has no values, and one block stands for the memory of all
         flat = [tensor[:elements] for tensor in flat]
-    yield from zip(*(tensor.split(elements) for tensor in flat), strict=True)
+    yield from zip(*[tensor.split(elements) for tensor in flat], strict=True)
 
 
 def _fits_fp16(value: Tensor) -> bool:

@@ -83,7 +83,7 @@ def scale_gradient(gradient: Tensor, factor: Tensor | None, crossings: Crossings
     return (gradient * factor).reshape(gradient.shape)
 
 
-def accumulates(node: Any, index: int) -> bool:
+def accumulates_into_grad(node: Any, index: int) -> bool:
     """Whether the backward of ``node`` leads into ``.grad`` by its input ``index``, and not to ``autograd.grad``."""
     if torch.is_grad_enabled():  # create_graph=True
         return False

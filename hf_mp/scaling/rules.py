@@ -1,6 +1,7 @@
 """The rules of loss scaling: frozen values, each of which turns what a step saw into the value of the next step.
 
 A rule is one class in :data:`RULES`: policies, messages, argument help, scripts and tests take its name from there.
+What a run's steps did so far is such a value as well: :class:`PrecisionStats`.
 """
 
 from __future__ import annotations
@@ -375,3 +376,58 @@ def scale_text(scale: float) -> str:
         return f"{scale:.0f}"
     mantissa, exponent = math.frexp(scale)
     return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
+
+
+@dataclass(frozen=True)
+class PrecisionStats:
+    """What mixed precision did so far in this process.
+
+    Attributes:
+        steps: optimizer steps, skipped ones included.
+        skipped_steps: of those, the ones skipped for an overflow.
+        loss_scale: the loss scale in force; 1.0 where nothing is scaled.
+        loss_scale_first: the loss scale of the first step.
+        loss_scale_min: the smallest that a step used.
+        loss_scale_max: the largest that a step used.
+        headroom: doublings that the scale could still take at the last clean step; None where not measured.
+        remedies: the rules that ``on_overflow="heal"`` put in place, as ``"module:op: rule"``.
+    """
+
+    steps: int = 0
+    skipped_steps: int = 0
+    loss_scale: float = 1.0
+    loss_scale_first: float = 1.0
+    loss_scale_min: float = 1.0
+    loss_scale_max: float = 1.0
+    headroom: float | None = None
+    remedies: tuple[str, ...] = ()
+
+    def log_entries(self) -> dict[str, float]:
+        """The entries for a training log: ``loss_scale``, ``skipped_steps``, and ``remedies``, ``headroom`` if any."""
+        # An int where it is whole: the Trainer prints floats with four digits, 16384 as 1.638e+04.
+        scale = int(self.loss_scale) if self.loss_scale.is_integer() else self.loss_scale
+        entries = {"loss_scale": scale, "skipped_steps": self.skipped_steps}
+        if self.remedies:
+            entries["remedies"] = len(self.remedies)
+        return entries if self.headroom is None else {**entries, "headroom": round(self.headroom, 2)}
+
+    @classmethod
+    def before_first_step(cls, scale: float) -> PrecisionStats:
+        return cls(loss_scale=scale, loss_scale_first=scale, loss_scale_min=scale, loss_scale_max=scale)
+
+    @classmethod
+    def resumed(cls, state: ScaleRule) -> PrecisionStats:
+        return replace(cls.before_first_step(state.scale), steps=state.steps, skipped_steps=state.skipped_steps)
+
+    def with_step(self, used_scale: float, next_scale: float, report: StepReport) -> PrecisionStats:
+        """The stats with one more step, which ran at ``used_scale``."""
+        largest = report.largest_gradient  # None for an overflow
+        return replace(
+            self,
+            steps=self.steps + 1,
+            skipped_steps=self.skipped_steps + report.overflow,
+            loss_scale=next_scale,
+            loss_scale_min=min(self.loss_scale_min, used_scale),
+            loss_scale_max=max(self.loss_scale_max, used_scale),
+            headroom=headroom_left(next_scale, largest) if largest else self.headroom,  # none for gradients of zero
+        )

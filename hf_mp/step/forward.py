@@ -73,7 +73,7 @@ class _AttachedCall:
     @torch.compiler.disable
     def __enter__(self) -> _AttachedCall:
         self._inside.__enter__()
-        self.forward = autocasts.active[-1].under_rules(self._attached.module(), self._attached.inner_forward)
+        self.forward = self._runtime.region.under_rules(self._attached.module(), self._attached.inner_forward)
         return self
 
     @torch.compiler.disable

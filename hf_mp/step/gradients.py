@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from hf_mp.kernels.tensors import is_on_host
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.profiling import profiled
 from hf_mp.weights.fused_adamw import Clipping
-from hf_mp.weights.layout import WeightLayout, largest_true_magnitude
+from hf_mp.weights.layout import WeightLayout, largest_unscaled_magnitude
 from hf_mp.weights.lean.outside_reads import as_stored
 from hf_mp.weights.ranks.agreement import Ranks
 from hf_mp.weights.ranks.parallelism import is_distributed, local_parts
@@ -142,7 +143,7 @@ class GradientCheck:
         span.__enter__()
         # Two callbacks deep: DDP queues its own after this one, and its all-reduce writes .grad until then.
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(lambda: self._backward_ended(task, span)))
+        queue(partial(queue, partial(self._backward_ended, task, span)))
 
     def _backward_ended(self, task: int, span: AbstractContextManager[Any]) -> None:
         span.__exit__(None, None, None)
@@ -162,11 +163,11 @@ class GradientCheck:
 
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """The gradients that ``parameters`` have, as backward left them."""
-        return [gradient for gradient, _ in self.layout.gradients(parameters)]
+        return [gradient for gradient, _ in self.layout.gradients_and_factors(parameters)]
 
     def measure(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """The largest magnitude of what a backward left; None for nothing (FSDP accumulates without reducing)."""
-        if not (found := self.layout.gradients(parameters)):
+        if not (found := self.layout.gradients_and_factors(parameters)):
             return None
         gradients, norm = [gradient for gradient, _ in found], None
         are_dense_fp32 = self.measures_norm and all(
@@ -176,7 +177,7 @@ class GradientCheck:
         if are_dense_fp32:
             largest, norm = largest_magnitude_and_norm(gradients)
         else:
-            largest = largest_true_magnitude(found)
+            largest = largest_unscaled_magnitude(found)
         # A loop that reduces gradients itself writes them after its backward, and raises no version counter.
         is_final = self._ranks.gradients_are_final(parameters)
         # A DTensor's version counter knows nothing of writes into its shard, and an inference tensor has none.

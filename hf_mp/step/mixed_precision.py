@@ -21,17 +21,16 @@ from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.casting.torch_patches import PATCHES, acquire
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.scaling.borders import accumulates
+from hf_mp.scaling.borders import accumulates_into_grad
 from hf_mp.scaling.events import (
     FREE_GRADIENTS,
     ON_OVERFLOW,
     FreeGradients,
-    PrecisionStats,
     StepObserver,
     check_options,
     observers_for,
 )
-from hf_mp.scaling.rules import StepReport
+from hf_mp.scaling.rules import PrecisionStats, StepReport
 from hf_mp.scaling.scalers import LossScaleError, LossScaler, scaler_for
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.gradients import GradientCheck, Verdict
@@ -284,7 +283,7 @@ class MixedPrecision:
             return None
         if self.check.open_backwards and not self.region.thread.is_recomputing:
             return self.scaler.scale_and_inverse(device).inverse
-        if any(accumulates(node, place) for place in places):
+        if any(accumulates_into_grad(node, place) for place in places):
             self.check.warn_once(
                 "gradients reached the parameters of an attached model, but none came in through its outputs, so the "
                 "loss scale was not applied and small ones may be lost. The loss was computed from a tensor that "
@@ -302,7 +301,7 @@ class MixedPrecision:
 
     def keep_scaled(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
         if self.layout.keeps_scaled_gradients:
-            weights = {place: node.outside[place] for place in uses if accumulates(node, place)}
+            weights = {place: node.outside[place] for place in uses if accumulates_into_grad(node, place)}
             self.layout.keep_scaled_gradients(weights, uses, inverse)
 
     def backward_ended(self, largest: Tensor | None) -> None:
@@ -362,7 +361,7 @@ class MixedPrecision:
             raise LossScaleError("\n".join([str(error), *words])) from None
         finally:
             # Also for the step that ends the training, so that the log has its numbers.
-            self._stats = self._stats.after_step(used_scale, self.scaler.get_scale(), report)
+            self._stats = self._stats.with_step(used_scale, self.scaler.get_scale(), report)
 
     def detach(self) -> None:
         """Leave the model as an ordinary FP32 model and its optimizers as they were: no hook, wrapper or copy stays."""

@@ -92,7 +92,7 @@ class StepGuard:
         if isinstance(alone, Verdict) and alone.may_stay_on_device and can_skip(optimizer, self._replaced_step):
             self._update_unless(alone, runtimes[0])
         else:
-            self._conclude(runtimes, verdicts)
+            self._act_on_verdicts(runtimes, verdicts)
         return loss
 
     def _update_unless(self, verdict: Verdict, runtime: MixedPrecision) -> None:
@@ -103,7 +103,7 @@ class StepGuard:
         sent = verdict.sent_to_host()
         optimizer = self.optimizer
         self._update([runtime], verdict.found_inf())
-        take_in = functools.partial(self._conclude, [runtime], [sent], is_updated=True)
+        take_in = functools.partial(self._act_on_verdicts, [runtime], [sent], is_updated=True)
         if runtime.observers or runtime.scaler.skips_once_too_often():  # these must hear of an overflow at once
             take_in()
         else:
@@ -117,7 +117,7 @@ class StepGuard:
         if hasattr(optimizer, "free_gradients") and not vars(optimizer).get("step_was_skipped"):
             optimizer.free_gradients()
 
-    def _conclude(
+    def _act_on_verdicts(
         self, runtimes: list[MixedPrecision], verdicts: Sequence[Verdict | StepReport], *, is_updated: bool = False
     ) -> None:
         """Read the verdicts, update unless that was done or one is an overflow, and finish the step."""
@@ -149,7 +149,7 @@ class StepGuard:
             with nullcontext() if found_inf is None else skipping(self.optimizer, found_inf):
                 self._unguarded()
             for runtime in runtimes:
-                runtime.layout.after_update(self.optimizer)
+                runtime.layout.refresh_working_copies(self.optimizer)
 
     def remove(self, runtime: MixedPrecision) -> None:
         """Stop guarding for one model; after the last one, give the optimizer its own ``step`` back."""

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from hf_mp.diagnostics.contract.table import PrecisionContract
 from hf_mp.diagnostics.contract.watch import ContractWatch
 from hf_mp.diagnostics.lost_updates import check_training
-from hf_mp.scaling.events import PrecisionStats
+from hf_mp.scaling.rules import PrecisionStats
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.checkpoints.loaded_state import naming
 from hf_mp.trainer.first_backward import check_first_backward

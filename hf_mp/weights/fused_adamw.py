@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_, is_small
-from hf_mp.kernels.registry import chosen
+from hf_mp.kernels.registry import kernel_for
 from hf_mp.kernels.tensors import is_on_host, is_ordinary
 from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor
-from hf_mp.weights.lean.unwrapped_steps import has_hooks
 from hf_mp.weights.model_walk import optimizer_parameters
 from hf_mp.weights.working_copies import WorkingCopies
 
@@ -34,7 +34,7 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def step_split(optimizer: Optimizer, parameters: list[nn.Parameter], found_inf: Tensor | None = None) -> set[int]:
+def fused_step_split(optimizer: Optimizer, parameters: list[nn.Parameter], found_inf: Tensor | None = None) -> set[int]:
     """Update those split ``parameters`` of which :func:`hf_mp.kernels.adamw.adamw_` does what ``optimizer`` would.
 
     That is ``torch.optim.AdamW`` with ``fused=True``, and ``Adam`` without decay, neither with ``amsgrad`` or
@@ -46,7 +46,7 @@ def step_split(optimizer: Optimizer, parameters: list[nn.Parameter], found_inf: 
     if not _is_fused_adam(optimizer, vars(optimizer).get("step")):
         return stepped
     wanted = set(map(id, parameters))  # a tensor's own hash is slow, where this is called for one parameter at a time
-    for settings, group in _groups(optimizer):
+    for settings, group in _fused_groups(optimizer):
         batches: dict[tuple[torch.device, Tensor | None], list[tuple[SplitParameter, AdamWTensors]]] = {}
         for parameter in group:
             if not isinstance(parameter, SplitParameter) or id(parameter) not in wanted:
@@ -102,7 +102,7 @@ def skipping(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
         del optimizer.found_inf
 
 
-def step_whole(
+def fused_step_whole(
     optimizer: Optimizer,
     replaced_step: Callable[..., Any] | None,
     copies: WorkingCopies,
@@ -114,9 +114,11 @@ def step_whole(
     ``replaced_step`` as for :func:`can_skip`. False: nothing was done.
     """
     stepping: list[Any] = [parameter for parameter in optimizer_parameters(optimizer) if parameter.grad is not None]
-    if chosen("adamw", stepping[:1]) is None or not _is_fused_adam(optimizer, replaced_step) or has_hooks(optimizer):
-        return False  # on a CPU the first parameter answers for all
-    if chosen("adamw", [*stepping, *[parameter.grad for parameter in stepping]]) is None:  # before any state is made
+    kernel = kernel_for("adamw", stepping[:1])  # on a CPU the first parameter answers for all
+    if kernel is None or not _is_fused_adam(optimizer, replaced_step) or has_hooks(optimizer):
+        return False
+    read = [*stepping, *[parameter.grad for parameter in stepping]]  # before any state is made
+    if kernel_for("adamw", read) is None:
         return False
     return _step_by_kernel(optimizer, stepping, copies, clipping, found_inf)
 
@@ -128,12 +130,12 @@ def _step_by_kernel(
     clipping: Clipping | None,
     found_inf: Tensor | None,
 ) -> bool:
-    groups = _groups(optimizer)
+    groups = _fused_groups(optimizer)
     found = [(settings, batch) for settings, group in groups if (batch := _whole_tensors(optimizer, group, copies))]
     given = [tensors for _, batch in found for tensors in batch]
     # Asked again with the state, which a checkpoint may have brought in another dtype or order.
     read = [one for all_of in given for one in (*all_of[1:4], all_of.working) if one is not None]
-    if len(given) != len(stepping) or (kernel := chosen("adamw", read)) is None:
+    if len(given) != len(stepping) or (kernel := kernel_for("adamw", read)) is None:
         return False
     factor = None if clipping is None else clip_factor(clipping.norm, clipping.max_norm)
     for settings, batch in found:
@@ -150,12 +152,20 @@ def _is_fused_adam(optimizer: Any, replaced_step: Callable[..., Any] | None) -> 
     return inspect.unwrap(type(optimizer).step).__module__ == Adam.__module__
 
 
+def has_hooks(optimizer: Any) -> bool:
+    """Whether a step of ``optimizer`` calls hooks of anybody else."""
+    # torch has no public way to list hooks, neither an optimizer's own nor those of all optimizers.
+    before = (*optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values())
+    after = optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks
+    return bool(after) or not all([hasattr(hook, "only_refuses") for hook in before])
+
+
 def replaces_step(replaced_step: Callable[..., Any] | None) -> bool:
     """Whether ``replaced_step``, an optimizer's attribute, is its own: that of LR schedulers wraps its class's."""
     return replaced_step is not None and not hasattr(replaced_step, "_wrapped_by_lr_sched")
 
 
-def _groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequence[nn.Parameter]]]:
+def _fused_groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequence[nn.Parameter]]]:
     """The groups whose settings the kernel has."""
     for group in optimizer.param_groups:
         numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])

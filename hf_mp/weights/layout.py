@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from hf_mp._warnings import warn_caller
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
-from hf_mp.weights.fused_adamw import Clipping, step_whole
+from hf_mp.weights.fused_adamw import Clipping, fused_step_whole
 from hf_mp.weights.model_walk import model_parameters, optimizer_parameters, widen_buffers
 from hf_mp.weights.ranks.buckets import Buckets
 from hf_mp.weights.ranks.parallelism import Parallelism, is_distributed, is_dtensor, local_parts
@@ -73,7 +73,7 @@ class WeightLayout:
         """The parameters whose gradients a backward of ``model`` may leave, each once."""
         return [] if model is None else model_parameters(model)
 
-    def saved_for_backward(self) -> AbstractContextManager[None]:
+    def saving_for_backward(self) -> AbstractContextManager[None]:
         """To run a forward in: decides what autograd saves of the working copies."""
         return nullcontext()
 
@@ -82,7 +82,7 @@ class WeightLayout:
     ) -> None:
         """Take gradients of ``weights`` from ``uses``, both by place, and keep them still scaled, with ``inverse``."""
 
-    def gradients(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
+    def gradients_and_factors(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
         """The existing gradients, as backward left them, each with the FP32 factor that unscales it (None for 1)."""
         return [(parameter.grad, None) for parameter in parameters if parameter.grad is not None]
 
@@ -106,9 +106,9 @@ class WeightLayout:
         The kernel clips the gradients as it reads them, and leaves all as it is where ``found_inf``, FP32 of shape (),
         is not 0.
         """
-        return step_whole(optimizer, replaced_step, self.copies, clipping, found_inf)
+        return fused_step_whole(optimizer, replaced_step, self.copies, clipping, found_inf)
 
-    def after_update(self, optimizer: Optimizer) -> None:
+    def refresh_working_copies(self, optimizer: Optimizer) -> None:
         """Round what ``optimizer`` has written into the working copies."""
         self.copies.refresh_all(
             [parameter for parameter in optimizer_parameters(optimizer) if parameter.grad is not None]
@@ -133,7 +133,7 @@ def _to_fp32(parameter: nn.Parameter) -> None:
     torch.utils.swap_tensors(parameter, whole)
 
 
-def largest_true_magnitude(found: Iterable[tuple[Tensor, Tensor | None]]) -> Tensor:
+def largest_unscaled_magnitude(found: Iterable[tuple[Tensor, Tensor | None]]) -> Tensor:
     """The largest magnitude of gradients, at least one, times their factors (None for 1), FP32 of shape ()."""
     # A fused scan takes gradients of one factor together.
     by_factor: dict[Tensor | None, list[Tensor]] = {}
@@ -151,7 +151,7 @@ def too_large(layout: WeightLayout, model: nn.Module | None) -> list[str]:
     """The parameters whose gradients make a step be skipped, by name."""
     named = () if model is None else model.named_parameters()
     # One read of the device for each parameter: only the error that ends a training asks.
-    gradients = {name: layout.gradients([one]) for name, one in named}
-    largest = {name: largest_true_magnitude(one).item() for name, one in gradients.items() if one}
+    gradients = {name: layout.gradients_and_factors([one]) for name, one in named}
+    largest = {name: largest_unscaled_magnitude(one).item() for name, one in gradients.items() if one}
     found = {name: value for name, value in largest.items() if not value < SQUARES_BELOW}
     return [f"{name} ({value:g} squared)" if math.isfinite(value) else name for name, value in found.items()]

@@ -69,7 +69,7 @@ class ProductUses:
         # outside, or read `.data` of a weight, or a dtype to cast by it (Slots.dtype_of).
         self.is_watched: dict[Hashable, bool] = {}
 
-    def slots(self, model: nn.Module) -> list[Slot]:
+    def find_slots(self, model: nn.Module) -> list[Slot]:
         """Where the weights of ``model`` are looked up; not those in whose place something else lies."""
         found = []
         for module in modules_of(model):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.weights.layout import WeightLayout
-from hf_mp.weights.lean.split_model import trained_with_statistics
+from hf_mp.weights.lean.layouts import trained_with_statistics
 from hf_mp.weights.ranks.parallelism import is_dtensor
 
 

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from hf_mp.casting.active import active_autocast, is_transformed, state
+from hf_mp.casting.active import active_autocast, is_compiling_or_transforming, state
 from hf_mp.casting.cpu.handlers import training_plan
 from hf_mp.casting.dispatched import can_dispatch, compiled_frames, dispatched, register, undispatched
 from hf_mp.casting.handlers import AS_GIVEN, PlannedCall, widened
@@ -97,7 +97,7 @@ class Region(autocast):
             # They are filled in a backward inside of the forward, which computes a checkpoint again: in any thread.
             filled = nullcontext() if slots is None or slots.are_filled else slots
             with filled:
-                with self.layout.saved_for_backward(), kernels, self:
+                with self.layout.saving_for_backward(), kernels, self:
                     yield
                 # A first compiled function: its graph has the casts of this region for everybody.
                 if thread.is_dispatched and compiled_frames():
@@ -196,7 +196,7 @@ class Region(autocast):
             args, kwargs = _as_used(thread.slots, entry, func, args, kwargs)
         if thread is None or not thread.is_dispatched or entry.rule in ALWAYS_HELD:
             return super().apply(entry, func, args, kwargs)
-        if not is_transformed():
+        if not is_compiling_or_transforming():
             return func(*args, **kwargs)  # a kernel makes the call
         with undispatched():
             return super().apply(entry, func, args, kwargs)
@@ -221,7 +221,7 @@ def _as_used(
     if slots.records_uses and entry.rule is not CastRule.COMPOSITE:  # the calls inside of that one come here, too
         by_product = entry.rule is CastRule.LOWER_PRECISION
         args, kwargs = slots.as_used(args, kwargs, by_product=by_product, by_selection=func in _SELECTIONS)
-    if is_transformed():  # of torch.func, which sees no cast that a kernel makes; its tensors are inside
+    if is_compiling_or_transforming():  # of torch.func, which sees no cast that a kernel makes; its tensors are inside
         slots.must_be_watched = True
         return args, kwargs
     if not slots.is_scaled or not slots.has_outside((*args, *kwargs.values())):

@@ -93,7 +93,7 @@ class Slots:
 
     def bring_in_model(self, model: nn.Module) -> None:
         """Bring the weights of ``model`` in, for this context to put into their slots."""
-        self._filled = self._bring_in_all(self._uses.slots(model))  # what lies where
+        self._filled = self._bring_in_all(self._uses.find_slots(model))  # what lies where
 
     def _bring_in_all(self, slots: list[Slot]) -> list[tuple[Slot, Tensor]]:
         """What to put into which of ``slots``."""
@@ -102,7 +102,7 @@ class Slots:
         copies = self._layout.working_copies([slot.weight for slot in slots if slot.in_16_bits])
         trained = {id(slot.weight): slot.weight for slot in slots if self.has_grad and slot.weight.requires_grad}
         crossing = [(one, copies.get(id(one))) for one in trained.values() if self.has_borders or id(one) in copies]
-        for group in _groups(crossing, self._group_elements):
+        for group in _border_groups(crossing, self._group_elements):
             self._bring_in(group)
         found, placed = [], set[int]()
         for slot in slots:
@@ -316,7 +316,7 @@ def _is_for_a_product() -> bool:
     return module_of_frame(frame) in _CAST_FOR_PRODUCTS
 
 
-def _groups(pairs: _Pairs, elements: int | None) -> Iterator[_Pairs]:
+def _border_groups(pairs: _Pairs, elements: int | None) -> Iterator[_Pairs]:
     """Weights of one device, of at most so many ``elements`` together; alone a larger one, and one that has hooks.
 
     A border gives all of its weights a gradient or None, and reentrant checkpointing runs it once for each piece.

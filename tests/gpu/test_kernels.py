@@ -75,7 +75,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that were chosen instead of their references."""
     names: list[str] = []
-    original = registry.chosen
+    original = registry.kernel_for
 
     def spy(name: str, tensors: Any) -> Any:
         launcher = original(name, tensors)
@@ -83,7 +83,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return launcher
 
     for module in ("kernels.gradient_scan", "kernels.adamw", "kernels.cross_entropy", "weights.fused_adamw"):
-        monkeypatch.setattr(f"hf_mp.{module}.chosen", spy)
+        monkeypatch.setattr(f"hf_mp.{module}.kernel_for", spy)
     return names
 
 

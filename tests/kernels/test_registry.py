@@ -18,7 +18,7 @@ from torch import nn
 from hf_mp.kernels import registry
 from hf_mp.kernels.cross_entropy import cross_entropy
 from hf_mp.kernels.gradient_scan import largest_magnitude
-from hf_mp.kernels.registry import chosen, why_not
+from hf_mp.kernels.registry import kernel_for, why_not
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def test_a_cpu_uses_the_reference_without_a_word(setting: str | None, monkeypatc
         monkeypatch.setenv(registry.VARIABLE, setting)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert chosen("gradient_scan", [torch.ones(3)]) is None
+        assert kernel_for("gradient_scan", [torch.ones(3)]) is None
 
 
 def test_asked_for_on_a_cpu_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_asked_for_on_a_cpu_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_unknown_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(registry.VARIABLE, "cuda")
     with pytest.raises(ValueError, match="HF_MP_KERNELS='cuda' is not known: use one of auto, triton, reference"):
-        chosen("adamw", [torch.ones(3)])
+        kernel_for("adamw", [torch.ones(3)])
 
 
 class Odd(torch.Tensor):

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_mp
 from hf_mp import MixedPrecision
-from hf_mp.weights.slots import _groups
+from hf_mp.weights.slots import _border_groups
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(3))
 every_kind = pytest.mark.parametrize("precision", ["fp16", "fp16-lean", "bf16"])
@@ -528,7 +528,7 @@ def test_weights_share_a_border_up_to_so_many_elements(
 ) -> None:
     # a size below zero stands for a weight on another device
     weights = [torch.zeros(abs(size), device="meta" if size < 0 else "cpu") for size in sizes]
-    groups = list(_groups([(weight, None) for weight in weights], elements))
+    groups = list(_border_groups([(weight, None) for weight in weights], elements))
     assert [[weight.numel() for weight, _ in group] for group in groups] == expected
 
 

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import hf_mp
 from hf_mp.kernels import adamw
-from hf_mp.scaling.events import PrecisionStats, StepObserver
-from hf_mp.scaling.rules import StepReport
+from hf_mp.scaling.events import StepObserver
+from hf_mp.scaling.rules import PrecisionStats, StepReport
 from hf_mp.step import gradients
 from hf_mp.weights import fused_adamw
 from hf_mp.weights.fused_adamw import _split_tensors as split_tensors
@@ -46,7 +46,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for a CPU's values as it would for a GPU's, and lean updates are those of a kernel."""
     monkeypatch.setattr(gradients, "_SKIP_BY_THEMSELVES", ("cpu",))
     monkeypatch.setattr(adamw_references, "split_into", without_being_seen(adamw_references.split_into))
-    monkeypatch.setattr(adamw, "chosen", lambda name, tensors: launched)
+    monkeypatch.setattr(adamw, "kernel_for", lambda name, tensors: launched)
 
 
 def launched(

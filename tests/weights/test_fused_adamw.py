@@ -13,7 +13,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 import hf_mp
 from hf_mp.weights import fused_adamw
-from hf_mp.weights.fused_adamw import step_split, step_whole
+from hf_mp.weights.fused_adamw import fused_step_split, fused_step_whole
 from hf_mp.weights.lean import optimizer as module
 from hf_mp.weights.working_copies import WorkingCopies
 
@@ -56,14 +56,14 @@ def test_bit_for_bit_the_optimizers_own_step(make: Any, dtype: torch.dtype, monk
     calls: list[bool] = []
 
     def counted(*args: Any) -> set[int]:
-        stepped = step_split(*args)
+        stepped = fused_step_split(*args)
         calls.append(bool(stepped))
         return stepped
 
-    monkeypatch.setattr(module, "step_split", counted)
+    monkeypatch.setattr(module, "fused_step_split", counted)
     fast = run(make, dtype)
     assert calls == [True] * 3
-    monkeypatch.setattr(module, "step_split", lambda *args: set())
+    monkeypatch.setattr(module, "fused_step_split", lambda *args: set())
     for found, expected in zip(fast, run(make, dtype), strict=True):
         assert torch.equal(found, expected)
 
@@ -85,7 +85,7 @@ def test_what_the_kernel_does_not_compute_is_left_to_the_optimizer(make: Any) ->
     optimizer = masters_around(make(weights), "split")
     for weight in weights:
         weight.grad = torch.ones(weight.shape)
-    assert not step_split(optimizer.optimizer, weights)
+    assert not fused_step_split(optimizer.optimizer, weights)
     assert all(weight.grad is not None for weight in weights)
 
 
@@ -115,7 +115,7 @@ def test_on_a_cpu_an_optimizer_of_fp32_parameters_steps_by_itself(
     weight = nn.Parameter(torch.ones(3))
     optimizer = AdamW([weight], fused=True)
     weight.grad = torch.ones(3)
-    assert not step_whole(optimizer, None, WorkingCopies(torch.float16))
+    assert not fused_step_whole(optimizer, None, WorkingCopies(torch.float16))
     assert not optimizer.state and torch.equal(weight.detach(), torch.ones(3))
 
 
@@ -127,11 +127,11 @@ def test_a_parameter_that_does_not_step_decides_nothing(monkeypatch: pytest.Monk
     def kernel(batch: list[Any], *args: Any, **settings: Any) -> None:
         stepped.append(len(batch))
 
-    def chosen(name: str, tensors: list[Tensor]) -> Any:
+    def kernel_for(name: str, tensors: list[Tensor]) -> Any:
         return kernel if all(tensor.is_contiguous() for tensor in tensors) else None
 
-    monkeypatch.setattr(fused_adamw, "chosen", chosen)
-    assert step_whole(AdamW([frozen, weight], fused=True), None, WorkingCopies(torch.float16))
+    monkeypatch.setattr(fused_adamw, "kernel_for", kernel_for)
+    assert fused_step_whole(AdamW([frozen, weight], fused=True), None, WorkingCopies(torch.float16))
     assert stepped == [1]
 
 

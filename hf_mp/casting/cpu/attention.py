@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Function
 from torch.nn.attention import SDPBackend
 
-from hf_mp.casting.active import is_transformed
+from hf_mp.casting.active import is_compiling_or_transforming
 from hf_mp.casting.cpu.upcast import is_dense
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
@@ -51,7 +51,7 @@ class Attention(NamedTuple):
 def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Attention | None:
     """The attention that a call computes, if :func:`attend` does; None for another one, which is torch's to judge."""
     try:
-        return None if _MATH is None or is_transformed() else _read(*args, **kwargs)
+        return None if _MATH is None or is_compiling_or_transforming() else _read(*args, **kwargs)
     except (TypeError, AttributeError, RuntimeError):
         return None  # not a valid call: torch's own error is the better one
 

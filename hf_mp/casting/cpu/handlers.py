@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_mp.casting.active import is_transformed
+from hf_mp.casting.active import is_compiling_or_transforming
 from hf_mp.casting.cpu import attention, upcast
 from hf_mp.casting.cpu.attention import ATTENTION, attend, has_flash, read_attention, score_count
 from hf_mp.casting.cpu.products import OWN_ELEMENTS, PRODUCTS, Product, multiply, read_product
@@ -26,7 +26,7 @@ def through_fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any,
     first = next(tensors_in((args, kwargs)), None)
     if kwargs.get("out") is not None or first is None or first.device.type != "cpu":
         return lower_precision(mode, name, func, args, kwargs)
-    is_small = not is_transformed() and are_small(args, kwargs)
+    is_small = not is_compiling_or_transforming() and are_small(args, kwargs)
     if not is_small and (product := read_product(name, func, args, kwargs)) is not None:
         return _multiply(mode, product, native=False)
     args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
@@ -37,7 +37,7 @@ def through_fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any,
     return run_through_fp32(func, args, kwargs, mode.dtype, is_small=is_small)
 
 
-def large_product(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def native_product(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a product that the CPU has; of a large weight, with a function that writes the weight's gradient itself."""
     # Nearly all weights are small, and one look at the weight's place says so: to read the call costs the host more.
     place = PRODUCTS[name]
@@ -58,7 +58,7 @@ def native_attention(mode: autocast, name: str, func: Callable[..., Any], args: 
         return func(*args, **kwargs)
     if (found := read_attention(args, kwargs)) is not None and score_count(found.query, found.key) >= few:
         return attend(found)
-    is_torchs = is_transformed() or (attention.HAS_AMX and mode.dtype is torch.bfloat16)
+    is_torchs = is_compiling_or_transforming() or (attention.HAS_AMX and mode.dtype is torch.bfloat16)
     if is_torchs or not has_flash(*args, **kwargs):
         return func(*args, **kwargs)
     return run_through_fp32(func, args, kwargs, mode.dtype)
@@ -70,7 +70,7 @@ def _multiply(mode: autocast, product: Product, *, native: bool) -> Tensor:
     return multiply(x, weight, bias, transposed=product.transposed, native=native)
 
 
-_IN_TRAINING = {**dict.fromkeys(PRODUCTS, large_product), "scaled_dot_product_attention": native_attention}
+_IN_TRAINING = {**dict.fromkeys(PRODUCTS, native_product), "scaled_dot_product_attention": native_attention}
 
 
 def upcast_plan(plan: Plan, only: str = "") -> Plan:

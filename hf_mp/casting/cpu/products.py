@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from hf_mp.casting.active import is_transformed
+from hf_mp.casting.active import is_compiling_or_transforming
 from hf_mp.casting.cpu.blockwise import blocks, blockwise_product
 from hf_mp.casting.cpu.upcast import is_dense, run_through_fp32
 from hf_mp.scaling.borders import Behind, behind_border, scale_gradient
@@ -85,7 +85,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool
     ``x`` is (..., K), ``weight`` (N, K), or (K, N) where ``transposed``, ``bias`` (N,). ``native``: whether the CPU
     multiplies ``x``'s dtype itself. Then only the way of a weight's gradient to its FP32 parameter goes block by block.
     """
-    if is_transformed():
+    if is_compiling_or_transforming():
         matrix = _turned(weight, transposed)
         return F.linear(x, matrix, bias) if native else run_through_fp32(F.linear, (x, matrix, bias), {}, x.dtype)
     factor = behind_border(weight)

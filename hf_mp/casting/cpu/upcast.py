@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_mp.casting.active import is_transformed
+from hf_mp.casting.active import is_compiling_or_transforming
 from hf_mp.casting.nested import map_tensors, tensors_in
 from hf_mp.policy import compute_dtype, compute_dtypes
 
@@ -65,7 +65,7 @@ def run_through_fp32(
     RuntimeError if it was modified in place meanwhile. With ``is_small`` they are known to be small. Gradients are
     rounded to ``dtype`` where they leave the op, as the result is.
     """
-    keeps_wide = is_small or not torch.is_grad_enabled() or is_transformed() or are_small(args, kwargs)
+    keeps_wide = is_small or not torch.is_grad_enabled() or is_compiling_or_transforming() or are_small(args, kwargs)
     saved = None if keeps_wide else _SavedInputs(dtype, wide)
 
     def upcast(tensor: Tensor) -> Tensor:

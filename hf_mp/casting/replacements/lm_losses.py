@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_mp.casting.active import is_transformed
+from hf_mp.casting.active import is_compiling_or_transforming
 from hf_mp.casting.replacements.base import ModelReplacement
 from hf_mp.kernels.cross_entropy import FEW_ELEMENTS, cross_entropy
 from hf_mp.kernels.tensors import is_ordinary
@@ -30,7 +30,7 @@ class LMLoss:
         self, logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Tensor | int | None = None,
         ignore_index: int = -100, shift_labels: Tensor | None = None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        if not is_ordinary(logits) or logits.dtype is torch.float64 or is_transformed():
+        if not is_ordinary(logits) or logits.dtype is torch.float64 or is_compiling_or_transforming():
             kwargs.update(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
             return _original(self.loss_type)(logits, labels, vocab_size, **kwargs)
         targets = labels

@@ -1,22 +1,40 @@
-"""The lean layout of a model, on one process and under DDP. What FSDP2 shards has FP32 masters in its shards."""
+"""The lean layout of a model, on one process and under DDP: its trainable parameters split, its checkpoints in FP32.
+
+What FSDP2 shards has FP32 masters in its shards. An optimizer that knows nothing of the masters may not step.
+"""
 
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.lean.optimizer import MasterWeightOptimizer, clip_grad_norm_
 from hf_mp.weights.lean.outside_reads import on_stored_values
-from hf_mp.weights.lean.split_model import restore_parameters, split_trainable_parameters
-from hf_mp.weights.lean.split_parameter import SplitParameter, copy_gradient_factors, gradient_and_factor
-from hf_mp.weights.lean.unwrapped_steps import refuse_unwrapped_steps
+from hf_mp.weights.lean.split_parameter import (
+    SplitParameter,
+    check_splittable,
+    copy_gradient_factors,
+    gradient_and_factor,
+    make_split,
+    put_masters_into_state_dict,
+    unsplit,
+)
+from hf_mp.weights.model_walk import model_parameters, modules_of, widen_buffers
 from hf_mp.weights.ranks.parallelism import Parallelism, is_distributed
 from hf_mp.weights.ranks.wire import Runtime
+from hf_mp.weights.working_copies import WatchedParameter
+
+_ORDINARY = (Tensor, nn.Parameter, WatchedParameter)
 
 
 class SplitLayout(WeightLayout):
@@ -48,7 +66,7 @@ class SplitLayout(WeightLayout):
     ) -> None:
         # DDP's hook reduces what lies in its buckets, and puts it there when autograd says that it is ready.
         beside_grad = bool(self._joined)
-        looks_for_unused = any(buckets.looks_for_unused for buckets in self._joined.values())
+        looks_for_unused = any([buckets.looks_for_unused for buckets in self._joined.values()])
         for place, weight in weights.items():
             if isinstance(weight, SplitParameter):
                 # What is left, autograd accumulates, so that a hook sees it.
@@ -60,7 +78,7 @@ class SplitLayout(WeightLayout):
                     weight.mark_used()
 
     @on_stored_values
-    def gradients(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
+    def gradients_and_factors(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
         parameters = list(parameters)
         for buckets in self._joined.values():
             buckets.hand_out(parameters)
@@ -76,7 +94,7 @@ class SplitLayout(WeightLayout):
     def fused_step(self, *given: Any) -> bool:
         return False
 
-    def after_update(self, optimizer: Optimizer) -> None:
+    def refresh_working_copies(self, optimizer: Optimizer) -> None:
         pass  # the update has written both halves
 
     @on_stored_values
@@ -87,3 +105,97 @@ class SplitLayout(WeightLayout):
         super().restore(model)
         if model is not None:
             restore_parameters(model)
+
+
+def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Split what is trainable and not split yet, in ``dtype``; tells whether there was anything to split.
+
+    Normalizations with running statistics become FP32: torch takes no 16-bit weights with FP32 statistics. What the
+    model and its parts save is FP32 then, and so is what code outside of a forward reads of the parameters.
+    """
+    is_known = put_masters_into_state_dict in model._state_dict_hooks.values()
+    trained = [p for p in model_parameters(model) if p.requires_grad]
+    # torch.func.functional_call puts tensors in the places of parameters.
+    others = [p for p in trained if isinstance(p, nn.Parameter) and not isinstance(p, SplitParameter)]
+    if is_known and not others:
+        return False
+    with_statistics = trained_with_statistics(model)
+    new = [p for p in others if p.is_floating_point() and p not in with_statistics]
+    if is_known and not new:
+        return False
+    # All or nothing: a model of which half is split could neither train nor be restored.
+    check_splittable(new)  # before anything is changed
+    for parameter in new:
+        make_split(parameter, dtype)
+    for parameter in with_statistics:
+        parameter.data = parameter.data.float()
+    widen_buffers(model)
+    _save_in_fp32(model)
+    return True
+
+
+def _save_in_fp32(model: nn.Module) -> None:
+    for module in model.modules():
+        if put_masters_into_state_dict not in module._state_dict_hooks.values():
+            module.register_state_dict_post_hook(put_masters_into_state_dict)
+    if hasattr(type(model), "save_pretrained"):
+        model.save_pretrained = types.MethodType(save_pretrained, model)  # type: ignore[assignment]
+
+
+def trained_with_statistics(model: nn.Module) -> dict[nn.Parameter, None]:
+    """The trained weights of normalizations with running statistics, in the order of the model."""
+    return {
+        parameter: None
+        for module in modules_of(model)
+        if isinstance(module, _NormBase) and module.track_running_stats
+        for parameter in module.parameters(recurse=False)
+        if parameter.requires_grad
+    }
+
+
+def restore_parameters(model: nn.Module) -> None:
+    """Make the split parameters of ``model`` ordinary FP32 ones again, and take back what came with them."""
+    for parameter in model.parameters():
+        if isinstance(parameter, SplitParameter):
+            unsplit(parameter)
+    for module in model.modules():
+        for key in [key for key, hook in module._state_dict_hooks.items() if hook is put_masters_into_state_dict]:
+            del module._state_dict_hooks[key]
+    if getattr(model.__dict__.get("save_pretrained"), "__func__", None) is save_pretrained:
+        del model.save_pretrained
+
+
+def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    """In the place of a split model's own: Transformers writes the parameters' dtype, and weights are saved in FP32."""
+    result = type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    config = getattr(model, "config", None)
+    # An adapter is saved without one.
+    if config is not None and kwargs.get("is_main_process", True) and Path(save_directory, "config.json").is_file():
+        config.dtype = torch.float32
+        config.save_pretrained(save_directory)
+    return result
+
+
+@functools.cache
+def refuse_unwrapped_steps() -> None:
+    """Have a step on weights of a lean model raise a RuntimeError where no ``MasterWeightOptimizer`` has their masters.
+
+    Once and for good: torch iterates over these hooks, and must not meet a garbage collection that removes one.
+    """
+    register_optimizer_step_pre_hook(_refuse_unwrapped_step)
+
+
+def _refuse_unwrapped_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if getattr(optimizer, "keeps_masters", False):
+        return
+    for group in optimizer.param_groups:
+        # Every step of any optimizer comes here: no call for ordinary parameters.
+        if any([type(p) not in _ORDINARY and not getattr(p, "has_optimizer", True) for p in group["params"]]):
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} would round its updates to the 16 bits in which a lean layout stores "
+                "weights: step what attach_optimizer(optimizer) or prepare(model, optimizer, ...) returns, or call "
+                "hf_mp.detach(model)"
+            )
+
+
+_refuse_unwrapped_step.only_refuses = True  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
@@ -19,7 +20,7 @@ from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.attachable import check_closure
 from hf_mp.weights.early_state import optimizers_in, state_to_fp32
-from hf_mp.weights.fused_adamw import clip_factor, replaces_step, skipping, step_split
+from hf_mp.weights.fused_adamw import clip_factor, fused_step_split, replaces_step, skipping
 from hf_mp.weights.lean.outside_reads import as_stored, on_stored_values
 from hf_mp.weights.lean.split_parameter import (
     SplitParameter,
@@ -42,9 +43,8 @@ _STEP_BY_PARAMETER = ("torch.optim", "bitsandbytes.optim", "transformers.optimiz
 
 def _of_wrapped(name: str, doc: str) -> Any:
     """An attribute that is the wrapped optimizer's."""
-    return property(
-        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value), doc=doc
-    )
+    inner = operator.attrgetter(f"optimizer.{name}")
+    return property(inner, lambda self, value: setattr(self.optimizer, name, value), doc=doc)
 
 
 class MasterWeightOptimizer(Optimizer):
@@ -110,8 +110,7 @@ class MasterWeightOptimizer(Optimizer):
 
     def _refuse_direct_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # A model that was detached has no masters any more; in a step of ours FP32 masters are in their places.
-        keeps_masters = any(map(_needs_master, optimizer_parameters(self)))
-        if optimizer is self.optimizer and keeps_masters:
+        if optimizer is self.optimizer and any(map(_needs_master, optimizer_parameters(self))):
             raise RuntimeError(
                 f"this {type(optimizer).__name__} was stepped itself, but its masters are in a MasterWeightOptimizer: "
                 "call step() of the optimizer that prepare(...) or MasterWeightOptimizer(...) returned"
@@ -219,7 +218,7 @@ class MasterWeightOptimizer(Optimizer):
         for reports of an overflow.
         """
         with as_stored():
-            stepped = step_split(self.optimizer, parameters, found_inf)
+            stepped = fused_step_split(self.optimizer, parameters, found_inf)
             left = [p for p in parameters if id(p) not in stepped and has_gradient(p)]
         if left or not stepped:
             with contextlib.nullcontext() if found_inf is None else skipping(self.optimizer, found_inf):

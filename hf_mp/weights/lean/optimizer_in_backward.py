@@ -24,11 +24,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, norm_of
-from hf_mp.scaling.borders import accumulates
+from hf_mp.scaling.borders import accumulates_into_grad
 from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.fused_adamw import clip_factor
-from hf_mp.weights.layout import largest_true_magnitude
+from hf_mp.weights.layout import largest_unscaled_magnitude
 from hf_mp.weights.lean.optimizer import clip_grad_norm_, steps_by_parameter
 from hf_mp.weights.lean.split_parameter import (
     SplitParameter,
@@ -109,7 +109,7 @@ class OptimizerInBackward(StepObserver):
             return
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True needs free_gradients='step': 'backward' leaves no gradients")
-        if accumulates(node, 0):  # not in torch.autograd.grad, which leaves no gradients behind
+        if accumulates_into_grad(node, 0):  # not in torch.autograd.grad, which leaves no gradients behind
             self._begin(GradientEdge(*node.next_functions[0]), gradient, node.value)
 
     def _begin(self, edge: GradientEdge, gradient: Tensor, value: Tensor | None) -> None:
@@ -138,9 +138,9 @@ class OptimizerInBackward(StepObserver):
         except BaseException:
             self._backward = None  # nothing was changed
             raise
-        self._conclude(backward)
+        self._act_on_verdicts(backward)
 
-    def _conclude(self, backward: _Backward) -> None:
+    def _act_on_verdicts(self, backward: _Backward) -> None:
         """Decide what the second pass does."""
         backward.phase, backward.done = "update", set()
         found = [] if backward.largest is None else [backward.largest]
@@ -172,7 +172,7 @@ class OptimizerInBackward(StepObserver):
                     "(gradient_checkpointing_kwargs={'use_reentrant': False}), or use free_gradients='step'"
                 )
             # In both passes: a hook may make the second one's gradients others than those that were measured.
-            largest = largest_true_magnitude([gradient_and_factor(parameter)])  # type: ignore[list-item]
+            largest = largest_unscaled_magnitude([gradient_and_factor(parameter)])  # type: ignore[list-item]
             if backward.phase == "update":
                 self._update(parameter, largest.item(), backward)
             else:

@@ -55,7 +55,7 @@ class StoredIn16Bits:
 
     def halves(self) -> Split:
         """Both halves of the FP32 value, to write to; then call the owner's ``note_written``."""
-        self.owner.reconcile()
+        self.owner.take_in_outside_writes()
         return Split(DATA.__get__(self), self.remainder_bits)
 
     @on_stored_values

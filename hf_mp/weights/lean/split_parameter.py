@@ -67,7 +67,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
     @data.setter
     @on_stored_values
     def data(self, value: Tensor) -> None:
-        self.reconcile()  # somebody may keep a view of what was here, to put it back
+        self.take_in_outside_writes()  # somebody may keep a view of what was here, to put it back
         if isinstance(value, StoredIn16Bits) and value.dtype is self.dtype:
             working, self.remainder_bits = value.halves()
             DATA.__set__(self, working.as_subclass(Tensor))
@@ -180,7 +180,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         torch.autograd.graph.increment_version((self, *others))
         _mark_seen(self, *others)
 
-    def reconcile(self) -> None:
+    def take_in_outside_writes(self) -> None:
         """Let writes from outside win."""
         version = version_of(self)
         if self._snapshot is not None:
@@ -194,7 +194,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
     def take_snapshot(self) -> None:
         """Notice, element by element, what is about to be written."""
         if self._snapshot is None:
-            self.reconcile()
+            self.take_in_outside_writes()
             self._snapshot = DATA.__get__(self).clone()
         self._merged = None
 
@@ -277,7 +277,7 @@ def unsplit(parameter: SplitParameter) -> None:
 
 def master_value(parameter: SplitParameter) -> Tensor:
     """The FP32 master weight, of the parameter's shape: a new tensor, or one given before that is still true."""
-    parameter.reconcile()
+    parameter.take_in_outside_writes()
     if parameter._merged is not None:  # tied weights of one state dict stay one tensor
         given, version = parameter._merged[0](), parameter._merged[1]
         if given is not None and version_of(given) == version:
@@ -381,7 +381,7 @@ def follow_first_rank(parameters: Sequence[SplitParameter], group: Any) -> None:
     for parameter in parameters:
         if parameter._snapshot is None and version_of(parameter) == parameter._version_seen + 1:
             parameter._version_seen += 1  # DDP's writing, of what was there
-        parameter.reconcile()
+        parameter.take_in_outside_writes()
         # As bytes: gloo and NCCL broadcast no int16.
         for half in (DATA.__get__(parameter), parameter.remainder_bits):
             distributed.broadcast(half.contiguous().view(torch.uint8), first, group=group)

@@ -45,7 +45,7 @@ class GatheredSlots(Slots):
     def _fill(self, gathered: nn.Module, *args: Any) -> None:
         with torch._C.DisableTorchFunction():  # the region runs already, and has nothing to decide here
             # A DTensor under FSDP is of a module inside, which is gathered when its own forward begins.
-            slots = self._uses.slots(gathered)
+            slots = self._uses.find_slots(gathered)
             slots = [slot for slot in slots if self._computes_on_shards or not is_dtensor(slot.weight)]
             slots = [slot for slot in slots if not slot.weight.requires_grad or self._is_outside(slot.weight)]
             for slot in slots:

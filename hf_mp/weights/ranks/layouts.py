@@ -53,7 +53,7 @@ class TransientLayout(WeightLayout):
             )
         return optimizer
 
-    def saved_for_backward(self) -> AbstractContextManager[None]:
+    def saving_for_backward(self) -> AbstractContextManager[None]:
         return self._transient.not_saved()
 
 
@@ -76,5 +76,5 @@ class TensorParallelLayout(TransientLayout):
                 )
         return super().wrap(optimizer)
 
-    def saved_for_backward(self) -> AbstractContextManager[None]:
+    def saving_for_backward(self) -> AbstractContextManager[None]:
         return nullcontext()
