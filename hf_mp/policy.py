@@ -46,9 +46,10 @@ class ComputeDtype:
 
 
 def _has_cpu_bf16() -> bool:
-    # oneDNN takes BF16 on each CPU with AVX512. On those without AVX512-BF16 it only converts, and takes some four
-    # times as long as for FP32. torch's other private question says which these are; they are not on Arm.
-    only_converts = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
+    # oneDNN takes BF16 on each CPU with AVX512. Without AVX512-BF16 it only converts, and takes several times as long
+    # as for FP32.
+    has = torch.cpu.get_capabilities().get
+    only_converts = has("avx512_f") and not has("avx512_bf16")
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and not only_converts
 
 

@@ -109,6 +109,7 @@ def test_whose_cpu_it_is(
     if cpuinfo is not None:
         file.write_text(cpuinfo)
     assert fp32_products._is_of_intel(file) is is_of_intel
+    assert fp32_products._is_of_intel(tmp_path) is ("GenuineIntel" in processor)  # what cannot be read
 
 
 def test_without_onednn_blas_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:

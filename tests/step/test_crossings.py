@@ -656,6 +656,24 @@ def test_a_transform_inside_of_a_forward(transform: str, precision: str) -> None
             assert (model(X) - expected).norm() < 0.02 * expected.norm()
 
 
+def test_a_transform_that_comes_in_a_later_forward_raises() -> None:
+    is_late = False
+
+    def use(m: Any, x: Tensor) -> Tensor:
+        def both(y: Tensor) -> Tensor:
+            return m.second(hidden(m, y)).sum()  # type: ignore[no-any-return]
+
+        return torch.func.grad(both)(x) if is_late else both(x)
+
+    model = body(use)
+    attached(model)
+    for _ in range(2):
+        squared(model(X)).backward()
+    is_late = True
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(X)
+
+
 def test_a_step_after_a_backward_that_raised() -> None:
     model = body(lambda m, x: m.second(hidden(m, x)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

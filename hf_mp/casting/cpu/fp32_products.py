@@ -28,10 +28,11 @@ HAS_ONEDNN_PRODUCTS = (
 
 def _is_of_intel(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether Intel made this CPU. Linux names the maker of the first core at the top; elsewhere Python knows it."""
-    if not cpuinfo.exists():
+    try:
+        with cpuinfo.open(encoding="utf-8", errors="replace") as file:
+            return "GenuineIntel" in file.read(256)
+    except OSError:
         return "GenuineIntel" in platform.processor()
-    with cpuinfo.open(encoding="utf-8", errors="replace") as file:
-        return "GenuineIntel" in file.read(256)
 
 
 PREFERS_ONEDNN = HAS_ONEDNN_PRODUCTS and not _is_of_intel()

@@ -22,7 +22,7 @@ SMALL_ELEMENTS = 2**16  # of all operands of an op: to keep fewer in 16 bits for
 
 
 def _cpu_products() -> dict[torch.dtype, bool]:
-    """In which dtypes oneDNN has products for this CPU."""
+    """In which dtypes this CPU has products."""
     if not torch.backends.mkldnn.is_available():
         return {torch.float32: True}
     return {entry.dtype: entry.has_cpu_products() for entry in compute_dtypes()}
@@ -33,7 +33,7 @@ CPU_PRODUCTS = _cpu_products()
 
 
 def runs_natively(dtype: torch.dtype, device_type: str, op: str = "") -> bool:
-    """Whether products in ``dtype``, by ``op``, are fast on devices of this type; on a CPU, oneDNN is asked."""
+    """Whether products in ``dtype``, by ``op``, are fast on devices of this type; on a CPU, torch is asked."""
     if device_type != "cpu":
         return True
     return CPU_PRODUCTS.get(dtype, False) and ("conv" not in op or compute_dtype(dtype).has_cpu_convolutions)

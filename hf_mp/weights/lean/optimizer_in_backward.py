@@ -138,9 +138,9 @@ class OptimizerInBackward(StepObserver):
         except BaseException:
             self._backward = None  # nothing was changed
             raise
-        self._act_on_verdicts(backward)
+        self._decide_second_pass(backward)
 
-    def _act_on_verdicts(self, backward: _Backward) -> None:
+    def _decide_second_pass(self, backward: _Backward) -> None:
         """Decide what the second pass does."""
         backward.phase, backward.done = "update", set()
         found = [] if backward.largest is None else [backward.largest]
