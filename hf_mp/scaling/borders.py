@@ -247,8 +247,8 @@ def add_late_borders(
 
     That is an edge to a leaf, or to a node with a number below ``first``, unless it was ``made_earlier`` inside, or
     :func:`leads_inside`. An inward border is one already, and so are the inputs that a node names in ``border_at``:
-    their gradients leave through :class:`Behind`. Most of what it costs is torch's, which makes a Python
-    object for each node.
+    their gradients leave through :class:`Behind`. Most of its time
+    goes into the Python object that torch makes for each node.
 
     Returns:
         Whether there was one.
