@@ -141,12 +141,12 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         if self.puts_on_patches:
             PATCHES.acquire()
         state.active.append(self)
-        if self.sees_calls:  # else the autocasts around it see that it is active, and leave all calls alone
+        if self.sees_calls():  # else the autocasts around it see that it is active, and leave all calls alone
             super().__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        if self.sees_calls:
+        if self.sees_calls():
             super().__exit__(*exc_info)
         state.active.pop()
         if self.puts_on_patches:
@@ -159,7 +159,6 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
                     handle.remove()
             self._rules_in_force = []
 
-    @property
     def sees_calls(self) -> bool:
         """Whether it is a mode for torch while it is active."""
         return self.enabled

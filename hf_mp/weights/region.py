@@ -129,7 +129,6 @@ class Region(autocast):
             register(self._plan)
         return can_dispatch()
 
-    @property
     def sees_calls(self) -> bool:
         return not self.thread.is_dispatched or self.must_see_all()
 

@@ -199,6 +199,18 @@ def test_an_attached_model_has_the_gradients_of_eager(
     assert_true(found, expected, GRADIENT_TOLERANCE[dtype], 0.0)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_rule_by_module_holds_from_the_first_compiled_forward_on(backend: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    MixedPrecision("bf16", rules={"1": "fp32"}).attach(model)
+    x, seen = torch.randn(2, 8), []
+    model[1].register_forward_hook(lambda module, args, output: seen.append((args[0].dtype, output.dtype)))
+    compiled = torch.compile(model, backend=backend)
+    found = [compiled(x), compiled(x)]  # nothing ran in eager mode before
+    assert all(torch.equal(one, model(x)) for one in found)
+    assert seen == [(FP32, FP32)] * 4
+
+
 def convolution_net() -> Using:
     """Batch and group norms, an activation and dropout as modules, and a loss that the forward makes."""
     torch.manual_seed(0)
