@@ -122,9 +122,10 @@ def adamw_(
         return False
     if found_inf is not None and found_inf.item():
         return True
+    one = torch.ones((), device="cpu")  # of a number torch would make a tensor for each step
     for batch in _batches(parameters):
         # Once for the whole parameter: its blocks are steps of torch's, which must all see the same count.
-        torch._foreach_add_([tensors.step for tensors in batch], 1)
+        torch._foreach_add_([tensors.step for tensors in batch], one, alpha=1)
         blocks = _joined(batch, factor) if len(batch) > 1 else _blocks_of(batch[0], factor)
         for parts, working, remainder, gradient in blocks:
             master = merge(working, remainder)

@@ -47,8 +47,8 @@ def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
         values = _joined(values)
         # One pass a tensor; torch's multi-tensor norm is some 15 times slower on a CPU.
         extremes = [extreme for tensor in values for extreme in torch.aminmax(tensor)]
-        if all([tensor.dtype is torch.float32 for tensor in values]):
-            return torch.stack(extremes).abs().max()
+        if len({tensor.dtype for tensor in values}) == 1:
+            return torch.stack(extremes).abs().max().to(torch.float32)
     else:
         # On a GPU one launch for all: aminmax would be one a tensor.
         extremes = list(torch._foreach_norm(values, float("inf")))

@@ -29,7 +29,7 @@ _BLOCK_ELEMENTS = 2**18  # temporaries of a block stay in a CPU's cache
 _EXPONENT_BITS = 0x7F800000
 _SMALLEST_BINADE = 0x38800000  # FP32 bits of 2**-14, the smallest normal FP16 number
 _LARGEST_BINADE = 0x47000000  # FP32 bits of 2**15
-_UNITS_BELOW_BINADE = 25 << 23  # FP32 bits between a power of two and its product with 2**-25
+_INVERSE_OF_UNIT = (254 + 25) << 23  # minus the FP32 bits of a power of two: those of 2**25 over that power
 
 
 class Split(NamedTuple):
@@ -76,7 +76,8 @@ def merge(working: Tensor, remainder: Tensor) -> Tensor:
 
 def cache_blocks(*tensors: Tensor, elements: int = _BLOCK_ELEMENTS) -> Iterator[tuple[Tensor, ...]]:
     """The tensors a block at a time, so that temporaries stay in a CPU's cache; elsewhere in one."""
-    if not all([tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors]):
+    is_one = tensors[0].numel() <= elements
+    if is_one or not all([tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors]):
         yield tensors
         return
     flat = [tensor.view(-1) for tensor in tensors]
@@ -103,7 +104,7 @@ def _split_bf16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
 def _merge_into_bf16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     bits = value.view(torch.int32)
     # The remainder is signed: it takes back what rounding has added to the upper half.
-    bits.copy_(working.view(torch.int16)).bitwise_left_shift_(16).add_(remainder)
+    bits.copy_(remainder).add_(working.view(torch.int16), alpha=2**16)
 
 
 def _split_fp16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
@@ -111,17 +112,17 @@ def _split_fp16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     rounded = working.float()
     units = value - rounded
     exponent = rounded.view(torch.int32).bitwise_and_(_EXPONENT_BITS).clamp_(min=_SMALLEST_BINADE)
-    exponent.sub_(_UNITS_BELOW_BINADE)
+    exponent.neg_().add_(_INVERSE_OF_UNIT)  # multiplying by it is exact, and dividing takes 6 times as long
     # Towards zero: rounded up to the half-way point, it would make a master that rounds to another working copy.
-    remainder.copy_(units.div_(rounded))
+    remainder.copy_(units.mul_(rounded))
 
 
 def _merge_into_fp16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     value.copy_(working)
     exponent = value.view(torch.int32).bitwise_and(_EXPONENT_BITS)
-    exponent.clamp_(_SMALLEST_BINADE, _LARGEST_BINADE).sub_(_UNITS_BELOW_BINADE)
+    exponent.clamp_(_SMALLEST_BINADE, _LARGEST_BINADE)
     # Negated as an integer and again as a number, -0.0 stays what it is: -0.0 + -(0.0 * unit).
-    value.addcmul_(remainder.neg().float(), exponent.view(torch.float32), value=-1)
+    value.addcmul_(remainder.neg().float(), exponent.view(torch.float32), value=-(2.0**-25))
 
 
 # How to split finite values, up to the largest one, and how to merge them, in place.
