@@ -6,17 +6,19 @@ Decoupled weight decay: Loshchilov and Hutter 2019 (arXiv 1711.05101), Algorithm
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._subclasses.fake_tensor import is_fake
 
 from hf_mp.kernels.registry import kernel_for
-from hf_mp.kernels.split import cache_blocks, merge, split_into
+from hf_mp.kernels.split import REMAINDER_DTYPE, cache_blocks, merge, merge_into, split_into
 
 # Small enough that what one operation leaves is in a core's cache for the next, large enough for some 20 calls a block.
 _BLOCK_ELEMENTS_PER_THREAD = 2**17
@@ -122,26 +124,25 @@ def adamw_(
         return False
     if found_inf is not None and found_inf.item():
         return True
+    fused: Any = torch._fused_adamw_
     one = torch.ones((), device="cpu")  # of a number torch would make a tensor for each step
     for batch in _batches(parameters):
         # Once for the whole parameter: its blocks are steps of torch's, which must all see the same count.
         torch._foreach_add_([tensors.step for tensors in batch], one, alpha=1)
-        blocks = _joined(batch, factor) if len(batch) > 1 else _blocks_of(batch[0], factor)
-        for parts, working, remainder, gradient in blocks:
-            master = merge(working, remainder)
-            _fused(parts, master, gradient, settings)
-            split_into(master, working, remainder)
+        for parts, master, masters, gradients, halves in (
+            _joined(batch, factor) if len(batch) > 1 else _blocks_of(batch[0], factor)
+        ):
+            merge_into(master, *halves)
+            moments = [part.exp_avg for part in parts], [part.exp_avg_sq for part in parts]
+            steps = [part.step for part in parts]
+            fused(masters, gradients, *moments, [], steps, amsgrad=False, maximize=False, **vars(settings))
+            split_into(master, *halves)
     return True
 
 
-def _fused(parts: Sequence[AdamWTensors], master: Tensor, gradient: Tensor, settings: AdamWSettings) -> None:
-    """torch's fused step of ``parts``, whose masters and gradients lie one after the other."""
-    step: Any = torch._fused_adamw_
-    moments = [part.exp_avg for part in parts], [part.exp_avg_sq for part in parts]
-    whole = [[master], [gradient]]
-    if len(parts) > 1:  # each by itself, so that torch's scalar loop for the rest begins where it would
-        whole = [list(_unflatten_dense_tensors(joined, moments[0])) for joined in (master, gradient)]
-    step(*whole, *moments, [], [part.step for part in parts], amsgrad=False, maximize=False, **vars(settings))
+def _most_elements() -> int:
+    """How many elements a block has at most."""
+    return _BLOCK_ELEMENTS_PER_THREAD * torch.get_num_threads()
 
 
 def is_small(gradient: Tensor) -> bool:
@@ -152,9 +153,9 @@ def is_small(gradient: Tensor) -> bool:
 def _batches(parameters: Sequence[AdamWTensors]) -> Iterator[list[AdamWTensors]]:
     """The parameters one by one; small ones of the same dtypes together, up to the size of a block."""
     joined: dict[tuple[torch.dtype, ...], tuple[list[AdamWTensors], int]] = {}  # with their number of elements
-    most = _BLOCK_ELEMENTS_PER_THREAD * torch.get_num_threads()
+    most, are_fake = _most_elements(), is_fake(parameters[0].gradient)  # of a fake one nothing is kept
     for tensors in parameters:
-        if not is_small(tensors.gradient):
+        if not is_small(tensors.gradient) or are_fake:
             yield [tensors]
             continue
         kind = (tensors.gradient.dtype, tensors.working.dtype)  # type: ignore[union-attr]
@@ -170,27 +171,48 @@ def _batches(parameters: Sequence[AdamWTensors]) -> Iterator[list[AdamWTensors]]
 
 
 def _joined(batch: Sequence[AdamWTensors], factor: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """All of ``batch`` as one block, as :func:`_blocks_of` gives them."""
-    # In C++, which makes the views of all of them at once: a call for each would cost more than their update.
-    halves: Any = [tensors.working for tensors in batch], [tensors.remainder for tensors in batch]
-    working, remainder = map(_flatten_dense_tensors, halves)
-    yield batch, working, remainder, _unscaled(_flatten_dense_tensors([one.gradient for one in batch]), factor)
-    # The block is updated: its halves go back to their parameters.
-    for half, flat in zip(halves, (working, remainder), strict=True):
-        torch._foreach_copy_(half, _unflatten_dense_tensors(flat, half))
+    """All of ``batch`` as one block, as :func:`_blocks_of` gives them; in torch's step each is by itself."""
+    shapes = tuple([tensors.gradient.shape for tensors in batch])
+    room = _room(threading.get_ident(), _most_elements(), batch[0].working.dtype, shapes)  # type: ignore[union-attr]
+    (master, masters), (gradient, gradients), (working, workings), (remainder, remainders) = room
+    halves: Any = [*[tensors.working for tensors in batch], *[tensors.remainder for tensors in batch]]
+    inside = [*workings, *remainders]
+    torch._foreach_copy_([*gradients, *inside], [*[tensors.gradient for tensors in batch], *halves])
+    if factor is not None:
+        gradient.mul_(factor.squeeze())
+    yield batch, master, masters, gradients, (working, remainder)
+    torch._foreach_copy_(halves, inside)  # the block is updated
+
+
+@functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _room(thread: int, most: int, dtype: torch.dtype, shapes: tuple[torch.Size, ...]) -> list[tuple[Tensor, Any]]:
+    """Where ``thread`` joins small parameters: for masters, gradients and both halves a flat tensor, and views of it.
+
+    Kept for the next step, because it takes as long to make a view as to fill it. All rooms are in the same memory.
+    """
+    sizes = [shape.numel() for shape in shapes]
+    flats = [memory[: sum(sizes)] for memory in _memory(thread, most, dtype)]
+    return [(flat, list(map(Tensor.view, flat.split(sizes), shapes))) for flat in flats]
+
+
+@functools.lru_cache(maxsize=4)
+def _memory(thread: int, most: int, dtype: torch.dtype) -> list[Tensor]:
+    dtypes = torch.float32, torch.float32, dtype, REMAINDER_DTYPE
+    return [torch.empty(most, dtype=dtype, device="cpu") for dtype in dtypes]
 
 
 def _blocks_of(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Flat blocks, each merged, updated and split while in the cache: parts, working half, remainder and gradient."""
+    """Blocks, each merged, updated and split while in the cache.
+
+    Of each its parts, its master as one and by part, gradients by part, and both halves.
+    """
     # whole vectors, so that torch's scalar loop for the rest begins where it would in the whole tensor
-    elements = _BLOCK_ELEMENTS_PER_THREAD * torch.get_num_threads()
+    elements = _most_elements()
     given: Any = (tensors.exp_avg, tensors.exp_avg_sq, tensors.working, tensors.remainder)
-    for gradient, exp_avg, exp_avg_sq, working, remainder in cache_blocks(
+    for gradient, exp_avg, exp_avg_sq, *halves in cache_blocks(
         tensors.gradient.contiguous(), *given, elements=elements
     ):
-        part = tensors._replace(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-        yield [part], working, remainder, _unscaled(gradient, factor)
-
-
-def _unscaled(gradient: Tensor, factor: Tensor | None) -> Tensor:
-    return gradient.float() if factor is None else gradient.to(torch.float32, copy=True).mul_(factor.squeeze())
+        master = torch.empty_like(exp_avg)
+        true = gradient.float() if factor is None else gradient.to(torch.float32, copy=True).mul_(factor.squeeze())
+        yield [tensors._replace(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)], master, [master], [true], halves

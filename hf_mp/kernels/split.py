@@ -64,14 +64,19 @@ def split_into(value: Tensor, working: Tensor, remainder: Tensor) -> None:
         lower.masked_fill_(is_odd, 0)
 
 
-@torch.no_grad()
 def merge(working: Tensor, remainder: Tensor) -> Tensor:
     """The FP32 value of two halves, of their shape; a TypeError for a ``working`` that is neither FP16 nor BF16."""
-    _, merge_block, _ = _format(working.dtype)
     value = torch.empty_like(working, dtype=torch.float32, memory_format=torch.contiguous_format)
+    merge_into(value, working, remainder)
+    return value
+
+
+@torch.no_grad()
+def merge_into(value: Tensor, working: Tensor, remainder: Tensor) -> None:
+    """As :func:`merge`, into an FP32 tensor that exists, of their shape."""
+    _, merge_block, _ = _format(working.dtype)
     for block in cache_blocks(value, working, remainder):
         merge_block(*block)
-    return value
 
 
 def cache_blocks(*tensors: Tensor, elements: int = _BLOCK_ELEMENTS) -> Iterator[tuple[Tensor, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -143,6 +144,17 @@ def test_small_parameters_are_updated_together(poison: float | None, dtype: torc
     assert max(len(batch) for batch in module._batches(given)) > 2
     after = check_together(given, factor=torch.tensor([0.37 / 1024]))
     assert [tensors.step.item() for tensors in after] == [3.0] * len(given)
+
+
+def test_small_parameters_of_two_threads_at_once() -> None:
+    def update(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shapes = [(2, 4), (3,), (8,)] * 4
+        values = [torch.randn(shape, generator=generator) for shape in shapes]
+        check_together([split_tensors(value, value.to(BF16), BF16) for value in values], steps=20)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(update, range(8)))
 
 
 @every_dtype
