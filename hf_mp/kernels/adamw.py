@@ -6,23 +6,24 @@ Decoupled weight decay: Loshchilov and Hutter 2019 (arXiv 1711.05101), Algorithm
 
 from __future__ import annotations
 
-import functools
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from hf_mp.kernels.registry import kernel_for
 from hf_mp.kernels.split import REMAINDER_DTYPE, cache_blocks, merge, merge_into, split_into
 
 # Small enough that what one operation leaves is in a core's cache for the next, large enough for some 20 calls a block.
 _BLOCK_ELEMENTS_PER_THREAD = 2**17
+_MOST_ROOMS = 16  # of the size of a block
 _SMALL_ELEMENTS = 2**16  # parameters up to this size are joined: each call costs more than its work
+
+# Where small parameters are joined, by dtype and shapes: four flat tensors, each with its views.
+Rooms = dict[tuple[torch.dtype, tuple[torch.Size, ...]], list[tuple[Tensor, list[Tensor]]]]
 
 
 @dataclass(frozen=True)
@@ -107,12 +108,14 @@ def adamw_(
     settings: AdamWSettings,
     factor: Tensor | None = None,
     found_inf: Tensor | None = None,
+    rooms: Rooms | None = None,
 ) -> bool:
     """Take a step of AdamW in place, for tensors of one device, with contiguous moments; False where nothing can.
 
     On a CPU masters are split, and what this writes is bit for bit what torch's fused AdamW would make of each whole
     master; elsewhere a kernel takes them. ``factor``, FP32 of one element, is the inverse loss scale times the clip
-    coefficient; None for 1. Nothing is written where ``found_inf``, FP32 of shape (), is not 0.
+    coefficient; None for 1. Nothing is written where ``found_inf``, FP32 of shape (), is not 0. ``rooms`` keeps for the
+    next step where small parameters are joined: it takes as long to make the views as to fill them.
     """
     kernel = kernel_for("adamw", [parameters[0].step])  # on a CPU one answers for all, and none of these is empty
     if kernel is not None:
@@ -126,11 +129,12 @@ def adamw_(
         return True
     fused: Any = torch._fused_adamw_
     one = torch.ones((), device="cpu")  # of a number torch would make a tensor for each step
+    rooms = {} if rooms is None else rooms
     for batch in _batches(parameters):
         # Once for the whole parameter: its blocks are steps of torch's, which must all see the same count.
         torch._foreach_add_([tensors.step for tensors in batch], one, alpha=1)
         for parts, master, masters, gradients, halves in (
-            _joined(batch, factor) if len(batch) > 1 else _blocks_of(batch[0], factor)
+            _joined(batch, factor, rooms) if len(batch) > 1 else _blocks_of(batch[0], factor)
         ):
             merge_into(master, *halves)
             moments = [part.exp_avg for part in parts], [part.exp_avg_sq for part in parts]
@@ -153,9 +157,9 @@ def is_small(gradient: Tensor) -> bool:
 def _batches(parameters: Sequence[AdamWTensors]) -> Iterator[list[AdamWTensors]]:
     """The parameters one by one; small ones of the same dtypes together, up to the size of a block."""
     joined: dict[tuple[torch.dtype, ...], tuple[list[AdamWTensors], int]] = {}  # with their number of elements
-    most, are_fake = _most_elements(), is_fake(parameters[0].gradient)  # of a fake one nothing is kept
+    most = _most_elements()
     for tensors in parameters:
-        if not is_small(tensors.gradient) or are_fake:
+        if not is_small(tensors.gradient):
             yield [tensors]
             continue
         kind = (tensors.gradient.dtype, tensors.working.dtype)  # type: ignore[union-attr]
@@ -170,11 +174,14 @@ def _batches(parameters: Sequence[AdamWTensors]) -> Iterator[list[AdamWTensors]]
         yield batch
 
 
-def _joined(batch: Sequence[AdamWTensors], factor: Tensor | None) -> Iterator[tuple[Any, ...]]:
+def _joined(batch: Sequence[AdamWTensors], factor: Tensor | None, rooms: Rooms) -> Iterator[tuple[Any, ...]]:
     """All of ``batch`` as one block, as :func:`_blocks_of` gives them; in torch's step each is by itself."""
-    shapes = tuple([tensors.gradient.shape for tensors in batch])
-    room = _room(threading.get_ident(), _most_elements(), batch[0].working.dtype, shapes)  # type: ignore[union-attr]
-    (master, masters), (gradient, gradients), (working, workings), (remainder, remainders) = room
+    key = batch[0].working.dtype, tuple([tensors.gradient.shape for tensors in batch])  # type: ignore[union-attr]
+    if key not in rooms:
+        if len(rooms) >= _MOST_ROOMS:  # where other parameters have a gradient at each step
+            rooms.clear()
+        rooms[key] = _room(*key)
+    (master, masters), (gradient, gradients), (working, workings), (remainder, remainders) = rooms[key]
     halves: Any = [*[tensors.working for tensors in batch], *[tensors.remainder for tensors in batch]]
     inside = [*workings, *remainders]
     torch._foreach_copy_([*gradients, *inside], [*[tensors.gradient for tensors in batch], *halves])
@@ -184,22 +191,11 @@ def _joined(batch: Sequence[AdamWTensors], factor: Tensor | None) -> Iterator[tu
     torch._foreach_copy_(halves, inside)  # the block is updated
 
 
-@functools.lru_cache(maxsize=64)
-@torch.inference_mode(False)
-def _room(thread: int, most: int, dtype: torch.dtype, shapes: tuple[torch.Size, ...]) -> list[tuple[Tensor, Any]]:
-    """Where ``thread`` joins small parameters: for masters, gradients and both halves a flat tensor, and views of it.
-
-    Kept for the next step, because it takes as long to make a view as to fill it. All rooms are in the same memory.
-    """
+def _room(dtype: torch.dtype, shapes: Sequence[torch.Size]) -> list[tuple[Tensor, list[Tensor]]]:
+    """For masters, gradients and both halves of parameters of these shapes a flat tensor, and views of it."""
     sizes = [shape.numel() for shape in shapes]
-    flats = [memory[: sum(sizes)] for memory in _memory(thread, most, dtype)]
+    flats = [torch.empty(sum(sizes), dtype=one, device="cpu") for one in (*[torch.float32] * 2, dtype, REMAINDER_DTYPE)]
     return [(flat, list(map(Tensor.view, flat.split(sizes), shapes))) for flat in flats]
-
-
-@functools.lru_cache(maxsize=4)
-def _memory(thread: int, most: int, dtype: torch.dtype) -> list[Tensor]:
-    dtypes = torch.float32, torch.float32, dtype, REMAINDER_DTYPE
-    return [torch.empty(most, dtype=dtype, device="cpu") for dtype in dtypes]
 
 
 def _blocks_of(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[tuple[Any, ...]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_, is_small
+from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, Rooms, adamw_, is_small
 from hf_mp.kernels.registry import kernel_for
 from hf_mp.kernels.tensors import is_on_host, is_ordinary
 from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor
@@ -34,13 +34,16 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def fused_step_split(optimizer: Optimizer, parameters: list[nn.Parameter], found_inf: Tensor | None = None) -> set[int]:
+def fused_step_split(
+    optimizer: Optimizer, parameters: list[nn.Parameter], rooms: Rooms, found_inf: Tensor | None = None
+) -> set[int]:
     """Update those split ``parameters`` of which :func:`hf_mp.kernels.adamw.adamw_` does what ``optimizer`` would.
 
     That is ``torch.optim.AdamW`` with ``fused=True``, and ``Adam`` without decay, neither with ``amsgrad`` or
     ``maximize``: on a CPU large ones one by one, each gradient freed at once; on a GPU in one launch of the Triton
     kernel. Gives the identities of those that were.
-    With ``found_inf``, FP32 of shape (), nothing is written where it is not 0, and gradients stay.
+    With ``found_inf``, FP32 of shape (), nothing is written where it is not 0, and gradients stay. ``rooms`` as for
+    ``adamw_``.
     """
     stepped = set[int]()
     if not _is_fused_adam(optimizer, vars(optimizer).get("step")):
@@ -55,11 +58,11 @@ def fused_step_split(optimizer: Optimizer, parameters: list[nn.Parameter], found
             if (tensors := _split_tensors(optimizer, parameter, gradient)) is None:
                 continue
             if parameter.device.type == "cpu" and not is_small(tensors.gradient):
-                stepped |= _update_split([(parameter, tensors)], settings, factor, found_inf)
+                stepped |= _update_split([(parameter, tensors)], settings, factor, found_inf, rooms)
             else:
                 batches.setdefault((parameter.device, factor), []).append((parameter, tensors))
         for (_, factor), batch in batches.items():
-            stepped |= _update_split(batch, settings, factor, found_inf)
+            stepped |= _update_split(batch, settings, factor, found_inf, rooms)
     optimizer._opt_called = True  # type: ignore[attr-defined]  # for LR schedulers made before
     return stepped
 
@@ -69,8 +72,9 @@ def _update_split(
     settings: AdamWSettings,
     factor: Tensor | None,
     found_inf: Tensor | None,
+    rooms: Rooms,
 ) -> set[int]:
-    if not adamw_([tensors for _, tensors in batch], settings, factor, found_inf):
+    if not adamw_([tensors for _, tensors in batch], settings, factor, found_inf, rooms):
         return set()  # on a GPU the optimizer itself steps what no kernel takes
     SplitParameter.note_written(*[parameter for parameter, _ in batch])
     # Where the device may skip, a report of an overflow reads the gradients afterwards.

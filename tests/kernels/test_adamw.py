@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -146,15 +146,19 @@ def test_small_parameters_are_updated_together(poison: float | None, dtype: torc
     assert [tensors.step.item() for tensors in after] == [3.0] * len(given)
 
 
-def test_small_parameters_of_two_threads_at_once() -> None:
-    def update(seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        shapes = [(2, 4), (3,), (8,)] * 4
-        values = [torch.randn(shape, generator=generator) for shape in shapes]
-        check_together([split_tensors(value, value.to(BF16), BF16) for value in values], steps=20)
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(update, range(8)))
+@every_dtype
+def test_other_parameters_at_each_step_are_joined_in_rooms_that_do_not_pile_up(dtype: torch.dtype) -> None:
+    shapes, rooms, generator = [(2, 4), (3,), (8,), (1, 5), ()], module.Rooms(), random.Random(0)
+    fast = [split_tensors(weights(math.prod(s)).view(s), torch.randn(s).to(dtype), dtype) for s in shapes]
+    plain = [clone(tensors) for tensors in fast]
+    for _ in range(60):
+        chosen = generator.sample(range(len(shapes)), generator.randint(2, len(shapes)))
+        adamw_([fast[place] for place in chosen], SETTINGS, rooms=rooms)
+        for place in chosen:
+            adamw_by_torch(plain[place], SETTINGS)
+        for found, expected in zip(fast, plain, strict=True):
+            assert_same_bits(found, expected)
+        assert 0 < len(rooms) <= 16
 
 
 @every_dtype

@@ -85,7 +85,7 @@ def test_what_the_kernel_does_not_compute_is_left_to_the_optimizer(make: Any) ->
     optimizer = masters_around(make(weights), "split")
     for weight in weights:
         weight.grad = torch.ones(weight.shape)
-    assert not fused_step_split(optimizer.optimizer, weights)
+    assert not fused_step_split(optimizer.optimizer, weights, {})
     assert all(weight.grad is not None for weight in weights)
 
 
