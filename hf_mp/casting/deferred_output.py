@@ -16,7 +16,7 @@ DEFERRED_ELEMENTS = 2**20  # smaller outputs are cast at once
 
 
 def may_stay_unread(outputs: Any) -> bool:
-    """Whether nobody may read the large tensors among a model's outputs: a loss is the first of them."""
+    """Whether perhaps nobody reads the large tensors among a model's outputs: a loss is the first of them."""
     if isinstance(outputs, Mapping):
         first = outputs.get("loss")
     else:

@@ -36,7 +36,7 @@ class PlannedCall(NamedTuple):
 Plan = dict[Callable[..., Any], PlannedCall]
 
 
-def _call_in(
+def _call_in_dtype(
     dtype: torch.dtype | None, mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
     """Make a call with its eligible tensors in ``dtype``, or the mode's; nearly all calls have nothing to cast."""
@@ -68,8 +68,8 @@ _TENSORS = frozenset({Tensor, nn.Parameter})  # by class: to ask isinstance() of
 _WITHOUT_TENSORS = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype})
 
 
-lower_precision = functools.partial(_call_in, None)  # the handler of the lower-precision table
-fp32 = functools.partial(_call_in, torch.float32)  # of the FP32 table
+lower_precision = functools.partial(_call_in_dtype, None)  # the handler of the lower-precision table
+fp32 = functools.partial(_call_in_dtype, torch.float32)  # of the FP32 table
 
 
 def _fp32_output(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ def _has_fp32(value: Any) -> bool:
 def widest(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a call whose operands must have one dtype."""
     dtype = torch.float32 if _has_fp32((args, kwargs)) else mode.dtype
-    return _call_in(dtype, mode, name, func, args, kwargs)
+    return _call_in_dtype(dtype, mode, name, func, args, kwargs)
 
 
 def widened(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

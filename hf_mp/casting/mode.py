@@ -16,7 +16,7 @@ from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.exact_sums import exact_plan
 from hf_mp.casting.explain import Explanation, Recorder
 from hf_mp.casting.handlers import AS_GIVEN, CASTABLE, WHOLE_CALLS, PlannedCall, is_shape
-from hf_mp.casting.module_rules import InForce, put_on, under_rules
+from hf_mp.casting.module_rules import InForce, put_on
 from hf_mp.casting.nested import map_tensors
 from hf_mp.casting.plans import plan_for, with_rules
 from hf_mp.casting.rules import ModuleRule, Rules, match_modules, parse_rules
@@ -165,8 +165,18 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 
     def under_rules(self, module: nn.Module | None, forward: Callable[..., Any]) -> Callable[..., Any]:
         """``forward`` of a module that was called before this autocast was entered, to run under the module's rules."""
-        in_force = self._rules_in_force
-        return under_rules(module, forward, in_force) if module is not None and in_force else forward
+        own = [rule for rule in self._rules_in_force if rule.module is module]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            for rule in own:
+                args, kwargs = rule.enter(rule.module, args, kwargs) or (args, kwargs)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                for rule in reversed(own):
+                    rule.leave(rule.module, args, None)
+
+        return run if own else forward
 
     def shortcut(self, func: Callable[..., Any], tensors: Sequence[Any]) -> PlannedCall | None:
         """How to make, with all modes off, the call of a function that asks in Python who takes ``tensors``.

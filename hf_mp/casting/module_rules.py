@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -35,22 +35,6 @@ def put_on(module: nn.Module, rule: ModuleRule, outer: autocast) -> InForce:
     return (
         _make_island(module, rule.dtype or outer.dtype, outer) if not rule.functions else _watch_op(module, rule, outer)
     )
-
-
-def under_rules(module: nn.Module, forward: Callable[..., Any], in_force: Iterable[InForce]) -> Callable[..., Any]:
-    """``forward`` of a module that was called before its rules were put on, to run under them."""
-    own = [rule for rule in in_force if rule.module is module]
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        for rule in own:
-            args, kwargs = rule.enter(module, args, kwargs) or (args, kwargs)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            for rule in reversed(own):
-                rule.leave(module, args, None)
-
-    return run if own else forward
 
 
 def _hooked(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> list[RemovableHandle]:

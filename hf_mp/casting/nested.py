@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -93,11 +94,14 @@ def _is_object(value: Any) -> bool:
 def _with_entries(value: Any, entries: list[tuple[Any, Any]], changed: dict[Any, Any]) -> Any:
     if isinstance(value, _SEQUENCES):
         return _like(value, [changed.get(key, item) for key, item in entries])
-    if isinstance(value, Mapping):
-        return _with_items(value, changed)
-    target = copy.copy(value) if _is_record(value) else value
-    for name, entry in changed.items():
-        object.__setattr__(target, name, entry)  # also of a frozen dataclass
+    is_mapping = isinstance(value, Mapping)
+    if is_mapping and not isinstance(value, MutableMapping):
+        return type(value)({**value, **changed})
+    target = copy.copy(value) if is_mapping or _is_record(value) else value
+    # Transformers' outputs have no update(), and a frozen dataclass lets nobody set attributes.
+    put: Any = operator.setitem if is_mapping else object.__setattr__
+    for key, entry in changed.items():
+        put(target, key, entry)
     return target
 
 
@@ -107,15 +111,6 @@ def _like(value: Any, items: list[Any]) -> Any:
     if isinstance(value, collections.deque):
         return type(value)(items, value.maxlen)
     return type(value)(items)
-
-
-def _with_items(value: Mapping[Any, Any], changed: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    if not isinstance(value, MutableMapping):
-        return type(value)({**value, **changed})  # type: ignore[call-arg]
-    copied = copy.copy(value)
-    for key, entry in changed.items():  # Transformers' outputs have no update()
-        copied[key] = entry
-    return copied
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:

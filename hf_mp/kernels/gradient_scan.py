@@ -39,7 +39,10 @@ def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
     Tensors are floating, of any dtype and device; sparse ones count by their values. FP32, of shape (), on the first's
     device: 0 for no elements, ``inf`` or ``nan`` if there is one (``nan`` wins), ``inf`` for FP64 values beyond FP32.
     """
-    if not (values := _filled(tensors)):
+    # FP32 first: it is what nearly all gradients are, and the call costs more than this look.
+    values = [t if t.dtype is torch.float32 and t.layout is torch.strided else real_values(t) for t in tensors]
+    values = [value for value in values if value.numel()]
+    if not values:
         return torch.zeros((), dtype=torch.float32, device="cpu")
     if (kernel := kernel_for("gradient_scan", values)) is not None:
         return kernel(values).largest
@@ -54,13 +57,6 @@ def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
         extremes = list(torch._foreach_norm(values, float("inf")))
     device = values[0].device
     return torch.stack([extreme.abs().to(device, torch.float32) for extreme in extremes]).max()
-
-
-def _filled(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """:func:`real_values` of those that have any."""
-    # FP32 first: it is what nearly all gradients are, and the call costs more than this look.
-    values = [t if t.dtype is torch.float32 and t.layout is torch.strided else real_values(t) for t in tensors]
-    return [value for value in values if value.numel()]
 
 
 def _joined(values: list[Tensor]) -> list[Tensor]:

@@ -55,7 +55,7 @@ def split_into(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     split_block, _, most = _format(working.dtype)
     for whole, upper, lower in cache_blocks(value, working, remainder):
         # One look spares nearly all blocks the slow way; elsewhere it would make the host wait for the device.
-        if whole.device.type == "cpu" and _fits_fp16(whole):
+        if whole.device.type == "cpu" and _fits(whole, most):
             split_block(whole, upper, lower)
             continue
         is_odd = ~whole.isfinite()
@@ -91,12 +91,12 @@ def cache_blocks(*tensors: Tensor, elements: int = _BLOCK_ELEMENTS) -> Iterator[
     yield from zip(*[tensor.split(elements) for tensor in flat], strict=True)
 
 
-def _fits_fp16(value: Tensor) -> bool:
-    """Whether FP16 can hold all of the non-empty ``value``; NaN and inf cannot be."""
+def _fits(value: Tensor, most: float) -> bool:
+    """Whether the fast way may split all of ``value``: none is beyond ``most``, none is inf or NaN."""
     if value.numel() == 0 or is_fake(value):
         return True
     smallest, largest = torch.aminmax(value)
-    return torch.maximum(-smallest, largest).item() <= FP16_LARGEST_MASTER  # one read, which NaN does not pass
+    return torch.maximum(-smallest, largest).item() <= most  # one read, which NaN does not pass
 
 
 def _split_bf16(value: Tensor, working: Tensor, remainder: Tensor) -> None:

@@ -140,10 +140,9 @@ def _unscale_uses(ctx: Any, gradients: Iterable[Tensor | None]) -> list[Tensor |
     for place, product in zip(places, unscaled, strict=True):
         # Of an activation outside that is FP16, autograd rounds the gradient.
         other = product.to(_OUTSIDE_DTYPE.get(outside[place].dtype, outside[place].dtype))
-        if (total := found[place]) is None:
-            found[place] = other
-        else:
-            found[place] = total.add_(other) if is_ours and _are_plain(total, other) else total + other
+        if (total := found[place]) is not None:
+            other = total.add_(other) if is_ours and _are_plain(total, other) else total + other
+        found[place] = other
     return found
 
 
@@ -247,8 +246,8 @@ def add_late_borders(
 
     That is an edge to a leaf, or to a node with a number below ``first``, unless it was ``made_earlier`` inside, or
     :func:`leads_inside`. An inward border is one already, and so are the inputs that a node names in ``border_at``:
-    their gradients leave through :class:`Behind`. Most of its time
-    goes into the Python object that torch makes for each node.
+    their gradients leave through :class:`Behind`. Most of the time of this function goes into the Python object that
+    torch makes for each node.
 
     Returns:
         Whether there was one.

@@ -94,7 +94,7 @@ class LossScaler(Generic[Rule]):
 
     @property
     def state(self) -> Rule:
-        """The settings, and what the scaler remembers; a frozen value."""
+        """The settings, and what the scaler remembers; a frozen value. Takes in a pending step first."""
         self.finish_pending_step()
         return self._state
 
@@ -122,7 +122,7 @@ class LossScaler(Generic[Rule]):
         if self._pending_step is None:
             return
         with _SETTLING:
-            # By another thread meanwhile; or asked by what takes it in.
+            # Another thread may have taken it in meanwhile; and what takes it in may ask again.
             if self._pending_step is None or self._is_finishing:
                 return
             self._is_finishing = True

@@ -6,7 +6,7 @@ Files of this folder first, then the others of ``hf_mp`` that do the stage's wor
    ``model.forward`` (``mixed_precision.py``, ``forward.py``); :meth:`~MixedPrecision.attach_optimizer` puts a
    :class:`StepGuard` in front of ``optimizer.step`` (``update.py``).
    Masters: ``weights/layout.py``; of a lean layout ``weights/lean/``.
-2. Forward: ``AttachedForward.__call__`` makes an ``_AttachedCall``. :meth:`MixedPrecision.begin_forward` makes the
+2. Forward: ``AttachedForward`` makes an ``_AttachedCall``. :meth:`MixedPrecision.begin_forward` makes the
    working copies of the weights that products use, behind inward borders, of which small weights share one. The region
    puts them into their slots, and the call runs the model's own forward in it.
    How the model is spread: ``weights/ranks/parallelism.py``; which weights products use: ``weights/product_uses.py``;
@@ -15,7 +15,7 @@ Files of this folder first, then the others of ``hf_mp`` that do the stage's wor
    ``casting/mode.py``; what is put in the place of parts of the model: ``casting/replacements/``; losses:
    ``loss_handlers.py``; caches of keys and values: ``kv_cache.py``.
 3. Out: each output passes an output border, to FP32: ``scaling/borders.py``.
-   Outputs in a structure: ``casting/nested.py``; logits that nobody may read: ``deferred_output.py``.
+   Outputs in a structure: ``casting/nested.py``; logits that perhaps nobody reads: ``deferred_output.py``.
 4. Backward: the borders ask :class:`MixedPrecision`. A gradient that enters through an output border is multiplied by
    the loss scale S (``loss_scale_on``), and ``GradientCheck.backward_began`` takes note (``gradient_entered``); one
    that leaves through an inward border is multiplied by 1/S in FP32 (``inverse_scale_on``), unless a lean layout keeps

@@ -95,7 +95,7 @@ class GradientCheck:
         self._on_ended, self.layout, self._ranks, self.parameters = on_ended, layout, ranks, parameters
         self.is_scaled = False  # whether the loss is scaled
         # The backwards that came in through an output of the model, so that its gradients are scaled, and have not
-        # ended: autograd's number of each, and the thread in which it began.
+        # ended: autograd's number of each, and the thread in which a gradient last came in.
         self.open_backwards: dict[int, int] = {}
         # Whether the 2-norm is measured as well, for norm(), and the step trusts what was measured. Else it reads the
         # gradients again: a plain loop may have written them past their version counters (`.data`, NumPy).

@@ -310,7 +310,7 @@ class MixedPrecision:
             observer.backward_ended(largest)
 
     def verdict(self, optimizer: Optimizer) -> Verdict | StepReport:
-        """What the gradients of ``optimizer`` are like; the report itself where they were used in the backward."""
+        """Before an update: clip and judge the gradients of ``optimizer``; the report if the backward has used them."""
         self.scaler.finish_pending_step()  # where no backward has done so since the last step
         for observer in self.observers:
             if (report := observer.own_report()) is not None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from hf_mp.step.gradients import Verdict
 from hf_mp.step.profiling import profiled
 from hf_mp.weights.accelerated import tell_accelerate
-from hf_mp.weights.fused_adamw import can_skip, skipping
+from hf_mp.weights.fused_adamw import can_skip, fused_step_whole, skipping
 
 if TYPE_CHECKING:
     from hf_mp.scaling.rules import StepReport
@@ -139,9 +139,11 @@ class StepGuard:
 
     def _update(self, runtimes: list[MixedPrecision], found_inf: Tensor | None) -> None:
         """Write the masters and what follows them, where ``found_inf``, FP32 of shape (), is None or 0."""
-        given = self._replaced_step, runtimes[0].check.clipping, found_inf
+        layout = runtimes[0].layout
+        given = self._replaced_step, layout.copies, runtimes[0].check.clipping, found_inf
         with profiled("update"):
-            if len(runtimes) == 1 and runtimes[0].layout.fused_step(self.optimizer, *given):
+            is_whole = len(runtimes) == 1 and not layout.keeps_scaled_gradients  # a lean optimizer has its own kernel
+            if is_whole and fused_step_whole(self.optimizer, *given):
                 return
             checks = [runtime.check for runtime in runtimes if runtime.check.clipping is not None]
             for check in checks[:1]:  # each of several models has the norm of all gradients of the optimizer: one clips

@@ -46,7 +46,7 @@ def fused_step_split(
     ``adamw_``.
     """
     stepped = set[int]()
-    if not _is_fused_adam(optimizer, vars(optimizer).get("step")):
+    if not _is_torchs_adam(optimizer, vars(optimizer).get("step")):
         return stepped
     wanted = set(map(id, parameters))  # a tensor's own hash is slow, where this is called for one parameter at a time
     for settings, group in _fused_groups(optimizer):
@@ -55,7 +55,7 @@ def fused_step_split(
             if not isinstance(parameter, SplitParameter) or id(parameter) not in wanted:
                 continue
             gradient, factor = gradient_and_factor(parameter)
-            if (tensors := _split_tensors(optimizer, parameter, gradient)) is None:
+            if (tensors := _tensors_of_split(optimizer, parameter, gradient)) is None:
                 continue
             if parameter.device.type == "cpu" and not is_small(tensors.gradient):
                 stepped |= _update_split([(parameter, tensors)], settings, factor, found_inf, rooms)
@@ -92,7 +92,7 @@ def can_skip(optimizer: Optimizer, replaced_step: Callable[..., Any] | None) -> 
     if replaced_step is None and hasattr(optimizer, "keeps_masters") and not has_hooks(optimizer):
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
         replaced_step = vars(optimizer).get("step")
-    is_fused = _is_fused_adam(optimizer, replaced_step) and all(group.get("fused") for group in optimizer.param_groups)
+    is_fused = _is_torchs_adam(optimizer, replaced_step) and all(group.get("fused") for group in optimizer.param_groups)
     return is_fused and not has_hooks(optimizer)
 
 
@@ -115,27 +115,18 @@ def fused_step_whole(
 ) -> bool:
     """Update FP32 parameters and their working copies in one launch, where the Triton kernel is used for all of them.
 
-    ``replaced_step`` as for :func:`can_skip`. False: nothing was done.
+    The kernel clips the gradients as it reads them, and writes nothing where ``found_inf``, FP32 of shape (), is not 0.
+    ``replaced_step`` as for :func:`can_skip`. False: no parameter was written.
     """
     stepping: list[Any] = [parameter for parameter in optimizer_parameters(optimizer) if parameter.grad is not None]
     kernel = kernel_for("adamw", stepping[:1])  # on a CPU the first parameter answers for all
-    if kernel is None or not _is_fused_adam(optimizer, replaced_step) or has_hooks(optimizer):
+    if kernel is None or not _is_torchs_adam(optimizer, replaced_step) or has_hooks(optimizer):
         return False
     read = [*stepping, *[parameter.grad for parameter in stepping]]  # before any state is made
     if kernel_for("adamw", read) is None:
         return False
-    return _step_by_kernel(optimizer, stepping, copies, clipping, found_inf)
-
-
-def _step_by_kernel(
-    optimizer: Optimizer,
-    stepping: list[nn.Parameter],
-    copies: WorkingCopies,
-    clipping: Clipping | None,
-    found_inf: Tensor | None,
-) -> bool:
     groups = _fused_groups(optimizer)
-    found = [(settings, batch) for settings, group in groups if (batch := _whole_tensors(optimizer, group, copies))]
+    found = [(settings, batch) for settings, group in groups if (batch := _tensors_of_whole(optimizer, group, copies))]
     given = [tensors for _, batch in found for tensors in batch]
     # Asked again with the state, which a checkpoint may have brought in another dtype or order.
     read = [one for all_of in given for one in (*all_of[1:4], all_of.working) if one is not None]
@@ -149,7 +140,7 @@ def _step_by_kernel(
     return True
 
 
-def _is_fused_adam(optimizer: Any, replaced_step: Callable[..., Any] | None) -> bool:
+def _is_torchs_adam(optimizer: Any, replaced_step: Callable[..., Any] | None) -> bool:
     if type(optimizer) not in (Adam, AdamW) or replaces_step(replaced_step):
         return False
     # A step that somebody patched into torch's class does more than ours would.
@@ -165,7 +156,7 @@ def has_hooks(optimizer: Any) -> bool:
 
 
 def replaces_step(replaced_step: Callable[..., Any] | None) -> bool:
-    """Whether ``replaced_step``, an optimizer's attribute, is its own: that of LR schedulers wraps its class's."""
+    """Whether ``replaced_step``, set on an optimizer, does more than call its class's, as LR schedulers' does."""
     return replaced_step is not None and not hasattr(replaced_step, "_wrapped_by_lr_sched")
 
 
@@ -184,7 +175,7 @@ def _fused_groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequenc
             yield AdamWSettings(lr, *map(float, numbers[1:])), group["params"]
 
 
-def _split_tensors(optimizer: Optimizer, parameter: SplitParameter, gradient: Tensor | None) -> AdamWTensors | None:
+def _tensors_of_split(optimizer: Optimizer, parameter: SplitParameter, gradient: Tensor | None) -> AdamWTensors | None:
     """What the kernel needs of ``parameter``; None without a gradient, and where the optimizer steps itself."""
     if gradient is None:
         return None
@@ -195,7 +186,7 @@ def _split_tensors(optimizer: Optimizer, parameter: SplitParameter, gradient: Te
     return None if moments is None else AdamWTensors(gradient, *moments, None, *halves)
 
 
-def _whole_tensors(
+def _tensors_of_whole(
     optimizer: Optimizer, parameters: Sequence[nn.Parameter], copies: WorkingCopies
 ) -> list[AdamWTensors]:
     """What the kernel needs of each of ``parameters`` that has a gradient and that it can update."""

@@ -6,7 +6,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,6 @@ from torch.optim import Optimizer
 from hf_mp._warnings import warn_caller
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
-from hf_mp.weights.fused_adamw import Clipping, fused_step_whole
 from hf_mp.weights.model_walk import model_parameters, optimizer_parameters, widen_buffers
 from hf_mp.weights.ranks.buckets import Buckets
 from hf_mp.weights.ranks.parallelism import Parallelism, is_distributed, is_dtensor, local_parts
@@ -93,20 +91,6 @@ class WeightLayout:
     def wrap(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer to step from now on."""
         return optimizer
-
-    def fused_step(
-        self,
-        optimizer: Optimizer,
-        replaced_step: Callable[..., Any] | None,
-        clipping: Clipping | None,
-        found_inf: Tensor | None,
-    ) -> bool:
-        """Take the step of ``optimizer`` and refresh the working copies in one kernel; False without one.
-
-        The kernel clips the gradients as it reads them, and leaves all as it is where ``found_inf``, FP32 of shape (),
-        is not 0.
-        """
-        return fused_step_whole(optimizer, replaced_step, self.copies, clipping, found_inf)
 
     def refresh_working_copies(self, optimizer: Optimizer) -> None:
         """Round what ``optimizer`` has written into the working copies."""

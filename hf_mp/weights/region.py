@@ -90,16 +90,16 @@ class Region(autocast):
         thread.slots, thread.is_reading = slots, is_reading
         thread.lowers_caches = is_reading and self._lowers_attention()
         thread.is_dispatched = slots is not None and self._may_be_dispatched()
-        # Kernels hold for this thread: one of another forward is not affected.
+        # Kernels hold for this thread: one that runs another forward is not affected.
         kernels = dispatched(self) if thread.is_dispatched else nullcontext()
         self._threads.append(ident)
         try:
-            # They are filled in a backward inside of the forward, which computes a checkpoint again: in any thread.
+            # Already filled where a backward inside of this forward recomputes a checkpoint, in whatever thread.
             filled = nullcontext() if slots is None or slots.are_filled else slots
             with filled:
                 with self.layout.saving_for_backward(), kernels, self:
                     yield
-                # A first compiled function: its graph has the casts of this region for everybody.
+                # Something was compiled for the first time, with casts of this region that other callers would get.
                 if thread.is_dispatched and compiled_frames():
                     torch._dynamo.reset()
                     self._meets_compiler = True

@@ -103,7 +103,7 @@ class Slots:
         trained = {id(slot.weight): slot.weight for slot in slots if self.has_grad and slot.weight.requires_grad}
         crossing = [(one, copies.get(id(one))) for one in trained.values() if self.has_borders or id(one) in copies]
         for group in _border_groups(crossing, self._group_elements):
-            self._bring_in(group)
+            self._bring_in_group(group)
         found, placed = [], set[int]()
         for slot in slots:
             weight, inside = slot.weight, self._inside.get(id(slot.weight))
@@ -113,14 +113,15 @@ class Slots:
                     self._inside[id(inside.rounded)] = inside
             # One border for all slots of a tied weight would sum the gradients that the layout takes in 16 bits.
             elif self._layout.keeps_scaled_gradients and id(weight) in trained and id(weight) in placed:
-                inside = self._bring_in([(weight, None)])
+                inside = self._bring_in_group([(weight, None)])
             placed.add(id(weight))
             value = inside.rounded if slot.in_16_bits and inside.rounded is not None else inside.wide
             if value is not weight:
                 found.append((slot, value))
         return found
 
-    def _bring_in(self, pairs: _Pairs) -> _Inside:
+    def _bring_in_group(self, pairs: _Pairs) -> _Inside:
+        """Make one border for tensors and their working copies, if they have any; gives the last of what is inside."""
         outside, copies = zip(*pairs, strict=True)
         wide, rounded = inward_borders(outside, copies, self._crossings, with_aliases=self.has_borders)
         by_identity = self._inside
@@ -249,7 +250,7 @@ class Slots:
 
     def _alias(self, tensor: Tensor) -> Tensor:
         inside = self._inside.get(id(tensor))
-        return (self._bring_in([(tensor, None)]) if inside is None else inside).wide
+        return (self._bring_in_group([(tensor, None)]) if inside is None else inside).wide
 
     def has_outside(self, values: Iterable[Any]) -> bool:
         """Whether among the arguments of a call is a tensor from outside that wants a gradient."""

@@ -214,4 +214,4 @@ def _refresh(pairs: list[tuple[_Entry, nn.Parameter]]) -> None:
     if pairs:
         torch._foreach_copy_([entry.copy for entry, _ in pairs], [parameter for _, parameter in pairs])
     for entry, parameter in pairs:
-        entry.seen = -1 if parameter.is_inference() else parameter._version, parameter.data_ptr()
+        entry.seen = (-1 if parameter.is_inference() else parameter._version), parameter.data_ptr()  # seen(), inlined

@@ -25,7 +25,7 @@ from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import PrecisionStats, StepReport
 from hf_mp.step import gradients
 from hf_mp.weights import fused_adamw
-from hf_mp.weights.fused_adamw import _split_tensors as split_tensors
+from hf_mp.weights.fused_adamw import _tensors_of_split as tensors_of_split
 from hf_mp.weights.lean.split_parameter import has_gradient
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -283,8 +283,8 @@ def test_a_step_of_gradients_on_two_devices_is_read_first(devices: tuple[str, st
 def test_lean_weights_without_a_kernel_are_skipped_as_well(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = prepared(fused, "fp16-lean")
     whole = model[0].weight
-    monkeypatch.setattr(fused_adamw, "_split_tensors", lambda optimizer, parameter, gradient: (
-        None if parameter is whole else split_tensors(optimizer, parameter, gradient)
+    monkeypatch.setattr(fused_adamw, "_tensors_of_split", lambda optimizer, parameter, gradient: (
+        None if parameter is whole else tensors_of_split(optimizer, parameter, gradient)
     ))  # fmt: skip
     before = [optimizer.master(parameter).clone() for parameter in model.parameters()]
     backward(model, 0, factor)

@@ -64,7 +64,7 @@ class SplitLayout(WeightLayout):
     def keep_scaled_gradients(
         self, weights: Mapping[int, Tensor], uses: dict[int, list[Tensor]], inverse: Tensor | None
     ) -> None:
-        # DDP's hook reduces what lies in its buckets, and puts it there when autograd says that it is ready.
+        # DDP's hook reduces its buckets, and copies a gradient into its bucket when autograd reports that it is ready.
         beside_grad = bool(self._joined)
         looks_for_unused = any([buckets.looks_for_unused for buckets in self._joined.values()])
         for place, weight in weights.items():
@@ -90,9 +90,6 @@ class SplitLayout(WeightLayout):
 
     def wrap(self, optimizer: Optimizer) -> Optimizer:
         return optimizer if isinstance(optimizer, MasterWeightOptimizer) else MasterWeightOptimizer(optimizer)
-
-    def fused_step(self, *given: Any) -> bool:
-        return False
 
     def refresh_working_copies(self, optimizer: Optimizer) -> None:
         pass  # the update has written both halves

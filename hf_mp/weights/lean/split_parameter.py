@@ -29,8 +29,7 @@ _GRAD: Any = Tensor.grad  # the property itself, which the class below overrides
 class SplitParameter(StoredIn16Bits, nn.Parameter):
     """A parameter in FP16/BF16 that together with a 16-bit remainder is an FP32 master weight.
 
-    The model reads the parameter, an optimizer wrapper updates the master (:func:`master_value`,
-    :func:`write_master`). Three things are looked after:
+    The model reads the parameter, an optimizer wrapper updates the master (:func:`master_value`, :meth:`write_fp32`):
 
     - **Writes from outside win.** An element that anybody writes is its own master from then on; what was not changed
       keeps its remainder. In-place methods and ``.data`` are noticed element by element, any other write through the
@@ -181,7 +180,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         _mark_seen(self, *others)
 
     def take_in_outside_writes(self) -> None:
-        """Let writes from outside win."""
+        """Drop the remainder of what was written since the last look: writes from outside win."""
         version = version_of(self)
         if self._snapshot is not None:
             _keep_where_equal(self.remainder_bits, DATA.__get__(self), self._snapshot)
