@@ -142,7 +142,7 @@ def _kernel(call: Callable[..., Any], defaults: tuple[Any, ...]) -> Callable[...
     @uncompiled  # torch 2.11 meets its frame while a block of the model is compiled
     def kernel(*args: Any, **kwargs: Any) -> Any:
         autocast = running.autocast
-        # Ops of a backward have their forward's dtypes. Inside of a forward it sees the key, and is another graph task.
+        # Ops of a backward have their forward's dtypes; one inside of a forward sees the key, and is another task.
         entry = AS_GIVEN if autocast is None or running.task != _backward_task() else autocast.planned(call)
         set_excluded(key, True)  # nothing that this call is made of is looked at again
         try:

@@ -19,11 +19,8 @@ from hf_mp.kernels.split import REMAINDER_DTYPE, cache_blocks, merge, merge_into
 
 # Small enough that what one operation leaves is in a core's cache for the next, large enough for some 20 calls a block.
 _BLOCK_ELEMENTS_PER_THREAD = 2**17
-_MOST_ROOMS = 16  # of the size of a block
+_MOST_BATCHES = 64  # whose views a room keeps
 _SMALL_ELEMENTS = 2**16  # parameters up to this size are joined: each call costs more than its work
-
-# Where small parameters are joined, by dtype and shapes: four flat tensors, each with its views.
-Rooms = dict[tuple[torch.dtype, tuple[torch.Size, ...]], list[tuple[Tensor, list[Tensor]]]]
 
 
 @dataclass(frozen=True)
@@ -56,6 +53,44 @@ class AdamWTensors(NamedTuple):
         """What the update writes, without ``step``."""
         written = (self.exp_avg, self.exp_avg_sq, self.master, self.working, self.remainder)
         return [tensor for tensor in written if tensor is not None]
+
+
+class Joined(NamedTuple):
+    """Tensors in one."""
+
+    whole: Tensor  # flat
+    parts: list[Tensor]  # views of it
+
+
+class Room:
+    """Memory in which an update joins small parameters, as large as its largest batch, and views of it for each batch.
+
+    Kept from step to step: it takes as long to make the views as to fill them.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[torch.dtype, list[Tensor]] = {}
+        self._views: dict[tuple[torch.dtype, tuple[torch.Size, ...]], list[Joined]] = {}
+
+    def of(self, dtype: torch.dtype, shapes: tuple[torch.Size, ...]) -> list[Joined]:
+        """For parameters of these shapes: FP32 masters and gradients, working copies in ``dtype``, remainders."""
+        if (found := self._views.get((dtype, shapes))) is None:
+            sizes = [shape.numel() for shape in shapes]
+            with torch.inference_mode(False):  # a later step may be outside of it
+                self._make_room(dtype, sum(sizes))
+                flats = [memory[: sum(sizes)] for memory in self._memory[dtype]]
+                found = [Joined(flat, list(map(Tensor.view, flat.split(sizes), shapes))) for flat in flats]
+            self._views[dtype, shapes] = found
+        return found
+
+    def _make_room(self, dtype: torch.dtype, elements: int) -> None:
+        is_large = dtype in self._memory and self._memory[dtype][0].numel() >= elements
+        if not is_large or len(self._views) >= _MOST_BATCHES:  # where others have a gradient at each step
+            self._views.clear()
+        if not is_large:
+            self._memory.pop(dtype, None)  # before there is more
+            dtypes = torch.float32, torch.float32, dtype, REMAINDER_DTYPE
+            self._memory[dtype] = [torch.empty(elements, dtype=one, device="cpu") for one in dtypes]
 
 
 @torch.no_grad()
@@ -108,14 +143,14 @@ def adamw_(
     settings: AdamWSettings,
     factor: Tensor | None = None,
     found_inf: Tensor | None = None,
-    rooms: Rooms | None = None,
+    room: Room | None = None,
 ) -> bool:
     """Take a step of AdamW in place, for tensors of one device, with contiguous moments; False where nothing can.
 
     On a CPU masters are split, and what this writes is bit for bit what torch's fused AdamW would make of each whole
     master; elsewhere a kernel takes them. ``factor``, FP32 of one element, is the inverse loss scale times the clip
-    coefficient; None for 1. Nothing is written where ``found_inf``, FP32 of shape (), is not 0. ``rooms`` keeps for the
-    next step where small parameters are joined: it takes as long to make the views as to fill them.
+    coefficient; None for 1. Nothing is written where ``found_inf``, FP32 of shape (), is not 0. Small
+    parameters are joined in ``room``, which the next step uses again.
     """
     kernel = kernel_for("adamw", [parameters[0].step])  # on a CPU one answers for all, and none of these is empty
     if kernel is not None:
@@ -128,13 +163,13 @@ def adamw_(
     if found_inf is not None and found_inf.item():
         return True
     fused: Any = torch._fused_adamw_
-    one = torch.ones((), device="cpu")  # of a number torch would make a tensor for each step
-    rooms = {} if rooms is None else rooms
+    one = torch.ones((), device="cpu")  # given a number, torch makes a tensor of it for each step count
+    room = Room() if room is None else room
     for batch in _batches(parameters):
         # Once for the whole parameter: its blocks are steps of torch's, which must all see the same count.
         torch._foreach_add_([tensors.step for tensors in batch], one, alpha=1)
         for parts, master, masters, gradients, halves in (
-            _joined(batch, factor, rooms) if len(batch) > 1 else _blocks_of(batch[0], factor)
+            _joined(batch, factor, room) if len(batch) > 1 else _blocks_of(batch[0], factor)
         ):
             merge_into(master, *halves)
             moments = [part.exp_avg for part in parts], [part.exp_avg_sq for part in parts]
@@ -174,34 +209,23 @@ def _batches(parameters: Sequence[AdamWTensors]) -> Iterator[list[AdamWTensors]]
         yield batch
 
 
-def _joined(batch: Sequence[AdamWTensors], factor: Tensor | None, rooms: Rooms) -> Iterator[tuple[Any, ...]]:
+def _joined(batch: Sequence[AdamWTensors], factor: Tensor | None, room: Room) -> Iterator[tuple[Any, ...]]:
     """All of ``batch`` as one block, as :func:`_blocks_of` gives them; in torch's step each is by itself."""
-    key = batch[0].working.dtype, tuple([tensors.gradient.shape for tensors in batch])  # type: ignore[union-attr]
-    if key not in rooms:
-        if len(rooms) >= _MOST_ROOMS:  # where other parameters have a gradient at each step
-            rooms.clear()
-        rooms[key] = _room(*key)
-    (master, masters), (gradient, gradients), (working, workings), (remainder, remainders) = rooms[key]
+    shapes = tuple([tensors.gradient.shape for tensors in batch])
+    master, gradient, working, remainder = room.of(batch[0].working.dtype, shapes)  # type: ignore[union-attr]
     halves: Any = [*[tensors.working for tensors in batch], *[tensors.remainder for tensors in batch]]
-    inside = [*workings, *remainders]
-    torch._foreach_copy_([*gradients, *inside], [*[tensors.gradient for tensors in batch], *halves])
+    inside = [*working.parts, *remainder.parts]
+    torch._foreach_copy_([*gradient.parts, *inside], [*[tensors.gradient for tensors in batch], *halves])
     if factor is not None:
-        gradient.mul_(factor.squeeze())
-    yield batch, master, masters, gradients, (working, remainder)
+        gradient.whole.mul_(factor.squeeze())
+    yield batch, master.whole, master.parts, gradient.parts, (working.whole, remainder.whole)
     torch._foreach_copy_(halves, inside)  # the block is updated
-
-
-def _room(dtype: torch.dtype, shapes: Sequence[torch.Size]) -> list[tuple[Tensor, list[Tensor]]]:
-    """For masters, gradients and both halves of parameters of these shapes a flat tensor, and views of it."""
-    sizes = [shape.numel() for shape in shapes]
-    flats = [torch.empty(sum(sizes), dtype=one, device="cpu") for one in (*[torch.float32] * 2, dtype, REMAINDER_DTYPE)]
-    return [(flat, list(map(Tensor.view, flat.split(sizes), shapes))) for flat in flats]
 
 
 def _blocks_of(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """Blocks, each merged, updated and split while in the cache.
 
-    Of each its parts, its master as one and by part, gradients by part, and both halves.
+    Gives of each: its parts; its master, as one tensor and as a list by part; gradients by part; both halves.
     """
     # whole vectors, so that torch's scalar loop for the rest begins where it would in the whole tensor
     elements = _most_elements()

@@ -29,7 +29,7 @@ _BLOCK_ELEMENTS = 2**18  # temporaries of a block stay in a CPU's cache
 _EXPONENT_BITS = 0x7F800000
 _SMALLEST_BINADE = 0x38800000  # FP32 bits of 2**-14, the smallest normal FP16 number
 _LARGEST_BINADE = 0x47000000  # FP32 bits of 2**15
-_INVERSE_OF_UNIT = (254 + 25) << 23  # minus the FP32 bits of a power of two: those of 2**25 over that power
+_MINUS_INVERSE = ((254 + 25) << 23) - 2**31  # minus the FP32 bits of a power of two: those of -2**25 over that power
 
 
 class Split(NamedTuple):
@@ -92,7 +92,7 @@ def cache_blocks(*tensors: Tensor, elements: int = _BLOCK_ELEMENTS) -> Iterator[
 
 
 def _fits(value: Tensor, most: float) -> bool:
-    """Whether the fast way may split all of ``value``: none is beyond ``most``, none is inf or NaN."""
+    """Whether the fast way may split all of ``value``: no magnitude is above ``most``, none is NaN."""
     if value.numel() == 0 or is_fake(value):
         return True
     smallest, largest = torch.aminmax(value)
@@ -115,11 +115,11 @@ def _merge_into_bf16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
 def _split_fp16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     working.copy_(value)
     rounded = working.float()
-    units = value - rounded
+    minus_units = rounded - value
     exponent = rounded.view(torch.int32).bitwise_and_(_EXPONENT_BITS).clamp_(min=_SMALLEST_BINADE)
-    exponent.neg_().add_(_INVERSE_OF_UNIT)  # multiplying by it is exact, and dividing takes 6 times as long
+    exponent.neg_().add_(_MINUS_INVERSE)  # multiplying by it is exact, and dividing takes 6 times as long
     # Towards zero: rounded up to the half-way point, it would make a master that rounds to another working copy.
-    remainder.copy_(units.mul_(rounded))
+    remainder.copy_(minus_units.mul_(rounded))
 
 
 def _merge_into_fp16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
@@ -130,7 +130,7 @@ def _merge_into_fp16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     value.addcmul_(remainder.neg().float(), exponent.view(torch.float32), value=-(2.0**-25))
 
 
-# How to split finite values, up to the largest one, and how to merge them, in place.
+# How to split values up to the largest one, and how to merge them, in place.
 _Format = tuple[Callable[..., None], Callable[..., None], float]
 _FORMATS: dict[torch.dtype, _Format] = {
     torch.bfloat16: (_split_bf16, _merge_into_bf16, torch.inf),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, Rooms, adamw_, is_small
+from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, Room, adamw_, is_small
 from hf_mp.kernels.registry import kernel_for
 from hf_mp.kernels.tensors import is_on_host, is_ordinary
 from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor
@@ -35,14 +35,14 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def fused_step_split(
-    optimizer: Optimizer, parameters: list[nn.Parameter], rooms: Rooms, found_inf: Tensor | None = None
+    optimizer: Optimizer, parameters: list[nn.Parameter], room: Room, found_inf: Tensor | None = None
 ) -> set[int]:
     """Update those split ``parameters`` of which :func:`hf_mp.kernels.adamw.adamw_` does what ``optimizer`` would.
 
     That is ``torch.optim.AdamW`` with ``fused=True``, and ``Adam`` without decay, neither with ``amsgrad`` or
     ``maximize``: on a CPU large ones one by one, each gradient freed at once; on a GPU in one launch of the Triton
     kernel. Gives the identities of those that were.
-    With ``found_inf``, FP32 of shape (), nothing is written where it is not 0, and gradients stay. ``rooms`` as for
+    With ``found_inf``, FP32 of shape (), nothing is written where it is not 0, and gradients stay. ``room`` as for
     ``adamw_``.
     """
     stepped = set[int]()
@@ -58,11 +58,11 @@ def fused_step_split(
             if (tensors := _tensors_of_split(optimizer, parameter, gradient)) is None:
                 continue
             if parameter.device.type == "cpu" and not is_small(tensors.gradient):
-                stepped |= _update_split([(parameter, tensors)], settings, factor, found_inf, rooms)
+                stepped |= _update_split([(parameter, tensors)], settings, factor, found_inf, room)
             else:
                 batches.setdefault((parameter.device, factor), []).append((parameter, tensors))
         for (_, factor), batch in batches.items():
-            stepped |= _update_split(batch, settings, factor, found_inf, rooms)
+            stepped |= _update_split(batch, settings, factor, found_inf, room)
     optimizer._opt_called = True  # type: ignore[attr-defined]  # for LR schedulers made before
     return stepped
 
@@ -72,9 +72,9 @@ def _update_split(
     settings: AdamWSettings,
     factor: Tensor | None,
     found_inf: Tensor | None,
-    rooms: Rooms,
+    room: Room,
 ) -> set[int]:
-    if not adamw_([tensors for _, tensors in batch], settings, factor, found_inf, rooms):
+    if not adamw_([tensors for _, tensors in batch], settings, factor, found_inf, room):
         return set()  # on a GPU the optimizer itself steps what no kernel takes
     SplitParameter.note_written(*[parameter for parameter, _ in batch])
     # Where the device may skip, a report of an overflow reads the gradients afterwards.
@@ -156,7 +156,7 @@ def has_hooks(optimizer: Any) -> bool:
 
 
 def replaces_step(replaced_step: Callable[..., Any] | None) -> bool:
-    """Whether ``replaced_step``, set on an optimizer, does more than call its class's, as LR schedulers' does."""
+    """Whether ``replaced_step``, set on an optimizer, is not an LR scheduler's wrapper, which calls the class's."""
     return replaced_step is not None and not hasattr(replaced_step, "_wrapped_by_lr_sched")
 
 

@@ -147,18 +147,35 @@ def test_small_parameters_are_updated_together(poison: float | None, dtype: torc
 
 
 @every_dtype
-def test_other_parameters_at_each_step_are_joined_in_rooms_that_do_not_pile_up(dtype: torch.dtype) -> None:
-    shapes, rooms, generator = [(2, 4), (3,), (8,), (1, 5), ()], module.Rooms(), random.Random(0)
+def test_other_parameters_at_each_step_are_joined_in_the_same_memory(dtype: torch.dtype) -> None:
+    shapes, room, generator = [(2, 4), (3,), (8,), (1, 5), ()], module.Room(), random.Random(0)
     fast = [split_tensors(weights(math.prod(s)).view(s), torch.randn(s).to(dtype), dtype) for s in shapes]
     plain = [clone(tensors) for tensors in fast]
     for _ in range(60):
         chosen = generator.sample(range(len(shapes)), generator.randint(2, len(shapes)))
-        adamw_([fast[place] for place in chosen], SETTINGS, rooms=rooms)
+        adamw_([fast[place] for place in chosen], SETTINGS, room=room)
         for place in chosen:
             adamw_by_torch(plain[place], SETTINGS)
         for found, expected in zip(fast, plain, strict=True):
             assert_same_bits(found, expected)
-        assert 0 < len(rooms) <= 16
+        assert sum(memory.nbytes for memory in room._memory[dtype]) <= 12 * sum(map(math.prod, shapes))
+        assert 0 < len(room._views) <= module._MOST_BATCHES
+
+
+@every_dtype
+def test_a_room_is_used_again_also_after_a_step_in_inference_mode(dtype: torch.dtype) -> None:
+    room = module.Room()
+    fast = [split_tensors(weights(8), torch.randn(8).to(dtype), dtype) for _ in range(2)]
+    plain = [clone(tensors) for tensors in fast]
+    with torch.inference_mode():
+        adamw_(fast, SETTINGS, room=room)
+    (views,) = room._views.values()
+    adamw_(fast, SETTINGS, room=room)
+    assert list(room._views.values()) == [views]
+    for found, expected in zip(fast, plain, strict=True):
+        for _ in range(2):
+            adamw_by_torch(expected, SETTINGS)
+        assert_same_bits(found, expected)
 
 
 @every_dtype

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 import hf_mp
+from hf_mp.kernels.adamw import Room
 from hf_mp.weights import fused_adamw
 from hf_mp.weights.fused_adamw import fused_step_split, fused_step_whole
 from hf_mp.weights.lean import optimizer as module
@@ -85,7 +86,7 @@ def test_what_the_kernel_does_not_compute_is_left_to_the_optimizer(make: Any) ->
     optimizer = masters_around(make(weights), "split")
     for weight in weights:
         weight.grad = torch.ones(weight.shape)
-    assert not fused_step_split(optimizer.optimizer, weights, {})
+    assert not fused_step_split(optimizer.optimizer, weights, Room())
     assert all(weight.grad is not None for weight in weights)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp._warnings import warn_caller
-from hf_mp.kernels.adamw import Rooms
+from hf_mp.kernels.adamw import Room
 from hf_mp.kernels.gradient_scan import norm_of, real_values, total_norm
 from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES
@@ -66,7 +66,7 @@ class MasterWeightOptimizer(Optimizer):
     unscaled.
 
     Each FP16/BF16 parameter has an FP32 tensor for its master. Those of a model in a lean layout have 16 bits more
-    instead (:mod:`hf_mp.kernels.split`), and their masters are put together for the step only.
+    instead (:mod:`hf_mp.kernels.split`), and their masters are put together for the step, a block at a time.
 
     Args:
         optimizer: over floating parameters; state that it has already is cast to FP32. Step this wrapper from now on,
@@ -90,7 +90,7 @@ class MasterWeightOptimizer(Optimizer):
         # The FP32 master of each 16-bit parameter that is not split, and what was seen of that when it was written;
         # None for a master of a checkpoint.
         self._masters: dict[nn.Parameter, tuple[Tensor, tuple[int, int] | None]] = {}
-        self._rooms: Rooms = {}
+        self._room = Room()
         # Not Optimizer.__init__, which would make param_groups of its own: those are the wrapped one's.
         super().__setstate__({})  # hooks, and the step that calls them
         for name, value in vars(optimizer).items():
@@ -220,7 +220,7 @@ class MasterWeightOptimizer(Optimizer):
         for reports of an overflow.
         """
         with as_stored():
-            stepped = fused_step_split(self.optimizer, parameters, self._rooms, found_inf)
+            stepped = fused_step_split(self.optimizer, parameters, self._room, found_inf)
             left = [p for p in parameters if id(p) not in stepped and has_gradient(p)]
         if left or not stepped:
             with contextlib.nullcontext() if found_inf is None else skipping(self.optimizer, found_inf):
