@@ -160,11 +160,16 @@ def adamw_(
         return True
     if parameters[0].step.device.type != "cpu":
         return False
-    if found_inf is not None and found_inf.item():
-        return True
+    if found_inf is None or not found_inf.item():
+        _step_on_cpu(parameters, settings, factor, room or Room())
+    return True
+
+
+def _step_on_cpu(
+    parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None, room: Room
+) -> None:
     fused: Any = torch._fused_adamw_
     one = torch.ones((), device="cpu")  # given a number, torch makes a tensor of it for each step count
-    room = Room() if room is None else room
     for batch in _batches(parameters):
         # Once for the whole parameter: its blocks are steps of torch's, which must all see the same count.
         torch._foreach_add_([tensors.step for tensors in batch], one, alpha=1)
@@ -176,7 +181,6 @@ def adamw_(
             steps = [part.step for part in parts]
             fused(masters, gradients, *moments, [], steps, amsgrad=False, maximize=False, **vars(settings))
             split_into(master, *halves)
-    return True
 
 
 def _most_elements() -> int:
