@@ -3,11 +3,16 @@
 A torch function mode is asked about each torch call of a model, most of them in no table, for a microsecond each. So
 torch's own autocast consists of kernels on a dispatch key (``ATen/autocast_mode.cpp``), and so does this one: of a key
 that no tensor has, that a thread sees only while it is included there, and that lets all other ops through.
+
+The kernels below are the reference, and make every call where no C++ was compiled. Where it was
+(``kernels/native.py``), its kernels lie before these, on a key of their own, and leave to them what asks Python:
+losses, caches, islands.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import threading
 import types
@@ -19,7 +24,9 @@ import torch
 from torch._ops import OpOverload
 
 from hf_mp._warnings import warn_caller
+from hf_mp.casting.active import state
 from hf_mp.casting.handlers import AS_GIVEN, Plan, PlannedCall
+from hf_mp.casting.native_plan import native_plan
 from hf_mp.casting.tables import of_the_dispatcher
 from hf_mp.casting.uncompiled import uncompiled
 
@@ -27,7 +34,8 @@ from hf_mp.casting.uncompiled import uncompiled
 _WHOLE = """
     cov corrcoef pinverse linalg_pinv matrix_power linalg_matrix_power matrix_exp linalg_matrix_exp ldexp mvlgamma pad
 """
-_KEY = "AutocastIPU"  # of a backend whose tensors only a torch of its vendor makes
+# Of backends whose tensors only a torch of their vendors makes. The second is native.cpp's, and is asked first.
+_KEY, _NATIVE_KEY = "AutocastIPU", "AutocastHPU"
 
 # Public ways to include a key hold for a backend's tensors alone.
 _set_included = getattr(torch._C, "_dispatch_tls_set_dispatch_key_included", None)
@@ -39,6 +47,8 @@ _backward_task = torch._C._current_graph_task_id
 class Dispatching(Protocol):
     """The autocast that kernels make calls for."""
 
+    native_plan: Any  # its plan for the kernels in C++; None without them
+
     def planned(self, func: Callable[..., Any]) -> PlannedCall:
         """What to do with a call of ``func`` now."""
 
@@ -49,7 +59,7 @@ class _Running(threading.local):
 
 
 _running = _Running()
-_registered: set[OpOverload] = set()
+_registered: dict[OpOverload, Callable[..., Any]] = {}  # what the kernel of an op calls
 
 
 @functools.cache
@@ -60,7 +70,7 @@ def _library(namespace: str) -> torch.library.Library:
 
 @functools.cache
 def _key() -> Any:
-    """The key, with which all ops go on to the next one; None where this torch does not have it."""
+    """The key of the kernels below; None where this torch does not have it."""
     try:
         found = getattr(torch._C.DispatchKey, _KEY)
         if _set_included is None or _set_excluded is None:
@@ -70,11 +80,24 @@ def _key() -> Any:
         lost = "forwards ask about each torch call, a microsecond each"
         warn_caller(f"torch {torch.__version__} takes no kernels for the key {_KEY} ({error}): {lost}")
         return None
-    # Higher-order operators (flex attention, cond) have tables of their own, which know torch's autocasts alone.
-    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(found)
-    for operator in torch._ops._higher_order_ops.values():
-        operator.fallthrough(found)
-    return found
+    return _passed_by_higher_order_ops(found)
+
+
+@functools.cache
+def _native_key() -> Any:
+    return _passed_by_higher_order_ops(getattr(torch._C.DispatchKey, _NATIVE_KEY))
+
+
+def _passed_by_higher_order_ops(key: Any) -> Any:
+    # Flex attention, cond have tables of their own, which know torch's autocasts alone.
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
+    for higher_order in torch._ops._higher_order_ops.values():
+        higher_order.fallthrough(key)
+    return key
+
+
+def _keys(autocast: Dispatching) -> tuple[Any, ...]:
+    return (_key(),) if autocast.native_plan is None else (_key(), _native_key())
 
 
 def can_dispatch() -> bool:
@@ -88,42 +111,62 @@ def compiled_frames() -> int:
 
 
 @contextmanager
-def dispatched(autocast: Dispatching) -> Iterator[None]:
-    """To run a forward in: each op with a kernel is made as ``autocast`` says."""
+def dispatched(autocast: Dispatching, *, is_reading: bool) -> Iterator[None]:
+    """To run a forward in: each op with a kernel is made as ``autocast`` says.
+
+    ``is_reading``: whether the forward began without gradients.
+    """
     before, is_outermost = (_running.autocast, _running.task), _running.autocast is None
     _running.autocast, _running.task = autocast, _backward_task()
-    _set_key(True)
+    plan = autocast.native_plan
+    if plan is not None:
+        plan.enter(is_reading)
+    _set_keys(autocast, True)
     try:
         yield
     finally:
         _running.autocast, _running.task = before
-        _set_key(not is_outermost)
+        _set_keys(autocast, not is_outermost)
+        if plan is not None:
+            plan.leave()
 
 
-def _set_key(on: bool) -> None:
-    # This key alone: a forward may switch others on and leave them so, as of a profiler.
-    _set_excluded(_key(), not on)  # type: ignore[misc]
-    _set_included(_key(), on)  # type: ignore[misc]
+def _set_keys(autocast: Dispatching, on: bool) -> None:
+    # These keys alone: a forward may switch others on and leave them so, as of a profiler.
+    for key in _keys(autocast):
+        _set_excluded(key, not on)  # type: ignore[misc]
+        _set_included(key, on)  # type: ignore[misc]
 
 
 def undispatched() -> AbstractContextManager[None]:
     """To run code in that has its casts already, as a compiled graph has."""
-    if _running.autocast is None:
+    if (autocast := _running.autocast) is None:
         return nullcontext()
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_key()))
+    keys = functools.reduce(operator.or_, map(torch._C.DispatchKeySet, _keys(autocast)))
+    return torch._C._ExcludeDispatchKeyGuard(keys)
 
 
-def register(plan: Plan) -> None:
-    """Have a kernel for each op that ``plan`` names; for good, since others are not affected."""
+def note_innermost() -> None:
+    """Tell the kernels in C++ whether another autocast decides about calls now, of which they know nothing."""
+    if (autocast := _running.autocast) is not None and autocast.native_plan is not None:
+        autocast.native_plan.set_innermost(bool(state.active) and state.active[-1] is autocast)
+
+
+def register(plan: Plan, dtype: torch.dtype) -> Any:
+    """Have a kernel for each op that ``plan`` names; for good, since others are not affected.
+
+    Gives the plan for the kernels in C++ of an autocast in ``dtype``; None without them.
+    """
     ops = [func for func in plan if isinstance(func, OpOverload)]
     ops += [op for name in _WHOLE.split() for op in of_the_dispatcher(name) if isinstance(op, OpOverload)]
     bound = [(entry.name, func) for func, entry in plan.items() if isinstance(func, types.BuiltinFunctionType)]
     builtins = dict(reversed(bound))  # the first spelling, torch's own
-    for op in dict.fromkeys(ops).keys() - _registered:
+    for op in dict.fromkeys(ops).keys() - _registered.keys():
         call = builtins.get(plan[op].name, op) if op in plan else op
         # torch's binding of the op takes half the time of the op as an object.
         _library(op.namespace).impl(op, _kernel(call, _defaults(op)))
-        _registered.add(op)
+        _registered[op] = call
+    return native_plan(_registered, plan, dtype)
 
 
 def _defaults(op: OpOverload) -> tuple[Any, ...]:

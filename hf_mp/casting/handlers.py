@@ -72,7 +72,8 @@ lower_precision = functools.partial(_call_in_dtype, None)  # the handler of the 
 fp32 = functools.partial(_call_in_dtype, torch.float32)  # of the FP32 table
 
 
-def _fp32_output(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def fp32_output(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Make a call that is told ``dtype=float32``, unless it names a dtype."""
     # The kernel reads 16 bits and sums in FP32 anyway: to name the dtype of the result saves the cast of the input.
     first = args[0] if args else kwargs.get("input")
     if getattr(first, "dtype", None) not in _NARROW or kwargs.get("out") is not None:
@@ -118,14 +119,14 @@ def as_given(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwa
 
 AS_GIVEN = PlannedCall(CastRule.UNLISTED, "", as_given)  # of calls that no table speaks of
 
-WHOLE_CALLS = frozenset({as_given, fp32, _fp32_output})  # handlers that make one call, which nobody else has to see
+WHOLE_CALLS = frozenset({as_given, fp32, fp32_output})  # handlers that make one call, which nobody else has to see
 
 _HANDLERS: dict[CastRule, Callable[..., Any]] = {
     CastRule.COMPOSITE: _open,
     CastRule.UNLISTED: as_given,
     CastRule.LOWER_PRECISION: lower_precision,
     CastRule.FP32: fp32,
-    CastRule.FP32_OUTPUT: _fp32_output,
+    CastRule.FP32_OUTPUT: fp32_output,
     CastRule.WIDEST: widest,
     CastRule.BANNED: _banned,
 }

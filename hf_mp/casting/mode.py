@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from hf_mp.casting.active import active_autocast, state
+from hf_mp.casting.dispatched import note_innermost
 from hf_mp.casting.exact_sums import exact_plan
 from hf_mp.casting.explain import Explanation, Recorder
 from hf_mp.casting.handlers import AS_GIVEN, CASTABLE, WHOLE_CALLS, PlannedCall, is_shape
@@ -141,6 +142,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         if self.puts_on_patches:
             PATCHES.acquire()
         state.active.append(self)
+        note_innermost()
         if self.sees_calls():  # else the autocasts around it see that it is active, and leave all calls alone
             super().__enter__()
         return self
@@ -149,6 +151,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         if self.sees_calls():
             super().__exit__(*exc_info)
         state.active.pop()
+        note_innermost()
         if self.puts_on_patches:
             PATCHES.release()
         # One object may be entered twice: its casts and rules end with the outermost.

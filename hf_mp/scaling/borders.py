@@ -9,6 +9,7 @@ Outside, every gradient is FP32 and true; inside, every FP16 gradient is S times
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hf_mp._warnings import warn_caller
+from hf_mp.kernels.native import native
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 
@@ -103,7 +105,7 @@ class _InwardBorders(Function):
         ctx: Any, crossings: Crossings, copies: Sequence[Tensor | None], with_aliases: bool, *outside: Tensor
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.crossings, ctx.outside = crossings, outside
+        ctx.crossings, ctx.outside, ctx.use = crossings, outside, None
         ctx.first_copy = len(outside) if with_aliases else 0
         ctx.leads_to = list(range(ctx.first_copy))  # for each result, its place in `outside`
         # Views cannot be written to in place: copies must not be, activations that come in may.
@@ -112,11 +114,14 @@ class _InwardBorders(Function):
             for place, copy in enumerate(copies):
                 if copy is not None:
                     ctx.leads_to.append(place)
-                    inside.append(copy.view_as(copy))
+                    inside.append(copy.detach())
         return tuple(inside)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.use is not None and (use := ctx.use()) is not None:
+            # Nothing public tells whether a backward retains its graph.
+            use.is_over = not torch._C._autograd._get_current_graph_task_keep_graph()
         with torch._C.DisableTorchFunctionSubclass():  # weights are only looked at
             return None, None, None, *_unscale_uses(ctx, gradients)
 
@@ -200,6 +205,18 @@ def inward_borders(
     return aliases, [None if copy is None else next(inside) for copy in copies]
 
 
+class BorderUse:
+    """One forward's use of inward borders, which others use as well: held by its graph."""
+
+    def __init__(self, nodes: Iterable[Any], crossings: Crossings) -> None:
+        self.is_over = False  # whether a backward has gone through them, and retained no graph
+        self.crossings = crossings
+        for node in nodes:
+            node.number, node.use = torch.autograd._get_sequence_nr(), weakref.ref(self)
+            # Whoever keeps the borders belongs to `crossings`, and no garbage collector sees what a node holds.
+            node.crossings = weakref.proxy(crossings)
+
+
 class _LateBorder:
     """Hook of an autograd node: a border on each of those of its edges that lead outside."""
 
@@ -240,19 +257,22 @@ def leads_inside(node: Any, first: int, outside: set[Any]) -> bool:
 
 
 def add_late_borders(
-    nodes: Iterable[Any], crossings: Crossings, first: int, made_earlier: Callable[[Any], bool]
+    results: Sequence[Tensor], crossings: Crossings, first: int, made_earlier: Callable[[Any], bool]
 ) -> bool:
-    """Put a border on each edge by which the graph that begins at ``nodes`` leaves to a tensor made outside.
+    """Put a border on each edge by which the graph of ``results`` leaves to a tensor made outside.
 
     That is an edge to a leaf, or to a node with a number below ``first``, unless it was ``made_earlier`` inside, or
     :func:`leads_inside`. An inward border is one already, and so are the inputs that a node names in ``border_at``:
     their gradients leave through :class:`Behind`. Most of the time of this function goes into the Python object that
-    torch makes for each node.
+    torch makes for each node; where C++ was compiled, it looks first, and nearly always nothing is left to do.
 
     Returns:
         Whether there was one.
     """
-    todo, found = list(nodes), False
+    if (module := native()) is not None and module.leaves_by_borders(results, first, _AT_ONCE, _INWARD):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():  # a loss that may stay unread
+        todo, found = [node for result in results if (node := result.grad_fn) is not None], False
     seen, outside = {None, *todo}, set[Any]()
     for node in todo:  # which grows
         places = []

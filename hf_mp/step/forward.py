@@ -97,7 +97,7 @@ class _AttachedCall:
         if self._slots is not None:
             # Here and not in __exit__(): a forward that raised has not shown all of its calls.
             self._slots.record_uses()
-            self._slots.add_late_borders(crossed)
+            self._slots.finish(crossed)
         for hook in self._output_hooks:
             hook(outputs)
         return outputs

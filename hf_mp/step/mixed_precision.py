@@ -40,7 +40,7 @@ from hf_mp.weights.attachable import RUNTIMES, check_attachable, check_optimizer
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.layout import WeightLayout, too_large
 from hf_mp.weights.layout_choice import make_layout, spread_layout
-from hf_mp.weights.model_walk import optimizer_parameters
+from hf_mp.weights.model_walk import Walk, optimizer_parameters
 from hf_mp.weights.ranks.agreement import Ranks
 from hf_mp.weights.ranks.gathered_slots import GatheredSlots
 from hf_mp.weights.ranks.parallelism import (
@@ -111,6 +111,7 @@ class MixedPrecision:
         self._step_was_skipped = self.is_of_session = False
         self._stats = PrecisionStats.before_first_step(self.scaler.get_scale())
         self._model: weakref.ref[nn.Module] | None = None
+        self._with_masters: Walk | None = None  # the weights at the last forward with gradients
         self._patches: weakref.finalize[..., nn.Module] | None = None  # takes them off with the model
         self._forwards, self._guards = list[weakref.ref[AttachedForward]](), list[StepGuard]()
         # Whether gradients are used in the backward: nobody clips or reduces them afterwards.
@@ -243,15 +244,18 @@ class MixedPrecision:
         if has_grad := torch.is_grad_enabled():
             self.region.refuse_other_threads()  # here: autograd's own threads recompute what was checkpointed
             self.check.forget_failed_backwards()
-            self.layout.make_masters(model)
         # DDP takes a parameter for ready as soon as the border that it shares has run.
         elements = 1 if self.uses_up_gradients or parallelism.ddp is not None else None
+        seen = Walk(model)
+        if has_grad and seen != self._with_masters:
+            self.layout.make_masters(model)
+            seen = self._with_masters = Walk(model)
         region, kind = self.region, (id(entry), has_grad, model.training)
         make = Slots if self.layout.keeps_copies else GatheredSlots
         slots = make(
             self.layout, self, region.uses, region.made_earlier, has_grad, self.check.is_scaled, elements, kind
         )
-        slots.bring_in_model(model)
+        slots.bring_in_model(model, seen)
         return slots
 
     def _use_layout_for(self, parameters: Iterable[Tensor], parallelism: Parallelism) -> None:
@@ -374,6 +378,8 @@ class MixedPrecision:
         self._forwards, self._guards = [], []
         model, self._model = self.model, None
         self.layout.restore(model)
+        self._with_masters = None
+        self.region.uses.lasting.clear()
         if model is not None:
             remove_replacements(model)
         for observer in self.observers:

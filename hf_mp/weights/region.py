@@ -51,6 +51,7 @@ class Region(autocast):
 
     puts_on_patches = False  # the attached model keeps them on
     plain_types = autocast.plain_types | {WatchedParameter}
+    native_plan: Any = None
 
     def __init__(self, layout: WeightLayout, model: nn.Module | None, **settings: Any) -> None:
         super().__init__(layout.policy.compute, model=model, **settings)
@@ -91,7 +92,7 @@ class Region(autocast):
         thread.lowers_caches = is_reading and self._lowers_attention()
         thread.is_dispatched = slots is not None and self._may_be_dispatched()
         # Kernels hold for this thread: one that runs another forward is not affected.
-        kernels = dispatched(self) if thread.is_dispatched else nullcontext()
+        kernels = dispatched(self, is_reading=is_reading) if thread.is_dispatched else nullcontext()
         self._threads.append(ident)
         try:
             # Already filled where a backward inside of this forward recomputes a checkpoint, in whatever thread.
@@ -126,7 +127,7 @@ class Region(autocast):
     @functools.cached_property
     def _has_kernels(self) -> bool:
         if can_dispatch():
-            register(self._plan)
+            self.native_plan = register(self._plan, self.dtype)
         return can_dispatch()
 
     def sees_calls(self) -> bool:

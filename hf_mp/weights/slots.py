@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from hf_mp._warnings import module_of_frame
 from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.scaling.borders import Crossings, add_late_borders, inward_borders, leads_inside, outside_of
+from hf_mp.weights.lasting import BorderSet, LastingSlots
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.lean.outside_reads import OF_THE_TENSOR_ITSELF
+from hf_mp.weights.model_walk import Walk
 from hf_mp.weights.product_uses import Notes, ProductUses, Slot
 
 # Weights share a border, one autograd node instead of many, up to so many elements: their gradients leave together.
@@ -91,9 +93,27 @@ class Slots:
         # autograd numbers nodes as they are made; nothing public tells which of two is older.
         self.first_node = torch.autograd._get_sequence_nr()
 
-    def bring_in_model(self, model: nn.Module) -> None:
-        """Bring the weights of ``model`` in, for this context to put into their slots."""
-        self._filled = self._bring_in_all(self._uses.find_slots(model))  # what lies where
+    def bring_in_model(self, model: nn.Module, seen: Walk) -> None:
+        """Bring the weights of ``model``, which are as ``seen``, in, for this context to put into their slots."""
+        key = self._kind, self.has_borders, self._group_elements
+        lasting: LastingSlots | None = self._uses.lasting.get(key)
+        if lasting is not None and not lasting.holds(seen, [*self._layout.working_copies(lasting.rounded).values()]):
+            # All kinds: a border holds the AccumulateGrad of a weight, which torch keeps when a weight is resized.
+            self._uses.lasting.clear()
+            lasting = None
+        if lasting is None or (found := lasting.free_set()) is None:
+            slots = self._uses.find_slots(model)
+            found = BorderSet(self._bring_in_all(slots), self._inside)
+            # What a first forward does decides about slots; a tensor that was computed is another in the next forward.
+            if not self.records_uses and all([weight.is_leaf for weight in seen.weights]):
+                if lasting is None:
+                    rounded = [slot.weight for slot in slots if slot.in_16_bits]
+                    copies = [*self._layout.working_copies(rounded).values()]
+                    lasting = self._uses.lasting[key] = LastingSlots(seen, rounded, copies)
+                lasting.keep(found)
+        # What lies where. A forward may change both.
+        self._filled, self._inside = list(found.filled), dict(found.inside)
+        self._border_use = found.begin_use(self._crossings)
 
     def _bring_in_all(self, slots: list[Slot]) -> list[tuple[Slot, Tensor]]:
         """What to put into which of ``slots``."""
@@ -152,8 +172,10 @@ class Slots:
                 value.detach().copy_(slot.weight)
                 written = f"{type(slot.module).__name__}.{slot.name}"
         self._give_back(self._filled)
-        # Also in the place of torch's own error about the written copy, which does not say what to do.
-        if written is not None and isinstance(error, RuntimeError | None):
+        # Also in the place of torch's own error about the written copy, which does not say what to do, and of the
+        # signal by which a checkpoint stops computing.
+        is_torchs = isinstance(error, RuntimeError | None) or type(error).__module__ == "torch.utils.checkpoint"
+        if written is not None and is_torchs:
             raise RuntimeError(
                 f"a forward wrote into {written} in place, which the first of its kind did not, so that its 16-bit "
                 "copy was written and not the weight: write weights between forwards"
@@ -275,16 +297,15 @@ class Slots:
         is_early = node._sequence_nr() < self.first_node and not self._made_earlier(node)
         return is_early and not leads_inside(node, self.first_node, self._outside)
 
-    def add_late_borders(self, results: Iterable[Tensor]) -> None:
+    def finish(self, results: Sequence[Tensor]) -> None:
         """Of a forward with these results, put a border on each edge of its graph that leads outside.
 
         A second derivative takes edges that are made later: so calls are watched from the next forward on.
         """
-        if not self.is_scaled:
-            return
         with torch._C.DisableTorchFunctionSubclass():  # a loss that may stay unread
-            nodes = [node for result in results if (node := result.grad_fn) is not None]
-        if add_late_borders(nodes, self._crossings, self.first_node, self._made_earlier):
+            for node in filter(None, [result.grad_fn for result in results]):
+                node.border_use = self._border_use  # while one of them lives, no other forward takes these borders
+        if self.is_scaled and add_late_borders(results, self._crossings, self.first_node, self._made_earlier):
             self._uses.is_watched[self._kind] = True
 
     @contextmanager

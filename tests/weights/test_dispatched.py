@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from mixtures import make as make_mixture
+from native_casts import kernels as kernels
 from tiny import Using, copies, linear, same
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -63,7 +64,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_compiled() -> None:
+def _nothing_is_compiled(kernels: str) -> None:
     torch._dynamo.reset()
 
 
@@ -95,7 +96,9 @@ def train(make: Callable[[], nn.Module], inputs: dict[str, Tensor], precision: s
 def test_training_and_reading_are_those_of_the_mode(kind: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[Any] = []
     enter = dispatched.dispatched
-    monkeypatch.setattr("hf_mp.weights.region.dispatched", lambda region: entered.append(region) or enter(region))
+    monkeypatch.setattr(
+        "hf_mp.weights.region.dispatched", lambda region, **how: entered.append(region) or enter(region, **how)
+    )
     found = train(*MODELS[kind], precision)
     assert len(entered) == 5
     monkeypatch.setattr(Region, "_may_be_dispatched", lambda self: False)

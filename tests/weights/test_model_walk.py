@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from native_casts import kernels as kernels
 from torch import nn
 
-from hf_mp.weights.model_walk import model_parameters, modules_of
+from hf_mp.weights.model_walk import Walk, model_parameters, modules_of
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def model() -> nn.Sequential:
@@ -55,3 +58,34 @@ def test_a_model_is_not_kept_alive() -> None:
     del found
     gc.collect()
     assert gone() is None
+
+
+WEIGHTS: dict[str, Callable[[Any], object]] = {
+    "frozen": lambda weight: weight.requires_grad_(False),
+    "in other memory": lambda weight: setattr(weight, "data", weight.data.clone()),
+    "of another dtype": lambda weight: setattr(weight, "data", weight.data.half()),
+    "transposed": lambda weight: setattr(weight, "data", weight.data.t()),
+    "resized": lambda weight: setattr(weight, "data", torch.ones(3, 2)),
+    "a hook": lambda weight: weight.register_hook(lambda gradient: None),
+    "a hook after": lambda weight: weight.register_post_accumulate_grad_hook(lambda weight: None),
+}
+
+
+@pytest.mark.parametrize("change", sorted({*CHANGES, *WEIGHTS} - {"a shared module"}))
+def test_a_walk_equals_one_of_the_same_weights_alone(change: str) -> None:
+    found = model()
+    before = Walk(found)
+    assert Walk(found) == before
+    with torch.no_grad():
+        found[0].weight.mul_(2)
+        found[2].running_mean.add_(1)
+    assert Walk(found) == before
+    CHANGES[change](found) if change in CHANGES else WEIGHTS[change](found[0].weight)
+    assert Walk(found) != before
+
+
+def test_a_renamed_weight_is_seen() -> None:
+    found = nn.Linear(2, 2, bias=False)
+    before = Walk(found)
+    found._parameters["other"] = found._parameters.pop("weight")
+    assert Walk(found) != before

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.scaling.borders import BorderUse
+from hf_mp.weights.model_walk import Walk
 from hf_mp.weights.product_uses import Slot
 from hf_mp.weights.ranks.layouts import TensorParallelLayout
 from hf_mp.weights.ranks.parallelism import fsdp_modules, is_dtensor
@@ -22,10 +24,10 @@ class GatheredSlots(Slots):
     products take is in ``_parameters``.
     """
 
-    def bring_in_model(self, model: nn.Module) -> None:
+    def bring_in_model(self, model: nn.Module, seen: Walk) -> None:
         """Take ``model``, whose weights come in while its forward runs."""
         self._model, self._handles = model, list[RemovableHandle]()
-        self._filled = []
+        self._filled, self._border_use = [], BorderUse((), self._crossings)
         # DTensors are there all the time.
         self._computes_on_shards = isinstance(self._layout, TensorParallelLayout)
 

@@ -1,0 +1,261 @@
+// What a step asks too often for Python: autocast's casts, and the look at a graph for edges that lead outside.
+//
+// The kernels follow rules that Python gives, one byte for each op: casting/dispatched.py has the references, which also
+// make every call that a rule leaves to them. Compiled at first use by native.py.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/extension.h>
+
+#include <map>
+#include <unordered_set>
+
+namespace {
+
+using at::Tensor;
+using c10::DispatchKey;
+using c10::IValue;
+
+// Of backends whose tensors only a torch of their vendors makes. The first is asked before the second, whose kernels are
+// Python's: a call that is left to them goes on with the first key excluded.
+constexpr auto KEY = DispatchKey::AutocastHPU, KEY_OF_PYTHON = DispatchKey::AutocastIPU;
+
+enum class Rule : uint8_t { python, as_given, lower_precision, fp32, fp32_output, widest };
+
+// A rule's byte: the rule, and what is otherwise where the first tensor lies on a CPU.
+enum class OnCpu : uint8_t { same, python, python_if_large, through_fp32 };
+constexpr uint8_t CPU_SHIFT = 4, RULE_MASK = 15;
+
+struct Sizes {
+  int64_t large, small;  // elements of one tensor, and of all: hf_mp/casting/cpu/
+};
+
+struct Plan {
+  std::string rules;  // by the number of an op
+  at::ScalarType dtype;
+  Sizes sizes;
+};
+
+struct Running {
+  const Plan* plan;  // held by the autocast whose forward runs
+  bool is_reading;  // the forward began without gradients
+  int task;  // autograd's number of the backward around that forward, or -1
+  bool is_innermost = true;  // no autocast inside of it decides about calls
+};
+
+thread_local std::vector<Running> running;
+
+bool is_castable(const Tensor& tensor) {
+  return tensor.defined() && at::isFloatingType(tensor.scalar_type()) && tensor.scalar_type() != at::kDouble;
+}
+
+template <class Function>
+void for_each_tensor(const IValue& value, Function function) {
+  if (value.isTensor()) {
+    function(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const Tensor& tensor : value.toTensorVector()) function(tensor);
+  }
+}
+
+Tensor cast(const Tensor& tensor, at::ScalarType dtype) { return is_castable(tensor) ? tensor.to(dtype) : tensor; }
+
+void cast(IValue& value, at::ScalarType dtype) {
+  if (value.isTensor()) {
+    const Tensor& tensor = value.toTensor();
+    if (tensor.scalar_type() != dtype) value = cast(tensor, dtype);
+  } else if (value.isTensorList()) {
+    c10::List<Tensor> found;
+    for (const Tensor& tensor : value.toTensorVector()) found.push_back(cast(tensor, dtype));
+    value = found;
+  }
+}
+
+class Kernel final : public c10::OperatorKernel {
+ public:
+  explicit Kernel(size_t number) : number_(number) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    c10::impl::ExcludeDispatchKeyGuard not_again(KEY);
+    // Ops of a backward have their forward's dtypes; one inside of a forward sees the key, and is another task.
+    if (running.empty() || running.back().task != torch::autograd::get_current_graph_task_id() || !make(op, stack)) {
+      op.callBoxed(stack);
+    }
+  }
+
+ private:
+  // Whether the call was made; if not, it is Python's.
+  bool make(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+    const Running& now = running.back();
+    if (!now.is_innermost || (now.is_reading && at::GradMode::is_enabled())) return false;
+    const Plan& plan = *now.plan;
+    const uint8_t byte = number_ < plan.rules.size() ? plan.rules[number_] : 0;
+    const auto rule = static_cast<Rule>(byte & RULE_MASK);
+    auto on_cpu = static_cast<OnCpu>(byte >> CPU_SHIFT);
+    if (rule == Rule::python) return false;
+    const size_t count = op.schema().arguments().size();
+    IValue* const args = stack->data() + (stack->size() - count);
+    const auto dtype = target(rule, plan, args, count);
+    if (!dtype) {
+      if (rule == Rule::fp32_output) name_fp32(op, args, count);
+      return call(op, stack);
+    }
+    std::optional<bool> first_is_on_cpu;
+    int64_t all = 0, largest = 0;
+    bool casts_a_weight = false;
+    for (size_t i = 0; i < count; ++i) {
+      for_each_tensor(args[i], [&](const Tensor& tensor) {
+        if (!tensor.defined()) return;
+        if (!first_is_on_cpu) first_is_on_cpu = tensor.device().is_cpu();
+        if (on_cpu != OnCpu::same) {
+          all += tensor.numel();
+          largest = std::max(largest, tensor.numel());
+        }
+        // Python keeps the cast of a trained weight while its autocast lasts.
+        casts_a_weight |= tensor.requires_grad() && tensor.scalar_type() != *dtype && is_castable(tensor) && tensor.is_leaf();
+      });
+    }
+    if (casts_a_weight) return false;
+    if (!first_is_on_cpu.value_or(false)) on_cpu = OnCpu::same;
+    if (on_cpu == OnCpu::python || (on_cpu == OnCpu::python_if_large && largest >= plan.sizes.large)) return false;
+    if (on_cpu == OnCpu::through_fp32 && all > plan.sizes.small) return false;
+    for (size_t i = 0; i < count; ++i) {
+      cast(args[i], *dtype);
+      if (on_cpu == OnCpu::through_fp32) cast(args[i], at::kFloat);
+    }
+    call(op, stack);
+    if (on_cpu == OnCpu::through_fp32) {
+      const size_t results = op.schema().returns().size();
+      for (size_t i = stack->size() - results; i < stack->size(); ++i) cast((*stack)[i], *dtype);
+    }
+    return true;
+  }
+
+  // The dtype to cast to, if the rule casts.
+  static std::optional<at::ScalarType> target(Rule rule, const Plan& plan, const IValue* args, size_t count) {
+    if (rule == Rule::lower_precision) return plan.dtype;
+    if (rule == Rule::fp32) return at::kFloat;
+    if (rule != Rule::widest) return std::nullopt;
+    bool has_fp32 = false;
+    for (size_t i = 0; i < count; ++i) {
+      for_each_tensor(args[i], [&](const Tensor& one) { has_fp32 |= one.defined() && one.scalar_type() == at::kFloat; });
+    }
+    return has_fp32 ? at::kFloat : plan.dtype;
+  }
+
+  // The kernel reads 16 bits and sums in FP32 anyway: to name the dtype of the result saves the cast of the input.
+  static void name_fp32(const c10::OperatorHandle& op, IValue* args, size_t count) {
+    if (!args[0].isTensor() || !is_castable(args[0].toTensor()) || args[0].toTensor().scalar_type() == at::kFloat) return;
+    for (size_t i = 0; i < count; ++i) {
+      if (op.schema().arguments()[i].name() == "dtype" && args[i].isNone()) args[i] = static_cast<int64_t>(at::kFloat);
+    }
+  }
+
+  static bool call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+    c10::impl::ExcludeDispatchKeyGuard not_again(KEY_OF_PYTHON);
+    op.callBoxed(stack);
+    return true;
+  }
+
+  const size_t number_;
+};
+
+// Have a kernel for an op, for good: others are not affected.
+void register_op(const std::string& name_space, const std::string& name, size_t number) {
+  static std::map<std::string, torch::Library*> libraries;  // a library that is freed takes its kernels back
+  if (libraries.empty()) {  // all other ops go on to the next key
+    libraries["_"] = new torch::Library(torch::Library::IMPL, "_", KEY, __FILE__, __LINE__);
+    libraries["_"]->fallback(torch::CppFunction::makeFallthrough());
+  }
+  auto*& library = libraries[name_space];
+  if (library == nullptr) library = new torch::Library(torch::Library::IMPL, name_space, KEY, __FILE__, __LINE__);
+  library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(number)));
+}
+
+// Whether the graph behind `results` leaves a forward, whose nodes have numbers from `first` on, by inward borders alone.
+// False also where only Python can tell: hf_mp/scaling/borders.py, add_late_borders.
+bool leaves_by_borders(const std::vector<Tensor>& results, uint64_t first, uint64_t at_once, py::handle border) {
+  std::vector<torch::autograd::Node*> todo;
+  std::unordered_set<torch::autograd::Node*> seen;
+  auto add = [&](torch::autograd::Node* node) {
+    if (node != nullptr && seen.insert(node).second) todo.push_back(node);
+  };
+  for (const Tensor& result : results) add(result.grad_fn().get());
+  while (!todo.empty()) {
+    torch::autograd::Node* node = todo.back();
+    todo.pop_back();
+    for (const auto& edge : node->next_edges()) {
+      torch::autograd::Node* to = edge.function.get();
+      if (to == nullptr) continue;
+      const uint64_t number = to->sequence_nr();
+      if (number >= first && number < at_once) {
+        add(to);
+        continue;
+      }
+      auto python = py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(edge.function));
+      if (!py::type::of(python).is(border)) return false;
+    }
+  }
+  return true;
+}
+
+void append(std::string& key, const void* data, size_t bytes) { key.append(static_cast<const char*>(data), bytes); }
+
+template <class Value>
+void append(std::string& key, Value value) {
+  append(key, &value, sizeof value);
+}
+
+// hf_mp/weights/model_walk.py, look_reference(). None where a module keeps what it has in no dictionary.
+py::object look(const py::list& modules) {
+  py::list weights;
+  std::string children, seen;
+  for (py::handle module : modules) {
+    py::object inside = module.attr("_modules"), parameters = module.attr("_parameters");
+    if (!PyDict_Check(inside.ptr()) || !PyDict_Check(parameters.ptr())) return py::none();
+    PyObject *name, *value;
+    for (Py_ssize_t at = 0; PyDict_Next(inside.ptr(), &at, &name, &value);) append(children, value);
+    for (Py_ssize_t at = 0; PyDict_Next(parameters.ptr(), &at, &name, &value);) {
+      if (value == Py_None) continue;
+      weights.append(py::handle(value));
+      const Tensor& weight = THPVariable_Unpack(value);
+      append(seen, PyObject_Hash(name));
+      append(seen, value);
+      append(seen, weight.requires_grad());
+      append(seen, weight.scalar_type());
+      append(seen, weight.has_storage() ? weight.storage().unsafeGetStorageImpl() : nullptr);
+      append(seen, weight.has_storage() ? weight.storage_offset() : 0);
+      if (weight.layout() == at::kStrided) append(seen, weight.strides().data(), weight.dim() * sizeof(int64_t));
+      append(seen, weight.sizes().data(), weight.dim() * sizeof(int64_t));
+      append(seen, torch::autograd::impl::hooks(weight).empty() && !torch::autograd::impl::post_acc_grad_hooks(weight));
+    }
+  }
+  return py::make_tuple(py::bytes(children), weights, py::bytes(seen));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(hf_mp_native, module) {
+  // What Python composes a rule's byte of, in the order of the enumerations.
+  const char* const rules[] = {"python", "as_given", "lower_precision", "fp32", "fp32_output", "widest"};
+  const char* const on_cpu[] = {"same", "python", "python_if_large", "through_fp32"};
+  py::dict bytes;
+  for (size_t i = 0; i < std::size(rules); ++i) {
+    for (size_t j = 0; j < std::size(on_cpu); ++j) bytes[py::make_tuple(rules[i], on_cpu[j])] = i | j << CPU_SHIFT;
+  }
+  module.attr("RULES") = bytes;
+  py::class_<Plan>(module, "Plan")
+      .def(py::init([](py::bytes rules, at::ScalarType dtype, int64_t large, int64_t small) {
+        return Plan{rules, dtype, {large, small}};
+      }))
+      .def("enter", [](const Plan& plan, bool is_reading) {
+        running.push_back({&plan, is_reading, torch::autograd::get_current_graph_task_id()});
+      })
+      .def("leave", [](const Plan&) { running.pop_back(); })
+      .def("set_innermost", [](const Plan&, bool is_innermost) { running.back().is_innermost = is_innermost; });
+  module.def("register_op", &register_op);
+  module.def("leaves_by_borders", &leaves_by_borders);
+  module.def("look", &look);
+}

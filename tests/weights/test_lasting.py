@@ -1,0 +1,191 @@
+"""Borders that serve one forward after another, and the forwards that must not share one."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from tiny import copies, linear, same
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_mp.step.mixed_precision import MixedPrecision
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+every_preset = pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-lean", "fp16-lean"])
+
+
+class Model(nn.Module):
+    """A linear layer and a norm; notes the border of each, and may do something to a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = linear(), nn.LayerNorm(8)
+        self.borders: list[Any] = []
+        self.do = lambda model: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.do(self)
+        self.borders.append(self.layer.weight.grad_fn)
+        return self.norm(self.layer(x))
+
+
+def attached(precision: str) -> Model:
+    model = MixedPrecision(precision).attach(Model())
+    for _ in range(2):  # the first forward decides what lies in the slots
+        model(X).sum().backward()
+    model.zero_grad()
+    model.borders.clear()
+    return model
+
+
+def forget_borders(model: Any) -> None:
+    model.forward.runtime.region.uses.lasting.clear()
+
+
+@every_preset
+def test_a_border_is_kept(precision: str) -> None:
+    model = attached(precision)
+    for _ in range(3):
+        model(X).square().sum().backward()
+    assert len(set(model.borders)) == 1
+
+
+@every_preset
+@pytest.mark.parametrize("change", ["unfreeze", "replace", "hook", "move", "nothing of a weight"])
+def test_a_border_goes_with_its_weight(precision: str, change: str) -> None:
+    model = attached(precision)
+    model(X).sum().backward()
+    if change == "unfreeze":
+        model.norm.bias.requires_grad_(False)
+    elif change == "replace":
+        model.norm = nn.LayerNorm(8)
+    elif change == "hook":
+        model.norm.weight.register_hook(lambda gradient: None)
+    elif change == "move":
+        model.layer.weight.data = model.layer.weight.data.clone()
+    else:
+        model.note = "new"
+    model(X).sum().backward()
+    first, second = model.borders
+    assert (first is second) == (change == "nothing of a weight")
+
+
+@every_preset
+def test_two_forwards_in_one_backward_have_borders_of_their_own(precision: str) -> None:
+    model = attached(precision)
+    (model(X).square().sum() + model(2 * X).square().sum()).backward()
+    first, second = model.borders
+    assert first is not second
+    model(X).square().sum().backward()
+    assert model.borders[2] in (first, second)
+
+
+@every_preset
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_graph_without_a_backward_keeps_its_borders_while_it_lives(precision: str, kept: bool) -> None:
+    model = attached(precision)
+    outputs = [model(X)]
+    if not kept:
+        outputs.clear()
+    model(X).sum().backward()
+    first, second = model.borders
+    assert (first is second) == (not kept)
+
+
+@every_preset
+def test_a_retained_graph_keeps_its_borders(precision: str) -> None:
+    model, fresh = attached(precision), attached(precision)
+    fresh.do = forget_borders
+    for each in (model, fresh):
+        loss = each(X).square().sum()
+        loss.backward(retain_graph=True)
+        (loss + each(2 * X).square().sum()).backward()
+        assert each.borders[0] is not each.borders[1]
+    assert same(*[copies(p.grad for p in each.parameters()) for each in (model, fresh)])
+
+
+@every_preset
+def test_many_forwards_in_one_backward_are_those_of_fresh_borders(precision: str) -> None:
+    def gradients(model: Model) -> list[Tensor]:
+        torch.stack([model(factor * X).square().sum() for factor in range(7)]).sum().backward()
+        return copies(p.grad for p in model.parameters())
+
+    kept, fresh = attached(precision), attached(precision)
+    fresh.do = forget_borders
+    assert same(gradients(kept), gradients(fresh))
+    assert len(set(kept.borders)) == len(set(fresh.borders)) == 7
+
+
+def test_a_graph_that_saved_an_older_value_is_refused() -> None:
+    model = attached("bf16")
+    loss = model(X.clone().requires_grad_()).sum()
+    with torch.no_grad():
+        model.layer.weight.mul_(2)
+    model(X)  # rounds the weight anew
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@every_preset
+def test_what_a_forward_does_to_a_weight_is_gone_in_the_next(precision: str) -> None:
+    model, calls = attached(precision), list[Tensor]()
+
+    def hook(model: Model) -> None:
+        model.layer.weight.register_hook(calls.append)
+        model.layer.weight.retain_grad()
+
+    model.do = hook
+    model(X).square().sum().backward()
+    assert len(calls) == 1
+    model.do = lambda model: None
+    model(X).square().sum().backward()
+    assert len(calls) == 1 and model.borders[0] is not model.borders[1]
+
+
+@every_preset
+def test_borders_go_with_the_model_and_with_detach(precision: str) -> None:
+    model = attached(precision)
+    model(X).sum().backward()
+    border, weight = weakref.ref(model.borders.pop()), weakref.ref(model.layer.weight)
+    runtime = model.forward.runtime  # type: ignore[attr-defined]
+    runtime.detach()
+    assert border() is None
+    runtime = MixedPrecision(precision)
+    runtime.attach(model)
+    for _ in range(3):
+        model(X).sum().backward()
+    border = weakref.ref(model.borders.pop())
+    model.borders.clear()
+    del model, runtime
+    gc.collect()
+    assert border() is None and weight() is None
+
+
+@every_preset
+def test_a_forward_that_raises_gives_its_borders_back(precision: str) -> None:
+    model = attached(precision)
+
+    def fail(model: Model) -> None:
+        model.borders.append(model.layer.weight.grad_fn)
+        raise KeyError("of the model")
+
+    model.do = fail
+    with pytest.raises(KeyError):
+        model(X)
+    model.do = lambda model: None
+    model(X).sum().backward()
+    assert model.borders[0] is model.borders[1]
+
+
+@every_preset
+def test_gradients_of_accumulated_backwards_are_those_of_a_loop(precision: str) -> None:
+    model, other = attached(precision), attached(precision)
+    other.do = forget_borders
+    for factor in (1, 2, 3):
+        F.mse_loss(model(factor * X), X).backward()
+        F.mse_loss(other(factor * X), X).backward()
+    assert same(*[copies(p.grad for p in each.parameters()) for each in (model, other)])
