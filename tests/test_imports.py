@@ -23,7 +23,7 @@ ALLOWED = {
     "scaling": {"_warnings", "kernels", "policy"},
     "casting": {"_warnings", "kernels", "policy", "scaling"},
     "weights": {"_warnings", "kernels", "policy", "scaling", "casting"},
-    "environment": {"_version", "policy", "casting"},
+    "environment": {"_version", "kernels", "policy", "casting"},
     "step": {"_warnings", "kernels", "policy", "scaling", "casting", "weights"},
     "memory": {"kernels", "policy", "scaling", "casting", "weights", "step", "environment"},
     "diagnostics": {"kernels", "policy", "scaling", "casting", "weights", "step", "environment", "memory"},

@@ -9,6 +9,7 @@ import torch
 
 from hf_mp._version import __version__
 from hf_mp.casting.cpu.upcast import runs_natively
+from hf_mp.kernels import native
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 _PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes")
@@ -50,7 +51,14 @@ def describe_hardware() -> dict[str, str]:
         },
         "CPU threads": f"{torch.get_num_threads()} of {cpus}",
         **_gpus(),
+        "Casts": _casts(),
     }
+
+
+def _casts() -> str:
+    if (reason := native.why_not()) is not None:
+        return f"Python's ({reason})"
+    return "C++" if native.is_compiled() else "C++, compiled when a model is first attached: half a minute, once"
 
 
 def _gpus() -> dict[str, str]:

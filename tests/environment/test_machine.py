@@ -91,3 +91,13 @@ def test_gpus_are_listed_with_memory_in_gib(monkeypatch, gpus, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus) or 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**gpus[index]))
     assert {name: words for name, words in describe_hardware().items() if name.startswith("GPU")} == expected
+
+
+def test_casts_say_which_ones_run_and_how_to_have_the_others(monkeypatch):
+    monkeypatch.setenv("HF_MP_NATIVE", "auto")
+    assert "Python's (there is no GPU: HF_MP_NATIVE=1" in describe_hardware()["Casts"]
+    monkeypatch.setenv("HF_MP_NATIVE", "1")
+    monkeypatch.setattr(environment.native, "is_compiled", lambda: False)
+    assert describe_hardware()["Casts"] == "C++, compiled when a model is first attached: half a minute, once"
+    monkeypatch.setattr(environment.native, "is_compiled", lambda: True)
+    assert describe_hardware()["Casts"] == "C++"
