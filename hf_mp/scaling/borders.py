@@ -272,7 +272,8 @@ def add_late_borders(
     if (module := native()) is not None and module.leaves_by_borders(results, first, _AT_ONCE, _INWARD):
         return False
     with torch._C.DisableTorchFunctionSubclass():  # a loss that may stay unread
-        todo, found = [node for result in results if (node := result.grad_fn) is not None], False
+        todo: list[Any] = [node for result in results if (node := result.grad_fn) is not None]
+    found = False
     seen, outside = {None, *todo}, set[Any]()
     for node in todo:  # which grows
         places = []

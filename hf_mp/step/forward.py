@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,9 @@ from hf_mp.casting.replacements.base import ReplacedForward
 from hf_mp.casting.uncompiled import outside_of_graphs
 from hf_mp.scaling.borders import output_border
 from hf_mp.step.profiling import profiled
+from hf_mp.weights.lasting import LastingSlots
 from hf_mp.weights.lean.outside_reads import as_stored
+from hf_mp.weights.model_walk import Walk
 from hf_mp.weights.region import Region
 
 if TYPE_CHECKING:
@@ -29,6 +32,9 @@ class AttachedForward(ReplacedForward):
     def __init__(self, runtime: MixedPrecision, module: nn.Module) -> None:
         super().__init__(module)
         self.runtime = runtime
+        self.walk: Walk | None = None  # over the model, at the last forward with gradients
+        # By their kinds, what forwards put into the slots. It goes with the model, which it refers to.
+        self.lasting: dict[Hashable, LastingSlots] = {}
         self.inner_forward = counting_positions(self) if runtime.policy.exact_generation else self.original
         functools.update_wrapper(self, self.original, updated=())  # not the attributes of an attached forward below
 
@@ -60,7 +66,7 @@ class _AttachedCall:
     def __init__(self, forward: AttachedForward, model: nn.Module, args: Any, kwargs: Any) -> None:
         self._runtime = runtime = forward.runtime
         with as_stored():
-            self._slots = slots = runtime.begin_forward(model, forward.module())
+            self._slots = slots = runtime.begin_forward(model, forward)
         has_grad = slots is not None and slots.has_grad
         observers = runtime.observers if has_grad else []
         self._output_hooks = [hook for one in observers if (hook := one.forward_began(forward, args, kwargs))]

@@ -111,7 +111,6 @@ class MixedPrecision:
         self._step_was_skipped = self.is_of_session = False
         self._stats = PrecisionStats.before_first_step(self.scaler.get_scale())
         self._model: weakref.ref[nn.Module] | None = None
-        self._with_masters: Walk | None = None  # the weights at the last forward with gradients
         self._patches: weakref.finalize[..., nn.Module] | None = None  # takes them off with the model
         self._forwards, self._guards = list[weakref.ref[AttachedForward]](), list[StepGuard]()
         # Whether gradients are used in the backward: nobody clips or reduces them afterwards.
@@ -226,10 +225,10 @@ class MixedPrecision:
             self._guards.append(guard)
         return optimizer
 
-    def begin_forward(self, model: nn.Module, entry: nn.Module | None) -> Slots | None:
-        """Make the FP32 masters that are missing; gives the weights of the forward of ``entry`` that is about to run.
+    def begin_forward(self, model: nn.Module, forward: AttachedForward) -> Slots | None:
+        """Make the FP32 masters that are missing; gives the weights of ``forward``, which is about to run.
 
-        ``entry`` is the attached ``model``, or a part of it. None in a transform of functorch.
+        It is that of the attached ``model``, or of a part of it. None in a transform of functorch.
         """
         if self._patches is None:  # a deep copy: by now all of its modules are there
             self._take_model(model)
@@ -246,17 +245,22 @@ class MixedPrecision:
             self.check.forget_failed_backwards()
         # DDP takes a parameter for ready as soon as the border that it shares has run.
         elements = 1 if self.uses_up_gradients or parallelism.ddp is not None else None
-        seen = Walk(model)
-        if has_grad and seen != self._with_masters:
+        walk = Walk(model)
+        if has_grad and walk != forward.walk:
+            self._forget_borders()
             self.layout.make_masters(model)
-            seen = self._with_masters = Walk(model)
-        region, kind = self.region, (id(entry), has_grad, model.training)
+            walk = forward.walk = Walk(model)
+        region, kind = self.region, (id(forward), has_grad, model.training)
         make = Slots if self.layout.keeps_copies else GatheredSlots
         slots = make(
             self.layout, self, region.uses, region.made_earlier, has_grad, self.check.is_scaled, elements, kind
         )
-        slots.bring_in_model(model, seen)
+        slots.bring_in_model(model, walk, forward.lasting)
         return slots
+
+    def _forget_borders(self) -> None:
+        for forward in filter(None, [reference() for reference in self._forwards]):
+            forward.lasting.clear()
 
     def _use_layout_for(self, parameters: Iterable[Tensor], parallelism: Parallelism) -> None:
         model, before = self.model, self.layout
@@ -372,14 +376,13 @@ class MixedPrecision:
         # In reverse: each forward restores the one that it replaced.
         for forward in filter(None, [reference() for reference in reversed(self._forwards)]):
             forward.remove()
+        self._forget_borders()
         self.scaler.finish_pending_step()
         for guard in self._guards:
             guard.remove(self)
         self._forwards, self._guards = [], []
         model, self._model = self.model, None
         self.layout.restore(model)
-        self._with_masters = None
-        self.region.uses.lasting.clear()
         if model is not None:
             remove_replacements(model)
         for observer in self.observers:

@@ -50,14 +50,14 @@ class BorderSet:
 class LastingSlots:
     """The sets of borders for the forwards of one kind."""
 
-    seen: Walk
+    walk: Walk
     rounded: list[Tensor]  # the weights whose slots hold their working copies
     copies: list[Tensor]
     sets: list[BorderSet] = field(default_factory=list)
 
-    def holds(self, seen: Walk, copies: list[Tensor]) -> bool:
+    def holds(self, walk: Walk, copies: list[Tensor]) -> bool:
         """Whether weights and working copies are those for which the borders were made."""
-        return self.seen == seen and [*map(id, self.copies)] == [*map(id, copies)]
+        return self.walk == walk and [*map(id, self.copies)] == [*map(id, copies)]
 
     def free_set(self) -> BorderSet | None:
         """One for a forward to take, if there is one; those that are not intact go."""

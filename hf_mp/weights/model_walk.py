@@ -40,7 +40,7 @@ class Walk:
     __hash__ = None  # type: ignore[assignment]
 
 
-def look(modules: list[nn.Module]) -> tuple[Any, list[Tensor], Any]:
+def look(modules: list[nn.Module]) -> tuple[Any, list[Any], Any]:
     """Keys of what lies in ``modules``: of the modules there, and of the weights, which are given with all repeats.
 
     The key of a weight changes with all that decides about its border; not with its values. Weights are to be held as
@@ -50,10 +50,12 @@ def look(modules: list[nn.Module]) -> tuple[Any, list[Tensor], Any]:
     return look_reference(modules) if found is None else found
 
 
-def look_reference(modules: Sequence[nn.Module]) -> tuple[Any, list[Tensor], Any]:
+def look_reference(modules: Sequence[nn.Module]) -> tuple[Any, list[Any], Any]:
     """What :func:`look` gives without C++, and where a module keeps its own in no dictionary, as TorchScript's."""
     children = [id(child) for module in modules for child in module._modules.values()]
-    named = [item for module in modules for item in module._parameters.items() if item[1] is not None]
+    named: list[tuple[str, Any]] = [
+        item for module in modules for item in module._parameters.items() if item[1] is not None
+    ]
     return children, [weight for _, weight in named], [(name, *_key_of(weight)) for name, weight in named]
 
 

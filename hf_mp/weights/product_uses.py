@@ -68,7 +68,6 @@ class ProductUses:
         # By the kinds of forwards that have ended, whether a mode has to watch their calls: they use what came from
         # outside, or read `.data` of a weight, or a dtype to cast by it (Slots.dtype_of).
         self.is_watched: dict[Hashable, bool] = {}
-        self.lasting: dict[Hashable, Any] = {}  # by the kinds of forwards, what they put into the slots
 
     def find_slots(self, model: nn.Module) -> list[Slot]:
         """Where the weights of ``model`` are looked up; not those that an attribute in ``__dict__`` hides."""
@@ -100,7 +99,6 @@ class ProductUses:
     def record_uses(self, kind: Hashable, slots: Iterable[Slot], notes: Notes, *, is_watched: bool) -> None:
         """Take in what the first forward of this kind did with the weights of these slots."""
         self.is_watched[kind] = is_watched
-        self.lasting.clear()
         for slot in slots:
             uses = notes.get((id(slot.weight), slot.in_16_bits), [])
             if not all(uses):

@@ -93,23 +93,27 @@ class Slots:
         # autograd numbers nodes as they are made; nothing public tells which of two is older.
         self.first_node = torch.autograd._get_sequence_nr()
 
-    def bring_in_model(self, model: nn.Module, seen: Walk) -> None:
-        """Bring the weights of ``model``, which are as ``seen``, in, for this context to put into their slots."""
-        key = self._kind, self.has_borders, self._group_elements
-        lasting: LastingSlots | None = self._uses.lasting.get(key)
-        if lasting is not None and not lasting.holds(seen, [*self._layout.working_copies(lasting.rounded).values()]):
+    def bring_in_model(self, model: nn.Module, walk: Walk, kept: dict[Hashable, LastingSlots]) -> None:
+        """Bring the weights of ``model`` in, for this context to put into their slots.
+
+        ``kept`` has what earlier forwards brought in, by their kinds; ``walk`` tells whether the weights are the same.
+        """
+        # What the first forward of any kind does decides about slots.
+        key = self._kind, self.has_borders, self._group_elements, len(self._uses.is_watched)
+        lasting = kept.get(key)
+        if lasting is not None and not lasting.holds(walk, [*self._layout.working_copies(lasting.rounded).values()]):
             # All kinds: a border holds the AccumulateGrad of a weight, which torch keeps when a weight is resized.
-            self._uses.lasting.clear()
+            kept.clear()
             lasting = None
         if lasting is None or (found := lasting.free_set()) is None:
             slots = self._uses.find_slots(model)
             found = BorderSet(self._bring_in_all(slots), self._inside)
-            # What a first forward does decides about slots; a tensor that was computed is another in the next forward.
-            if not self.records_uses and all([weight.is_leaf for weight in seen.weights]):
+            # A tensor that was computed is another in the next forward.
+            if not self.records_uses and all([weight.is_leaf for weight in walk.weights]):
                 if lasting is None:
                     rounded = [slot.weight for slot in slots if slot.in_16_bits]
                     copies = [*self._layout.working_copies(rounded).values()]
-                    lasting = self._uses.lasting[key] = LastingSlots(seen, rounded, copies)
+                    lasting = kept[key] = LastingSlots(walk, rounded, copies)
                 lasting.keep(found)
         # What lies where. A forward may change both.
         self._filled, self._inside = list(found.filled), dict(found.inside)
@@ -302,9 +306,12 @@ class Slots:
 
         A second derivative takes edges that are made later: so calls are watched from the next forward on.
         """
+        if not self.has_grad:
+            return
         with torch._C.DisableTorchFunctionSubclass():  # a loss that may stay unread
-            for node in filter(None, [result.grad_fn for result in results]):
-                node.border_use = self._border_use  # while one of them lives, no other forward takes these borders
+            nodes: list[Any] = [node for result in results if (node := result.grad_fn) is not None]
+        for node in nodes:
+            node.border_use = self._border_use  # while one of them lives, no other forward takes these borders
         if self.is_scaled and add_late_borders(results, self._crossings, self.first_node, self._made_earlier):
             self._uses.is_watched[self._kind] = True
 

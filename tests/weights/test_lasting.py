@@ -43,7 +43,7 @@ def attached(precision: str) -> Model:
 
 
 def forget_borders(model: Any) -> None:
-    model.forward.runtime.region.uses.lasting.clear()
+    model.forward.lasting.clear()
 
 
 @every_preset

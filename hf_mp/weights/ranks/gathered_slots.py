@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.scaling.borders import BorderUse
+from hf_mp.weights.lasting import LastingSlots
 from hf_mp.weights.model_walk import Walk
 from hf_mp.weights.product_uses import Slot
 from hf_mp.weights.ranks.layouts import TensorParallelLayout
@@ -24,7 +26,7 @@ class GatheredSlots(Slots):
     products take is in ``_parameters``.
     """
 
-    def bring_in_model(self, model: nn.Module, seen: Walk) -> None:
+    def bring_in_model(self, model: nn.Module, walk: Walk, kept: dict[Hashable, LastingSlots]) -> None:
         """Take ``model``, whose weights come in while its forward runs."""
         self._model, self._handles = model, list[RemovableHandle]()
         self._filled, self._border_use = [], BorderUse((), self._crossings)
