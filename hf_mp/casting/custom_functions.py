@@ -35,7 +35,8 @@ def custom_fwd(
         forward: the static method, for use as ``@custom_fwd`` without arguments.
         device_type: for torch's signature: ours holds on every device. Default None.
         cast_inputs: None (default) runs ``forward`` in the autocast that is active. A dtype casts the floating inputs
-            to it and runs ``forward`` with autocast off; outside of any autocast it has no effect.
+            but FP64 to it, also those in dictionaries, sequences and generators, and runs ``forward`` with autocast
+            off; outside of any autocast it has no effect.
 
     Raises:
         TypeError: if ``cast_inputs`` is not a dtype.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -304,8 +305,9 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 
     def cast_arguments(self, args: Any, kwargs: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
         """:meth:`cast` for all arguments of a function or module, outside of a handler, with modes on."""
+        cast = functools.partial(map_tensors, lambda tensor: self.cast(tensor, dtype))
         with torch._C.DisableTorchFunction():  # an attached model says that a 16-bit weight is FP32
-            return self.cast(args, dtype), {key: self.cast(arg, dtype) for key, arg in kwargs.items()}
+            return cast(args), {key: cast(arg) for key, arg in kwargs.items()}
 
     def _cast_once(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """A trained weight in another floating dtype, cast once while this autocast lasts, as torch's."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 # Told first: nearly every value is one of these, and functions and classes have attributes that nobody means.
 _ATOMS = (str, bytes, int, float, complex, type(None), type, types.FunctionType, types.MethodType, types.ModuleType)
 _SEQUENCES = (list, tuple, set, frozenset, collections.deque)
+_ITERATED = (types.GeneratorType, map, filter, zip, collections.abc.MappingView)
 
 
 def apply_to_tensors(function: Callable[[Tensor], Any], value: Any, *, objects: bool = False) -> Any:
@@ -48,11 +49,19 @@ def _applied(function: Callable[[Tensor], Any], value: Any, objects: bool, done:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """:func:`apply_to_tensors` for an op's argument or result, in lists and tuples alone: torch.compile traces it."""
+    """:func:`apply_to_tensors` for an argument or result of a call, in what ``torch.amp.custom_fwd`` looks into.
+
+    torch.compile traces it. A mapping without a tensor that changes is returned itself: its owner may be writing to it.
+    """
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, _SEQUENCES):
         return _like(value, [map_tensors(function, item) for item in value])
+    if isinstance(value, Mapping) and any([function(tensor) is not tensor for tensor in tensors_in(value)]):
+        mapped = {key: map_tensors(function, item) for key, item in value.items()}
+        return mapped if type(value) is dict else _with_entries(value, [], mapped)
+    if isinstance(value, _ITERATED):
+        return (map_tensors(function, item) for item in value)
     return value
 
 

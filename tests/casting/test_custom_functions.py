@@ -1,8 +1,12 @@
 """Autograd functions of a person's own under autocast, after the examples of torch's AMP documentation."""
 
+import collections
+import types
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from autograd_functions import Times
@@ -106,6 +110,64 @@ def test_cast_inputs_casts_and_switches_autocast_off() -> None:
     result.sum().backward()
     assert seen == {"x": FP32, "weight": FP32, "forward": FP32, "backward": FP32}
     assert x.grad.dtype is FP16 and weight.grad.dtype is FP32
+
+
+Pair = collections.namedtuple("Pair", "a b")
+NESTED: dict[str, Callable[[Tensor], Any]] = {
+    "after a number": lambda x: (3, x),
+    "dict": lambda x: ({"a": x, "b": [x, {"c": (x, 1)}], "ids": torch.arange(2), "wide": x.double()},),
+    "OrderedDict": lambda x: (collections.OrderedDict(a=x),),
+    "UserDict": lambda x: (collections.UserDict(a=x),),
+    "list": lambda x: ([1, x, (x, None)],),
+    "set": lambda x: ({x},),
+    "deque": lambda x: (collections.deque([x]),),
+    "generator": lambda x: ((one for one in (x, {"a": x})),),
+    "values": lambda x: ({"a": x}.values(),),
+    "without tensors": lambda x: ({"a": 1, "b": "text"}, "text", b"text", torch.Size((2,)), np.ones(2)),
+}
+
+
+def dtypes_in(value: Any) -> list[torch.dtype]:
+    """In the order in which they come, of all that torch's cast_inputs looks into."""
+    if isinstance(value, Tensor):
+        return [value.dtype]
+    items = value.values() if isinstance(value, collections.abc.Mapping) else value
+    is_leaf = isinstance(items, (str, bytes, np.ndarray)) or not isinstance(items, collections.abc.Iterable)
+    return [] if is_leaf else [dtype for item in items for dtype in dtypes_in(item)]
+
+
+@pytest.mark.parametrize("place", NESTED)
+def test_cast_inputs_looks_where_torchs_does(place: str) -> None:
+    def given(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+    x = torch.ones(2, dtype=BF16)
+    with autocast(BF16):
+        args, kwargs = custom_fwd(given, cast_inputs=FP32)(Namespace(), *NESTED[place](x), keyword=NESTED[place](x))
+    theirs = torch.amp.custom_fwd(given, device_type="cpu", cast_inputs=FP32)
+    with torch.autocast("cpu", BF16):
+        expected = theirs(Namespace(), *NESTED[place](x), keyword=NESTED[place](x))
+    kinds = [type(one) for one in args]
+    assert kinds == [type(one) for one in NESTED[place](x)] or kinds == [types.GeneratorType]  # torch: a dict of each
+    assert dtypes_in((args, kwargs)) == dtypes_in(expected)
+
+
+def test_what_cast_inputs_leaves_as_it_is() -> None:
+    x, state = torch.ones(2, dtype=FP16), {"seen": [torch.ones(2)], "steps": 1}
+    with autocast():
+        pair, found = custom_fwd(lambda ctx, *args: args, cast_inputs=FP32)(Namespace(), Pair(x, x.double()), state)
+    assert found is state  # nothing in it changes, and somebody may write to it
+    assert type(pair) is Pair and (pair.a.dtype, pair.b.dtype) == (FP32, FP64)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_module_in_fp32_is_given_what_a_dictionary_holds_in_fp32(is_compiled: bool) -> None:
+    torch._dynamo.reset()
+    own = Using(lambda m, given: given["hidden"][0] * 1.0)
+    model = Using(lambda m, x: m.own({"hidden": [m.linear(x)]}), linear=nn.Linear(4, 4), own=own)
+    run = torch.compile(model, backend="eager", fullgraph=True) if is_compiled else model
+    with autocast(rules={"own": "fp32"}, model=model):
+        assert run(torch.randn(3, 4)).dtype is FP32
 
 
 @pytest.mark.parametrize("cast_inputs", ["fp32", 32, True])
