@@ -105,6 +105,12 @@ def spell(precision: str | torch.dtype) -> str:
     return "-".join([next(known, dtype), *layout])
 
 
+def named_dtype(value: Any) -> Any:
+    """The dtype that a text names (:func:`spell`), or else ``value`` itself."""
+    named = {entry.name: entry.dtype for entry in compute_dtypes()}
+    return named.get(spell(value), value) if isinstance(value, str) else value
+
+
 def did_you_mean(precision: object, names: Iterable[str]) -> str:
     """The nearest of ``names`` as a question, ``. Did you mean 'fp16'?``; empty where none is near."""
     # Lightning and Keras: "16-mixed", "mixed_float16".
@@ -299,10 +305,10 @@ def _read_field(key: str, value: str) -> object:
         if value.lower() not in ("true", "false"):
             raise ValueError(f"{key}={value!r} in a precision policy: write {key}=true or {key}=false")
         return value.lower() == "true"
-    dtypes = {entry.name: entry.dtype for entry in compute_dtypes()}
-    if spell(value) not in dtypes:
-        raise ValueError(f"{key}={value!r} is not a dtype of a precision policy: use one of {', '.join(dtypes)}")
-    return dtypes[spell(value)]
+    if isinstance(dtype := named_dtype(value), str):
+        names = ", ".join(entry.name for entry in compute_dtypes())
+        raise ValueError(f"{key}={value!r} is not a dtype of a precision policy: use one of {names}")
+    return dtype
 
 
 def _layouts(*entries: ComputeDtype) -> dict[str, PrecisionPolicy]:

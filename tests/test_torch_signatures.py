@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -46,22 +47,51 @@ def test_parameters_of_torchs_come_first_and_in_its_order(ours: Callable[..., An
         ((), {"device_type": "cpu", "dtype": FP16, "enabled": True, "cache_enabled": True}, FP16, "cpu"),
     ],
 )
-def test_autocast_means_what_torchs_does(args: Any, settings: Any, dtype: torch.dtype, tables: str) -> None:
+def test_autocast_means_what_torchs_does(
+    monkeypatch: pytest.MonkeyPatch, args: Any, settings: Any, dtype: torch.dtype, tables: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     mode = hf_mp.autocast(*args, **settings)
     assert (mode.dtype, mode.tables) == (dtype, tables)
     with mode:
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is dtype
 
 
-def test_an_unknown_device_is_refused_as_a_dtype() -> None:
-    with pytest.raises(TypeError, match=r"must be a torch.dtype, not str \('float16'\)"):
-        hf_mp.autocast("float16")
+@pytest.mark.parametrize("args", [("cuda",), ("cuda:0", FP16), (torch.device("cuda"), BF16)])
+def test_without_cuda_its_autocast_is_switched_off_with_a_warning_as_torchs(
+    monkeypatch: pytest.MonkeyPatch, args: Any
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.warns(UserWarning, match="CUDA is not available or torch_xla is imported. Disabling autocast"):
+        assert not torch.autocast("cuda", *args[1:])._enabled
+    dtype = args[1] if args[1:] else FP16
+    with pytest.warns(UserWarning, match=rf"CUDA is not available: .* switched off.* autocast\({dtype}\) computes in"):
+        mode = hf_mp.autocast(*args)
+    with mode:
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is FP32
+    with warnings.catch_warnings(action="error"):
+        assert not hf_mp.autocast(*args, enabled=False).enabled
+        assert hf_mp.DynamicLossScaler("cuda").is_enabled()  # which changes no gradient
+
+
+@pytest.mark.parametrize(
+    ("args", "dtype"),
+    [(("fp16",), FP16), (("cpu", "Half"), FP16), ((None, "bfloat16"), BF16), (("torch.float32",), FP32)],
+)
+def test_a_dtype_may_be_given_by_name(args: Any, dtype: torch.dtype) -> None:
+    with hf_mp.autocast(*args):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is dtype
+
+
+def test_what_is_neither_a_device_nor_a_dtype_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"or its name, not str \('fp17'\): use one of torch.float16, .*torch.float32"):
+        hf_mp.autocast("fp17")
 
 
 @pytest.mark.parametrize("cache_enabled", [None, True, False])
 def test_weights_are_cast_once_or_at_each_use(cache_enabled: bool | None) -> None:
     weight = torch.ones(2, 2, requires_grad=True)
-    with hf_mp.autocast("cuda", FP16, cache_enabled=cache_enabled) as mode:
+    with hf_mp.autocast("cpu", FP16, cache_enabled=cache_enabled) as mode:
         once, again = mode.cast(weight, FP16), mode.cast(weight, FP16)
     assert (once is again) is (cache_enabled is not False)
 

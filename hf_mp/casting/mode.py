@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
+from hf_mp._warnings import warn_caller
 from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.dispatched import note_innermost
 from hf_mp.casting.exact_sums import exact_plan
@@ -27,7 +28,7 @@ from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
 from hf_mp.casting.uncompiled import uncompiled
 from hf_mp.casting.watching import watching
 from hf_mp.kernels.tensors import version_of
-from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.policy import LOWER_PRECISION_DTYPES, named_dtype
 
 ALLOWED_DTYPES = (*LOWER_PRECISION_DTYPES, torch.float32)
 
@@ -52,8 +53,10 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 
     Args:
         device_type: the dtype, as in ``autocast(torch.float16)``, or, as for ``torch.autocast``, the device whose
-            default ``dtype`` and op lists to take. Tensors on other devices are cast all the same. Default None.
-        dtype: ``torch.float16`` (default), ``torch.bfloat16`` or ``torch.float32`` (nothing is lowered).
+            default ``dtype`` and op lists to take. Tensors on other devices are cast all the same; ``"cuda"`` without
+            CUDA warns and switches autocast off, as torch's does. Default None.
+        dtype: ``torch.float16`` (default), ``torch.bfloat16`` or ``torch.float32`` (nothing is lowered), or a name of
+            one: ``"fp16"``, ``"bfloat16"``.
         enabled: False switches autocast off inside an outer one; default True.
         cache_enabled: False casts a trained weight anew at each use; default None: once, until it changes.
         tables: whose documented op lists apply: ``"cuda"`` (default, on every device) or ``"cpu"``; ``"compact"`` is
@@ -63,7 +66,8 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         model: where the module names in ``rules`` are looked up; default none, for rules by op alone.
 
     Raises:
-        TypeError: if ``dtype`` is not a ``torch.dtype``, or a rule is for something that is not a torch function.
+        TypeError: if ``dtype`` is not a ``torch.dtype`` or the name of one, or a rule is for something that is not a
+            torch function.
         ValueError: for another dtype, an unknown device, a table set that does not exist, a rule that is not known, or
             one that matches no module.
         RuntimeError: on entering, if ``torch.autocast`` is active: the two would cast each other's results.
@@ -87,11 +91,15 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         model: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        dtype, tables = _read_torch_arguments(device_type, dtype, tables)
+        dtype, tables, enabled = _read_torch_arguments(device_type, dtype, tables, enabled)
+        allowed = ", ".join(map(str, ALLOWED_DTYPES))
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"autocast's dtype must be a torch.dtype, not {type(dtype).__name__} ({dtype!r})")
+            raise TypeError(
+                f"autocast's dtype must be a torch.dtype or its name, not {type(dtype).__name__} ({dtype!r}): use one "
+                f"of {allowed}"
+            )
         if dtype not in ALLOWED_DTYPES:
-            raise ValueError(f"autocast cannot use {dtype}: use one of {', '.join(map(str, ALLOWED_DTYPES))}")
+            raise ValueError(f"autocast cannot use {dtype}: use one of {allowed}")
         if tables not in TABLES:
             raise ValueError(f"tables={tables!r} is not known: use one of {', '.join(map(repr, TABLES))}")
         self.dtype = dtype
@@ -319,12 +327,28 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         return kept[2]
 
 
-def _read_torch_arguments(first: Any, dtype: Any, tables: TableName | None) -> tuple[Any, TableName]:
-    """The dtype and the op lists that the arguments of ``torch.autocast``, or ours, ask for."""
+def _read_torch_arguments(
+    first: Any, dtype: Any, tables: TableName | None, enabled: bool
+) -> tuple[Any, TableName, bool]:
+    """The dtype and the op lists that the arguments of ``torch.autocast``, or ours, ask for, and whether it is on."""
+    if isinstance(dtype, str):
+        dtype = named_dtype(dtype)
+    if isinstance(first, str):
+        first = named_dtype(first)
     if isinstance(first, (str, torch.device)):
         with contextlib.suppress(RuntimeError):  # no device: the caller refuses it as a dtype
             kind = torch.device(first).type
             dtype = torch.get_autocast_dtype(kind) if dtype is None else dtype
-            return dtype, tables or ("cpu" if kind == "cpu" else "cuda")
+            return dtype, tables or ("cpu" if kind == "cpu" else "cuda"), enabled and _is_available(kind, dtype)
     chosen = dtype if first is None else first
-    return torch.float16 if chosen is None else chosen, tables or "cuda"
+    return torch.float16 if chosen is None else chosen, tables or "cuda", enabled
+
+
+def _is_available(device: str, dtype: Any) -> bool:
+    """Whether autocast for this kind of device can be on; a warning where it cannot, as ``torch.autocast`` gives."""
+    if is_missing := device == "cuda" and not torch.cuda.is_available():
+        warn_caller(
+            'CUDA is not available: autocast("cuda", ...) is switched off, as torch.autocast is. '
+            f"autocast({dtype}) computes in {dtype} on any device"
+        )
+    return not is_missing
