@@ -259,8 +259,8 @@ class PrecisionPolicy:
             return text
         if not isinstance(text, (str, torch.dtype)):
             raise TypeError(
-                f"precision must be a string, a dtype or a PrecisionPolicy, not {type(text).__name__}"
-                f"{did_you_mean(text, PRESETS)}"
+                f"precision must be a string, a dtype or a PrecisionPolicy, not {type(text).__name__}: use one of "
+                f"{', '.join(PRESETS)}{did_you_mean(text, PRESETS)}"
             )
         if spell(text) not in PRESETS and "=" not in str(text):
             raise ValueError(

@@ -211,7 +211,10 @@ REFUSED: list[tuple[Callable[[], PrecisionPolicy], str]] = [
     (text("fp32,exact_generation=true"), "exact_generation=True with compute=fp32 is not allowed"),
     (fields(exact_generation=1), "exact_generation=1 must be True or False"),
     (text("fp16", head=True), "head is no option of mixed precision: see help"),
-    *((text(p), f"must be a string, a dtype or a PrecisionPolicy, not {type(p).__name__}") for p in (None, 16, Tensor)),
+    *(
+        (text(p), f"a string, a dtype or a PrecisionPolicy, not {type(p).__name__}: use one of fp32, fp16, bf16")
+        for p in (None, 16, Tensor)
+    ),
 ]  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from hf_mp.trainer.refusals import (
 )
 from hf_mp.trainer.save_dtype import extend_save
 from hf_mp.trainer.session import OfSession, TrainerSession
-from hf_mp.trainer.settings import GONE, PrecisionOptions, SessionSettings
+from hf_mp.trainer.settings import DEFAULT_PRECISION, GONE, PrecisionOptions, SessionSettings
 
 # A callback can neither replace the Trainer's optimizer nor end its training in a checkpoint.
 _OPTIONS = {option.name for option in fields(PrecisionOptions)} - {
@@ -39,13 +39,14 @@ _OPTIONS = {option.name for option in fields(PrecisionOptions)} - {
 
 
 class MixedPrecisionCallback(OfSession, TrainerCallback):
-    """Mixed precision for a Trainer that is stock, subclassed, or of another library: its code stays as it is.
+    """Mixed precision, ``"fp16"`` by default, for a Trainer that is stock, subclassed, or of another library.
 
-    ``Trainer(..., callbacks=[MixedPrecisionCallback("fp16")])`` trains as :class:`MixedPrecisionTrainer` does, bit for
-    bit. The model is attached when the Trainer is made, before its optimizer; a reference model in the Trainer's
-    ``ref_model`` (TRL) when training begins. Each checkpoint has the state of the loss scale in
-    ``mixed_precision.json``, training logs have ``loss_scale``, ``skipped_steps`` and ``headroom``. When training ends,
-    the models are ordinary ones; after an error, or to take the callback off a Trainer, call :meth:`detach`.
+    Its code stays as it is: ``Trainer(..., callbacks=[MixedPrecisionCallback("fp16")])`` trains as
+    :class:`MixedPrecisionTrainer` does, bit for bit. The model is attached when the Trainer is made, before its
+    optimizer; a reference model in the Trainer's ``ref_model`` (TRL) when training begins. Each checkpoint has the
+    state of the loss scale in ``mixed_precision.json``, training logs have ``loss_scale``, ``skipped_steps`` and
+    ``headroom``. When training ends, the models are ordinary ones; after an error, or to take the callback off a
+    Trainer, call :meth:`detach`.
 
     SIGTERM and SIGUSR1 end the run without a checkpoint; :class:`MixedPrecisionTrainer` saves one.
 
@@ -71,7 +72,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
 
     def __init__(
         self,
-        precision: str | torch.dtype | PrecisionPolicy | None = None,
+        precision: str | torch.dtype | PrecisionPolicy = DEFAULT_PRECISION,
         *,
         tables: TableName = "compact",
         rules: Rules | None = None,

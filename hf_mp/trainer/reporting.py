@@ -10,8 +10,9 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from hf_mp.diagnostics.contract.table import PrecisionContract
+from hf_mp.environment.report import advise_here
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.trainer.settings import SessionSettings
+from hf_mp.trainer.settings import Default, SessionSettings
 
 if TYPE_CHECKING:  # imported where something is recorded
     from hf_mp.diagnostics.precision_recorder import PrecisionRecorder
@@ -51,14 +52,28 @@ def _for_json(value: Any) -> Any:
 
 
 def show_contract(
-    contract: PrecisionContract, risks: str, args: TrainingArguments, recorder: PrecisionRecorder | None
+    contract: PrecisionContract,
+    risks: str,
+    settings: SessionSettings,
+    args: TrainingArguments,
+    recorder: PrecisionRecorder | None,
 ) -> None:
     """Print the contract of a run and its risks, and record it for the page; on the first process alone."""
     if args.process_index == 0:
         # tqdm writes it above the progress bar; print would tear the bar apart.
-        tqdm.write("\n".join(filter(None, ("precision contract of this run:", str(contract), risks))))
+        headline = f"precision contract of this run: {_precision_of(settings, args.device.type)}"
+        tqdm.write("\n".join(filter(None, (headline, str(contract), risks))))
         if recorder is not None:
             recorder.note_contract(contract)
+
+
+def _precision_of(settings: SessionSettings, device: str) -> str:
+    """The precision of a run; of one that nobody chose also what `hf-mp env` would take in its place, and why."""
+    if not isinstance(settings.precision, Default):
+        return str(settings.policy)
+    advice = advise_here(device)
+    other = "; `hf-mp env` advises {preset}: {reason}".format_map(advice)
+    return f"{settings.precision} (default){other if advice['preset'] != settings.precision else ''}"
 
 
 def end_recording(recorder: PrecisionRecorder, *, with_report: bool) -> None:

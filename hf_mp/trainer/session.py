@@ -208,7 +208,7 @@ class TrainerSession(TrainerCallback):
             self.contract = self._watch.contract(optimizer, self.saved_dtypes)
             self._stop_watching()
             risks = check_training(model, optimizer).advice if self.contract.lacks_masters else ""
-            show_contract(self.contract, risks, self.args, self.recorder)
+            show_contract(self.contract, risks, self.settings, self.args, self.recorder)
 
     def log_entries(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Entries to add to ``logs``: the stats, if these are training logs."""

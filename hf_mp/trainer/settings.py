@@ -32,6 +32,21 @@ GONE = {
 }
 
 
+class Default(str):
+    """A name that nobody chose, which gives way to what a Trainer's arguments say."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:  # argparse makes a string of each default
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:  # training_args.bin is read with few classes allowed
+        return str, (self[:],)
+
+
+DEFAULT_PRECISION = Default("fp16")
+
+
 # HfArgumentParser takes help and choices from the metadata of a field.
 def _option(default: Any, says: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": says, **more})
@@ -42,7 +57,7 @@ class PrecisionOptions:
     """What may be said of a training in mixed precision, with its defaults; the help of each is what it means."""
 
     precision: str = _option(
-        "fp16",
+        DEFAULT_PRECISION,
         f"{', '.join(PRESETS)} (lean: the model is stored in 16 bits; fp32: the stock Trainer), or "
         "'params=fp32,compute=fp16,loss_scale=dynamic'.",
     )
@@ -131,11 +146,15 @@ class SessionSettings(PrecisionOptions):
 
     @classmethod
     def of(cls, args: TrainingArguments | None, given: Mapping[str, Any]) -> SessionSettings:
-        """What is ``given`` and not None, else what ``args`` say (``MixedPrecisionArguments``), else the default."""
+        """What is ``given``, else what ``args`` say (``MixedPrecisionArguments``), else the default.
+
+        An option that is None is not given; a ``precision`` of None is an error.
+        """
         # Any TrainingArguments may be given: those of a stock script have none of our options.
         is_said = isinstance(args, PrecisionOptions)
         said = {entry.name: getattr(args, entry.name) for entry in fields(PrecisionOptions) if is_said}
-        return cls(**{**said, **{name: value for name, value in given.items() if value is not None}})
+        given = {key: value for key, value in given.items() if value is not None or key == "precision"}
+        return cls(**{**said, **{key: value for key, value in given.items() if not isinstance(value, Default)}})
 
     def __post_init__(self) -> None:
         self.policy = self.precision_policy

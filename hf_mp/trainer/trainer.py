@@ -21,13 +21,13 @@ from hf_mp.trainer.checkpoints.crash_safe_trainer import CrashSafe
 from hf_mp.trainer.refusals import refuse_other_precision
 from hf_mp.trainer.save_dtype import extend_save
 from hf_mp.trainer.session import OfSession, TrainerSession
-from hf_mp.trainer.settings import SessionSettings
+from hf_mp.trainer.settings import DEFAULT_PRECISION, SessionSettings
 from hf_mp.weights.ranks.agreement import compare_settings
 from hf_mp.weights.ranks.parallelism import has_process_group
 
 
 class MixedPrecisionTrainer(OfSession, CrashSafe):
-    """A ``Trainer`` that trains in our mixed precision; with ``precision="fp32"`` it is the stock Trainer, bit for bit.
+    """A ``Trainer`` in our mixed precision, ``"fp16"`` by default; with ``"fp32"`` it is the stock one, bit for bit.
 
     The model is attached while ``train()`` runs, and an ordinary FP32 model afterwards, also when it raises.
     ``evaluate()`` and ``predict()`` run in autocast at any time, with the weights as they are. A reference model in the
@@ -58,7 +58,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe):
         model: nn.Module | None = None,
         args: TrainingArguments | None = None,
         *positional: Any,
-        precision: str | torch.dtype | PrecisionPolicy | None = None,
+        precision: str | torch.dtype | PrecisionPolicy = DEFAULT_PRECISION,
         tables: TableName = "compact",
         rules: Rules | None = None,
         **named: Any,

@@ -11,7 +11,7 @@ from mixtures import make, token_ids
 from torch import nn
 from torch.optim import SGD, AdamW
 from trainer_runs import quick_arguments, tiny_gpt2, token_rows
-from transformers import GPT2LMHeadModel, Trainer
+from transformers import GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments
 
 import hf_mp
 from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer, PrecisionContract
@@ -204,7 +204,7 @@ def test_it_is_printed_once_at_the_start_and_after_a_resume(kind, precision, tmp
     assert not any(module._forward_hooks for module in trainer.model.modules())
     text = capsys.readouterr().out
     assert text.count("precision contract of this run:") == 1
-    table = text.partition("precision contract of this run:\n")[2].splitlines()
+    table = text.partition(f"precision contract of this run: {precision}\n")[2].splitlines()
     stored = {"bf16": "fp32", "bf16-lean": "bf16+16"}[precision]
     assert any(line.split()[0].startswith("linear") and stored in line.split() for line in table)
     assert "no masters" not in text
@@ -212,6 +212,37 @@ def test_it_is_printed_once_at_the_start_and_after_a_resume(kind, precision, tmp
     _, resumed = train(kind, precision, tmp_path, resume=True)
     assert capsys.readouterr().out.count("precision contract of this run:") == 1
     assert resumed.session.contract == contract
+
+
+ADVISED = {
+    "bf16": "; `hf-mp env` advises bf16: This CPU multiplies BF16, which has FP32's range, so that",
+    "fp32": "; `hf-mp env` advises fp32: This CPU multiplies neither FP16 nor BF16: they save memory",
+    "fp16": "\n",
+}
+
+
+@pytest.mark.parametrize("advised", ADVISED)
+@pytest.mark.parametrize("kind", ["callback", "subclass", "arguments", "command line"])
+def test_a_precision_that_nobody_chose_is_called_the_default(
+    kind: str, advised: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = {"bf16": [torch.float16, torch.bfloat16], "fp32": [], "fp16": [torch.float16]}[advised]
+    monkeypatch.setattr("hf_mp.environment.report.runs_natively", lambda dtype, device_type: dtype in cpu)
+    cls = TrainingArguments if kind in ("callback", "subclass") else MixedPrecisionArguments
+    args = quick_arguments(tmp_path, cls, max_steps=1)
+    if kind == "command line":
+        texts = ["--output_dir", str(tmp_path), "--max_steps", "1", "--use_cpu", "true", "--report_to", "none"]
+        (args,) = HfArgumentParser(MixedPrecisionArguments).parse_args_into_dataclasses(texts)
+    callbacks = [MixedPrecisionCallback()] if kind == "callback" else []
+    make = Trainer if kind == "callback" else MixedPrecisionTrainer
+    make(model=tiny_gpt2(), args=args, train_dataset=token_rows(), callbacks=callbacks).train()
+    assert f"precision contract of this run: fp16 (default){ADVISED[advised]}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["callback", "subclass"])
+def test_a_precision_that_was_chosen_is_not_called_the_default(kind: str, tmp_path: Path, capsys: Any) -> None:
+    train(kind, "fp16", tmp_path)
+    assert "precision contract of this run: fp16\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["callback", "subclass"])

@@ -204,8 +204,8 @@ def test_settings_of_the_scaler_the_tables_and_the_rules(tmp_path: Path, contend
 
 def test_what_the_arguments_of_the_trainer_say_is_used(tmp_path: Path) -> None:
     args = arguments(tmp_path, MixedPrecisionArguments, precision="bf16", loss_scale="512")
-    for precision, expected in ((None, torch.bfloat16), ("fp16", torch.float16)):
-        callback = MixedPrecisionCallback(precision)
+    for precision, expected in (([], torch.bfloat16), (["fp16"], torch.float16)):
+        callback = MixedPrecisionCallback(*precision)
         Trainer(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[callback])
         assert callback.mixed_precision is not None
         assert callback.mixed_precision.policy == PrecisionPolicy(compute=expected, loss_scale=512.0)
@@ -240,6 +240,12 @@ def test_the_settings_in_the_documentation() -> None:
 def test_what_is_refused_when_the_callback_is_made(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MixedPrecisionCallback(**settings)
+
+
+@pytest.mark.parametrize("kind", [MixedPrecisionCallback, MixedPrecisionTrainer])
+def test_no_precision_is_refused_with_those_that_there_are(kind: Any) -> None:
+    with pytest.raises(TypeError, match="not NoneType: use one of fp32, fp16, bf16, fp16-lean, bf16-lean"):
+        kind(precision=None)
 
 
 def test_options_that_it_has_not() -> None:

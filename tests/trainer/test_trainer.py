@@ -184,8 +184,12 @@ def test_plain_training_arguments_and_the_precision_keyword(
     tmp_path: Path, gpt2_config: GPT2Config, rows: Rows
 ) -> None:
     args = arguments(tmp_path, TrainingArguments, max_steps=2)
-    for precision, expected in ((None, "fp16"), ("bf16", "bf16"), (PrecisionPolicy.parse("bf16"), "bf16")):
-        trainer = MixedPrecisionTrainer(model_of(gpt2_config), args, precision=precision, train_dataset=rows)
+    for given, expected in (
+        ({}, "fp16"),
+        ({"precision": "bf16"}, "bf16"),
+        ({"precision": PrecisionPolicy.parse("bf16")}, "bf16"),
+    ):
+        trainer = MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows, **given)
         assert str(trainer.precision_policy) == expected
 
 
