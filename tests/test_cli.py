@@ -26,6 +26,13 @@ def test_what_is_shown_without_a_command(arguments, exit_code, shown):
     assert result.exit_code == exit_code and shown in result.output
 
 
+@pytest.mark.parametrize("command", [[], ["env"], ["memory"], ["report"], ["check"]])
+def test_flags_are_shown_without_a_type(command):
+    shown = run(*command, "--help").output
+    assert "--help" in shown and "bool" not in shown.lower()
+    assert ("<int>" in shown) is (command == ["memory"])
+
+
 def test_a_command_that_is_gone_names_the_way_out():
     result = run("calibrate", "gpt2", "--train-file", "text")
     assert result.exit_code == 2 and "hf_mp.calibrate(model, batches).save(FOLDER) does the same" in result.output

@@ -13,6 +13,7 @@ import importlib
 import itertools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -296,13 +297,17 @@ class Patches:
             self.count(-1)
 
     def count(self, more: int, *, may_stay: bool = False) -> None:
-        """So many more users; ``may_stay``: while code is compiled, until the next user has gone."""
+        """So many more users; ``may_stay``: where code is being compiled, take nothing off before that has ended."""
         with self._lock:
             self._users += more
             if self._users > 0 and not self._replaced:
                 self._put_on()
-            elif self._users == 0 and not (may_stay and torch._guards.CompileContext.try_get()):
-                self._take_off()
+            elif self._users == 0:
+                compiling = torch._guards.CompileContext.try_get() if may_stay else None
+                if compiling is None:
+                    self._take_off()
+                else:  # the context goes when the compiler has checked its guards
+                    weakref.finalize(compiling, self.count, 0, may_stay=True)
 
     def _put_on(self) -> None:
         from torch._dynamo import trace_rules

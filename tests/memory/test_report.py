@@ -129,7 +129,10 @@ def test_gpt2_without_weights_and_network(monkeypatch):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["no-such/model", "--config-only"], "cannot be loaded: no network.*gpt2, gpt2-medium, gpt2-large, gpt2-xl"),
+        (
+            ["no-such/model", "--config-only"],
+            "neither a directory .*no network.*gpt2, gpt2-medium, gpt2-large, gpt2-xl",
+        ),
         (["gpt2", "--gpu", "24GB"], "'24GB' is not a size of memory: write a number and KiB, MiB, GiB"),
         (["gpt2", "--gpu", "big"], "'big' is not a size of memory"),
         (["gpt2", "--config-only", "--train", "--seq-len", "2000"], "longer than the 1024 positions"),

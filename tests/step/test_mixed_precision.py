@@ -288,7 +288,15 @@ BAD: dict[str, tuple[Callable[[GPT2LMHeadModel], Any], type[Exception], str]] = 
     ),
     "several optimizers": (
         lambda m: hf_mp.prepare(m, [SGD(m.parameters())]), TypeError,  # type: ignore[type-var]
-        "not GPT2LMHeadModel and list; several optimizers",
+        "not GPT2LMHeadModel and list; without an optimizer, or with several: MixedPrecision",
+    ),
+    "a misspelt precision, whatever else is wrong": (
+        lambda m: hf_mp.prepare(m, None, precision="fp16_laen"), ValueError,  # type: ignore[arg-type]
+        r"precision='fp16_laen' is not known: .*Did you mean 'fp16-lean'\?",
+    ),
+    "nothing to train": (
+        lambda m: hf_mp.prepare(m.requires_grad_(False), SGD(m.parameters())), ValueError,
+        r"GPT2LMHeadModel has no trainable parameter .*: unfreeze some before, or attach .* without an optimizer",
     ),
     "several optimizers of an attached model": (
         lambda m: attached(nn.Linear(2, 2)).attach_optimizer([SGD(m.parameters())]), TypeError,  # type: ignore[type-var]

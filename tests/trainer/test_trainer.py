@@ -18,7 +18,7 @@ import pytest
 import torch
 from accelerate.utils import TorchDynamoPlugin
 from torch import Tensor, nn
-from trainer_runs import quick_arguments, token_rows
+from trainer_runs import make_trainer, quick_arguments, token_rows
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -177,6 +177,18 @@ def test_a_model_without_floating_parameters_is_refused(tmp_path: Path, rows: Ro
     model.register_parameter("ids", nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False))
     trainer = MixedPrecisionTrainer(model, arguments(tmp_path), train_dataset=rows)
     with pytest.raises(ValueError, match="Module has no floating parameters"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("contender", ["subclass", "callback"])
+def test_a_model_without_a_trainable_parameter_is_evaluated_and_not_trained(
+    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, contender: str
+) -> None:
+    model = model_of(gpt2_config).requires_grad_(False)
+    args = arguments(tmp_path, TrainingArguments)
+    trainer = make_trainer(contender, "fp16", model, args, train_dataset=rows, eval_dataset=rows)
+    assert trainer.evaluate()["eval_loss"] > 0
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel has no trainable parameter .*: unfreeze some before"):
         trainer.train()
 
 
