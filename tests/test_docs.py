@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -90,3 +91,13 @@ def test_the_paths_of_the_design_lead_to_definitions():
 def test_the_readme_says_beside_its_figures_that_none_is_from_a_gpu():
     _, _, figures = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Figures")
     assert "None of these is from a GPU" in figures.partition("\n## ")[0]
+
+
+def test_the_readme_names_each_figures_cpu_and_no_gpu_that_has_not_run_it():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    devices = [json.loads(path.read_text())["device"] for path in (ROOT / "scripts/results").rglob("*.json")]
+    measured = " ".join(name for device in devices for key, name in device.items() if key.startswith("GPU"))
+    assert set(re.findall(r"\b(?:[TVALHB]\d{1,3}0?|RTX \w+)\b", text)) == {"H200"} and "H200" in measured
+    clauses = re.split(r";|\.\s", re.sub(r"\]\([^)]*\)", "]", text))
+    shares = [one for one in clauses if re.search(r"\d\.\d\d\s+of\s+(FP32's time|it)\b", one)]
+    assert len(shares) == 2 and all(re.search(r"with (avx512_bf16|AVX2)\b", one) for one in shares)

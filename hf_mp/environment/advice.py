@@ -24,5 +24,5 @@ def advise(device: str, *, fp16: bool, bf16: bool) -> dict[str, str]:
         return {"preset": "bf16", "reason": reason, "otherwise": _IN_BF16}
     if fp16:
         return {"preset": "fp16", "reason": f"{device} multiplies FP16, and no BF16.", "otherwise": _IN_FP16}
-    reason = f"{device} multiplies neither FP16 nor BF16: they save memory there, but hardly time."
+    reason = f"{device} multiplies neither FP16 nor BF16: they save memory there, and no time."
     return {"preset": "fp32", "reason": reason, "otherwise": "fp16 where memory is short."}

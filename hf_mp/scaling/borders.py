@@ -1,9 +1,12 @@
-"""The borders of a scaled forward: the one place where a gradient is multiplied by the loss scale S, or by 1/S.
+"""The borders of a scaled forward, where a gradient is multiplied by the loss scale S, or by 1/S.
 
 Forward is the identity (up to the dtype) everywhere. In backward, a gradient that enters the model's graph through one
 of its outputs is multiplied by S, and one that leaves it, to a parameter or to any other tensor made outside, by 1/S.
 Outside, every gradient is FP32 and true; inside, every FP16 gradient is S times larger and so clear of underflow
 (Micikevicius et al. 2017, arXiv 1710.03740, section 3.2). S is that of the time of the backward.
+
+Others multiply by S or 1/S where a gradient crosses by another way: products on a CPU (``casting/cpu/products.py``),
+split parameters (``weights/lean/split_parameter.py``), and what travels in 16 bits (``weights/ranks/``).
 """
 
 from __future__ import annotations

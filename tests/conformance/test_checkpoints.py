@@ -74,6 +74,17 @@ def test_resuming_is_the_training_that_was_not_interrupted(tmp_path: Path, conte
         assert skipped == 1 or contender == "bf16-lean"  # which holds 1e30
 
 
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_resuming_with_a_larger_max_steps_follows_its_schedule(tmp_path: Path, schedule: str) -> None:
+    first = make("subclass", tmp_path / "first", max_steps=2, lr_scheduler_type=schedule)
+    first.train()
+    straight, longer = (make("subclass", tmp_path / name, max_steps=4, lr_scheduler_type=schedule) for name in "ab")
+    straight.train()
+    longer.train(resume_from_checkpoint=str(checkpoint(first, 2)))
+    assert longer.state.global_step == 4
+    assert same(weights(longer.model), weights(straight.model)) is (schedule == "constant")
+
+
 @pytest.mark.outside
 @pytest.mark.parametrize("skipped", [(), (0,), (2,), (5,), (1, 2), (0, 3, 5), (0, 1, 2, 3, 4, 5)], ids=str)
 @pytest.mark.parametrize("accumulation", [1, 2, 3, 6])
