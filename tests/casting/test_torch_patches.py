@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import shutil
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,14 +47,19 @@ def differences(before: dict[Any, Any]) -> list[Any]:
 
 
 SNAPSHOT = """
-import gc, torch, torch._dynamo, transformers, accelerate
+import gc, sys, torch, torch._dynamo, transformers, accelerate
 from transformers import GPT2LMHeadModel, Trainer
 from tests_snapshot import attributes, differences
 before, own = attributes(), torch.autocast.__enter__
+optimizers = sys.modules["torch.optim.optimizer"]
+# docs/design.md names what is added to them for good.
+lists = (optimizers._foreach_supported_types, torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS)
+lengths, hooks = [len(one) for one in lists], len(optimizers._global_optimizer_pre_hooks)
 import hf_mp
 for name in hf_mp.__all__:
     getattr(hf_mp, name)
 assert not differences(before), ("import", differences(before))
+assert [len(one) for one in lists] == lengths and len(optimizers._global_optimizer_pre_hooks) == hooks
 model = GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9, n_positions=8))
 optimizer = torch.optim.AdamW(model.parameters())
 for precision in ("fp16", "bf16", "fp16-lean"):
@@ -80,7 +87,22 @@ assert torch.autocast.__enter__ is not own
 del model, optimizer, stepping, ids
 gc.collect()
 assert not differences(before), ("the model is gone", differences(before))
+added = [[getattr(new, "__name__", str(new)) for new in one[length:]] for one, length in zip(lists, lengths)]
+assert added == [["WatchedParameter", "SplitParameter"], ["DispatchKey.AutocastIPU"]], added
+assert len(optimizers._global_optimizer_pre_hooks) == hooks + 1
 """
+
+
+def test_the_design_names_each_file_that_changes_others_code() -> None:
+    root = Path(hf_mp.__file__).parent
+    page = (root.parent / "docs/design.md").read_text(encoding="utf-8")
+    section = page.partition("### What is changed of others' code")[2].partition("\n### ")[0]
+    changes = re.compile(
+        r"^[^#]*(\bPatch\(|setattr\(torch\b|Optimizer\.step_was_skipped =|register_optimizer_step_pre_hook\(|"
+        r"\btypes\.append\(|FALLTHROUGH_DISPATCH_KEYS\.append)", re.MULTILINE,
+    )  # fmt: skip
+    found = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if changes.search(path.read_text())}
+    assert found == set(re.findall(r"\| [^|]*`(\w+/[\w/]+\.py)` \|", section))
 
 
 def test_nothing_of_torch_is_different_after_import_and_after_detach(tmp_path: Any) -> None:
