@@ -1,0 +1,58 @@
+"""Checkpoints of released formats: `tests/shared/checkpoint_0_1` and these states were written by hf_mp 0.1.0.
+
+They are never stored anew: a version that does not read them breaks what CONTRIBUTING.md promises.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_mp
+from hf_mp.trainer.checkpoints.inspection import find_problems
+
+STORED = Path(__file__).parents[2] / "shared" / "checkpoint_0_1"
+STATES: dict[str, dict[str, Any]] = {
+    "headroom": {"kind": "headroom", "scale": 1024.0, "steps": 9, "skipped_steps": 1, "consecutive_skips": 0,
+                 "level": 1.75, "headroom": 4.992, "is_futile": False, "quiet_steps": 3},
+    "dynamic": {"kind": "dynamic", "scale": 32768.0, "steps": 9, "skipped_steps": 1, "consecutive_skips": 0,
+                "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 1,
+                "hysteresis_left": 1},
+    "128.0": {"kind": "static", "scale": 128.0, "steps": 9, "skipped_steps": 1, "consecutive_skips": 0},
+}  # fmt: skip
+
+
+def prepared(precision: str) -> tuple[nn.Module, Any]:
+    layer = nn.Linear(2, 2)
+    return hf_mp.prepare(layer, torch.optim.AdamW(layer.parameters(), lr=0.5), precision)
+
+
+def rounded(values: Tensor) -> list[Any]:
+    return (values.double() * 1e4).round().int().tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("precision", ["fp16-lean", "fp16", "fp32"])
+def test_a_checkpoint_of_0_1_is_read(precision: str) -> None:
+    assert find_problems(STORED) == []
+    model, optimizer = prepared(precision)
+    assert hf_mp.load_checkpoint(STORED, model, optimizer) == (2, {"step": 2})
+    weights = model.state_dict()
+    assert rounded(weights["bias"]) == [-3385, 4333] and rounded(weights["weight"]) == [[-721, 3116], [-3363, -2749]]
+    (group,) = optimizer.param_groups
+    state = optimizer.state[group["params"][1]]
+    assert group["lr"] == 0.125 and state["step"].item() == 2.0 and rounded(state["exp_avg"]) == [-364, -2717]
+
+
+@pytest.mark.parametrize("loss_scale", STATES)
+def test_the_mixed_precision_json_of_0_1_is_read(loss_scale: str) -> None:
+    precision = f"compute=fp16,loss_scale={loss_scale}"
+    state = {"version": 1, "precision": precision, "loss_scaler": STATES[loss_scale]}
+    runtime = hf_mp.MixedPrecision(precision)
+    runtime.load_state_dict(json.loads(json.dumps(state)))
+    assert runtime.scaler.state_dict() == STATES[loss_scale]
+    assert (runtime.stats.steps, runtime.stats.skipped_steps) == (9, 1)
