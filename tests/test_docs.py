@@ -50,6 +50,17 @@ def test_the_example_runs(page, number, line, code, gpt2, batch, tmp_path, monke
     exec(compile("\n" * line + code, str(page), "exec"), names)
 
 
+@pytest.mark.exhaustive
+def test_the_loss_of_the_tutorial_falls_as_far_as_it_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    names: dict = {}
+    exec(code.replace("max_steps=20", "max_steps=300"), names)
+    last = [entry["loss"] for entry in names["trainer"].state.log_history if "loss" in entry][-1]
+    assert "`max_steps=300` takes about a minute, and brings the loss below 5" in text and 4 < last < 5
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)\)", page.read_text(encoding="utf-8"))
