@@ -113,7 +113,7 @@ def train(script: Script, args: TrainingArguments) -> None:
 
     callbacks: list[TrainerCallback] = []
     if script.precision != "none":  # hf_mp
-        callbacks.append(MixedPrecisionCallback(script.precision))  # hf_mp
+        callbacks.append(MixedPrecisionCallback(str(script.precision)))  # hf_mp
 
     trainer = Trainer(
         model=model,

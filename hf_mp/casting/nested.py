@@ -16,7 +16,7 @@ from torch import Tensor, nn
 # Told first: nearly every value is one of these, and functions and classes have attributes that nobody means.
 _ATOMS = (str, bytes, int, float, complex, type(None), type, types.FunctionType, types.MethodType, types.ModuleType)
 _SEQUENCES = (list, tuple, set, frozenset, collections.deque)
-_ITERATED = (types.GeneratorType, map, filter, zip, collections.abc.MappingView)
+_ITERATED: Any = (types.GeneratorType, map, filter, zip, collections.abc.MappingView)
 
 
 def apply_to_tensors(function: Callable[[Tensor], Any], value: Any, *, objects: bool = False) -> Any:
