@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import runpy
 import shutil
@@ -13,11 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
 from torch._C._dynamo import eval_frame
 
 import hf_mp
 from hf_mp.casting import torch_patches, uncompiled
 from hf_mp.casting.torch_patches import PATCHES, TABLE, Patch, Patches
+from hf_mp.weights import accelerated
 
 
 def attributes() -> dict[tuple[str, str], Any]:
@@ -156,18 +160,40 @@ def test_a_patch_of_somebody_elses_over_ours_is_left(holder: types.SimpleNamespa
     assert holder.present == "theirs"
 
 
-def test_a_model_that_goes_while_another_is_compiled_leaves_the_table_to_the_next(
-    holder: types.SimpleNamespace,
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_a_model_that_goes_while_another_is_compiled_leaves_the_table_until_that_has_ended(
+    holder: types.SimpleNamespace, is_followed: bool
 ) -> None:
     patches = Patches((Patch(("a_torch:present",), lambda original: "ours", ""),))
     release = torch_patches.acquire(patches)
     with torch._guards.compile_context(torch._guards.CompileContext(None)):
         release()  # the compiler is about to guard what it has read
         assert holder.present == "ours"
-    release = torch_patches.acquire(patches)
-    assert holder.present == "ours"
+        if is_followed:
+            release = torch_patches.acquire(patches)
+    assert holder.present == ("ours" if is_followed else "original")
     release()
     assert holder.present == "original"
+
+
+def test_an_optimizer_that_is_collected_while_code_is_compiled_leaves_accelerates_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Without the optimizers that earlier tests have left.
+    monkeypatch.setattr(accelerated, "_WRAPPERS", Patches(accelerated._WRAPPERS.table))
+    own, model = vars(AcceleratedOptimizer)["step_was_skipped"], nn.Linear(2, 2)
+    left = [hf_mp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))]
+    del model
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        assert vars(AcceleratedOptimizer)["step_was_skipped"] is not own
+        left.clear()
+        gc.collect()
+        assert vars(AcceleratedOptimizer)["step_was_skipped"] is not own
+        return graph.forward
+
+    torch.compile(lambda x: x + 1, backend=compiler)(torch.ones(2))
+    assert not left and vars(AcceleratedOptimizer)["step_was_skipped"] is own
 
 
 def test_what_a_torch_lacks_costs_one_warning_and_nothing_else(holder: types.SimpleNamespace) -> None:
