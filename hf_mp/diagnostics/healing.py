@@ -9,14 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers.utils import logging
 
 from hf_mp.diagnostics.cures import Cure, find_cure
-from hf_mp.diagnostics.kept_state import KeptBackward, keep_random_states
+from hf_mp.diagnostics.kept_state import IncomingGradient, KeptBackward, keep_random_states
 from hf_mp.diagnostics.overflow import explain_overflows, observing, runtime_of, suspects_of
 from hf_mp.diagnostics.remedies import CannotHealError, Remedy, merged
+from hf_mp.diagnostics.values import finiteness
 from hf_mp.policy import PrecisionPolicy, needs_loss_scale
 from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import StepReport
@@ -25,6 +26,8 @@ from hf_mp.weights.ranks.parallelism import is_sharded, parallelism_of
 
 logger = logging.get_logger(__name__)
 
+# A loss of a step that ran again: its micro-batch, from 1; how its gradient came in at first; what it came to.
+_Loss = tuple[int, IncomingGradient, Tensor]
 NOT_HEALED = "on_overflow='heal': not healed: "
 MOST_TRIES = 20  # of one step: for another place that leaves the range, or a smaller loss scale
 
@@ -35,6 +38,8 @@ class Healer(StepObserver):
     Attributes:
         healed: each :class:`Remedy` that was put in place, oldest first; those of an earlier run: ``runtime.remedies``.
         clip: what a Trainer does to the gradients before it steps, given an optimizer; None where that is not known.
+        take_loss: given the loss of a step that ran again, FP32 of shape (), has a Trainer count it in the place of the
+            first one, of inf or NaN, and tells whether it does; None where there is none.
     """
 
     def __init__(self, runtime: MixedPrecision) -> None:
@@ -43,6 +48,7 @@ class Healer(StepObserver):
         self._explainer = explain_overflows(runtime)
         self.healed: list[Remedy] = []
         self.clip: Callable[[Optimizer], None] | None = None
+        self.take_loss: Callable[[Tensor], bool] | None = None
         self._ddp: Any = None
 
     def forward_began(self, forward: Any, args: Any, kwargs: Any) -> None:
@@ -60,13 +66,14 @@ class Healer(StepObserver):
             logger.warning_once(f"{NOT_HEALED}the model is sharded, and one forward needs all processes")
             return None
         # Where no try helps, the scaler forgets them: its level comes from steps that were taken.
-        report, state = None, runtime.scaler.state
+        report, state, backwards = None, runtime.scaler.state, [*self._explainer.backwards]
         for _ in range(MOST_TRIES):
             if not self._heal():
                 break
-            self._run_again(optimizer)
+            losses = self._run_again(optimizer, backwards)
             report = runtime.check.agreed_report(runtime.verdict(optimizer))
             if not report.overflow:
+                self._replace(losses)
                 return report
         runtime.scaler.state = state  # the step is skipped as any other
         return report
@@ -132,9 +139,9 @@ class Healer(StepObserver):
 
     # The step again
 
-    def _run_again(self, optimizer: Optimizer) -> None:
-        """The micro-batches of the step, forward and backward, into fresh gradients; then ``clip``."""
-        runtime, restore_random_states, backwards = self._runtime, keep_random_states(), [*self._explainer.backwards]
+    def _run_again(self, optimizer: Optimizer, backwards: list[KeptBackward]) -> list[_Loss]:
+        """The micro-batches of the step, forward and backward, into fresh gradients; then ``clip``; gives losses."""
+        runtime, restore_random_states, losses = self._runtime, keep_random_states(), list[_Loss]()
         parameters = list(runtime.check.parameters())
         for parameter in parameters:
             parameter.grad = None
@@ -143,11 +150,13 @@ class Healer(StepObserver):
         self._explainer.backwards.clear()
         # DDP's own forward would wait for ranks whose batches are others in number; gradients are averaged below.
         with nullcontext() if self._ddp is None else self._ddp._inside_ddp_forward():
-            for backward in backwards:
+            for number, backward in enumerate(backwards, start=1):
                 with torch.enable_grad():
                     leaving = backward.again(lambda call, args, kwargs: call.forward.module()(*args, **kwargs))
                 gradients = [incoming.gradient for incoming in backward.incoming]
                 torch.autograd.backward(leaving, gradients)
+                for entry, output in zip(backward.incoming, leaving, strict=True):
+                    losses.append((number, entry, output.detach()))
         # As if it had run once: the next batch draws what it would have drawn.
         restore_random_states()
         if self._ddp is not None:
@@ -155,6 +164,25 @@ class Healer(StepObserver):
             runtime.check.measure(parameters)
         if self.clip is not None:
             self.clip(optimizer)
+        return losses
+
+    def _replace(self, losses: list[_Loss]) -> None:
+        """Overwrite the losses of inf or NaN that the first forwards returned, and say so."""
+        lines = []
+        for number, entry, again in losses:
+            first = entry.call.losses[entry.output]
+            if finiteness(first):
+                lines.append(f"  {entry.output!r} of micro-batch {number}: {again.item():g} for {first.item():g}")
+                if first._version == 0:  # else it was changed in place since, and is the model's loss no longer
+                    first.copy_(again)
+        if not lines:
+            return
+        # What a loop made of a loss, as a share of a mean, is in its gradient.
+        parts = [(again * entry.gradient).sum() for _, entry, again in losses if entry.gradient is not None]
+        if self.take_loss is None or not self.take_loss(torch.stack(parts).sum()):
+            lines.append("  What was computed from it before optimizer.step(), as loss / 4, is inf or NaN still.")
+        text = "\n".join(lines)
+        logger.warning(f"Step {self._runtime.stats.steps + 1} is taken with the loss of its second run:\n{text}")
 
 
 def _has_known_gradients(backward: KeptBackward) -> bool:

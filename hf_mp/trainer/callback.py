@@ -145,7 +145,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         session.watch_contract(model)
         if trainer is not None:
             session.take_reference(getattr(trainer, "ref_model", None))
-            session.check_first_backward(trainer.accelerator)
+            session.follow(trainer)
         if checkpoint is not None:
             session.load(checkpoint)
 
@@ -156,6 +156,8 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
                 f"MixedPrecisionCallback was added after step {state.global_step} of a training that had begun without "
                 "it: give it to the Trainer before train(), as in Trainer(..., callbacks=[MixedPrecisionCallback()])"
             )
+        if self.session is not None:
+            self.session.on_step_begin(args, state, control, **kwargs)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Show the contract after the first step."""

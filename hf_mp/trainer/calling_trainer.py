@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from accelerate.utils import DynamoBackend
 from accelerate.utils.other import has_repeated_blocks
+from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
 
@@ -39,6 +40,14 @@ def resumed_checkpoint(trainer: Trainer | None) -> Path | None:
         checkpoint = variables.get("resume_from_checkpoint")
         if variables.get("self") is trainer and isinstance(checkpoint, (str, os.PathLike)):
             return Path(checkpoint)
+    return None
+
+
+def norm_to_log(trainer: Trainer | None) -> Tensor | None:
+    """The norm of the gradients that a training of ``trainer``, which steps now, will log: its own tensor."""
+    for variables in _callers() if trainer is not None else ():
+        if variables.get("self") is trainer and isinstance(norm := variables.get("grad_norm"), Tensor):
+            return norm
     return None
 
 

@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -25,6 +25,7 @@ from hf_mp.diagnostics.contract.watch import ContractWatch
 from hf_mp.diagnostics.lost_updates import check_training
 from hf_mp.scaling.rules import PrecisionStats
 from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.trainer.calling_trainer import norm_to_log
 from hf_mp.trainer.checkpoints.loaded_state import naming
 from hf_mp.trainer.first_backward import check_first_backward
 from hf_mp.trainer.fused_head import keep_fused_heads_in_fp32
@@ -70,6 +71,9 @@ class TrainerSession(TrainerCallback):
         self._watch: ContractWatch | None = None  # until the first step has ended
         self._loaded_in: dict[str, torch.dtype] = {}  # dtypes of the model before it was attached, by name
         self._model: weakref.ref[nn.Module] | None = None  # that the runtime was made for
+        self._trainer: Callable[[], Any] = lambda: None  # a weak reference to the one that trains
+        # The sum of its losses for its log, and what that was when the step began.
+        self._counted: tuple[Tensor, Tensor] | None = None
         # In reverse order: on a model that was begun twice, fused heads come back to what they were at first.
         self._at_detach = ExitStack()
 
@@ -114,7 +118,8 @@ class TrainerSession(TrainerCallback):
         if settings.on_overflow == "heal":
             from hf_mp.diagnostics.healing import heal_overflows
 
-            heal_overflows(runtime).clip = functools.partial(self._clip_again, model)
+            healer = heal_overflows(runtime)
+            healer.clip, healer.take_loss = functools.partial(self._clip_again, model), self._take_loss
 
     def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer to step from now on."""
@@ -151,10 +156,11 @@ class TrainerSession(TrainerCallback):
         if self.settings.policy.fp32_head:
             at_end.callback(keep_fused_heads_in_fp32(model))
 
-    def check_first_backward(self, accelerator: Any) -> None:
-        """Have the first backward of the run that goes through ``accelerator`` checked for what leaks past a border."""
+    def follow(self, trainer: Any) -> None:
+        """``trainer`` begins a run, of which the first backward is checked for what leaks past a border."""
+        self._trainer = weakref.ref(trainer)
         if self.runtime is not None and self.settings.check_gradients and self.runtime.check.is_scaled:
-            self._at_detach.callback(check_first_backward(self.runtime, self.args, accelerator))
+            self._at_detach.callback(check_first_backward(self.runtime, self.args, trainer.accelerator))
 
     def watch_contract(self, model: nn.Module | None) -> None:
         """Have the precision contract taken from the first step of the run that begins, also one in FP32."""
@@ -196,8 +202,22 @@ class TrainerSession(TrainerCallback):
         """Clip the gradients of a step that ran again as the Trainer clipped those of its first run."""
         max_norm = self.args.max_grad_norm
         limit = max_norm if max_norm and max_norm > 0 else math.inf  # which measures the norm alone
-        if self.clip_grad_norm(model, optimizer, limit) is None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        if (norm := self.clip_grad_norm(model, optimizer, limit)) is None:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        if (logged := norm_to_log(self._trainer())) is not None:
+            logged.copy_(norm)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep what the log has counted before the step, where the loss of that may be healed."""
+        if self.settings.on_overflow == "heal":
+            counted = getattr(self._trainer(), "_tr_loss", None)  # not in a training loop of somebody's own
+            self._counted = None if counted is None else (counted, counted.clone())
+
+    def _take_loss(self, loss: Tensor) -> bool:
+        """Have ``loss`` counted as that of the step, of which the Trainer has counted what it makes of inf or NaN."""
+        if self._counted is not None:
+            self._counted[0].copy_(self._counted[1] + loss)
+        return self._counted is not None
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """A step has just ended: the first that was not skipped shows the contract."""

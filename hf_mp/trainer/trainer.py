@@ -120,7 +120,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe):
         self._attach()
         self.session.take_reference(getattr(self, "ref_model", None))
         self.session.watch_contract(cast(nn.Module, self.model))
-        self.session.check_first_backward(self.accelerator)
+        self.session.follow(self)
         return super()._inner_training_loop(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
