@@ -16,6 +16,7 @@ from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.replay import replay
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.scaling.events import StepObserver
+from hf_mp.scaling.loss_scaler import WAY_OUT
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.attachable import runtimes_of
@@ -97,10 +98,11 @@ class OverflowExplainer(StepObserver):
         self.backwards.clear()
 
     def last_words(self) -> str:
-        """For the message of the error that ends training."""
+        """The way out of the last report, and the report."""
         if not self.reports or not self._unclean_steps:
             return ""
-        return f"The last one that was replayed:\n{self.reports[-1].to_text()}"  # the last steps may not have been
+        last = self.reports[-1]  # the last steps may not have been replayed
+        return f"{last.advice or WAY_OUT}\nThe last one that was replayed:\n{last.findings}"
 
     def _explain(self, suspects: list[KeptBackward], backwards: list[KeptBackward]) -> OverflowReport:
         """The first report that has found an origin, else the last one."""

@@ -127,7 +127,9 @@ class OverflowReport:
             found += " or train in bf16"
         return f"{found}. In BF16 it is not finite." if self.finite_in_bf16 is False else f"{found}."
 
-    def to_text(self) -> str:
+    @property
+    def findings(self) -> str:
+        """What was found, without the advice."""
         rank = f", rank {self.rank}" if self.rank else ""
         lines = [
             f"Step {self.step} (micro-batch {self.micro_batch} of {self.micro_batches}{rank}) was skipped at loss "
@@ -138,8 +140,10 @@ class OverflowReport:
         if self.nonfinite_gradients:
             names, more = self.nonfinite_gradients[:5], len(self.nonfinite_gradients) - 5
             lines.append(f"  spoiled gradients: {', '.join(names)}{f' and {more} more' if more > 0 else ''}")
-        lines += [f"  {note}" for note in (*self.notes, self.advice) if note]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+    def to_text(self) -> str:
+        return f"{self.findings}\n  {self.advice}" if self.advice else self.findings
 
     __str__ = to_text
 

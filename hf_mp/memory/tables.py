@@ -42,7 +42,7 @@ def training_figures(row: TrainingRow) -> Figures:
         yield f"in {readable(largest.memory_bytes)}", "fits" if fits else "does not fit"
         yield "largest batch", str(largest.batch_size or "not even 1")
         yield "its peak", "" if largest.peak_bytes is None else readable(largest.peak_bytes)
-    # Smaller ones are agreements of the ranks on one number.
+    # Smaller ones are agreements of the ranks on two numbers.
     for one in row.estimate.communication:
         if one.sent_bytes >= 1024:
             where = "" if one.within_node else " of several machines"

@@ -39,7 +39,7 @@ class StepObserver:
         """The verdict on a step whose gradients were used already; None where there are gradients to look at."""
 
     def last_words(self) -> str:
-        """What to add to the message of a :class:`LossScaleError`."""
+        """What to do, and why, for the message of a :class:`LossScaleError`."""
         return ""
 
     def detached(self) -> None:

@@ -32,6 +32,12 @@ from hf_mp.scaling.rules import (
     whole,
 )
 
+# Where no report says more.
+WAY_OUT = (
+    "The model or its data makes them, not the scale: look for NaN in the inputs, lower the learning rate, or train in "
+    "a precision of wider range"
+)
+
 
 class LossScaleError(RuntimeError):
     """Training cannot go on: gradients overflow even at the smallest loss scale allowed.
@@ -85,6 +91,7 @@ class LossScaler(Generic[Rule]):
             raise TypeError(f"enabled must be True or False, not {enabled!r:.100}")
         self._enabled, self._max_consecutive_skips = bool(enabled), max_consecutive_skips
         self.kind, self._state = rule.name, rule.checked()
+        self._skips = rule.consecutive_skips  # in a row, also those that a rule learns nothing from
         self._tensors: dict[torch.device, ScaleTensors] = {}
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # each MixedPrecision that has this scaler
         self._pending_step: Callable[[], None] | None = None  # takes in the last step, which its device has decided
@@ -155,25 +162,30 @@ class LossScaler(Generic[Rule]):
         """A scaler of the same settings and state that goes its own way."""
         return copy.deepcopy(self)
 
-    def update_scale(self, report: StepReport, nonfinite: Callable[[], Sequence[str]] = tuple) -> None:
-        """Take in what an optimizer step saw and set the next scale; ``nonfinite`` names gradients for the error alone.
+    def update_scale(
+        self, report: StepReport, nonfinite: Callable[[], Sequence[str]] = tuple, way_out: Callable[[], str] = str
+    ) -> None:
+        """Take in what an optimizer step saw and set the next scale.
+
+        ``nonfinite`` and ``way_out`` are called for the error alone: the names of gradients, and what to do if known.
 
         Raises:
-            LossScaleError: after ``max_consecutive_skips`` skipped steps in a row at the smallest scale.
+            LossScaleError: after ``max_consecutive_skips`` skipped steps in a row, where a smaller scale cannot help.
         """
         if not self._enabled:
             return
-        gives_up = report.overflow and self.skips_once_too_often()
-        self.state = state = self._state.adjust(report)
-        if gives_up:
-            where = " without loss scaling"
-            if self.is_scaling:
-                where = f" even at loss scale {scale_text(state.scale)}, the smallest allowed"
+        before, self.state = self._state, (state := self._state.adjust(report))
+        self._skips = self._skips + 1 if report.overflow else 0
+        if self._skips >= self._max_consecutive_skips and not (report.is_of_scale and before.scale > before.floor):
+            where = f" even at loss scale {scale_text(state.scale)}, the smallest allowed"
+            if not self.is_scaling:
+                where = " without loss scaling"
+            elif not report.is_of_scale:
+                where = ", as is the loss, which no scale changes"
             raise LossScaleError(
-                f"{state.consecutive_skips} optimizer steps in a row were skipped (since step "
-                f"{state.steps - state.consecutive_skips + 1}): gradients are inf or NaN{where}{_listed(nonfinite())}. "
-                "The model or its data makes them, not the scale: look for NaN in the inputs, lower the learning rate, "
-                "or train in a precision of wider range"
+                f"{self._skips} optimizer steps in a row were skipped (since step "
+                f"{state.steps - self._skips + 1}): gradients are inf or NaN{where}{_listed(nonfinite())}. "
+                f"{way_out() or WAY_OUT}"
             )
 
     def back_off(self, scale: float | None = None) -> bool:
@@ -192,9 +204,8 @@ class LossScaler(Generic[Rule]):
         return is_lower
 
     def skips_once_too_often(self) -> bool:
-        """Whether an overflow now would be a :class:`LossScaleError`."""
-        skips = self._state.consecutive_skips + 1
-        return skips >= self._max_consecutive_skips and self._state.scale <= self.smallest_scale
+        """Whether an overflow now may be a :class:`LossScaleError`."""
+        return self._skips + 1 >= self._max_consecutive_skips
 
     # The saved state
 
@@ -228,6 +239,7 @@ class LossScaler(Generic[Rule]):
 
     def _take(self, rule: Rule) -> None:
         before, self.state = self._state, rule.checked()
+        self._skips = rule.consecutive_skips
         self._warn_if_inexact(rule, before)
 
     def _warn_if_inexact(self, rule: Rule, before: Rule | None) -> None:

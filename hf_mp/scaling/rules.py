@@ -34,6 +34,8 @@ class StepReport:
     overflow: bool
     # largest magnitude among the unscaled gradients before clipping; None if it was not measured
     largest_gradient: float | None = None
+    # whether a smaller scale may have prevented the overflow: not where the loss itself was inf or NaN
+    is_of_scale: bool = True
 
 
 # Values from outside
@@ -241,6 +243,8 @@ class HeadroomRule(ScaleRule):
         return self.scale > 1.0 and self.level is None
 
     def adjust(self, report: StepReport) -> Self:
+        if report.overflow and not report.is_of_scale:  # which says nothing of the gradients
+            return replace(self, steps=self.steps + 1)
         if report.overflow:
             # From above 1 no further than to 1, where next to all gradients fit.
             least = max(self.min_scale, 1.0 if self.scale > 1.0 else SMALLEST_SCALE)

@@ -169,10 +169,11 @@ class HeadroomLossScaler(LossScaler[HeadroomRule]):
         scale = largest power of two with scale * level * 2**headroom <= 65504
         overflow:
             scale *= backoff_factor, from above 1 no further than to 1
+        overflow with a loss of inf or NaN, which no scale changes: all stays
 
     A scale that is far too low after an overflow is low for one step. If the gradient that follows is larger, that
     was the reason; a usual one tells of a spike, of a gradient of activations that is larger than any of weights, or of
-    data that no scale can help. The more steps were skipped, the longer headroom is kept.
+    data that no scale can help and the loss does not show. The more steps were skipped, the longer headroom is kept.
 
     Args:
         init_scale: scale of the first step, which is low, as nothing was measured yet; default 2**10.

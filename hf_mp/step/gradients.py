@@ -100,6 +100,7 @@ class GradientCheck:
         # Whether the 2-norm is measured as well, for norm(), and the step trusts what was measured. Else it reads the
         # gradients again: a plain loop may have written them past their version counters (`.data`, NumPy).
         self.measures_norm = False
+        self._losses: list[Tensor | None] = []  # of the backwards since the last step, as the model computed them
         self._versions: dict[int, int] = {}  # of the weights, at the end of the last backward
         self._warned: set[str] = set()
         self.forget()
@@ -122,12 +123,16 @@ class GradientCheck:
 
     # Backward
 
-    def backward_began(self) -> None:
-        """A gradient enters the model through an output: the one place where a backward is known to begin."""
+    def backward_began(self, loss: Tensor | None) -> None:
+        """A gradient enters the model through an output: the one place where a backward is known to begin.
+
+        ``loss`` is that output as the model computed it, if it is a scalar.
+        """
         task = torch._C._current_graph_task_id()
         is_known = task in self.open_backwards
         self.open_backwards[task] = threading.get_ident()
         if is_known:
+            self._losses.append(loss)
             return
         if self._largest is not None:
             versions = _versions_of(parameters := self.parameters())
@@ -139,6 +144,7 @@ class GradientCheck:
                 )
             if is_used or not self.gradients(parameters):
                 self.forget()  # what was measured before was used by another optimizer, or thrown away
+        self._losses = [loss] if self._largest is None else [*self._losses, loss]
         span = profiled("backward")  # a backward that raises ends its span when this object is freed
         span.__enter__()
         # Two callbacks deep: DDP queues its own after this one, and its all-reduce writes .grad until then.
@@ -233,6 +239,10 @@ class GradientCheck:
         numbers = largest[None] if measured is None else torch.stack([largest, measured.to(largest.device)])
         return Verdict(parameters, gradients, numbers)
 
+    def losses_are_finite(self) -> bool:
+        """Whether those of the backwards since the last step are: inf and NaN in them are there at any loss scale."""
+        return all_finite([loss for loss in self._losses if loss is not None])
+
     def agreed_report(self, verdict: Verdict | StepReport) -> StepReport:
         """What all processes that train the parameters make of their verdicts: a collective call on several."""
         if isinstance(verdict, StepReport):
@@ -245,7 +255,8 @@ class GradientCheck:
             )
         # Without loss scaling there is no headroom to tell of.
         is_known = self.is_scaled and not overflow and not is_repaired
-        return self._ranks.agree(StepReport(overflow, largest if is_known else None), verdict.parameters)
+        is_of_scale = not overflow or self.losses_are_finite()
+        return self._ranks.agree(StepReport(overflow, largest if is_known else None, is_of_scale), verdict.parameters)
 
 
 def _versions_of(parameters: Iterable[nn.Parameter]) -> dict[int, int]:

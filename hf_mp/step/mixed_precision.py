@@ -31,7 +31,7 @@ from hf_mp.scaling.events import (
     observers_for,
 )
 from hf_mp.scaling.rules import PrecisionStats, StepReport
-from hf_mp.scaling.scalers import LossScaleError, LossScaler, scaler_for
+from hf_mp.scaling.scalers import LossScaler, scaler_for
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.gradients import GradientCheck, Verdict
 from hf_mp.step.update import StepGuard
@@ -303,7 +303,7 @@ class MixedPrecision:
     def gradient_entered(self, node: Any, gradient: Tensor) -> None:
         is_asked_for = self.check.is_scaled or self.check.measures_norm or self.observers
         if is_asked_for or profiler._is_profiler_enabled:  # which shows the backward
-            self.check.backward_began()
+            self.check.backward_began(getattr(node, "value", None))  # none where a second derivative begins
         for observer in self.observers:
             observer.gradient_entered(node, gradient)
 
@@ -363,13 +363,13 @@ class MixedPrecision:
         for observer in self.observers:
             observer.stepped(report)
         try:
-            self.scaler.update_scale(report, lambda: too_large(self.layout, self.model))
-        except LossScaleError as error:
-            words = [words for observer in self.observers if (words := observer.last_words())]
-            raise LossScaleError("\n".join([str(error), *words])) from None
+            self.scaler.update_scale(report, lambda: too_large(self.layout, self.model), self._last_words)
         finally:
             # Also for the step that ends the training, so that the log has its numbers.
             self._stats = self._stats.with_step(used_scale, self.scaler.get_scale(), report)
+
+    def _last_words(self) -> str:
+        return "\n".join(words for observer in self.observers if (words := observer.last_words()))
 
     def detach(self) -> None:
         """Leave the model as an ordinary FP32 model and its optimizers as they were: no hook, wrapper or copy stays."""
@@ -403,7 +403,9 @@ class MixedPrecision:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides model and optimizer, as plain values for JSON."""
         state = {"version": STATE_VERSION, "precision": str(self.policy), "loss_scaler": self.scaler.state_dict()}
-        return {**state, "remedies": self.remedies} if self.remedies else state
+        # A scaler may leave out of its own count what no scale would have prevented.
+        others = {"remedies": self.remedies, "other_skips": self.stats.skipped_steps - self.scaler.state.skipped_steps}
+        return {**state, **{name: value for name, value in others.items() if value}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave; the scale of another kind of loss scaling is left out with a warning.
@@ -424,7 +426,8 @@ class MixedPrecision:
         else:
             was, now = saved.loss_scale or "none", self.policy.loss_scale or "none"
             warn_caller(f"loss_scale was {was} in the saved run, and is {now} here: the loss scale starts anew")
-        self.stats = PrecisionStats.resumed(self.scaler.state)
+        stats = PrecisionStats.resumed(self.scaler.state)
+        self.stats = replace(stats, skipped_steps=stats.skipped_steps + state_dict.get("other_skips", 0))
         self.add_rules(state_dict.get("remedies", {}))
 
 

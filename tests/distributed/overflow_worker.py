@@ -59,7 +59,7 @@ def train(
     wrapped = wrap(model)
     optimizer = runtime.attach_optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
     reports = hf_mp.explain_overflows(model).reports if explained else []
-    skipped = []
+    skipped, scales = [], []
     for step in range(4):
         if step == 1:
             plant(model)
@@ -70,10 +70,11 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         skipped.append(runtime.step_was_skipped)
+        scales.append(runtime.scaler.get_scale())
     state = {name: value.clone() for name, value in model.state_dict().items() if not hasattr(value, "full_tensor")}
     found = [(r.step, r.rank, r.micro_batch, r.phase, r.module, r.op, r.notes) for r in reports]
     return {
-        "skipped": skipped, "state": state, "scale": runtime.scaler.get_scale(), "reports": found,
+        "skipped": skipped, "state": state, "scales": scales, "reports": found,
         "remedies": list(runtime.remedies),
     }  # fmt: skip
 
@@ -110,6 +111,10 @@ class WithLoss(Mlp):
         return CausalLMOutput(loss=super().forward(*args, **kwargs).square().mean())
 
 
+def loss_of_nan() -> dict[str, Any]:
+    return train(seeded(WithLoss), vectors, spoil=bad_on_rank_1, explained=False)
+
+
 def healed() -> dict[str, Any]:
     """Every input of rank 1 overflows."""
     model = seeded(WithLoss)
@@ -123,4 +128,6 @@ def both(case: Callable[[bool], dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    write_results({name: partial(both, case) for name, case in CASES.items()} | {"healed": healed})
+    write_results(
+        {name: partial(both, case) for name, case in CASES.items()} | {"healed": healed, "loss of NaN": loss_of_nan}
+    )

@@ -37,10 +37,17 @@ def test_both_train_on_as_without_diagnostics(two: Results, case: str) -> None:
     for rank in two:
         explained, plain = rank[case]["explained"], rank[case]["plain"]
         assert explained["skipped"][:2] == [False, True]
-        for key in ("skipped", "scale"):
+        for key in ("skipped", "scales"):
             assert explained[key] == plain[key]
         assert explained["state"].keys() == plain["state"].keys()
         assert all(torch.equal(explained["state"][name], plain["state"][name]) for name in plain["state"])
+
+
+def test_a_loss_of_nan_on_one_rank_leaves_the_scale_of_both(two: Results) -> None:
+    first, second = (rank["loss of NaN"] for rank in two)
+    assert first["skipped"] == second["skipped"] == [False, True, False, False]
+    assert first["scales"] == second["scales"] and first["scales"][0] == first["scales"][1] > 1.0
+    assert all(rank["backward"]["plain"]["scales"][1] == 1.0 for rank in two)
 
 
 def test_both_heal_what_one_overflows(two: Results) -> None:

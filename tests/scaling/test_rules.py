@@ -218,6 +218,7 @@ WHATEVER_WAS_MEASURED: dict[str, tuple[ScaleRule, bool, ScaleRule]] = {
     "what was learned is kept": (MEASURED, False, replace(MEASURED, steps=1)),
     "until something was measured the scale stays": (HeadroomRule(2.0**12), False, HeadroomRule(2.0**12, 1)),
     "headroom, overflow": (HeadroomRule(2.0**24, level=16.0), True, HeadroomRule(2.0**4, 1, 1, 1, level=16.0)),
+    "headroom, overflow again": (HeadroomRule(2.0, 1, 1, 1, level=16.0), True, HeadroomRule(1.0, 2, 2, 2, level=16.0)),
 }
 
 
@@ -227,6 +228,13 @@ def test_what_was_measured_does_not_matter(
     before: ScaleRule, overflow: bool, after: ScaleRule, largest: float | None
 ) -> None:
     assert before.adjust(StepReport(overflow, largest)) == after
+
+
+def test_of_a_loss_of_nan_a_scale_that_follows_the_gradients_learns_nothing() -> None:
+    of_loss = StepReport(overflow=True, is_of_scale=False)
+    for before in (MEASURED, HeadroomRule(2.0**10), replace(MEASURED, steps=1, skipped_steps=1, consecutive_skips=1)):
+        assert before.adjust(of_loss) == replace(before, steps=before.steps + 1)
+    assert DynamicRule(8.0).adjust(of_loss) == DynamicRule(8.0).adjust(OVERFLOW)  # as torch's
 
 
 def trained(scaler: Any, steps: int, gradient: float, limit: float) -> list[int]:

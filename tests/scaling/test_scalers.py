@@ -14,6 +14,7 @@ from hf_mp.scaling.rules import (
     DynamicRule,
     HeadroomRule,
     StaticRule,
+    StepReport,
 )
 from hf_mp.scaling.scalers import (
     DynamicLossScaler,
@@ -57,6 +58,15 @@ class TestGivingUp:
         with pytest.raises(LossScaleError, match=message + ".*look for NaN in the inputs, lower the learning rate"):
             scaler.update_scale(OVERFLOW)
         assert (scaler.state.steps, scaler.state.skipped_steps, scaler.state.consecutive_skips) == (7, 5, 3)
+
+    @pytest.mark.parametrize("make", [DynamicLossScaler, HeadroomLossScaler], ids=["dynamic", "headroom"])
+    def test_at_any_scale_it_ends_where_the_loss_is_nan(self, make: Callable[..., LossScaler[Any]]) -> None:
+        scaler, of_loss = make(init_scale=8.0, max_consecutive_skips=3), StepReport(overflow=True, is_of_scale=False)
+        record(scaler, [of_loss, of_loss, CLEAN, OVERFLOW, of_loss])
+        message = r"3 optimizer steps .* \(since step 4\): gradients are inf or NaN, as is the loss, which no scale"
+        with pytest.raises(LossScaleError, match=message):
+            scaler.update_scale(of_loss)
+        assert scaler.get_scale() > scaler.smallest_scale
 
     @pytest.mark.parametrize("max_skips", [1, 2, 54, 80])
     @pytest.mark.parametrize("make", [DynamicLossScaler, HeadroomLossScaler], ids=["dynamic", "headroom"])

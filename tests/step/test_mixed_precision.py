@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import pickle
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -401,3 +403,82 @@ def test_a_gradient_too_large_to_be_squared_is_an_overflow(
     (gpt2(**batch).loss * 1e25).backward()
     with pytest.raises(LossScaleError, match=r"not finite: transformer\.wte\.weight \(.*e\+2\d squared\)"):
         optimizer.step()
+
+
+class WithLoss:
+    """A model whose forward gives the loss, its optimizer and the scales of its steps."""
+
+    def __init__(self, precision: str = "fp16", **settings: Any) -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
+        self.model: Any = Using(lambda model, x: {"loss": model.net(x).float().square().mean()}, net=net)
+        optimizer = SGD(self.model.parameters(), lr=0.01)
+        self.optimizer: Any = hf_mp.prepare(self.model, optimizer, precision, **settings)[1]
+        self.runtime = self.model.forward.runtime
+        self.scaler = self.runtime.scaler
+
+    def backward(self, seed: int, *, times: float = 1.0, loss_times: float = 1.0) -> None:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        (self.model(x * times)["loss"] * loss_times).backward()
+
+    def step(self) -> bool:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.optimizer.step_was_skipped
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"precision": "fp16-lean"}, {"precision": "fp16-lean", "free_gradients": "backward"}],
+    ids=["fp16", "lean", "in backward"],
+)
+@pytest.mark.parametrize("times", [float("nan"), 1e30], ids=["NaN in the batch", "a forward out of range"])
+@pytest.mark.parametrize("clean_steps", [0, 3])
+def test_a_loss_of_nan_leaves_the_scale_that_follows_the_gradients(
+    settings: dict[str, str], times: float, clean_steps: int
+) -> None:
+    """And what it has learned: training goes on as without that batch, which may be one of several."""
+    with_it, without = WithLoss(**settings), WithLoss(**settings)
+    for seed in range(clean_steps):
+        for one in (with_it, without):
+            one.backward(seed)
+            assert not one.step()
+    for parts in ((times,), (times, 1.0), (1.0, times)) if "free_gradients" not in settings else ((times,),) * 3:
+        before = with_it.scaler.get_scale()
+        for part in parts:
+            with_it.backward(7, times=part)
+        assert with_it.step() and with_it.scaler.get_scale() == before
+    for seed in range(10, 14):
+        for one in (with_it, without):
+            one.backward(seed)
+            assert not one.step()
+        assert with_it.scaler.get_scale() == without.scaler.get_scale() > 1.0
+    assert same(weights(with_it.model), weights(without.model))
+    assert replace(with_it.scaler.state, steps=clean_steps + 4) == without.scaler.state
+    # The skips are counted, also by who resumes.
+    assert with_it.runtime.stats.skipped_steps == 3
+    resumed = WithLoss(**settings)
+    resumed.runtime.load_state_dict(json.loads(json.dumps(with_it.runtime.state_dict())))
+    assert resumed.runtime.stats.skipped_steps == 3 and resumed.scaler.state == with_it.scaler.state
+
+
+def test_an_overflow_of_a_finite_loss_lowers_the_scale() -> None:
+    """Also after a backward of NaN whose gradients were thrown away, or went nowhere."""
+    loop = WithLoss()
+    loop.backward(0)
+    assert not loop.step()
+    loop.backward(1, times=float("nan"))
+    loop.optimizer.zero_grad()
+    x = torch.full((4, 8), float("nan"), requires_grad=True)
+    torch.autograd.grad(loop.model(x)["loss"], x)
+    loop.backward(1, loss_times=1e12)
+    assert loop.step() and loop.scaler.get_scale() == 1.0
+
+
+def test_losses_of_nan_end_the_training_at_the_scale_that_they_found() -> None:
+    loop = WithLoss(loss_scaler=hf_mp.HeadroomLossScaler(max_consecutive_skips=3))
+    with pytest.raises(LossScaleError, match=r"3 optimizer .* as is the loss, which no scale changes \(not finite: "):
+        for seed in range(4):
+            loop.backward(seed, times=float("nan"))
+            loop.step()
+    assert loop.scaler.get_scale() == 1024.0

@@ -204,7 +204,8 @@ class OptimizerInBackward(StepObserver):
             return None
         overflow = backward.phase == "discard"
         is_known = self._is_scaled and backward.largest is not None and not overflow
-        return StepReport(overflow, backward.largest.item() if is_known else None)  # type: ignore[union-attr]
+        largest = backward.largest.item() if is_known else None  # type: ignore[union-attr]
+        return StepReport(overflow, largest, not overflow or self._runtime.check.losses_are_finite())
 
     def stepped(self, report: StepReport) -> None:
         self._backward = None

@@ -1,12 +1,11 @@
 """Which processes train a model together, and how they come to one decision at each step.
 
 Every process measures its own gradients (under FSDP its own shards), but all must skip the same steps and hold the same
-loss scale: one all-reduce of one number at each step.
+loss scale: one all-reduce of two numbers at each step.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -59,16 +58,20 @@ class Ranks:
         """The report of all processes that train ``parameters``, by a collective call; ``report`` itself on one."""
         if not is_distributed():
             return report
-        largest = -1.0 if report.largest_gradient is None else report.largest_gradient
-        number = math.inf if report.overflow else largest  # the maximum over all is the report of all
+        # The maxima over all are the report of all: overflow, then whether it is not the scale's; the largest gradient.
+        numbers = [
+            report.overflow * (2.0 - report.is_of_scale),
+            -1.0 if report.largest_gradient is None else report.largest_gradient,
+        ]
         for group in [*self._groups, *mesh_groups(parameters)]:  # one after the other: the dimensions of a mesh
             # On the host, where the verdict is, if a backend of the group serves it: nothing public tells.
             choose = getattr(torch.distributed.distributed_c10d, "_get_object_coll_device", None)
             device = next(iter(parameters)).device if choose is None else choose(group)
-            sent = torch.tensor([number], dtype=torch.float32, device=device)
+            sent = torch.tensor(numbers, dtype=torch.float32, device=device)
             torch.distributed.all_reduce(sent, torch.distributed.ReduceOp.MAX, group=group)
-            number = sent.item()
-        return StepReport(number == math.inf, number if 0.0 <= number < math.inf else None)
+            numbers = sent.tolist()
+        overflow, largest = numbers
+        return StepReport(overflow > 0.0, largest if largest >= 0.0 and not overflow else None, overflow < 2.0)
 
     def gather(self, value: Any) -> list[Any]:
         """What each process that trains the model along has given: a collective call, with a value that pickles."""
