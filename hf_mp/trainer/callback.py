@@ -148,6 +148,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
             session.follow(trainer)
         if checkpoint is not None:
             session.load(checkpoint)
+        session.on_train_begin(args, state, control)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse to do nothing, where training had begun before this callback was added."""
@@ -177,6 +178,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the run's report, if asked; leave an ordinary FP32 model, unless ``keep_attached``."""
         if self.session is not None:
+            self.session.on_train_end(args, state, control)
             self.session.end(keep_attached=self.keep_attached)
         self._trains_with = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
@@ -11,10 +12,13 @@ from transformers.utils import logging
 
 from hf_mp.diagnostics.contract.table import PrecisionContract
 from hf_mp.environment.report import advise_here
+from hf_mp.scaling.loss_scaler import WAY_OUT
+from hf_mp.scaling.rules import PrecisionStats, scale_text
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.settings import Default, SessionSettings
 
-if TYPE_CHECKING:  # imported where something is recorded
+if TYPE_CHECKING:  # imported where something is recorded or explained
+    from hf_mp.diagnostics.overflow_report import OverflowReport
     from hf_mp.diagnostics.precision_recorder import PrecisionRecorder
 
 logger = logging.get_logger(__name__)
@@ -74,6 +78,18 @@ def _precision_of(settings: SessionSettings, device: str) -> str:
     advice = advise_here(device)
     other = "; `hf-mp env` advises {preset}: {reason}".format_map(advice)
     return f"{settings.precision} (default){other if advice['preset'] != settings.precision else ''}"
+
+
+def warn_of_no_step(before: PrecisionStats, after: PrecisionStats, reports: Sequence[OverflowReport]) -> None:
+    """Warn where a run has skipped all of its steps: the Trainer ends it as a success."""
+    steps, skipped = after.steps - before.steps, after.skipped_steps - before.skipped_steps
+    if not steps or skipped < steps:
+        return
+    scale = scale_text(after.loss_scale)
+    way_out = f"The loss scale, {scale} now, was still looked for, or explain_overflows=False kept the reason back."
+    if reports:
+        way_out = reports[-1].advice or WAY_OUT
+    logger.warning(f"0 of {steps} steps were taken: all were skipped for inf or NaN in their gradients. {way_out}")
 
 
 def end_recording(recorder: PrecisionRecorder, *, with_report: bool) -> None:

@@ -29,7 +29,7 @@ from hf_mp.trainer.calling_trainer import norm_to_log
 from hf_mp.trainer.checkpoints.loaded_state import naming
 from hf_mp.trainer.first_backward import check_first_backward
 from hf_mp.trainer.fused_head import keep_fused_heads_in_fp32
-from hf_mp.trainer.reporting import end_recording, show_contract, start_recording
+from hf_mp.trainer.reporting import end_recording, show_contract, start_recording, warn_of_no_step
 from hf_mp.trainer.settings import OF_MIXED, SAVE_DTYPES, SessionSettings
 from hf_mp.weights.attachable import runtimes_of
 from hf_mp.weights.reading_layout import ReadingLayout
@@ -74,6 +74,7 @@ class TrainerSession(TrainerCallback):
         self._trainer: Callable[[], Any] = lambda: None  # a weak reference to the one that trains
         # The sum of its losses for its log, and what that was when the step began.
         self._counted: tuple[Tensor, Tensor] | None = None
+        self._at_begin = PrecisionStats()  # of the run
         # In reverse order: on a model that was begun twice, fused heads come back to what they were at first.
         self._at_detach = ExitStack()
 
@@ -206,6 +207,16 @@ class TrainerSession(TrainerCallback):
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         if (logged := norm_to_log(self._trainer())) is not None:
             logged.copy_(norm)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note where the run begins, after its checkpoint was loaded."""
+        if self.runtime is not None:
+            self._at_begin = self.runtime.stats
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Warn where the run took no step."""
+        if self.runtime is not None and args.process_index == 0:
+            warn_of_no_step(self._at_begin, self.runtime.stats, self.overflow_reports)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep what the log has counted before the step, where the loss of that may be healed."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ CONTENDERS = ["subclass", "callback"]
 
 def train(contender: str, path: Path, base: type[Trainer] = Trainer, callbacks: Any = (), **settings: Any) -> Trainer:
     """A short run; ``settings`` are for the Trainer's arguments, or for the callback where it has them."""
-    names = ("histogram_steps", "precision_report")
+    names = ("histogram_steps", "precision_report", "explain_overflows")
+    checkpoint = settings.pop("resume_from_checkpoint", None)
     model = settings.pop("model", None) or tiny_gpt2()
     if contender == "subclass":
         args = arguments(path, MixedPrecisionArguments, **settings)
@@ -35,7 +38,7 @@ def train(contender: str, path: Path, base: type[Trainer] = Trainer, callbacks: 
         callbacks = [*callbacks, MixedPrecisionCallback("fp16", **own)]
         args = arguments(path, **settings)
         trainer = base(model=model, args=args, train_dataset=token_rows(), callbacks=callbacks)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=checkpoint)
     return trainer
 
 
@@ -96,6 +99,32 @@ def test_training_that_cannot_go_on_leaves_its_report(tmp_path: Path) -> None:
 def test_settings_that_json_has_no_word_for_are_told_as_text(contender: str, tmp_path: Path) -> None:
     train(contender, tmp_path, precision_report=True, max_grad_norm=float("inf"))
     assert read_run(tmp_path).start["settings"]["max_grad_norm"] == "inf"
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+@pytest.mark.parametrize(
+    ("steps", "settings", "told"),
+    [
+        (range(6), {}, "0 of 6 steps were taken: .* No smaller loss scale helps. Look for a division by zero"),
+        (range(6), {"explain_overflows": False}, "0 of 6 steps were taken: .* explain_overflows=False kept the reason"),
+        (range(1, 6), {}, None),
+    ],
+    ids=["explained", "not explained", "one was taken"],
+)
+def test_a_run_that_took_no_step_says_so_and_what_to_do(
+    contender: str, steps: Sequence[int], settings: dict[str, Any], told: str | None, tmp_path: Path
+) -> None:
+    with CaptureLogger(logging.get_logger("hf_mp.trainer.reporting")) as captured:
+        train(contender, tmp_path, poisoned(Trainer, tuple(steps)), max_steps=6, **settings)
+    assert re.search(told, captured.out) if told else "steps were taken" not in captured.out
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+def test_a_resumed_run_that_took_no_step_says_so(contender: str, tmp_path: Path) -> None:
+    train(contender, tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    with CaptureLogger(logging.get_logger("hf_mp.trainer.reporting")) as captured:
+        train(contender, tmp_path, poisoned(Trainer, (2, 3)), max_steps=4, resume_from_checkpoint=True)
+    assert "0 of 2 steps were taken" in captured.out
 
 
 # Logs and TensorBoard
