@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +17,14 @@ from hf_mp.casting.tables import TableName
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.trainer.calling_trainer import (
     calling_trainer,
+    extend_method,
     forget_prepared,
     refuse_compiled_whole,
     resumed_checkpoint,
 )
 from hf_mp.trainer.checkpoints import inspection
-from hf_mp.trainer.checkpoints.saves import Saves, clear_up
+from hf_mp.trainer.checkpoints.resuming import choose_checkpoint, clear_up
+from hf_mp.trainer.checkpoints.saves import Saves
 from hf_mp.trainer.refusals import (
     refuse_late_masters,
     refuse_lean,
@@ -66,7 +71,8 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         ValueError, TypeError: when made, for an unknown precision, a lean preset and unknown options. When the Trainer
             is made, for settings that the loss scaler does not have, a second mixed precision, and models that hide
             their forward.
-        CheckpointError: when training begins, for a checkpoint that is not what its manifest says.
+        CheckpointError: from ``train``, before anything is loaded, for a checkpoint that is missing, damaged or could
+            do harm.
         ScaleLeakError: from the first backward, if gradients change with the loss scale.
     """
 
@@ -87,6 +93,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         self._given = {"precision": precision, "tables": tables, "rules": rules, **options}
         self.keep_attached = keep_attached
         self._trains_with: TrainingArguments | None = None
+        self._examined: Path | None = None  # the checkpoint that training resumes from
         refuse_lean(SessionSettings.of(None, self._given).policy)
 
     def _session_for(self, args: TrainingArguments) -> TrainerSession:
@@ -105,7 +112,6 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         refuse_other_precision(args, session.settings.policy)
         if session.runtime is not None:
             refuse_compiled_whole(calling_trainer(self))
-            clear_up(args)
         if model is not None:
             if session.runtime is not None:
                 refuse_model(model)
@@ -128,10 +134,12 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         if session.runtime is None:
             session.watch_contract(model)
             return
-        # The Trainer has made its optimizer and loaded a checkpoint by now: what it read is checked before it trains.
+        # The Trainer has made its optimizer and loaded a checkpoint by now.
         refuse_missing(model, optimizer, trainer)
         if (checkpoint := resumed_checkpoint(trainer)) is not None:
-            inspection.refuse_problems(checkpoint)
+            # One that train() found itself, or before this callback was added, is read already: it is not trained on.
+            if checkpoint != self._examined:
+                inspection.refuse_problems(checkpoint)
             if args.should_save:
                 inspection.warn_of_missing_state(checkpoint, args.world_size)
         refuse_compiled_whole(trainer)
@@ -203,15 +211,32 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
             # To the front, so that those which report see what this one adds to the logs.
             callbacks.remove(self)
             callbacks.insert(0, self)
+            extend_method(trainer, "train", functools.partial(_train, trainer))
             extend_save(trainer, lambda: _session_of(trainer))
             # With FP32, saves are left to the Trainer alone.
             Saves(trainer, lambda: _session_of(trainer, in_fp32=False))
 
 
+def _train(trainer: Trainer, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Have ``own``, the ``train`` of ``trainer``, resume from a checkpoint that is whole."""
+    callback = _callback_of(trainer)
+    if callback is None or callback.mixed_precision is None:
+        return own(*args, **kwargs)
+    wanted, *others = args or (kwargs.pop("resume_from_checkpoint", None),)
+    callback._examined = chosen = choose_checkpoint(trainer.args, wanted, clear_up)
+    # A library's own train() may take no argument at all.
+    given = () if chosen is None and not others else (None if chosen is None else str(chosen), *others)
+    return own(*given, **kwargs)
+
+
 def _session_of(trainer: Trainer, *, in_fp32: bool = True) -> TrainerSession | None:
     """That of the callback that ``trainer`` has now; None without one."""
-    callbacks = trainer.callback_handler.callbacks
-    found = next((callback for callback in callbacks if isinstance(callback, MixedPrecisionCallback)), None)
-    if found is None or (found.mixed_precision is None and not in_fp32):
+    callback = _callback_of(trainer)
+    if callback is None or (callback.mixed_precision is None and not in_fp32):
         return None
-    return found.session
+    return callback.session
+
+
+def _callback_of(trainer: Trainer) -> MixedPrecisionCallback | None:
+    callbacks = trainer.callback_handler.callbacks
+    return next((callback for callback in callbacks if isinstance(callback, MixedPrecisionCallback)), None)

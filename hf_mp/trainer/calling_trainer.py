@@ -25,7 +25,7 @@ def calling_trainer(callback: TrainerCallback) -> Trainer | None:
     return None
 
 
-def extend_method(trainer: Trainer, name: str, around: Callable[..., None]) -> None:
+def extend_method(trainer: Trainer, name: str, around: Callable[..., Any]) -> None:
     """Have ``around`` run in the place of a method of ``trainer``, which it is given first; once for each Trainer."""
     # On the instance, which reaches subclasses of other libraries too. Once, as a callback is asked at each train().
     if name not in vars(trainer):

@@ -31,6 +31,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TIMEOUT_SECONDS = 120.0
 WHOLE_RUN = {"max_steps": 12, "save_steps": 2}
+ASKS = ("newest", "before", "after")  # what to resume from, as the worker takes it
 
 
 @dataclass(frozen=True)
@@ -232,10 +233,13 @@ class Cases:
                 self._undisturbed[ranks] = (run.finished, time.monotonic() - begin, folder)
             return self._undisturbed[ranks]
 
-    def _resumed(self, fault: str, seed: int, where: str, folder: Path, ranks: int, *, named: str = "") -> Outcome:
+    def _resumed(
+        self, fault: str, seed: int, where: str, folder: Path, ranks: int, *, named: str = "", asks: str = "newest"
+    ) -> Outcome:
         """Go on after a fault: the run must end as the undisturbed one, and tell what it found."""
         expected = self.undisturbed(ranks)[0]
-        run = self._harness.train(folder, ranks=ranks, resume=True, **self._settings)
+        where += f", asked for {asks}"
+        run = self._harness.train(folder, ranks=ranks, resume=asks, **self._settings)
         if run.finished is None:
             lines = run.text.replace(f"{self._harness.folder}/", "").strip().splitlines()
             return Outcome(fault, seed, where, f"does not resume: {lines[-1][:200] if lines else run.exit_codes}")
@@ -276,7 +280,9 @@ class Cases:
             run.wait()
         if run.finished is not None:
             where += " (the run had ended)"
-        return self._resumed("kill -9", seed, f"{where}, {ranks} processes", folder, ranks)
+        # The stock Trainer's own way to look is the last.
+        asks = "after" if self._trainer == "stock" else ASKS[seed % len(ASKS)]
+        return self._resumed("kill -9", seed, f"{where}, {ranks} processes", folder, ranks, asks=asks)
 
     def damage(self, seed: int) -> Outcome:
         """A byte of a file flipped, or its end cut off, or the file removed, in the newest checkpoint."""

@@ -32,13 +32,15 @@ two_cpus = pytest.param(3, 2, marks=[pytest.mark.slow, pytest.mark.skipif(
 )])  # fmt: skip
 
 
-@pytest.mark.parametrize(("seed", "ranks"), [(0, 1), two_cpus])
+# In the middle of a save, after which the script asks for the newest whole one, or names the last itself.
+@pytest.mark.parametrize(("seed", "ranks"), [(0, 1), (4, 1), (8, 1), two_cpus])
 def test_a_killed_run_goes_on_bit_for_bit(cases: Cases, seed: int, ranks: int) -> None:
     assert cases.kill(seed, ranks=ranks).lost is None
 
 
-def test_a_killed_run_with_the_callback_goes_on_bit_for_bit(callback_cases: Cases) -> None:
-    assert callback_cases.kill(8).lost is None  # in the middle of a save, after the weights
+@pytest.mark.parametrize("seed", [4, 8])  # asks before the Trainer is made, and after
+def test_a_killed_run_with_the_callback_goes_on_bit_for_bit(callback_cases: Cases, seed: int) -> None:
+    assert callback_cases.kill(seed).lost is None
 
 
 @pytest.mark.parametrize("seed", [2, 4])  # the manifest, the weights

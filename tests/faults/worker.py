@@ -1,6 +1,7 @@
 """A real training of a tiny model, for faults to strike; the harness starts it in processes of its own.
 
-Settings: arguments of the Trainer, and ``resume`` (true: the newest whole checkpoint, or anew where there is none yet),
+Settings: arguments of the Trainer, and ``resume`` (from ``"newest"``, which is True, or from what Transformers'
+``get_last_checkpoint`` gives ``"before"`` the Trainer is made or ``"after"``; anew where there is none yet),
 ``trainer`` (``"ours"``, ``"callback"`` or ``"stock"``), ``step_seconds`` (a pause after each step), ``kill_at`` (the
 operation on the output directory at which the process kills itself), ``full_disks`` (each save has a disk that is
 full one operation later than before; in which process, with which error) and ``vanishes`` (the steps in which the
@@ -167,9 +168,10 @@ def disarm() -> int:
     return int(library.fault_disarm())
 
 
-def resume(trainer: Trainer, kind: str) -> None:
-    if kind != "ours":
-        trainer.train(resume_from_checkpoint=get_last_checkpoint(trainer.args.output_dir))
+def resume(trainer: Trainer, asks: str, before: str | None) -> None:
+    if asks != "newest":
+        last = before if asks == "before" else get_last_checkpoint(trainer.args.output_dir)
+        trainer.train(resume_from_checkpoint=last)
         return
     try:
         trainer.train(resume_from_checkpoint=True)
@@ -182,17 +184,18 @@ def main(output_dir: str, settings: dict[str, Any]) -> None:
     if task := given.pop("task", None):
         importlib.import_module(task).main(output_dir, given)
         return
-    resumes, kind = given.pop("resume", False), given.pop("trainer", "ours")
+    asks, kind = given.pop("resume", None), given.pop("trainer", "ours")
     kill_at, full_disks = given.pop("kill_at", None), given.pop("full_disks", None)
     callbacks: list[TrainerCallback] = [Events(given.pop("step_seconds", 0.0))]
     if vanishes := given.pop("vanishes", None):
         callbacks.append(Vanishes(output_dir, *vanishes))
     if full_disks:
         callbacks.append(FullDisks(output_dir, *full_disks))
+    before = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
     trainer = make(output_dir, kind, callbacks, **given)
     if kill_at is not None:
         arm(output_dir, KILL, kill_at)
-    resume(trainer, kind) if resumes else trainer.train()
+    resume(trainer, asks, before) if asks else trainer.train()
     if kill_at is not None:
         print(f"operations {disarm()}", flush=True)
     if trainer.args.process_index == 0:

@@ -78,19 +78,42 @@ def test_the_model_is_plain_after_training_or_stays_attached(tmp_path: Path) -> 
         assert is_plain(trainer.model)
 
 
-def test_a_damaged_checkpoint_is_not_trained_on(tmp_path: Path) -> None:
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    """A checkpoint with a flipped bit, next to a whole one."""
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     trainer_with(MixedPrecisionCallback("fp16"), tmp_path, **settings).train()
     weights_file = tmp_path / "checkpoint-2" / "model.safetensors"
     content = bytearray(weights_file.read_bytes())
     content[-3] ^= 1
     weights_file.write_bytes(content)
-    trainer = trainer_with(MixedPrecisionCallback("fp16"), tmp_path, **settings)
-    message = r"checkpoint-2: model\.safetensors is not .*\n.*newest whole checkpoint in .* is checkpoint-4"
-    with pytest.raises(CheckpointError, match=message):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    trainer = trainer_with(MixedPrecisionCallback("fp16"), tmp_path, **settings)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    return tmp_path / "checkpoint-2"
+
+
+DAMAGED = r"checkpoint-2: model\.safetensors is not .*\n.*newest whole checkpoint in .* is checkpoint-4"
+
+
+def test_a_damaged_checkpoint_is_not_trained_on(damaged: Path) -> None:
+    trainer = trainer_with(MixedPrecisionCallback("fp16"), damaged.parent)
+    before = weights(trainer.model)
+    with pytest.raises(CheckpointError, match=DAMAGED):
+        trainer.train(resume_from_checkpoint=str(damaged))
+    assert same(before, weights(trainer.model))
+    trainer.train(resume_from_checkpoint=str(damaged.with_name("checkpoint-4")))
+
+
+def test_a_damaged_checkpoint_that_the_trainer_found_itself_or_before_is_not_trained_on(damaged: Path) -> None:
+    class Own(Trainer):
+        def train(self) -> Any:  # type: ignore[override]
+            return super().train(resume_from_checkpoint=str(damaged))
+
+    callback = MixedPrecisionCallback("fp16")
+    with pytest.raises(CheckpointError, match=DAMAGED):
+        Own(tiny_gpt2(), arguments(damaged.parent), train_dataset=token_rows(), callbacks=[callback]).train()
+    trainer = Trainer(tiny_gpt2(), arguments(damaged.parent), train_dataset=token_rows())
+    trainer.add_callback(MixedPrecisionCallback("fp16"))
+    with pytest.raises(CheckpointError, match=DAMAGED):
+        trainer.train(resume_from_checkpoint=str(damaged))
 
 
 def lower_precision_products(trainer: Trainer, call: str) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,12 +14,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from hf_mp.scaling.scalers import LossScaleError
-from hf_mp.trainer.checkpoints import in_place, inspection, loaded_state
+from hf_mp.trainer.checkpoints import inspection, loaded_state, resuming
 from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, CheckpointError
 from hf_mp.trainer.checkpoints.preemption import Preempted, PreemptionCallback
 from hf_mp.trainer.checkpoints.saves import Saves, largest
-from hf_mp.trainer.checkpoints.shards import gathered, refused_together
+from hf_mp.trainer.checkpoints.shards import refused_together
 from hf_mp.trainer.session import TrainerSession
 from hf_mp.weights.ranks.parallelism import is_sharded
 
@@ -47,18 +45,19 @@ class CrashSafe(Trainer):
         self._preemption = PreemptionCallback(partial(largest, trainer=self))
         self.add_callback(self._preemption)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: resuming.Wanted = None, *args: Any, **kwargs: Any) -> Any:
         """As the stock Trainer's, with the output directory locked and signals watched.
 
         ``resume_from_checkpoint=True`` takes the newest checkpoint that is whole, and a warning says which ones were
-        passed over and why. A path is refused where that checkpoint is damaged or could run code.
+        passed over and why. So does the path of one that a kill left unfinished. A path is refused where that
+        checkpoint is damaged or could run code.
         """
         watch = self._preemption
         with ExitStack() as at_end:
             try:
                 # The lock before the signals: nothing is there to save yet while another run is waited for.
                 self._begin(at_end, resume_from_checkpoint)
-                checkpoint = resume_from_checkpoint if self._resumed_from is None else str(self._resumed_from)
+                checkpoint = None if self._resumed_from is None else str(self._resumed_from)
                 if self.session.settings.handle_preemption:
                     at_end.enter_context(watch.watching())
                 output = super().train(checkpoint, *args, **kwargs)
@@ -75,28 +74,15 @@ class CrashSafe(Trainer):
             signal.raise_signal(getattr(signal, watch.received))
         return output
 
-    def _begin(self, at_end: ExitStack, wanted: str | bool | None) -> None:
+    def _begin(self, at_end: ExitStack, wanted: resuming.Wanted) -> None:
         """Lock, clear up after a killed run, and find the checkpoint to resume from."""
-        run_directory = Path(str(self.args.output_dir))
-        given = Path(wanted) if isinstance(wanted, (str, os.PathLike)) else None
 
-        def begin() -> int:
+        def lock_and_clear_up(run_directory: Path) -> None:
             at_end.enter_context(lock_directory(run_directory))
-            try:
-                in_place.clear_up(run_directory)
-            except OSError as error:
-                logger.warning(f"{run_directory} cannot be cleared of what a killed run left ({error})")
-            if wanted is True:
-                return _choose(run_directory)
-            if given is not None:
-                inspection.refuse_problems(given)
-            return 0
+            resuming.clear_up(run_directory, lock=nullcontext)
 
-        # With save_on_each_node each node has a directory of its own: the lowest step is the one that all of them have.
-        step = self._for_all(begin)
-        self._resumed_from = run_directory / f"{PREFIX_CHECKPOINT_DIR}-{step}" if wanted is True else given
-        is_ours_to_tell = self.args.should_save and not self.is_deepspeed_enabled
-        if self._resumed_from is not None and self._resumed_from.is_dir() and is_ours_to_tell:
+        self._resumed_from = resuming.choose_checkpoint(self.args, wanted, lock_and_clear_up)
+        if self._resumed_from is not None and self.args.should_save and not self.is_deepspeed_enabled:
             inspection.warn_of_missing_state(self._resumed_from, self.args.world_size)
 
     def _last_checkpoint(self, *, save: bool) -> Path | None:
@@ -130,22 +116,13 @@ class CrashSafe(Trainer):
             )
         raise preempted
 
-    # Several processes
-
-    def _for_all(self, action: Callable[[], int | None]) -> int:
-        """What ``action`` gives in the process that saves (the lowest, if several do); its failure is that of all."""
-        with refused_together():
-            mine = (action() or 0) if self.args.should_save else None
-        return min(number for number in gathered(mine) if number is not None)
-
     # Loading
 
     # Transformers loads with strict=False and warnings: what does not fit is refused here, by name.
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         checkpoint, loaded = Path(resume_from_checkpoint), self.model if model is None else model
         assert loaded is not None
-        # Of a directory that is not there, Transformers says so itself.
-        with loaded_state.naming(checkpoint, "the model") if checkpoint.is_dir() else nullcontext():
+        with loaded_state.naming(checkpoint, "the model"):
             if (weights := checkpoint / SAFE_WEIGHTS_NAME).is_file() and not is_sharded(loaded):
                 loaded_state.check_weights_file(weights, loaded)
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -166,7 +143,9 @@ class CrashSafe(Trainer):
 
     def _load_best_model(self) -> None:
         best = Path(str(self.state.best_model_checkpoint))
-        self._for_all(lambda: inspection.refuse_problems(best))
+        with refused_together():
+            if self.args.should_save:
+                inspection.refuse_problems(best)
         super()._load_best_model()
 
     def _load_callback_state(self) -> None:
@@ -180,12 +159,3 @@ class CrashSafe(Trainer):
         self.state.best_model_checkpoint = str(beside) if is_there else None
         if not is_there:
             logger.warning(f"{said!r}, the best checkpoint, is not next to {resumed}: the best is sought anew")
-
-
-def _choose(run_directory: Path) -> int:
-    # In the words of the stock Trainer, which programs look for.
-    place = f"output directory ({run_directory})"
-    chosen, warning = inspection.choose_newest_whole(place, inspection.list_checkpoints(run_directory))
-    if warning:
-        logger.warning(warning)
-    return inspection.step_of(chosen) or 0

@@ -76,7 +76,7 @@ def restore(checkpoint: Path) -> None:
     aside = aside_of(checkpoint)
     if aside.parent.is_symlink():  # in a stranger's directory: what lies there is another run's
         aside.parent.unlink()
-    if _is_unfinished(checkpoint):
+    if is_unfinished(checkpoint):
         logger.warning(f"{checkpoint} was not finished: it is removed")
         # Not by a move aside first: a full disk makes no folder to move it to. Its mark goes last, after a kill too.
         for path in checkpoint.iterdir():
@@ -96,7 +96,7 @@ def is_clear(run_directory: Path) -> bool:
     """Whether :func:`clear_up` has nothing to do."""
     if (run_directory / STAGING_FOLDER).is_dir():
         return False
-    return not any(map(_is_unfinished, run_directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
+    return not any(map(is_unfinished, run_directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
 
 
 def clear_up(run_directory: Path) -> None:
@@ -113,7 +113,8 @@ def clear_up(run_directory: Path) -> None:
     _remove(staging)
 
 
-def _is_unfinished(checkpoint: Path) -> bool:
+def is_unfinished(checkpoint: Path) -> bool:
+    """Whether a save of ours began this checkpoint and did not come to its end."""
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         return False
     # Empty where a kill came before its mark, or when all of it was removed.

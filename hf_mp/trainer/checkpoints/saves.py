@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging
 
@@ -145,22 +145,6 @@ class Saves:
         if session.settings.save_failure == "stop":
             raise CheckpointError(f"{message}. The run ends here (save_failure='stop')") from first
         logger.error(f"{message}. Training goes on and tries again at the next save (save_failure='stop' would end it)")
-
-
-def clear_up(args: TrainingArguments) -> None:
-    """Remove what a killed run left half-written: in the process that saves; the others wait for it."""
-    directory = Path(str(args.output_dir))
-    # The others would look checkpoints up while these are removed.
-    with args.main_process_first(local=args.save_on_each_node, desc="clearing up checkpoints"):
-        if not args.should_save or in_place.is_clear(directory):
-            return
-        # A run that is alive holds the lock while it saves: what it has half-written stays.
-        try:
-            with lock_directory(directory):
-                in_place.clear_up(directory)
-                logger.warning(inspection.newest_whole_of(directory))
-        except (OSError, CheckpointError) as error:
-            logger.warning(f"half-written checkpoints in {directory} are left as they are ({error})")
 
 
 def largest(number: int, trainer: Trainer) -> int:

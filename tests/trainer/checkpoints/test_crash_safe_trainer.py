@@ -1,4 +1,4 @@
-"""The Trainer around the checkpoints: looking one up, failing saves, rotation, signals, the callback's manifest."""
+"""The Trainer around the checkpoints: failing saves, rotation, signals, the callback's manifest."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ from transformers import TrainerCallback
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
-import hf_mp.trainer.checkpoints.crash_safe_trainer as crash_safe_trainer
 import hf_mp.trainer.checkpoints.in_place as in_place
-from hf_mp import CheckpointError, LossScaleError, MixedPrecisionArguments, NoCheckpointError, Preempted
+from hf_mp import CheckpointError, LossScaleError, MixedPrecisionArguments, Preempted
 from hf_mp.trainer.checkpoints import lock, saves
 from hf_mp.trainer.checkpoints.inspection import find_problems, list_checkpoints
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, read_manifest
@@ -65,66 +64,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 def names(folder: Path) -> list[str]:
     return [path.name for path in list_checkpoints(folder)]
-
-
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is logged."""
-    found: list[str] = []
-    for module, level in ((crash_safe_trainer, "warning"), (saves, "error")):
-        monkeypatch.setattr(module.logger, level, found.append)
-    return found
-
-
-# Which checkpoint is resumed from
-
-
-def test_the_newest_whole_one_is_taken_and_the_others_are_named(
-    tmp_path: Path, told: list[str], trained: Trained
-) -> None:
-    straight, folder = trained()
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "checkpoint-6" / "optimizer.pt").unlink()
-    path = tmp_path / "checkpoint-4" / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    resumed = make(tmp_path)
-    resumed.train(resume_from_checkpoint=True)
-    (message,) = told
-    assert "resuming from" in message and "checkpoint-2; newer ones were passed over" in message
-    assert "checkpoint-6: optimizer.pt is missing" in message
-    assert "checkpoint-4: model.safetensors is not what was written" in message
-    assert same(straight, weights(resumed.model))
-    assert names(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-    assert not any(find_problems(path) for path in list_checkpoints(tmp_path))  # they are saved anew
-
-
-@pytest.mark.parametrize("step", ["006", "٦"])
-def test_a_folder_that_only_resembles_a_checkpoint_is_none(tmp_path: Path, step: str, trained: Trained) -> None:
-    name = f"checkpoint-{step}"
-    shutil.copytree(trained(max_steps=4)[1], tmp_path, dirs_exist_ok=True)
-    shutil.copytree(tmp_path / "checkpoint-4", tmp_path / name)
-    resumed = make(tmp_path)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed._resumed_from == tmp_path / "checkpoint-4" and resumed.state.global_step == 6
-    assert (tmp_path / name).is_dir()
-
-
-def test_no_checkpoint_at_all_and_none_that_is_whole(tmp_path: Path) -> None:
-    with pytest.raises(NoCheckpointError, match=r"No valid checkpoint found in output directory \(.*none yet"):
-        make(tmp_path / "new").train(resume_from_checkpoint=True)
-    with pytest.raises(TypeError, match=r"not '?int"):  # by the stock Trainer
-        make(tmp_path / "new").train(resume_from_checkpoint=1)
-    with pytest.raises(ValueError, match=r"^Can't find a valid checkpoint at .*checkpoint-9$"):
-        make(tmp_path / "new").train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
-    make(tmp_path, max_steps=2).train()
-    (tmp_path / "checkpoint-2" / MANIFEST_NAME).write_text("{}")
-    with pytest.raises(
-        CheckpointError, match=rf"checkpoint-2: {MANIFEST_NAME}: its own checksum does not match"
-    ) as found:
-        make(tmp_path).train(resume_from_checkpoint=True)
-    assert not isinstance(found.value, NoCheckpointError)
 
 
 def test_a_manifest_says_what_wrote_the_checkpoint(trained: Trained) -> None:

@@ -22,12 +22,12 @@ from transformers import Trainer
 
 import hf_mp.trainer.checkpoints.in_place as in_place
 import hf_mp.trainer.checkpoints.inspection as inspection
-from hf_mp.trainer.checkpoints import lock, saves
+from hf_mp.trainer.checkpoints import lock, resuming
 from hf_mp.trainer.checkpoints.in_place import begin, complete, take_back
 from hf_mp.trainer.checkpoints.inspection import find_problems
 from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, UNFINISHED_NAME, finish, read_manifest
-from hf_mp.trainer.checkpoints.saves import clear_up
+from hf_mp.trainer.checkpoints.resuming import clear_up
 
 pytestmark = pytest.mark.usefixtures("without_first_check")
 
@@ -44,7 +44,7 @@ def make(folder: Path, contender: str = "callback", **settings: Any) -> Any:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is logged."""
     found: list[str] = []
-    for module in (in_place, inspection, saves):
+    for module in (in_place, inspection, resuming):
         monkeypatch.setattr(module.logger, "warning", found.append)
     return found
 
@@ -89,7 +89,7 @@ def test_a_kill_at_any_call_leaves_the_old_or_the_new_one(tmp_path: Path, replac
         with pytest.MonkeyPatch.context() as patch, suppress(Killed):
             calls = kill_at(patch, number)
             save(folder, "new")
-        clear_up(arguments(folder))
+        clear_up(folder)
         left = entries(folder)
         assert left == ["checkpoint-4"] or (left == [] and not replaces), (number, calls)
         if left:
@@ -137,7 +137,7 @@ def test_what_another_run_is_writing_stays(tmp_path: Path, told: list[str], monk
     monkeypatch.setattr(lock, "ORPHAN_SECONDS", 0.1)
     begin(tmp_path / "checkpoint-4")
     with lock_directory(tmp_path):
-        clear_up(arguments(tmp_path))
+        clear_up(tmp_path)
     assert "are left as they are" in told[0] and "in use by another run" in told[0]
     assert entries(tmp_path / "checkpoint-4") == [UNFINISHED_NAME]
 
@@ -145,14 +145,14 @@ def test_what_another_run_is_writing_stays(tmp_path: Path, told: list[str], monk
 @pytest.mark.usefixtures("told")
 def test_an_empty_directory_of_a_kill_before_its_mark_is_removed(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-4").mkdir()
-    clear_up(arguments(tmp_path))
+    clear_up(tmp_path)
     assert entries(tmp_path) == []
 
 
 def test_a_directory_without_a_mark_is_not_ours_to_remove(tmp_path: Path) -> None:
     write(tmp_path / "checkpoint-4", "old")
     (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
-    clear_up(arguments(tmp_path))
+    clear_up(tmp_path)
     assert entries(tmp_path / "checkpoint-4") == ["config.json", "tokenizer.json"]
 
 
@@ -225,20 +225,6 @@ def test_a_checkpoint_is_marked_from_its_first_file_to_its_last(tmp_path: Path, 
     assert entries(tmp_path) == seen == [f"checkpoint-{step}" for step in steps]
     for path in tmp_path.iterdir():
         assert read_manifest(path) is not None and find_problems(path) == []
-
-
-def test_resuming_after_a_kill_passes_the_half_written_one_over(tmp_path: Path, told: list[str]) -> None:
-    straight = make(tmp_path)
-    straight.train()
-    half = tmp_path / "checkpoint-6"
-    (half / "trainer_state.json").unlink()
-    (half / MANIFEST_NAME).rename(half / UNFINISHED_NAME)
-    resumed = make(tmp_path)
-    assert "checkpoint-6 was not finished: it is removed" in told[0]
-    assert told[1] == f"the newest whole checkpoint in {tmp_path} is checkpoint-4"
-    resumed.train(resume_from_checkpoint=True)
-    assert same(weights(straight.model), weights(resumed.model))
-    assert entries(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
 
 @pytest.mark.parametrize("contender", ["callback", "subclass"])
