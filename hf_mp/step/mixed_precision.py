@@ -408,7 +408,9 @@ class MixedPrecision:
         return {**state, **{name: value for name, value in others.items() if value}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave; the scale of another kind of loss scaling is left out with a warning.
+        """Take over what :meth:`state_dict` gave, but for the scale of another kind of loss scaling.
+
+        A warning says what changes where it was saved in another precision.
 
         Raises TypeError or ValueError for anything else.
         """
@@ -420,12 +422,11 @@ class MixedPrecision:
                 f"keys {sorted(state_dict, key=str)}"
             )
         saved = PrecisionPolicy.parse(str(state_dict.get("precision", self.policy)))
+        if saved != self.policy:
+            warn_caller(self.policy.explain_change(saved))
         # Another rule would read the numbers of this one as its own.
         if saved.loss_scale == self.policy.loss_scale:
             self.scaler.load_state_dict(state_dict["loss_scaler"])
-        else:
-            was, now = saved.loss_scale or "none", self.policy.loss_scale or "none"
-            warn_caller(f"loss_scale was {was} in the saved run, and is {now} here: the loss scale starts anew")
         stats = PrecisionStats.resumed(self.scaler.state)
         self.stats = replace(stats, skipped_steps=stats.skipped_steps + state_dict.get("other_skips", 0))
         self.add_rules(state_dict.get("remedies", {}))

@@ -131,12 +131,15 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         trainer, session = calling_trainer(self), self._session_for(args)
         self._trains_with = args
         self._come_first(trainer)
+        checkpoint = resumed_checkpoint(trainer)
         if session.runtime is None:
             session.watch_contract(model)
+            if checkpoint is not None:
+                session.load(checkpoint)
             return
         # The Trainer has made its optimizer and loaded a checkpoint by now.
         refuse_missing(model, optimizer, trainer)
-        if (checkpoint := resumed_checkpoint(trainer)) is not None:
+        if checkpoint is not None:
             # One that train() found itself, or before this callback was added, is read already: it is not trained on.
             if checkpoint != self._examined:
                 inspection.refuse_problems(checkpoint)

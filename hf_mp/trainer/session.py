@@ -23,6 +23,7 @@ from transformers.utils import logging
 from hf_mp.diagnostics.contract.table import PrecisionContract
 from hf_mp.diagnostics.contract.watch import ContractWatch
 from hf_mp.diagnostics.lost_updates import check_training
+from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.rules import PrecisionStats
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.calling_trainer import norm_to_log
@@ -269,15 +270,20 @@ class TrainerSession(TrainerCallback):
     def load(self, checkpoint: Path) -> None:
         """Take over the loss scale from a checkpoint of ours, or from one of a Trainer with ``fp16=True``.
 
+        A warning says what changes where it was saved in another precision; with FP32, nothing is taken over.
+
         Raises:
             CheckpointError: for a file that does not hold such a state; the message names it.
         """
-        if self.runtime is None:
-            return
         path, torch_path = checkpoint / STATE_NAME, checkpoint / SCALER_NAME
         with naming(path if path.is_file() else torch_path, "the loss scale"):
-            if path.is_file():
-                self.runtime.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+            state = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+            if self.runtime is None:
+                if state is not None:
+                    saved = PrecisionPolicy.parse(state["precision"])
+                    logger.warning(f"{checkpoint}: {self.settings.policy.explain_change(saved)}")
+            elif state is not None:
+                self.runtime.load_state_dict(state)
             elif torch_path.is_file():
                 self.runtime.scaler.load_state_dict(torch.load(torch_path, weights_only=True))
                 self.runtime.stats = PrecisionStats.resumed(self.runtime.scaler.state)

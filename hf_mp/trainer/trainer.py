@@ -158,5 +158,5 @@ class MixedPrecisionTrainer(OfSession, CrashSafe):
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self.mixed_precision is None:
             super()._load_scaler(checkpoint)
-        elif checkpoint is not None:
+        if checkpoint is not None:
             self.session.load(Path(checkpoint))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +182,41 @@ def test_subclass_and_callback_resume_from_each_other(tmp_path: Path, before: st
     resumed.train(resume_from_checkpoint=source)
     assert same(weights(straight.model), weights(resumed.model))
     assert scaler_state(straight) == scaler_state(resumed)
+
+
+UNSCALED = "loss_scale was headroom in the saved run, and is none here: the loss is not scaled$"
+PRODUCTS, STORED = "products are in {} from here on", "parameters are stored in {} from here on"
+CHANGES = {
+    ("subclass fp16", "subclass bf16"): rf"{PRODUCTS.format('BF16')} \(8 significant bits, FP16 has 11\); {UNSCALED}",
+    ("subclass fp16", "subclass fp16-lean"): rf"{STORED.format('FP16')} \(FP32 masters in the optimizer\)$",
+    ("subclass bf16-lean", "callback fp16"): rf"{PRODUCTS.format('FP16')} \(11 significant bits, BF16 has 8\); "
+    rf"{STORED.format('FP32')}; loss_scale was none .*, and is headroom here: the loss scale starts anew$",
+    ("subclass fp16", "subclass fp32"): rf"{PRODUCTS.format('FP32')} \(24 .* has 11\); {UNSCALED}",
+    ("callback bf16", "callback fp32"): rf"{PRODUCTS.format('FP32')} \(24 significant bits, BF16 has 8\)$",
+    ("subclass fp16", "callback fp16"): None,
+}
+
+
+@pytest.mark.parametrize(("saved", "resumed"), CHANGES)
+def test_one_line_says_what_another_precision_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: str, resumed: str
+) -> None:
+    (before, was), (after, now) = saved.split(), resumed.split()
+    begun = make(before, tmp_path / "a", was, max_steps=2)
+    begun.train()
+    messages: list[str] = []
+    monkeypatch.setattr(hf_mp.trainer.session.logger, "warning", messages.append)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        make(after, tmp_path / "b", now, max_steps=3).train(resume_from_checkpoint=str(checkpoint(begun, 2)))
+    messages += [str(each.message) for each in warned if issubclass(each.category, UserWarning)]
+    told = [message for message in messages if "precision" in message or "loss scale" in message]
+    if (change := CHANGES[saved, resumed]) is None:
+        assert told == []
+        return
+    (message,) = told
+    taken_over = "the FP32 weights and the optimizer's state go on as they were saved"
+    assert re.search(f"saved in precision {was}, resumed in {now}: {taken_over}; {change}", message)
 
 
 LAYOUTS = [("fp16-lean", "subclass"), ("subclass", "fp16-lean"), ("callback", "stock"), ("bf16-lean", "stock")]

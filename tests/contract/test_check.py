@@ -109,7 +109,8 @@ def test_weights_that_transformers_saves_beside_deepspeeds_are_counted_once(tmp_
 
 
 def several_runs(path: Path) -> Path:
-    CLEAN["a model in fp32"](path / "one" / "checkpoint-1")
+    for name in ("two/checkpoint-2", "one/checkpoint-4", "one/checkpoint-2"):
+        CLEAN["a model in fp32"](path / name)
     return path
 
 
@@ -138,7 +139,7 @@ def a_file(path: Path) -> Path:
     ("make", "says"),
     [
         (Path, "holds no weights: name the folder of a model, of a checkpoint, or of a run that has checkpoints$"),
-        (several_runs, "holds several runs: name one of them$"),
+        (several_runs, r"holds runs, not checkpoints: name one of them \(one, two\)$"),
         (a_list_for_a_trainer_state, "trainer_state.json cannot be read: it holds a list, not an object$"),
         (a_list_of_tensors, "model.pt cannot be read: it holds no dictionary of tensors: save model.state_dict"),
         (a_whole_module, "model.pt cannot be read: it holds no dictionary of tensors: save model.state_dict"),

@@ -94,8 +94,8 @@ def read_folder(path: Path) -> Folder:
         raise ValueError(f"{path} {'is a file: name its folder' if path.exists() else 'does not exist'}")
     steps = {int(found[1]): one for one in path.glob("checkpoint-*") if (found := _RUN.fullmatch(one.name))}
     # Else all runs' weights would be read as one model's.
-    if not steps and any(path.glob("*/checkpoint-*")):
-        raise ValueError(f"{path} holds several runs: name one of them")
+    if not steps and (runs := sorted({one.parent.name for one in path.glob("*/checkpoint-*")})):
+        raise ValueError(f"{path} holds runs, not checkpoints: name one of them ({', '.join(runs)})")
     folder = Folder(steps[max(steps)] if steps else path)
     for file in sorted(folder.path.rglob("*")):
         _read_file(file, folder)

@@ -83,19 +83,16 @@ def refuse_problems(checkpoint: Path) -> None:
 
 
 def warn_of_missing_state(checkpoint: Path, world_size: int) -> None:
-    """Warn of state that a resumed run starts from scratch, because its file is missing.
-
-    The stock Trainer takes the state of optimizer and scheduler only together, and says nothing where it takes neither.
-    """
+    """Warn of state that a resumed run starts from scratch, because its file is missing."""
     ranks = [""] if world_size == 1 else [f"_{rank}" for rank in range(world_size)]
+    # The stock Trainer takes the first two only together, and says nothing where it takes neither.
+    anew = "the optimizer's state and the learning rate's schedule"
+    sought = {"optimizer.pt": anew, "scheduler.pt": anew} | {f"rng_state{rank}.pth": "random numbers" for rank in ranks}
     # Sharded optimizers are in folders, and FSDP's whole ones in optimizer.bin.
     patterns = {"optimizer.pt": "optimizer*"}
-    sought = ["optimizer.pt", "scheduler.pt", *(f"rng_state{rank}.pth" for rank in ranks)]
     if missing := [name for name in sought if not any(checkpoint.glob(patterns.get(name, name)))]:
-        logger.warning(
-            f"{checkpoint} has no {', '.join(missing)}: what they hold starts anew (without one of the first two, both "
-            "the optimizer's state and the learning rate's schedule do)"
-        )
+        lost = " and ".join(dict.fromkeys(sought[name] for name in missing))
+        logger.warning(f"{checkpoint} has no {', '.join(missing)}: {lost} start anew")
 
 
 def choose_newest_whole(
