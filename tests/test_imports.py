@@ -74,6 +74,14 @@ def test_no_two_modules_import_each_other(modules: dict[str, set[str]]) -> None:
     TopologicalSorter(known).prepare()
 
 
+def test_nothing_opens_a_connection_but_the_hub_library(modules: dict[str, set[str]]) -> None:
+    network = {"aiohttp", "ftplib", "http", "httpx", "requests", "smtplib", "socket", "ssl", "urllib", "urllib3"}
+    for module, imported in modules.items():
+        assert not {name.split(".")[0] for name in imported} & network, module
+        uses_hub = any(name.startswith("huggingface_hub") for name in imported)
+        assert not uses_hub or module == "hf_mp.memory.models", module
+
+
 def test_the_step_needs_torch_alone(modules: dict[str, set[str]]) -> None:
     for module, imported in modules.items():
         if part_of(module) not in MAY_IMPORT_TRANSFORMERS:

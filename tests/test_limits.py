@@ -1,4 +1,4 @@
-"""docs/limits.md: each line names a test that is there; and what is shown by no test of its own subject."""
+"""docs/limits.md and SECURITY.md: each line names tests that are there; and what no test of its own subject shows."""
 
 from __future__ import annotations
 
@@ -20,21 +20,24 @@ import hf_mp
 from hf_mp.trainer.checkpoints.inspection import find_problems
 
 TESTS = Path(__file__).resolve().parent
-PAGE = (TESTS.parent / "docs" / "limits.md").read_text(encoding="utf-8")
-LINES = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.endswith("| shown by |")]
-TEST = r"`(?P<file>[\w/]+\.py)::(?:(?P<group>\w+)::)?(?P<test>test_\w+)(?:\[[^`]+\])?`"
+PAGES = [("docs/limits.md", 60), ("SECURITY.md", 5)]
+TEST = r"`([\w/]+\.py)::(?:(\w+)::)?(test_\w+)(?:\[[^`]+\])?`"
 
 
-def test_each_line_names_a_test() -> None:
-    assert len(LINES) > 60
-    assert [line for line in LINES if not re.search(rf"\| {TEST} \|$", line)] == []
+@pytest.mark.parametrize(("page", "least"), PAGES)
+def test_each_line_names_a_test(page: str, least: int) -> None:
+    text = (TESTS.parent / page).read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.startswith("| ") and not line.endswith("| shown by |")]
+    assert len(lines) > least
+    assert [line for line in lines if not re.search(rf"\| {TEST}(?:, {TEST})* \|$", line)] == []
 
 
-def test_each_test_that_is_named_is_there() -> None:
-    for shown in re.finditer(TEST, PAGE):
-        before = rf"^class {shown['group']}\b.*^    " if shown["group"] else "^"
-        text = (TESTS / shown["file"]).read_text(encoding="utf-8")
-        assert re.search(rf"{before}def {shown['test']}\(", text, re.MULTILINE | re.DOTALL), shown[0]
+@pytest.mark.parametrize("page", dict(PAGES))
+def test_each_test_that_is_named_is_there(page: str) -> None:
+    for file, group, test in re.findall(TEST, (TESTS.parent / page).read_text(encoding="utf-8")):
+        before = rf"^class {group}\b.*^    " if group else "^"
+        text = (TESTS / file).read_text(encoding="utf-8")
+        assert re.search(rf"{before}def {test}\(", text, re.MULTILINE | re.DOTALL), (file, group, test)
 
 
 # Limits of several parts together

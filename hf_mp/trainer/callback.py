@@ -22,8 +22,8 @@ from hf_mp.trainer.calling_trainer import (
     refuse_compiled_whole,
     resumed_checkpoint,
 )
-from hf_mp.trainer.checkpoints import inspection
-from hf_mp.trainer.checkpoints.resuming import choose_checkpoint, clear_up
+from hf_mp.trainer.checkpoints import inspection, loaded_state
+from hf_mp.trainer.checkpoints.resuming import best_beside, choose_checkpoint, clear_up
 from hf_mp.trainer.checkpoints.saves import Saves
 from hf_mp.trainer.refusals import (
     refuse_late_masters,
@@ -140,11 +140,8 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         # The Trainer has made its optimizer and loaded a checkpoint by now.
         refuse_missing(model, optimizer, trainer)
         if checkpoint is not None:
-            # One that train() found itself, or before this callback was added, is read already: it is not trained on.
-            if checkpoint != self._examined:
-                inspection.refuse_problems(checkpoint)
-            if args.should_save:
-                inspection.warn_of_missing_state(checkpoint, args.world_size)
+            self._check_loaded(checkpoint, args, model, optimizer)
+            state.best_model_checkpoint = best_beside(checkpoint, state.best_model_checkpoint)
         refuse_compiled_whole(trainer)
         if session.runtime.model is not model:
             refuse_other_precision(args, session.settings.policy)
@@ -160,6 +157,15 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         if checkpoint is not None:
             session.load(checkpoint)
         session.on_train_begin(args, state, control)
+
+    def _check_loaded(self, checkpoint: Path, args: TrainingArguments, model: nn.Module, optimizer: Any) -> None:
+        # One that a library's train() named, or before this callback was added, is read already: it is not trained on.
+        if checkpoint != self._examined:
+            inspection.refuse_problems(checkpoint)
+        if args.should_save:
+            inspection.warn_of_missing_state(checkpoint, args.world_size)
+        loaded_state.check_parameters(checkpoint, model)
+        loaded_state.check_optimizer(checkpoint, optimizer)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse to do nothing, where training had begun before this callback was added."""

@@ -373,7 +373,7 @@ class Cases:
         """A checkpoint of ``hostile.py``: refused in words, nothing in it run, in bounded memory."""
         folder = self._new(f"hostile-{name.replace(' ', '-').replace('/', '-')}")
         shutil.copytree(self.undisturbed()[2] / "checkpoint-8", folder / "checkpoint-8")
-        run = self._harness.train(folder, task="hostile", name=name)
+        run = self._harness.train(folder, task="hostile", name=name, trainer=self._trainer)
         (line,) = re.findall(r"^hostile (.*)$", run.text, re.MULTILINE) or [f'"ended so: {run.exit_codes}"']
         lost = json.loads(line)
         shutil.rmtree(folder)

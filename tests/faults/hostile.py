@@ -159,7 +159,7 @@ def main(output_dir: str, settings: dict[str, Any]) -> None:
     make(checkpoint, touched)
     if file != MANIFEST_NAME:
         sign(checkpoint)
-    trainer = worker.make(output_dir, "ours", [], max_steps=10)
+    trainer = worker.make(output_dir, settings["trainer"], [], max_steps=10)
     # what runs into it is told as lost
     limit = _virtual_bytes() + 8 * 2**30
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -78,6 +78,13 @@ def test_a_hostile_checkpoint_is_refused_in_words(cases: Cases, name: str) -> No
     assert cases.hostile(name).lost is None
 
 
+@pytest.mark.parametrize(
+    "name", ["a plain pickle in rng_state.pth", "a pipe as optimizer.pt", "an index of shards that is a list"]
+)
+def test_a_hostile_checkpoint_is_refused_with_the_callback(callback_cases: Cases, name: str) -> None:
+    assert callback_cases.hostile(name).lost is None
+
+
 def test_the_list_of_hostile_checkpoints() -> None:
     assert len(HOSTILE) >= 30 and HOSTILE.keys() >= QUICK_HOSTILE
 

@@ -241,3 +241,21 @@ def test_code_beside_a_configuration_does_not_run(use, model_with_code, tmp_path
         with pytest.raises(ValueError, match=r"custom code.*code of its own, which does not run here"):
             USES[use](str(model_with_code))
     assert not (tmp_path / "touched").exists()
+
+
+class Touch:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def test_weights_that_run_code_are_not_loaded(gpt2_config, tmp_path):
+    gpt2_config.save_pretrained(tmp_path)
+    torch.save({"lm_head.weight": Touch(tmp_path / "touched")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(Exception, match="Weights only load failed"):
+        hf_mp.load(tmp_path)
+    assert not (tmp_path / "touched").exists()

@@ -19,7 +19,6 @@ from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, CheckpointError
 from hf_mp.trainer.checkpoints.preemption import Preempted, PreemptionCallback
 from hf_mp.trainer.checkpoints.saves import Saves, largest
-from hf_mp.trainer.checkpoints.shards import refused_together
 from hf_mp.trainer.session import TrainerSession
 from hf_mp.weights.ranks.parallelism import is_sharded
 
@@ -141,21 +140,8 @@ class CrashSafe(Trainer):
         with loaded_state.naming(str(checkpoint), "the state of the random numbers"):
             super()._load_rng_state(checkpoint)
 
-    def _load_best_model(self) -> None:
-        best = Path(str(self.state.best_model_checkpoint))
-        with refused_together():
-            if self.args.should_save:
-                inspection.refuse_problems(best)
-        super()._load_best_model()
-
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
-        # The best model is the one in the folder of the resumed checkpoint, wherever that one says that it lies.
-        resumed, said = self._resumed_from, self.state.best_model_checkpoint
-        if resumed is None or said is None:
-            return
-        beside = resumed.parent / Path(said).name
-        is_there = inspection.step_of(beside) is not None and beside.is_dir()
-        self.state.best_model_checkpoint = str(beside) if is_there else None
-        if not is_there:
-            logger.warning(f"{said!r}, the best checkpoint, is not next to {resumed}: the best is sought anew")
+        if self._resumed_from is not None:
+            best = resuming.best_beside(self._resumed_from, self.state.best_model_checkpoint)
+            self.state.best_model_checkpoint = best

@@ -83,6 +83,17 @@ def _instead_of(unfinished: Path, run_directory: Path) -> Path | None:
     return chosen
 
 
+def best_beside(resumed: Path, said: str | None) -> str | None:
+    """The best checkpoint of a run: in the folder of the one it resumed from, wherever that one says that it lies."""
+    if said is None:
+        return None
+    beside = resumed.parent / Path(said).name
+    if inspection.step_of(beside) is not None and beside.is_dir():
+        return str(beside)
+    logger.warning(f"{said!r}, the best checkpoint, is not next to {resumed}: the best is sought anew")
+    return None
+
+
 def clear_up(run_directory: Path, lock: Callable[[Path], AbstractContextManager[Any]] = lock_directory) -> None:
     """Remove what a killed run left half-written; with a warning, leave it where another run or the disk keeps it.
 

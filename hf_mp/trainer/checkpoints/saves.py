@@ -17,6 +17,7 @@ from hf_mp.trainer.calling_trainer import extend_method
 from hf_mp.trainer.checkpoints import in_place, inspection
 from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
+from hf_mp.trainer.checkpoints.shards import refused_together
 from hf_mp.trainer.session import TrainerSession
 from hf_mp.weights.ranks.parallelism import is_distributed
 
@@ -28,7 +29,7 @@ class Saves:
 
     Older checkpoints are removed, and anything is pushed to the hub, once the new one has its manifest. A save that
     fails is taken back in all processes, and logged; with ``save_failure="stop"`` it ends the training. A run that is
-    resumed at its end takes no step.
+    resumed at its end takes no step. The best model is not loaded where it is damaged.
 
     Args:
         trainer: stock, of another library, or ours.
@@ -53,6 +54,7 @@ class Saves:
         extend_method(trainer, "save_model", self._save_model)
         extend_method(trainer, "_push_from_checkpoint", self._push)
         extend_method(trainer, "_run_epoch", self._run_epoch)
+        extend_method(trainer, "_load_best_model", self._load_best_model)
 
     def _save(self, own: Callable[..., None], model: Any, trial: Any, *more: Any) -> None:
         if (session := self._session()) is None:
@@ -136,6 +138,13 @@ class Saves:
             self._trainer.control.should_training_stop = True
         else:
             own(*args, **kwargs)
+
+    def _load_best_model(self, own: Callable[[], None]) -> None:
+        if self._session() is not None:
+            with refused_together():
+                if self._trainer.args.should_save:
+                    inspection.refuse_problems(Path(str(self._trainer.state.best_model_checkpoint)))
+        own()
 
     def _tell(self, checkpoint: Path, session: TrainerSession, errors: list[BaseException]) -> None:
         first = errors[0] if errors else None

@@ -72,7 +72,8 @@ def test_a_manifest_says_what_wrote_the_checkpoint(trained: Trained) -> None:
     assert {"hf_mp", "torch", "transformers"} <= said["versions"].keys()
 
 
-def test_the_best_model_is_not_loaded_where_it_is_damaged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("contender", ["subclass", "callback"])
+def test_the_best_model_is_not_loaded_where_it_is_damaged(tmp_path: Path, contender: str) -> None:
     class Damage(TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 6:
@@ -81,7 +82,7 @@ def test_the_best_model_is_not_loaded_where_it_is_damaged(tmp_path: Path) -> Non
 
     best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
     best |= {"metric_for_best_model": "loss", "greater_is_better": True}
-    trainer = make(tmp_path, **best, callbacks=[Damage()], eval_dataset=token_rows(4))
+    trainer = make(tmp_path, contender, **best, callbacks=[Damage()], eval_dataset=token_rows(4))
     with pytest.raises(CheckpointError, match=r"checkpoint-4: model.safetensors has 1 bytes"):
         trainer.train()
     assert names(tmp_path) == ["checkpoint-4", "checkpoint-6"]
@@ -209,6 +210,32 @@ def test_a_signal_ends_the_run_in_a_checkpoint(
     resumed.train(resume_from_checkpoint=True)
     assert Path(str(resumed._resumed_from)).name == "checkpoint-3"
     assert same(trained(**settings)[0], weights(resumed.model))
+
+
+def test_a_signal_skips_an_evaluation_that_is_due_and_waits_for_one_that_runs(tmp_path: Path) -> None:
+    class Evaluated(TrainerCallback):
+        """Notes the evaluations that come to their end; the second run is signalled in its first."""
+
+        def __init__(self, in_step: bool) -> None:
+            self.in_step, self.steps = in_step, list[int]()
+
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if not self.in_step and state.global_step == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if self.in_step and state.global_step == 3:
+                signal.raise_signal(signal.SIGTERM)
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.steps.append(state.global_step)
+
+    for in_step, ends_at in ((True, 4), (False, 3)):
+        evaluated = Evaluated(in_step)
+        settings = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": token_rows(8)}
+        with pytest.raises(Preempted, match=f"checkpoint-{ends_at}"):
+            make(tmp_path / str(in_step), callbacks=[evaluated], **settings).train()
+        assert evaluated.steps == [2]
 
 
 def test_outside_of_the_main_thread_no_signal_is_watched() -> None:

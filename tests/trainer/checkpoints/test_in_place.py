@@ -102,6 +102,27 @@ def test_a_kill_at_any_call_leaves_the_old_or_the_new_one(tmp_path: Path, replac
     assert number > 20 and found == ({"old", "new"} if replaces else {"new"})
 
 
+def test_every_file_is_on_disk_before_the_mark_becomes_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk: list[int] = []
+    fsync, replace = os.fsync, os.replace
+
+    def note(descriptor: int) -> None:
+        fsync(descriptor)
+        on_disk.append(os.fstat(descriptor).st_ino)
+
+    def look(source: Path, target: Path) -> None:
+        assert target.name == MANIFEST_NAME
+        assert {path.stat().st_ino for path in (target.parent, *target.parent.iterdir())} <= set(on_disk)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "replace", look)
+    save(tmp_path, "new")
+    assert on_disk[-2:] == [(tmp_path / "checkpoint-4").stat().st_ino, tmp_path.stat().st_ino]  # the names, too
+
+
 def test_a_save_that_fails_puts_back_what_it_was_to_replace(tmp_path: Path) -> None:
     write(tmp_path / "checkpoint-4", "old")
     take_back(tmp_path / "checkpoint-4")  # of a save that could not begin

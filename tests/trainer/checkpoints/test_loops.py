@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,41 @@ def test_a_checkpoint_without_all_elements_is_no_checkpoint(tmp_path: Path) -> N
     manifest.finish(tmp_path / "c", step=1, world_size=1, precision="fp16")
     with pytest.raises(hf_mp.CheckpointError, match=r"holds 4 of the .* elements of model/weight: files are missing"):
         hf_mp.load_checkpoint(tmp_path / "c", model, optimizer)
+
+
+class Touch:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def test_of_a_strangers_nothing_runs_and_a_header_takes_no_memory(tmp_path: Path) -> None:
+    model, optimizer = made()
+    train(model, optimizer, 0, 1)
+    hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 1)
+    shards = tmp_path / "c/shards"
+    (shards / ".metadata").write_bytes(pickle.dumps(Touch(tmp_path / "touched")))
+    (tmp_path / "c/hf_mp_manifest.json").unlink()
+    manifest.finish(tmp_path / "c", step=1)
+    assert hf_mp.load_checkpoint(tmp_path / "c", *made(seed=1))[0] == 1
+    assert not (tmp_path / "touched").exists()
+    (shard,) = shards.glob("*.safetensors")
+    content = shard.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    moment = header["optimizer/first.weight/exp_avg"]
+    start = moment["data_offsets"][0]
+    moment |= {"shape": [2**20, 2**20], "data_offsets": [start, start + 2**42]}
+    text = json.dumps(header).encode()
+    shard.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    (tmp_path / "c/hf_mp_manifest.json").unlink()
+    manifest.finish(tmp_path / "c", step=1)
+    with pytest.raises(hf_mp.CheckpointError, match=r"the state of .*/c does not fit this run: .*header"):
+        hf_mp.load_checkpoint(tmp_path / "c", *made())
 
 
 def test_a_scale_that_is_not_taken_over_is_told(tmp_path: Path) -> None:

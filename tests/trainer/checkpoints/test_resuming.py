@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trainer_runs import arguments, make_trainer, same, tiny_gpt2, token_rows, weights
 from transformers import Trainer, TrainerCallback
@@ -208,9 +210,27 @@ def test_a_truncated_file_is_named_before_anything_is_loaded(
     trainer = make(run, contender)
     before = weights(trainer.model)
     found = "has 500 bytes, [0-9]+ were written" if has_manifest else "is no whole file of"
-    with pytest.raises(CheckpointError, match=rf"checkpoint-6: {name} {found}[^$]*newest whole .* is checkpoint-4"):
+    remove = rf". If you changed a file yourself, remove {MANIFEST_NAME}" if has_manifest else ""
+    message = rf"checkpoint-6: {name} {found}[^$]*\(the newest whole .* is checkpoint-4\){remove}$"
+    with pytest.raises(CheckpointError, match=message):
         trainer.train(resume_from_checkpoint=str(path.parent))
     assert same(before, weights(trainer.model))
+
+
+def test_loaded_values_that_cannot_be_are_not_trained_on(run: Path, contender: str) -> None:
+    checkpoint = run / "checkpoint-6"
+    (checkpoint / MANIFEST_NAME).unlink()
+    weights_file = load_file(checkpoint / "model.safetensors")
+    weights_file["transformer.ln_f.bias"][0] = torch.nan
+    save_file(weights_file, checkpoint / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"checkpoint-6: the weight transformer.ln_f.bias holds inf or NaN"):
+        make(run, contender).train(resume_from_checkpoint=str(checkpoint))
+    (run / "checkpoint-4" / MANIFEST_NAME).unlink()
+    state = torch.load(run / "checkpoint-4" / "optimizer.pt", weights_only=True)
+    state["state"][0]["exp_avg"][0] = torch.inf
+    torch.save(state, run / "checkpoint-4" / "optimizer.pt")
+    with pytest.raises(CheckpointError, match=r"checkpoint-4: the optimizer's exp_avg of .* holds inf or NaN"):
+        make(run, contender).train(resume_from_checkpoint=str(run / "checkpoint-4"))
 
 
 @pytest.mark.parametrize("step", ["006", "٦"])

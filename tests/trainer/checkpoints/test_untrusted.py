@@ -28,9 +28,9 @@ class Touch:
         return (Path.touch, (self.path,))
 
 
-def trainer(folder: Path, **settings: Any) -> Any:
+def trainer(folder: Path, contender: str = "subclass", **settings: Any) -> Any:
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "optim": "adamw_torch", **settings}
-    return make_trainer("subclass", "fp16", tiny_gpt2(), arguments(folder, **settings), train_dataset=token_rows())
+    return make_trainer(contender, "fp16", tiny_gpt2(), arguments(folder, **settings), train_dataset=token_rows())
 
 
 @pytest.fixture(scope="module")
@@ -77,21 +77,31 @@ def test_without_a_manifest_nothing_runs_either(run: Path, tmp_path: Path) -> No
     assert Path(str(resumed._resumed_from)).name == "checkpoint-2" and not touched.exists()
 
 
-def test_another_models_shapes_are_refused(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("contender", "error", "message"),
+    [
+        ("subclass", CheckpointError, r"the model of .*checkpoint-4 does not fit this run[^$]*size mismatch"),
+        ("callback", RuntimeError, r"Error.* in loading state_dict[^$]*size mismatch"),
+    ],
+)
+def test_another_models_shapes_are_refused(
+    run: Path, tmp_path: Path, contender: str, error: type[Exception], message: str
+) -> None:
     args = arguments(tmp_path / "again")
-    other = make_trainer("subclass", "fp16", tiny_gpt2(n_embd=64), args, train_dataset=token_rows())
-    with pytest.raises(CheckpointError, match=r"the model of .*checkpoint-4 does not fit this run[^$]*size mismatch"):
+    other = make_trainer(contender, "fp16", tiny_gpt2(n_embd=64), args, train_dataset=token_rows())
+    with pytest.raises(error, match=message):
         other.train(resume_from_checkpoint=str(run / "checkpoint-4"))
 
 
+@pytest.mark.parametrize("contender", ["subclass", "callback"])
 @pytest.mark.parametrize("beside", [True, False], ids=["beside", "elsewhere"])
-def test_the_best_checkpoint_is_one_beside(run: Path, tmp_path: Path, beside: bool) -> None:
+def test_the_best_checkpoint_is_one_beside(run: Path, tmp_path: Path, beside: bool, contender: str) -> None:
     path = run / "checkpoint-4" / "trainer_state.json"
     said = tmp_path / "elsewhere" / ("checkpoint-2" if beside else "checkpoint-99")
     said.mkdir(parents=True)
     path.write_text(json.dumps({**json.loads(path.read_text()), "best_model_checkpoint": str(said)}))
     finish(path.parent)
-    resumed = trainer(tmp_path / "again", max_steps=5)
+    resumed = trainer(tmp_path / "again", contender, max_steps=5)
     resumed.train(resume_from_checkpoint=str(path.parent))
     assert resumed.state.best_model_checkpoint == (str(run / "checkpoint-2") if beside else None)
 
