@@ -51,7 +51,7 @@ with_versions = { $(BIN)/uv pip install -q --python $$env/bin/python "torch==$(1
 
 # torch's own build for CUDA runs on a CPU as well.
 test-versions: $(INSTALLED) ## run the tests with the oldest and the newest torch and transformers (downloads 6 GB)
-	@for versions in "2.11.0 5.17.0" "2.15.0 5.23.0"; do \
+	@for versions in "2.11.0 5.17.0" "2.15.0 5.24.0"; do \
 	  set -- $$versions; env=.venv-torch-$$1; echo "== torch $$1, transformers $$2"; \
 	  [ -x $$env/bin/python ] || $(PYTHON) -m venv $$env || exit 1; \
 	  $(call with_versions,$$1,$$2) || exit 1; \

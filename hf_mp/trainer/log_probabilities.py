@@ -194,11 +194,13 @@ def _generated_again(model: Any, batch: Mapping[str, Any], first: int, temperatu
     # generate() has ones for all that follows the prompt, and hides padding on the left. Tokens behind the zeros on
     # the right do not count.
     mask = (mask.cumsum(-1) > 0).to(mask.dtype)
-    last = {"logits_to_keep": 1} if "logits_to_keep" in _takes(model) else {}
+    takes = _takes(model)
+    last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+    cache_name = "cache" if "cache" in takes else "past_key_values"  # before Transformers 5.24
     for column in range(first, ids.shape[1]):
-        inputs = {"past_key_values": cache, **_positions(model, mask[:, :column], start), **last}
+        inputs = {cache_name: cache, **_positions(model, mask[:, :column], start), **last}
         output = model(input_ids=ids[:, start:column], attention_mask=mask[:, :column], use_cache=True, **inputs)
-        cache, start, logits = output.past_key_values, column, output.logits[:, -1:]
+        cache, start, logits = output[cache_name], column, output.logits[:, -1:]
         columns.append(_of_chosen(logits.float() / temperature, ids[:, column : column + 1]))
     return torch.cat(columns, 1)
 

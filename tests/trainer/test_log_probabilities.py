@@ -13,6 +13,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import hf_mp
 from hf_mp.trainer.log_probabilities import _compare
 
+# Transformers gives names of arguments up with one.
+pytestmark = pytest.mark.filterwarnings("error::FutureWarning")
+
 
 def tiny(kind: str = "gpt2") -> GPT2LMHeadModel | LlamaForCausalLM:
     torch.manual_seed(0)
