@@ -139,7 +139,8 @@ def check_parallelism(model: nn.Module, parallelism: Parallelism) -> None:
         if not {policy.param_dtype, policy.reduce_dtype} <= {None, torch.float32}:
             raise ValueError(
                 f"fully_shard(mp_policy={policy}) is a mixed precision of FSDP's own: leave mp_policy "
-                "out, so that FP32 masters are gathered and FP32 gradients reduced"
+                "out (DistributedConfig: fsdp_mixed_precision), so that FP32 masters are gathered and FP32 gradients "
+                "reduced"
             )
     if parallelism.is_tensor_parallel:
         check_heads(model, parallelism.dtensors[0].device_mesh.size())
@@ -172,7 +173,8 @@ def _check_masters(model: nn.Module, parallelism: Parallelism) -> None:
         if is_narrow and parameter.requires_grad:
             raise ValueError(
                 f"{_name_of(parameter, model)} is {parameter.dtype} and {wrapper} holds it already, so it cannot be "
-                f"given an FP32 master: attach mixed precision to the model before {wrapper}, or load it in FP32"
+                f"given an FP32 master: attach mixed precision to the model before {wrapper}, or load it in FP32 "
+                "(dtype=torch.float32)"
             )
 
 
