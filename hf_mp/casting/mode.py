@@ -60,7 +60,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         enabled: False switches autocast off inside an outer one; default True.
         cache_enabled: False casts a trained weight anew at each use; default None: once, until it changes.
         tables: whose documented op lists apply: ``"cuda"`` (default, on every device) or ``"cpu"``; ``"compact"`` is
-            torch's for CUDA without the FP32 copies that kernels do not need (softmax).
+            torch's for CUDA without the FP32 copies that kernels do not need (softmax, RMSNorm in 16 bits).
         rules: your own rules, by op and by module name (:func:`hf_mp.casting.rules.parse_rules`), for
             example ``{torch.softmax: "unlisted", "lm_head": "fp32"}``; default none.
         model: where the module names in ``rules`` are looked up; default none, for rules by op alone.
