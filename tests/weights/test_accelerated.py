@@ -5,7 +5,9 @@ Ported by behaviour, in both orders: ``hf_mp.prepare`` before ``accelerator.prep
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import hf_mp
+from hf_mp.step import gradients
 
 ORDERS = ("ours first", "accelerate first")
 PRECISIONS = ("fp16", "bf16", "fp16-lean", "bf16-lean")
@@ -40,7 +43,9 @@ def accelerate_state() -> Iterator[None]:
 class Loop:
     """A loop with accelerate: model, optimizer and LR scheduler, prepared by both."""
 
-    def __init__(self, order: str, precision: str, *, optim: type = torch.optim.SGD, **settings: Any) -> None:
+    def __init__(
+        self, order: str, precision: str, *, optim: Callable[..., Any] = torch.optim.SGD, **settings: Any
+    ) -> None:
         torch.manual_seed(0)
         self.accelerator = Accelerator(cpu=True, **settings)
         self.plain: Any = nn.Linear(5, 5)
@@ -83,6 +88,33 @@ def test_step_was_skipped_and_the_scheduler_stands_still(order: str, precision: 
         assert loop.accelerator.optimizer_step_was_skipped is told[-1]
     assert told == [False, True, True, False, True, False]
     assert rates == [0.05, 0.05, 0.05, 0.025, 0.025, 0.0125]
+
+
+@pytest.mark.parametrize("skips", ["the host", "the update itself"])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+@both_orders
+def test_a_skipped_step_of_adamw_changes_nothing(
+    order: str, precision: str, fused: bool, skips: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate 4242: weights, step counters, the flag, the scheduler and the loss scale agree."""
+    if skips == "the update itself":  # as on a GPU, where the host has not read the verdict when the scheduler asks
+        monkeypatch.setattr(gradients, "_SKIP_BY_THEMSELVES", ("cpu",))
+    loop = Loop(order, precision, optim=functools.partial(torch.optim.AdamW, fused=fused))
+    scaler = loop.plain.forward.runtime.scaler
+    taken = 0
+    loop.step()
+    for gradient in (float("inf"), float("nan"), 0.01, float("inf"), 0.01, 0.01):
+        weights, rate, scale = loop.weights(), loop.scheduler.get_last_lr(), scaler.get_scale()
+        loop.step(gradient)
+        is_skipped = not math.isfinite(gradient)
+        taken += not is_skipped
+        assert loop.optimizer.step_was_skipped is is_skipped
+        assert same(weights, loop.weights()) is is_skipped
+        assert (loop.scheduler.get_last_lr() == rate) is is_skipped
+        assert (scaler.get_scale() < scale) is is_skipped
+        assert {float(state["step"]) for state in loop.optimizer.state.values()} == {1.0 + taken}
+    assert loop.scheduler.get_last_lr() == [0.1 * 0.5**4]
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
