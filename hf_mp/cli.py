@@ -137,6 +137,9 @@ def check(
         float | None, typer.Option(help="At which updates are lost or not. Default: the checkpoint's.")
     ] = None,
     keeps_bits: Annotated[bool, typer.Option("--keeps-bits", help="The optimizer rounds stochastically.")] = False,
+    base: Annotated[
+        Path | None, typer.Option(help="Folder of what training began from: shows which weights never moved.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     traceback: WithTraceback = False,
 ) -> None:
@@ -144,7 +147,7 @@ def check(
     with _errors_in_one_line("check", traceback):
         from hf_mp.diagnostics.contract.check import check_folder
 
-        found = check_folder(target, learning_rate, keeps_bits=keeps_bits)
+        found = check_folder(target, learning_rate, keeps_bits=keeps_bits, base=base)
         typer.echo(json.dumps(found, default=vars, indent=2) if as_json else str(found))
     if found.risks:
         # As linters do, so that a pipeline stops before it trains on.

@@ -13,10 +13,15 @@ import pytest
 import torch
 from planted_checkpoints import CLEAN, PLANTED, deepspeed
 from safetensors.torch import load_file, save_file
+from tiny import take_step
+from torch.optim import AdamW
+from transformers import GPT2LMHeadModel
 from typer.testing import CliRunner
 
+import hf_mp
 from hf_mp.cli import app
 from hf_mp.diagnostics.contract.check import check_folder
+from hf_mp.diagnostics.contract.folders import _unchanged_share, read_folder
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -61,7 +66,10 @@ def test_a_model_is_a_risk_at_a_learning_rate(tmp_path: Path) -> None:
     model = CLEAN["a model in bf16"](tmp_path)
     undecided = "no risk was found; to train these 16-bit weights on may be one: name its learning rate, as --learn"
     code, text = run(str(model))
-    assert code == 0 and text.startswith(f"{model} holds\n  weights: 20,672 bf16\n{undecided}ing-rate 1e-5\n")
+    assert code == 0 and text.startswith(
+        f"{model} holds\n  weights: 20,672 bf16\n  3 of 3 norm weights are exactly 1: "
+    )
+    assert text.splitlines()[-1] == f"{undecided}ing-rate 1e-5"
     assert str(check_folder(model, keeps_bits=True)).endswith("\nno risk was found")
     code, text = run(str(model), "--learning-rate", "1e-5")
     assert code == 1 and text.count("way out") == 1
@@ -106,6 +114,73 @@ def test_weights_that_transformers_saves_beside_deepspeeds_are_counted_once(tmp_
     )
     check = check_folder(tmp_path, 1e-5)
     assert check.held["weights"] == {"bf16": 20_672} and not check.risks
+
+
+def trained_from(base: Path, path: Path, precision: str | None) -> Path:
+    """Twenty steps at a learning rate of 1e-3 from ``base`` on, all in BF16 or with masters; saved in BF16."""
+    dtype = torch.bfloat16 if precision is None else torch.float32
+    model: Any = GPT2LMHeadModel.from_pretrained(base, dtype=dtype).train()
+    optimizer: Any = AdamW(model.parameters(), lr=1e-3)
+    if precision is not None:
+        model, optimizer = hf_mp.prepare(model, optimizer, precision)
+    ids = torch.arange(32).reshape(2, 16)
+    for _ in range(20):
+        take_step(model(input_ids=ids, labels=ids).loss, optimizer)
+    hf_mp.detach(model)
+    model.to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_norms_that_never_moved_are_lost_updates(kind: str, tmp_path: Path) -> None:
+    base = CLEAN[f"a model in {kind}"](tmp_path / "base")
+    narrow, with_masters = (trained_from(base, tmp_path / str(precision), precision) for precision in (None, "bf16"))
+    check = check_folder(narrow, base=base)
+    assert [risk.kind for risk in check.risks] == ["lost updates"]
+    assert check.unchanged["ln_1.weight"] == check.unchanged["ln_f.weight"] == 1.0
+    assert check.unchanged["c_attn.weight"] < 0.5 and next(iter(check.unchanged.values())) == 1.0
+    code, text = run(str(narrow), "--base", str(base))
+    assert code == 1 and re.search(r"bit for bit as in the base, by samples:\n(.*\n)* +100\.00% of ln_1\.weight\n", text)
+    assert re.search(
+        r"lost updates: all 3 norm weights, in bf16, .* [5-9]\d\.\d\d% of all weights are not: unless", text
+    )
+    found = json.loads(run(str(narrow), "--base", str(base), "--json")[1])
+    assert found["unchanged"] == check.unchanged and (found["norms"], found["norms_at_one"]) == (3, 3)
+    check = check_folder(with_masters, base=base)
+    assert check.risks == () and check.unchanged["ln_1.weight"] < 0.5 and check.norms_at_one == 0
+
+
+def test_an_untrained_model_is_no_risk(tmp_path: Path) -> None:
+    base = CLEAN["a model in bf16"](tmp_path)
+    code, text = run(str(base))
+    assert code == 0
+    assert (
+        "\n  3 of 3 norm weights are exactly 1: nobody trained them, or rounding dropped their updates (--base " in text
+    )
+    check = check_folder(base, base=base)
+    assert check.risks == () and set(check.unchanged.values()) == {1.0}
+    assert "--base" not in str(check)
+
+
+def test_masters_next_to_the_weights_keep_what_rounding_drops(tmp_path: Path) -> None:
+    base = CLEAN["a model in bf16"](tmp_path / "base")
+    narrow = trained_from(base, tmp_path / "trained", None)
+    assert check_folder(narrow, keeps_bits=True, base=base).risks == ()
+
+
+def test_a_base_that_has_none_of_the_weights_is_refused(tmp_path: Path) -> None:
+    model = CLEAN["a model in bf16"](tmp_path / "model")
+    other = tmp_path / "other"
+    other.mkdir()
+    save_file({"weight": torch.ones(3)}, other / "model.safetensors")
+    says = f"no weight in {model} has the name and the size of one in {other}, both in one part: name what training"
+    with pytest.raises(ValueError, match=re.escape(says)):
+        check_folder(model, base=other)
+    assert run(str(model), "--base", str(tmp_path / "nowhere"))[0] == 2
+    # Shards of ranks, cut at other places, say nothing of each other.
+    parts = read_folder(model).parts["transformer.wte.weight"]
+    values = torch.ones(1)
+    assert _unchanged_share(values, parts * 2, parts * 2) is None is _unchanged_share(values, parts, parts * 2)
 
 
 def several_runs(path: Path) -> Path:

@@ -214,13 +214,16 @@ _READERS: dict[str, Callable[[Path, Folder], None]] = {
 }
 
 
-def evidence_of(folder: Folder, learning_rate: float | None, *, keeps_bits: bool) -> Evidence:
+def evidence_of(
+    folder: Folder, learning_rate: float | None, *, keeps_bits: bool, base: Mapping[str, list[Part]]
+) -> Evidence:
     """Sample the tensors of a folder.
 
     Args:
         folder: of :func:`read_folder`.
         learning_rate: of the updates; None: what the folder says, if it does.
         keeps_bits: as in :class:`Evidence`.
+        base: the parts of what training began from, to compare weights with; may be empty.
     """
     # The largest counts: updates lost at the peak are lost at every other step, too.
     rate = learning_rate or learning_rate_of(folder.groups) or None
@@ -231,9 +234,18 @@ def evidence_of(folder: Folder, learning_rate: float | None, *, keeps_bits: bool
         values = torch.cat([_sample(part) for part in parts])
         lost = None if rate is None else share_lost_at(values, rate)
         elements = sum(part.elements for part in parts)
-        getattr(evidence, role).append(Held(name, parts[0].dtype, elements, values, lost))
+        unchanged = _unchanged_share(values, parts, base.get(name, []))
+        getattr(evidence, role).append(Held(name, parts[0].dtype, elements, values, lost, unchanged))
     evidence.is_training = learning_rate is not None or bool(folder.groups or evidence.seconds or evidence.firsts)
     return evidence
+
+
+def _unchanged_share(values: Tensor, parts: list[Part], base: list[Part]) -> float | None:
+    """The share of a sample of ``parts`` that ``base`` has at its places; None where these are not known."""
+    # Shards of several ranks may be cut elsewhere.
+    if len(parts) != 1 or [one.elements for one in base] != [parts[0].elements]:
+        return None
+    return float((values == _sample(base[0]).to(values.dtype)).double().mean())
 
 
 def _sample(part: Part) -> Tensor:

@@ -19,6 +19,7 @@ _LOSES_MANY = 0.01  # share of updates from which on the advice is to keep maste
 _STUCK = 0.5  # share of second moments
 _HARDLY_ANY = 0.01  # rows of an embedding that no token reads keep the values that they were loaded with
 _BETA2 = 0.999
+_NORM = re.compile(r"(^|\.)(\w*norm\w*|ln\w*|bn\d*)\.(weight|scale|gamma)$", re.IGNORECASE)
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -32,6 +33,7 @@ class Held:
         elements: of all of it.
         values: some of them, of shape (n,), in that dtype.
         lost_share: of a weight, the share of its updates that rounding drops; None where their size is not known.
+        unchanged_share: of a weight, the share of its elements that are those of the base; None where none is compared.
     """
 
     name: str
@@ -39,6 +41,12 @@ class Held:
     elements: int
     values: Tensor
     lost_share: float | None = None
+    unchanged_share: float | None = None
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether it is the weight of a norm, by its name: norms begin at 1, where 16 bits are coarse."""
+        return _NORM.search(self.name) is not None
 
 
 @dataclass
@@ -122,6 +130,21 @@ def _no_masters(evidence: Evidence) -> Words:
     )
 
 
+def _lost_updates(evidence: Evidence) -> Words:
+    norms = [one for one in evidence.narrow_weights if one.is_norm and one.unchanged_share is not None]
+    moved = 1.0 - mean((one.elements, share) for one in evidence.weights if (share := one.unchanged_share) is not None)
+    # Where nothing moved at all, nobody trained.
+    if not norms or not moved or evidence.has_more_bits or any(one.unchanged_share != 1.0 for one in norms):
+        return None
+    return (
+        f"all {len(norms)} norm weights, in {_spelled(norms)}, are bit for bit those of the base, and {moved:.2%} of "
+        "all weights are not: unless norms were frozen, rounding dropped their updates, which near 1 are less than "
+        "half a unit in the last place",
+        "these files lack what was lost: train again with masters (MixedPrecisionCallback('bf16'), or "
+        "hf_mp.prepare(model, optimizer, 'bf16')), or load the model with dtype=torch.float32",
+    )
+
+
 def _rounded(evidence: Evidence) -> Words:
     if not (evidence.is_saved and evidence.weights) or evidence.has_more_bits:
         return None
@@ -188,6 +211,7 @@ def _other_masters(evidence: Evidence) -> Words:
 
 RULES: dict[str, Callable[[Evidence], Words]] = {
     "no masters": _no_masters,
+    "lost updates": _lost_updates,
     "rounded weights": _rounded,
     "stuck second moments": _stuck_seconds,
     "fp16 moments": _fp16_moments,
