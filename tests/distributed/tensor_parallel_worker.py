@@ -1,4 +1,4 @@
-"""Runs on each of several processes: models that Transformers makes tensor parallel (``tp_plan="auto"``).
+"""Runs on each of several processes: models that Transformers makes tensor parallel (``DistributedConfig``).
 
 Usage: torchrun ... tensor_parallel_worker.py FOLDER [CASE]; writes FOLDER/rankN.pt, a dict of what each case returned:
 ``CASES``, or the one that is named. The test itself runs ``ONE_PROCESS``: the same models whole.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.distributed import DistributedConfig
 
 import hf_mp
 from hf_mp.weights.ranks.parallelism import local_part
@@ -52,10 +52,8 @@ def loaded(folder: str, kind: str = "llama", **settings: Any) -> nn.Module:
         make(config).save_pretrained(path)
     if dist.is_initialized():
         dist.barrier()
-        settings["tp_plan"] = "auto"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of Transformers, of tp_plan's new place
-        return AutoModelForCausalLM.from_pretrained(path, **settings).train()
+        settings["distributed_config"] = DistributedConfig(tp_size=dist.get_world_size())
+    return AutoModelForCausalLM.from_pretrained(path, **settings).train()
 
 
 def made(folder: str, precision: str, kind: str = "llama", **settings: Any) -> Any:

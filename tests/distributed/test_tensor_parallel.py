@@ -1,4 +1,4 @@
-"""Models that Transformers makes tensor parallel (``tp_plan="auto"``), on two processes."""
+"""Models that Transformers makes tensor parallel (``DistributedConfig``), on two processes."""
 
 from __future__ import annotations
 
