@@ -4,14 +4,36 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from hf_mp._version import __version__
 
+
+class _BareFlags:
+    """Shows a flag without a type: ``--json``, and not ``--json <bool>``."""
+
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class _Group(_BareFlags, TyperGroup):
+    pass
+
+
+class _Command(_BareFlags, TyperCommand):
+    pass
+
+
 app = typer.Typer(
     name="hf-mp",
+    cls=_Group,
     help="Mixed precision for the Hugging Face Trainer and plain PyTorch loops.",
     no_args_is_help=True,
     add_completion=False,
@@ -61,7 +83,7 @@ def main(
     pass
 
 
-@app.command()
+@app.command(cls=_Command)
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
     traceback: WithTraceback = False,
@@ -75,7 +97,7 @@ def env(
         typer.echo(json.dumps(machine, indent=2) if as_json else screen(machine))
 
 
-@app.command()
+@app.command(cls=_Command)
 def memory(
     model: Annotated[
         str, typer.Argument(help="Directory, config.json, model on the Hub, or gpt2, gpt2-medium, gpt2-large, gpt2-xl.")
@@ -115,7 +137,7 @@ def memory(
         typer.echo(run(**options), nl=False)
 
 
-@app.command()
+@app.command(cls=_Command)
 def report(
     run_directory: Annotated[Path, typer.Argument(help="Output directory of a training run.")],
     html: Annotated[
@@ -130,7 +152,7 @@ def report(
         typer.echo(report_command(run_directory, html), nl=False)
 
 
-@app.command()
+@app.command(cls=_Command)
 def check(
     target: Annotated[Path, typer.Argument(help="Folder of a model, a checkpoint (any Trainer's), or a run.")],
     learning_rate: Annotated[
@@ -154,7 +176,7 @@ def check(
         raise typer.Exit(1)
 
 
-@app.command(hidden=True, context_settings={"ignore_unknown_options": True})
+@app.command(cls=_Command, hidden=True, context_settings={"ignore_unknown_options": True})
 def calibrate(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
     """Was here before hf_mp 0.1."""
     with _errors_in_one_line("calibrate", with_traceback=False):

@@ -67,10 +67,16 @@ def _fetch(model: str | Path, from_pretrained: Callable[..., Any], **settings: A
         )
     # All but the first: what Transformers raises for a file that holds something else.
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        why = " ".join(str(error).split()) if reason is None else first_line(reason)
+        if reason is None:
+            why = f"{model} cannot be loaded: {' '.join(str(error).split()).rstrip('.')}"
+        else:
+            why = (
+                f"{str(model)!r} is neither a directory here nor a model in the Hub's cache, and the Hub gave none of "
+                f"that name ({first_line(reason).rstrip('.')})"
+            )
         raise ValueError(
-            f"{model} cannot be loaded: {why.rstrip('.')}. Ways out: a directory that save_pretrained wrote; for "
-            f"`hf-mp memory`, which needs no weights, also a config.json, or one of {', '.join(BUILT_IN)}; and, for a "
+            f"{why}. Give a directory that save_pretrained wrote, or the name of a model on the Hub or in its cache; "
+            f"to `hf-mp memory`, which needs no weights, also a config.json, or one of {', '.join(BUILT_IN)}; and of a "
             "model with code of its own, which does not run here, its PreTrainedConfig from from_pretrained"
         ) from error
 

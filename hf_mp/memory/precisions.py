@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import BitsAndBytesConfig
 
-from hf_mp.environment.libraries import quiet_bitsandbytes
+from hf_mp.environment.libraries import first_line, quiet_bitsandbytes
 from hf_mp.policy import PRESETS, compute_dtypes, did_you_mean, mixed_presets, spell
 
 
@@ -49,8 +49,15 @@ def bitsandbytes_config(precision: str | torch.dtype, double_quant: bool = False
         raise ValueError(f"double_quant is for nf4 and fp4, it has no meaning with precision={precision!r}")
     if quantization is None:
         return None
-    with quiet_bitsandbytes():  # here, since Transformers would import it aloud; where it is missing, Python says so
-        importlib.import_module("bitsandbytes")
+    try:
+        with quiet_bitsandbytes():  # here, since Transformers would import it aloud
+            importlib.import_module("bitsandbytes")
+    except ImportError as error:
+        others = ", ".join(name for name, entry in PRECISIONS.items() if entry.quantization is None)
+        raise ImportError(
+            f"precision={precision!r} needs bitsandbytes, which cannot be imported ({first_line(error)}): pip install "
+            f"bitsandbytes, or use one of {others}"
+        ) from error
     return BitsAndBytesConfig(**quantization, bnb_4bit_use_double_quant=double_quant)
 
 

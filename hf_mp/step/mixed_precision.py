@@ -201,7 +201,8 @@ class MixedPrecision:
         Returns:
             The same optimizer; in the lean layouts a :class:`MasterWeightOptimizer` around it, to be used from now on.
 
-        Raises TypeError for anything but one optimizer; ValueError before attach(), for another model's, and for LBFGS.
+        Raises TypeError for anything but one optimizer; ValueError before attach(), for another model's, for a model
+        without a trainable parameter, and for LBFGS.
         """
         if not self.policy.is_mixed:
             return optimizer
@@ -445,12 +446,13 @@ def prepare(
 
     Returns the same model, and the optimizer to use from now on: :meth:`MixedPrecision.attach_optimizer`'s.
     Raises TypeError for anything but a module and an optimizer, and as ``attach`` and ``attach_optimizer`` do."""
+    runtime = MixedPrecision(precision, **settings)  # first: a misspelt precision is told whatever else is wrong
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"prepare takes a model and its optimizer, not {type(model).__name__} and {type(optimizer).__name__}; "
-            "several optimizers: MixedPrecision(...).attach(model), then attach_optimizer(optimizer) for each"
+            "without an optimizer, or with several: MixedPrecision(...).attach(model), then "
+            "attach_optimizer(optimizer) for each"
         )
-    runtime = MixedPrecision(precision, **settings)
     try:
         return runtime.attach(model), runtime.attach_optimizer(optimizer)
     except BaseException:

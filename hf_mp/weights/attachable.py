@@ -171,6 +171,12 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module | None) -> None:
         )
     check_closure(optimizer)
     if model is not None:
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(
+                f"{type(model).__name__} has no trainable parameter (requires_grad is False for all), so the optimizer "
+                "would update nothing: unfreeze some before, or attach the model without an optimizer, to evaluate: "
+                "hf_mp.MixedPrecision(...).attach(model)"
+            )
         check_updates(optimizer, model)
 
 
