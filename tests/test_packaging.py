@@ -20,7 +20,7 @@ from hf_mp import __version__
 BUILT = os.environ.get("BUILT_ARCHIVES")
 ROOT = Path(__file__).resolve().parent.parent
 GATHERED = shutil.ignore_patterns(".*", "build", "dist", "site", "*.egg-info", "__pycache__", "outputs", "runs")
-PACKAGED = (".py", ".typed", ".css", ".j2")
+PACKAGED = (".py", ".cpp", ".typed", ".css", ".j2")
 # What the archive of the sources holds besides the package.
 BESIDES = {"CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
 # Every command, as a new user calls it first; none needs the network.

@@ -208,31 +208,42 @@ void append(std::string& key, Value value) {
   append(key, &value, sizeof value);
 }
 
-// hf_mp/weights/model_walk.py, look_reference(). None where a module keeps what it has in no dictionary.
+// hf_mp/weights/model_walk.py has the references. None where a module keeps what it has in no dictionary.
+template <class Function>
+bool for_each_entry(const py::list& modules, const char* attribute, Function function) {
+  for (py::handle module : modules) {
+    py::object entries = module.attr(attribute);
+    if (!PyDict_Check(entries.ptr())) return false;
+    PyObject *name, *value;
+    for (Py_ssize_t at = 0; PyDict_Next(entries.ptr(), &at, &name, &value);) function(name, value);
+  }
+  return true;
+}
+
+py::object children(const py::list& modules) {
+  std::string key;
+  if (!for_each_entry(modules, "_modules", [&](PyObject*, PyObject* child) { append(key, child); })) return py::none();
+  return py::bytes(key);
+}
+
 py::object look(const py::list& modules) {
   py::list weights;
-  std::string children, seen;
-  for (py::handle module : modules) {
-    py::object inside = module.attr("_modules"), parameters = module.attr("_parameters");
-    if (!PyDict_Check(inside.ptr()) || !PyDict_Check(parameters.ptr())) return py::none();
-    PyObject *name, *value;
-    for (Py_ssize_t at = 0; PyDict_Next(inside.ptr(), &at, &name, &value);) append(children, value);
-    for (Py_ssize_t at = 0; PyDict_Next(parameters.ptr(), &at, &name, &value);) {
-      if (value == Py_None) continue;
-      weights.append(py::handle(value));
-      const Tensor& weight = THPVariable_Unpack(value);
-      append(seen, PyObject_Hash(name));
-      append(seen, value);
-      append(seen, weight.requires_grad());
-      append(seen, weight.scalar_type());
-      append(seen, weight.has_storage() ? weight.storage().unsafeGetStorageImpl() : nullptr);
-      append(seen, weight.has_storage() ? weight.storage_offset() : 0);
-      if (weight.layout() == at::kStrided) append(seen, weight.strides().data(), weight.dim() * sizeof(int64_t));
-      append(seen, weight.sizes().data(), weight.dim() * sizeof(int64_t));
-      append(seen, torch::autograd::impl::hooks(weight).empty() && !torch::autograd::impl::post_acc_grad_hooks(weight));
-    }
-  }
-  return py::make_tuple(py::bytes(children), weights, py::bytes(seen));
+  std::string key;
+  const bool found = for_each_entry(modules, "_parameters", [&](PyObject* name, PyObject* value) {
+    if (value == Py_None) return;
+    weights.append(py::handle(value));
+    const Tensor& weight = THPVariable_Unpack(value);
+    append(key, PyObject_Hash(name));
+    append(key, value);
+    append(key, weight.requires_grad());
+    append(key, weight.scalar_type());
+    append(key, weight.has_storage() ? weight.storage().unsafeGetStorageImpl() : nullptr);
+    append(key, weight.has_storage() ? weight.storage_offset() : 0);
+    if (weight.layout() == at::kStrided) append(key, weight.strides().data(), weight.dim() * sizeof(int64_t));
+    append(key, weight.sizes().data(), weight.dim() * sizeof(int64_t));
+    append(key, torch::autograd::impl::hooks(weight).empty() && !torch::autograd::impl::post_acc_grad_hooks(weight));
+  });
+  return found ? py::object(py::make_tuple(weights, py::bytes(key))) : py::none();
 }
 
 }  // namespace
@@ -257,5 +268,6 @@ PYBIND11_MODULE(hf_mp_native, module) {
       .def("set_innermost", [](const Plan&, bool is_innermost) { running.back().is_innermost = is_innermost; });
   module.def("register_op", &register_op);
   module.def("leaves_by_borders", &leaves_by_borders);
+  module.def("children", &children);
   module.def("look", &look);
 }

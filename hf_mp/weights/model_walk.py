@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from hf_mp.kernels.native import native
@@ -17,64 +17,65 @@ from hf_mp.policy import LOWER_PRECISION_DTYPES
 _WALKS: weakref.WeakKeyDictionary[nn.Module, tuple[list[weakref.ref[nn.Module]], Any]] = weakref.WeakKeyDictionary()
 
 
-class Walk:
-    """The modules and weights of a model, found in a third of the time while no module is added, replaced or removed.
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """``list(model.modules())``, in a third of the time while no module is added, replaced or removed."""
+    references, children = _WALKS.get(model, ([], None))
+    # A module that was removed may be gone, and its address taken by another one.
+    modules = [module for reference in references if (module := reference()) is not None]
+    if len(modules) != len(references) or _children(modules) != children:
+        modules = list(model.modules())
+        _WALKS[model] = [weakref.ref(module) for module in modules], _children(modules)
+    return modules
 
-    Equal to an earlier one where nothing but the values of weights has changed.
-    """
+
+def _children(modules: list[nn.Module]) -> Any:
+    """A key of the modules that lie in ``modules``."""
+    found = None if (module := native()) is None else module.children(modules)
+    return [id(child) for each in modules for child in each._modules.values()] if found is None else found
+
+
+class Walk:
+    """The modules and weights of a model; equal to an earlier one where nothing but the values of weights changed."""
 
     def __init__(self, model: nn.Module) -> None:
-        references, children = _WALKS.get(model, ([], None))
-        # A module that was removed may be gone, and its address taken by another one.
-        modules = [module for reference in references if (module := reference()) is not None]
-        found, self.weights, self._seen = look(modules)
-        if not modules or len(modules) != len(references) or found != children:
-            modules = list(model.modules())
-            found, self.weights, self._seen = look(modules)
-            _WALKS[model] = [weakref.ref(module) for module in modules], found
-        self.modules = modules
+        self.modules = modules_of(model)
+        # Weights are held as long as their key: another could take the address of one that is gone.
+        self.weights, self._key = look(self.modules)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Walk) and self._seen == other._seen and self.modules == other.modules
+        return isinstance(other, Walk) and self._key == other._key and self.modules == other.modules
 
     __hash__ = None  # type: ignore[assignment]
 
 
-def look(modules: list[nn.Module]) -> tuple[Any, list[Any], Any]:
-    """Keys of what lies in ``modules``: of the modules there, and of the weights, which are given with all repeats.
-
-    The key of a weight changes with all that decides about its border; not with its values. Weights are to be held as
-    long as their key, since another could take the address of one that is gone.
-    """
+def look(modules: list[nn.Module]) -> tuple[list[Any], Any]:
+    """The weights in ``modules``, with all repeats, and a key of all that decides about their borders."""
     found = None if (module := native()) is None else module.look(modules)
     return look_reference(modules) if found is None else found
 
 
-def look_reference(modules: Sequence[nn.Module]) -> tuple[Any, list[Any], Any]:
+def look_reference(modules: Sequence[nn.Module]) -> tuple[list[Any], Any]:
     """What :func:`look` gives without C++, and where a module keeps its own in no dictionary, as TorchScript's."""
-    children = [id(child) for module in modules for child in module._modules.values()]
     named: list[tuple[str, Any]] = [
         item for module in modules for item in module._parameters.items() if item[1] is not None
     ]
-    return children, [weight for _, weight in named], [(name, *_key_of(weight)) for name, weight in named]
-
-
-def _key_of(weight: Tensor) -> tuple[Any, ...]:
-    place = weight.data_ptr(), weight.shape, weight.stride() if weight.layout is torch.strided else None
-    # One that has hooks has a border of its own.
-    has_hooks = bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
-    return id(weight), weight.requires_grad, weight.dtype, *place, has_hooks
-
-
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """``list(model.modules())``, faster by :class:`Walk`."""
-    return Walk(model).modules
+    key = [
+        (
+            *(name, id(weight), weight.requires_grad, weight.dtype, weight.data_ptr(), weight.shape),
+            weight.stride() if weight.layout is torch.strided else None,
+            # One that has hooks has a border of its own.
+            bool(weight._backward_hooks or weight._post_accumulate_grad_hooks),
+        )
+        for name, weight in named
+    ]
+    return [weight for _, weight in named], key
 
 
 def model_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """``list(model.parameters())``, faster by :class:`Walk`."""
+    """``list(model.parameters())``, faster by :func:`modules_of`."""
+    found = [p for module in modules_of(model) for p in module._parameters.values() if p is not None]
     # A tied weight once; parameters are compared by identity, since == compares their values.
-    return list({id(parameter): parameter for parameter in Walk(model).weights}.values())
+    return list({id(parameter): parameter for parameter in found}.values())
 
 
 def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
