@@ -45,6 +45,7 @@ class Healer(StepObserver):
     def __init__(self, runtime: MixedPrecision) -> None:
         check_healing(runtime.policy, in_backward=runtime.uses_up_gradients)
         self._runtime = runtime
+        runtime.check.compares_gradients = True
         self._explainer = explain_overflows(runtime)
         self.healed: list[Remedy] = []
         self.clip: Callable[[Optimizer], None] | None = None

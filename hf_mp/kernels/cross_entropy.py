@@ -47,84 +47,85 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100, r
         )
     if torch.compiler.is_compiling():  # the compiler fuses the reference
         return cross_entropy_reference(logits, labels, ignore_index=ignore_index, reduction=reduction)
-    return _CrossEntropy.apply(_Connector.apply(logits), logits.detach(), labels, ignore_index, reduction)
-
-
-class _Connector(Function):
-    """Stands for the logits in the graph without their memory, so that it is seen who else holds that."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        # One element, expanded: autograd wants the shape of the logits here, and nobody reads their values.
-        return logits.new_zeros(()).expand(logits.shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    return _CrossEntropy.apply(logits, logits.detach(), labels.contiguous(), ignore_index, reduction == "mean")[0]
 
 
 class _CrossEntropy(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, connector: Tensor, logits: Tensor, labels: Tensor, ignore_index: int, reduction: str
-    ) -> Tensor:
-        counted = labels != ignore_index
-        denominators, losses = _rows(logits, labels).forward(logits, torch.where(counted, labels, 0))
-        ctx.save_for_backward(connector, labels)
-        # Not by save_for_backward, which would be one more owner: the gradient could not take the place of the logits.
-        ctx.logits, ctx.version, ctx.denominators = logits, version_of(logits), denominators
-        ctx.count = counted.sum() if reduction == "mean" else None
-        ctx.ignore_index, ctx.reduction = ignore_index, reduction
-        total = torch.where(counted, losses, 0.0).sum()
-        return total if ctx.count is None else total / ctx.count
+    """Gives the loss, and what stands for the logits in the graph of second derivatives, without their memory.
+
+    The node holds an alias of the logits, so that it is seen who else does; saved, they would have an owner more.
+    """
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        connector, labels = ctx.saved_tensors
+    def forward(
+        ctx: Any, logits: Tensor, alias: Tensor, labels: Tensor, ignore_index: int, is_mean: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        # A kernel reads the labels by their address.
+        ctx.rows = (kernel_for("cross_entropy", [alias]) if labels.device == alias.device else None) or Rows
+        denominators, losses = ctx.rows.forward(alias, labels, ignore_index)
+        # One element, expanded: autograd wants the shape of the logits here.
+        stand_in = alias.new_zeros(()).expand(alias.shape)
+        ctx.save_for_backward(stand_in, labels)
+        ctx.logits, ctx.version, ctx.denominators = alias, version_of(alias), denominators
+        ctx.count = (labels != ignore_index).sum() if is_mean else None
+        ctx.ignore_index = ignore_index
+        total = losses.sum()
+        return total if ctx.count is None else total / ctx.count, stand_in
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None, of_stand_in: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:  # a second derivative has come through the stand-in
+            return of_stand_in, None, None, None, None
+        stand_in, labels = ctx.saved_tensors
         if version_of(ctx.logits) != ctx.version:
             raise RuntimeError(
                 "the logits were modified by an inplace operation after the loss was computed from them, which needs "
                 "them in backward: modify logits.clone()"
             )
         if torch.is_grad_enabled():  # create_graph=True
-            logits = connector + ctx.logits  # which the connector, all zeros, stands for in the graph
-            loss = cross_entropy_reference(logits, labels, ignore_index=ctx.ignore_index, reduction=ctx.reduction)
-            return *torch.autograd.grad(loss, logits, gradient, create_graph=True), None, None, None, None
-        # retain_graph=True may come back for the logits; nothing public says that it was asked for.
-        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        result = torch.empty_like(ctx.logits) if keeps_graph or is_shared(ctx.logits) else ctx.logits
-        counted, factor = labels != ctx.ignore_index, gradient if ctx.count is None else gradient / ctx.count
-        targets, factors = torch.where(counted, labels, 0), torch.where(counted, factor, 0.0)
-        _rows(ctx.logits, labels).backward(result, ctx.logits, targets, ctx.denominators, factors)
-        if not keeps_graph:
-            ctx.logits = ctx.denominators = None  # holding the loss does not hold them
-        return result, None, None, None, None
-
-
-def _rows(logits: Tensor, labels: Tensor) -> Any:
-    """Who goes through the rows: the kernel or :class:`Rows`."""
-    # A kernel reads the labels by their address.
-    same_device = labels.device == logits.device
-    return (kernel_for("cross_entropy", [logits]) if same_device else None) or Rows
+            logits = stand_in + ctx.logits
+            reduction = "sum" if ctx.count is None else "mean"
+            loss = cross_entropy_reference(logits, labels, ignore_index=ctx.ignore_index, reduction=reduction)
+            (result,) = torch.autograd.grad(loss, logits, gradient, create_graph=True)
+        else:
+            # retain_graph=True may come back for the logits; nothing public says that it was asked for.
+            keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+            result = torch.empty_like(ctx.logits) if keeps_graph or is_shared(ctx.logits) else ctx.logits
+            ctx.rows.backward(
+                result, ctx.logits, labels, ctx.denominators, gradient, ctx.count, ctx.ignore_index
+            )  # fmt: skip
+            if not keeps_graph:
+                ctx.logits = ctx.denominators = None  # holding the loss does not hold them
+        return result if of_stand_in is None else result + of_stand_in, None, None, None, None
 
 
 class Rows:
     """The reference: blocks of rows in FP32."""
 
     @staticmethod
-    def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The logarithm of the softmax's denominator of each row, and its loss: FP32, of shape (rows,)."""
+    def forward(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+        """The logarithm of the softmax's denominator of each row, and its loss, 0 where it is ignored: FP32."""
+        targets = torch.where(counted := labels != ignore_index, labels, 0)
         denominators = logits.new_empty(logits.shape[0], dtype=torch.float32)
         losses = torch.empty_like(denominators)
         for rows in _blocks(logits):
             values = logits[rows].float()
             denominators[rows] = values.logsumexp(1)
             losses[rows] = denominators[rows] - values.gather(1, targets[rows, None]).squeeze(1)
-        return denominators, losses
+        return denominators, torch.where(counted, losses, 0.0)
 
     @staticmethod
-    def backward(result: Tensor, logits: Tensor, targets: Tensor, denominators: Tensor, factors: Tensor) -> None:
-        """Write the gradient of the logits into ``result``, which they may be; FP32 ``factors``: what enters a row."""
+    def backward(
+        result: Tensor, logits: Tensor, labels: Tensor, denominators: Tensor,
+        gradient: Tensor, count: Tensor | None, ignore_index: int,
+    ) -> None:  # fmt: skip
+        """Write the gradient of the logits into ``result``, which they may be, from that of the loss.
+
+        ``count``: of rows in a mean.
+        """
+        counted, factor = labels != ignore_index, gradient if count is None else gradient / count
+        targets, factors = torch.where(counted, labels, 0), torch.where(counted, factor, 0.0)
         hit = torch.full((1, 1), -1.0, dtype=torch.float32, device=logits.device)
         for rows in _blocks(logits):
             # The softmax less 1 at the label, times what enters the row; 1 is subtracted before the product, in FP32.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_mp.kernels.cross_entropy import Rows
 from hf_mp.kernels.registry import Pair
-from hf_mp.kernels.triton_tables import DTYPES, WARPS
+from hf_mp.kernels.triton_tables import DTYPES, WARPS, launch, stream_of
 
 BLOCK = 4096
 
@@ -54,7 +54,9 @@ def take_in(largest, total, values):
 
 
 @triton.jit
-def forward_kernel(logits, targets, denominators, losses, CLASSES: tl.constexpr, BLOCK: tl.constexpr):
+def forward_kernel(
+    logits, labels, denominators, losses, CLASSES: tl.constexpr, IGNORED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Each program: the logarithm of the softmax's denominator of a row, and its loss; one read of the row."""
     row = tl.program_id(0)
     first, end, body, body_end = whole_vectors(row, CLASSES)
@@ -67,13 +69,13 @@ def forward_kernel(logits, targets, denominators, losses, CLASSES: tl.constexpr,
         place = body + start + tl.arange(0, BLOCK)
         largest, total = take_in(largest, total, load_logits(logits + place, place < body_end))
     denominator = tl.log(total) + tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
-    target = tl.load(targets + row)
+    target = tl.load(labels + row)
     # a label outside of the classes makes the loss NaN
     is_class = (target >= 0) & (target < CLASSES)
     expected = load_logits(logits + first + tl.where(is_class, target, 0), True)
     expected = tl.where(is_class, expected, float("nan"))
     tl.store(denominators + row, denominator)
-    tl.store(losses + row, denominator - expected)
+    tl.store(losses + row, tl.where(target == IGNORED, 0.0, denominator - expected))
 
 
 @triton.jit
@@ -86,15 +88,19 @@ def write_gradient(result, logits, place, mask, target, denominator, factor):
 
 @triton.jit
 def backward_kernel(
-    result, logits, targets, denominators, factors, CLASSES: tl.constexpr, BLOCK: tl.constexpr
+    result, logits, labels, denominators, gradient, count,
+    CLASSES: tl.constexpr, IGNORED: tl.constexpr, IS_MEAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program: the gradient of a row of logits, which ``result`` may be; rounded once."""
     row = tl.program_id(0)
     first, end, body, body_end = whole_vectors(row, CLASSES)
     denominator = tl.load(denominators + row)
-    target = tl.load(targets + row)
+    target = tl.load(labels + row)
     is_class = (target >= 0) & (target < CLASSES)
-    factor = tl.where(is_class, tl.load(factors + row), float("nan"))  # as its loss
+    factor = tl.load(gradient)
+    if IS_MEAN:
+        factor = tl.div_rn(factor, tl.load(count).to(tl.float32))
+    factor = tl.where(target == IGNORED, 0.0, tl.where(is_class, factor, float("nan")))  # as its loss
     if CLASSES % 16 != 0:
         edge, mask = edges(first, end, body, body_end)
         write_gradient(result, logits, edge, mask, first + target, denominator, factor)
@@ -107,26 +113,31 @@ class RowKernels:
     """The two launches, in the places of the reference's loops over blocks of rows."""
 
     @staticmethod
-    def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
         """As :func:`hf_mp.kernels.cross_entropy.Rows.forward`."""
         rows, classes = logits.shape
         denominators = torch.empty(rows, dtype=torch.float32, device=logits.device)
         losses = torch.empty_like(denominators)
         with torch.cuda.device_of(logits):  # Triton launches on the current device
-            forward_kernel[(rows,)](
-                logits, targets, denominators, losses, CLASSES=classes, BLOCK=BLOCK, num_warps=WARPS,
-                enable_fp_fusion=True,
+            launch(
+                forward_kernel, rows, stream_of(logits.device), logits, labels, denominators, losses,
+                CLASSES=classes, IGNORED=ignore_index, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=True,
             )  # fmt: skip
         return denominators, losses
 
     @staticmethod
-    def backward(result: Tensor, logits: Tensor, targets: Tensor, denominators: Tensor, factors: Tensor) -> None:
+    def backward(
+        result: Tensor, logits: Tensor, labels: Tensor, denominators: Tensor,
+        gradient: Tensor, count: Tensor | None, ignore_index: int,
+    ) -> None:  # fmt: skip
         """As :func:`hf_mp.kernels.cross_entropy.Rows.backward`."""
         rows, classes = logits.shape
         with torch.cuda.device_of(logits):
-            backward_kernel[(rows,)](
-                result, logits, targets, denominators, factors, CLASSES=classes, BLOCK=BLOCK, num_warps=WARPS,
-                enable_fp_fusion=True,
+            launch(
+                backward_kernel, rows, stream_of(logits.device), result, logits, labels, denominators,
+                gradient, labels if count is None else count,
+                CLASSES=classes, IGNORED=ignore_index, IS_MEAN=count is not None, BLOCK=BLOCK,
+                num_warps=WARPS, enable_fp_fusion=True,
             )  # fmt: skip
 
 
@@ -134,13 +145,14 @@ def pairs(device: torch.device) -> Iterator[Pair]:
     """Losses and gradients of the kernels, and of their references."""
     generator = torch.Generator("cpu").manual_seed(0)
     for dtype in DTYPES:
-        normal = torch.randn(3, BLOCK + 5, generator=generator, dtype=torch.float32, device="cpu")
+        normal = torch.randn(4, BLOCK + 5, generator=generator, dtype=torch.float32, device="cpu")
         logits = (normal * 4).to(device, dtype)
-        targets = torch.tensor([0, BLOCK + 4, 7], device=device)
-        factors = torch.full((3,), 1024.0, dtype=torch.float32, device=device)
-        found, expected = RowKernels.forward(logits, targets), Rows.forward(logits, targets)
-        yield f"the loss of {dtype} logits", torch.stack(found), torch.stack(expected), 1e-5
-        ours, theirs = torch.empty_like(logits), torch.empty_like(logits)
-        RowKernels.backward(ours, logits, targets, found[0], factors)
-        Rows.backward(theirs, logits, targets, found[0], factors)
-        yield f"the gradient of {dtype} logits", ours, theirs, 2 * torch.finfo(dtype).eps + 1e-5
+        labels = torch.tensor([0, BLOCK + 4, -100, 7], device=device)
+        gradient = torch.full((), 1024.0, dtype=torch.float32, device=device)
+        for count in (None, torch.tensor(3, device=device)):
+            found, expected = RowKernels.forward(logits, labels, -100), Rows.forward(logits, labels, -100)
+            yield f"the loss of {dtype} logits", torch.stack(found), torch.stack(expected), 1e-5
+            ours, theirs = torch.empty_like(logits), torch.empty_like(logits)
+            RowKernels.backward(ours, logits, labels, found[0], gradient, count, -100)
+            Rows.backward(theirs, logits, labels, found[0], gradient, count, -100)
+            yield f"the gradient of {dtype} logits", ours, theirs, 2 * torch.finfo(dtype).eps + 1e-5
