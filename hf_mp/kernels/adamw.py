@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_mp.kernels.registry import kernel_for
 from hf_mp.kernels.split import REMAINDER_DTYPE, cache_blocks, merge, merge_into, split_into
 
 # Small enough that what one operation leaves is in a core's cache for the next, large enough for some 20 calls a block.
@@ -144,30 +143,16 @@ def adamw_(
     factor: Tensor | None = None,
     found_inf: Tensor | None = None,
     room: Room | None = None,
-) -> bool:
-    """Take a step of AdamW in place, for tensors of one device, with contiguous moments; False where nothing can.
-
-    On a CPU masters are split, and what this writes is bit for bit what torch's fused AdamW would make of each whole
-    master; elsewhere a kernel takes them. ``factor``, FP32 of one element, is the inverse loss scale times the clip
-    coefficient; None for 1. Nothing is written where ``found_inf``, FP32 of shape (), is not 0. Small
-    parameters are joined in ``room``, which the next step uses again.
-    """
-    kernel = kernel_for("adamw", [parameters[0].step])  # on a CPU one answers for all, and none of these is empty
-    if kernel is not None:
-        kernel = kernel_for("adamw", [one for tensors in parameters for one in tensors[:-1] if one is not None])
-    if kernel is not None:
-        kernel(parameters, settings, factor, found_inf)
-        return True
-    if parameters[0].step.device.type != "cpu":
-        return False
-    if found_inf is None or not found_inf.item():
-        _step_on_cpu(parameters, settings, factor, room or Room())
-    return True
-
-
-def _step_on_cpu(
-    parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None, room: Room
 ) -> None:
+    """Take a step of AdamW in place on a CPU, for split masters with contiguous moments.
+
+    What this writes is bit for bit what torch's fused AdamW would make of each whole master. ``factor``, FP32 of one
+    element, is the inverse loss scale times the clip coefficient; None for 1. Nothing is written where ``found_inf``,
+    FP32 of shape (), is not 0. Small parameters are joined in ``room``, which the next step uses again.
+    """
+    if found_inf is not None and found_inf.item():
+        return
+    room = room or Room()
     fused: Any = torch._fused_adamw_
     one = torch.ones((), device="cpu")  # given a number, torch makes a tensor of it for each step count
     for batch in _batches(parameters):

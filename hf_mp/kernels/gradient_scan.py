@@ -39,13 +39,14 @@ def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
     Tensors are floating, of any dtype and device; sparse ones count by their values. FP32, of shape (), on the first's
     device: 0 for no elements, ``inf`` or ``nan`` if there is one (``nan`` wins), ``inf`` for FP64 values beyond FP32.
     """
+    tensors = list(tensors)
+    if (kernel := kernel_for("gradient_scan", tensors)) is not None:
+        return kernel(tensors).largest
     # FP32 first: it is what nearly all gradients are, and the call costs more than this look.
     values = [t if t.dtype is torch.float32 and t.layout is torch.strided else real_values(t) for t in tensors]
     values = [value for value in values if value.numel()]
     if not values:
         return torch.zeros((), dtype=torch.float32, device="cpu")
-    if (kernel := kernel_for("gradient_scan", values)) is not None:
-        return kernel(values).largest
     if all([tensor.device.type == "cpu" for tensor in values]):
         values = _joined(values)
         # One pass a tensor; torch's multi-tensor norm is some 15 times slower on a CPU.

@@ -246,6 +246,25 @@ py::object look(const py::list& modules) {
   return found ? py::object(py::make_tuple(weights, py::bytes(key))) : py::none();
 }
 
+// hf_mp/kernels/tensors.py, traits_reference().
+py::tuple traits(const py::sequence& tensors, py::handle parameter) {
+  std::string addresses, numels, kinds;
+  std::optional<at::Device> device;
+  for (py::handle each : tensors) {
+    PyTypeObject* const type = Py_TYPE(each.ptr());
+    const Tensor& tensor = THPVariable_Unpack(each.ptr());
+    if (!device) device = tensor.device();
+    const bool is_of_class = THPVariable_CheckTypeExact(type) || PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(parameter.ptr()));
+    const bool is_plain = is_of_class && tensor.layout() == at::kStrided && tensor.is_contiguous() && tensor.device() == *device;
+    const auto dtype = tensor.scalar_type();
+    const bool is_kind = dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kShort;
+    append(addresses, is_plain ? reinterpret_cast<int64_t>(tensor.data_ptr()) : int64_t{0});
+    append(numels, is_plain ? tensor.numel() : int64_t{0});
+    kinds.push_back(is_plain && is_kind ? static_cast<char>(dtype) : '\xff');
+  }
+  return py::make_tuple(py::bytes(addresses), py::bytes(numels), py::bytes(kinds));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(hf_mp_native, module) {
@@ -270,4 +289,5 @@ PYBIND11_MODULE(hf_mp_native, module) {
   module.def("leaves_by_borders", &leaves_by_borders);
   module.def("children", &children);
   module.def("look", &look);
+  module.def("traits", &traits);
 }

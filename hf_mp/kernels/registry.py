@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_mp._warnings import warn_caller
+from hf_mp.kernels.tensors import KINDS, traits_of
 
 VARIABLE = "HF_MP_KERNELS"
 SETTINGS = ("auto", "triton", "reference")
@@ -26,8 +27,8 @@ SETTINGS = ("auto", "triton", "reference")
 Pair = tuple[str, Tensor, Tensor, float]
 
 # The launcher of each, in hf_mp.kernels.triton_<name>; pairs(device) there compares it with its reference.
-KERNELS = {"gradient_scan": "scan", "adamw": "adamw_", "cross_entropy": "RowKernels"}
-_DTYPES = {torch.float32, torch.float16, torch.bfloat16}  # that they read
+KERNELS = {"gradient_scan": "scan", "adamw": "Update", "cross_entropy": "RowKernels"}
+_READABLE = {KINDS[dtype] for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
 
 def kernel_for(name: str, tensors: Sequence[Tensor]) -> Any:
@@ -67,15 +68,7 @@ def why_not(tensors: Sequence[Tensor]) -> str | None:
 
 
 def _are_readable(tensors: Sequence[Tensor], device: torch.device) -> bool:
-    # Question by question: hundreds of tensors are asked at each step.
-    return (
-        # by class, because a fake parameter and a DTensor call themselves parameters, too
-        all([kind is Tensor or issubclass(kind, nn.Parameter) for kind in set(map(type, tensors))])
-        and {tensor.layout for tensor in tensors} == {torch.strided}
-        and all([tensor.is_contiguous() for tensor in tensors])
-        and {tensor.dtype for tensor in tensors} <= _DTYPES
-        and {tensor.device for tensor in tensors} == {device}
-    )
+    return tensors[0].device == device and _READABLE.issuperset(traits_of(tensors).kinds)
 
 
 @functools.cache  # where there is none, every look goes through the folders of packages, at each step

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
+from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import triton
@@ -18,14 +20,14 @@ from hf_mp.kernels.registry import Pair
 from hf_mp.kernels.split import split
 from hf_mp.kernels.triton_tables import (
     BLOCKS,
-    DTYPES,
     WARPS,
+    launch,
     load_as_fp32,
     on_device,
     place_of,
     places,
     stream_of,
-    tables_of,
+    table_of,
 )
 
 STEPS = 128  # that a program counts
@@ -74,15 +76,15 @@ def split_bf16(value):
     return working.to(tl.int16), remainder.to(tl.int16)
 
 
-@triton.jit(do_not_specialize=["tensors"])
+@triton.jit(do_not_specialize=["begin", "end", "tensors"])
 def advance_kernel(
-    steps, numbers, lr_at, found_inf, lr: tl.float64, weight_decay: tl.float64, beta1: tl.float64, beta2: tl.float64,
-    tensors, HAS_LR_AT: tl.constexpr, BLOCK: tl.constexpr,
+    columns, numbers, lr_at, found_inf, lr: tl.float64, weight_decay: tl.float64, beta1: tl.float64, beta2: tl.float64,
+    begin, end, tensors, HAS_LR_AT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Count a step of each tensor; what its number changes, in FP64 rounded once: step size, correction, decay."""
-    tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = tensor < tensors
-    steps_at = tl.load(steps + tensor, mask=mask, other=0).to(tl.pointer_type(tl.float32))
+    """Count a step of a group's tensors; what that changes, in FP64 rounded once: step size, correction, decay."""
+    tensor = begin + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = tensor < end
+    steps_at = tl.load(columns + 4 * tensors + tensor, mask=mask, other=0).to(tl.pointer_type(tl.float32))
     step = tl.load(steps_at, mask=mask, other=0.0) + tl.where(tl.load(found_inf) == 0, 1.0, 0.0)
     tl.store(steps_at, step, mask=mask)
     if HAS_LR_AT:  # noqa: SIM108  (Triton decides this when it compiles)
@@ -101,27 +103,28 @@ def advance_kernel(
     tl.store(numbers + 2 * tensors + tensor, (one - rate * weight_decay).to(tl.float32), mask=mask)
 
 
-@triton.jit(do_not_specialize=["tensors", "counted"])
+@triton.jit(do_not_specialize=["tensors"])
 def adamw_kernel(
-    columns, blocks, numbers, factor, found_inf,
-    beta2, weight1, weight2, eps, tensors, counted,
-    GRADIENT: tl.constexpr, WORKING: tl.constexpr, SPLIT: tl.constexpr,
-    NUMELS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    gradients, numels, columns, blocks, numbers, factor, found_inf,
+    beta2, weight1, weight2, eps, tensors,
+    GRADIENT: tl.constexpr, WORKING: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program updates one block; the order of operations is that of ``adamw_reference``.
 
-    Columns: the addresses of gradient, moments and what ``AdamWTensors.state`` has after them; which of ``counted``.
+    Columns: the addresses of the moments, of the master or its working half, of the working copy or the remainder.
     """
-    tensor, offsets, mask = place_of(columns, blocks, tensors, NUMELS, ALIGNED, BLOCK)
+    tensor, offsets, mask = place_of(numels, blocks, ALIGNED, BLOCK)
     mask = tl.where(tl.load(found_inf) == 0, mask, False)
     addresses = columns + tensor
-    numbers += tl.load(addresses + (NUMELS - 1) * tensors)
-    exp_avg_at = places(tl.load(addresses + tensors), offsets, ALIGNED, tl.pointer_type(tl.float32))
-    exp_avg_sq_at = places(tl.load(addresses + 2 * tensors), offsets, ALIGNED, tl.pointer_type(tl.float32))
-    first_address = tl.load(addresses + 3 * tensors)  # of the master, or of its working half
-    second_address = tl.load(addresses + (NUMELS - 2) * tensors)  # of the working copy, or of the remainder
+    numbers += tensor
+    exp_avg_at = places(tl.load(addresses), offsets, ALIGNED, tl.pointer_type(tl.float32))
+    exp_avg_sq_at = places(tl.load(addresses + tensors), offsets, ALIGNED, tl.pointer_type(tl.float32))
+    first_address = tl.load(addresses + 2 * tensors)
+    second_address = tl.load(addresses + 3 * tensors)
 
-    gradient = load_as_fp32(tl.load(addresses), offsets, mask, ALIGNED, GRADIENT) * tl.load(factor).to(tl.float32)
+    gradient = load_as_fp32(tl.load(gradients + tensor), offsets, mask, ALIGNED, GRADIENT) * tl.load(factor).to(
+        tl.float32
+    )
     if SPLIT:
         second_at = places(second_address, offsets, ALIGNED, tl.pointer_type(tl.int16))
         remainder = tl.load(second_at, mask=mask, other=0)
@@ -135,11 +138,11 @@ def adamw_kernel(
         master_at = places(first_address, offsets, ALIGNED, tl.pointer_type(tl.float32))
         master = tl.load(master_at, mask=mask, other=0.0)
 
-    master = master * tl.load(numbers + 2 * counted)
+    master = master * tl.load(numbers + 2 * tensors)
     exp_avg = tl.load(exp_avg_at, mask=mask, other=0.0)
     exp_avg = exp_avg + weight1 * (gradient - exp_avg)
     exp_avg_sq = tl.load(exp_avg_sq_at, mask=mask, other=0.0) * beta2 + weight2 * gradient * gradient
-    denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), tl.load(numbers + counted)) + eps
+    denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), tl.load(numbers + tensors)) + eps
     master = master + tl.div_rn(tl.load(numbers) * exp_avg, denominator)
 
     tl.store(exp_avg_at, exp_avg, mask=mask)
@@ -167,44 +170,64 @@ def _kept(number: float, device: torch.device, stream: int) -> Tensor:
     return torch.full((1,), number, dtype=torch.float32, device=device)
 
 
-@torch.no_grad()
-def adamw_(
-    parameters: Sequence[AdamWTensors],
-    settings: AdamWSettings,
-    factor: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
-    """As :func:`hf_mp.kernels.adamw.adamw_reference`, without waiting for the device.
+class Update:
+    """Takes steps of AdamW for parameters of one device that stay where they are; never waits for the device.
 
-    One launch counts the steps; one for each layout updates, and another the tensors that no whole vectors are read of.
+    One launch for each group counts the steps; one for each of its layouts updates, and another the tensors that no
+    whole vectors are read of. ``counts``: of parameters in each group.
     """
-    device = parameters[0].gradient.device
-    stream = stream_of(device)
-    found_inf = _kept(0.0, device, stream) if found_inf is None else found_inf.to(device)
-    factor = _kept(1.0, device, stream) if factor is None else factor
-    numbers = torch.empty((3, len(parameters)), dtype=torch.float32, device=device)
-    has_lr_at = isinstance(settings.lr, Tensor)
-    lr_at, lr = (settings.lr, 0.0) if has_lr_at else (numbers, settings.lr)
-    kinds: dict[tuple[Any, ...], list[int]] = {}
-    for number, tensors in enumerate(parameters):
-        if tensors.gradient.numel():
-            kind = (tensors.gradient.dtype, getattr(tensors.working, "dtype", None), tensors.remainder is not None)
-            kinds.setdefault(kind, []).append(number)
-    with torch.cuda.device_of(numbers):  # Triton launches on the current device
-        # Steps are counted on the device: the host does not know yet whether the last update was skipped.
-        advance_kernel[(triton.cdiv(len(parameters), STEPS),)](
-            on_device(tuple(tensors.step.data_ptr() for tensors in parameters), device, stream), numbers,
-            lr_at, found_inf, lr, settings.weight_decay, settings.beta1, settings.beta2, len(parameters),
-            HAS_LR_AT=has_lr_at, BLOCK=STEPS, num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
-        for (gradient, working, is_split), group in kinds.items():
-            rows = [(parameters[number].gradient, *parameters[number].state()) for number in group]
-            columns = list(zip(*rows, strict=True))
-            for table in tables_of(columns, device, group):
-                adamw_kernel[(len(table.blocks),)](
-                    table.columns, table.blocks, numbers, factor, found_inf, settings.beta2, 1.0 - settings.beta1,
-                    1.0 - settings.beta2, settings.eps, table.columns.shape[1], len(parameters),
-                    GRADIENT=DTYPES[gradient], WORKING=DTYPES.get(working), SPLIT=is_split, **table.constants(),
+
+    def __init__(self, parameters: Sequence[AdamWTensors], counts: Sequence[int]) -> None:
+        self._device, self._counts = parameters[0].step.device, counts
+        groups = [number for number, count in enumerate(counts) for _ in range(count)]
+        layouts = [
+            (group, one.gradient.dtype, getattr(one.working, "dtype", None), one.remainder is not None)
+            for group, one in zip(groups, parameters, strict=True)
+        ]
+        self._layouts = list(dict.fromkeys(layouts))
+        self._kinds = tuple(map(self._layouts.index, layouts))
+        self._numels = array("q", [one.gradient.numel() for one in parameters]).tobytes()
+        # 0 in the place of a working copy that is not there
+        states = [(*[tensor.data_ptr() for tensor in one.state()], 0)[:4] for one in parameters]
+        self._bits = tuple([functools.reduce(operator.or_, state) for state in states])
+        columns = (*zip(*states, strict=True), [one.step.data_ptr() for one in parameters])
+        self._addresses = array("q", itertools.chain(*columns)).tobytes()
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        gradients: Sequence[Tensor],
+        settings: Sequence[AdamWSettings],
+        factor: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """As ``adamw_reference``, with the settings of each group, of gradients like those that this was made with."""
+        device, stream, count = self._device, stream_of(self._device), len(gradients)
+        columns = on_device(self._addresses, device, stream)
+        addresses = array("q", map(Tensor.data_ptr, gradients)).tobytes()
+        table = table_of(addresses, self._numels, self._kinds, device, stream, self._bits)
+        found_inf = _kept(0.0, device, stream) if found_inf is None else found_inf.to(device)
+        factor = _kept(1.0, device, stream) if factor is None else factor.to(device)
+        numbers, begin = torch.empty((3, count), dtype=torch.float32, device=device), 0
+        with torch.cuda.device_of(numbers):  # Triton launches on the current device
+            # Steps are counted on the device: the host does not know yet whether the last update was skipped.
+            for its, size in zip(settings, self._counts, strict=True):
+                has_lr_at = isinstance(its.lr, Tensor)
+                lr_at, lr = (its.lr, 0.0) if has_lr_at else (numbers, its.lr)
+                launch(
+                    advance_kernel, triton.cdiv(size, STEPS), stream, columns, numbers, lr_at, found_inf,
+                    lr, its.weight_decay, its.beta1, its.beta2, begin, begin + size, count,
+                    HAS_LR_AT=has_lr_at, BLOCK=STEPS, num_warps=WARPS, enable_fp_fusion=False,
+                )  # fmt: skip
+                begin += size
+            for part in table.parts:
+                group, gradient, working, is_split = self._layouts[part.kind]
+                its = settings[group]
+                launch(
+                    adamw_kernel, len(part.blocks), stream,
+                    table.addresses, table.numels, columns, part.blocks, numbers, factor, found_inf,
+                    its.beta2, 1.0 - its.beta1, 1.0 - its.beta2, its.eps, count,
+                    GRADIENT=gradient, WORKING=working, SPLIT=is_split, **part.constants(),
                     num_warps=WARPS, enable_fp_fusion=False,  # each product and sum is rounded, as the reference does
                 )  # fmt: skip
 
@@ -223,8 +246,9 @@ def pairs(device: torch.device) -> Iterator[Pair]:
         for weight in ((None, *split(master, dtype)), (master, master.to(dtype))):
             sample = AdamWTensors(gradient.to(dtype), *moments, *weight)
             ours, reference = sample.map(lambda tensor: tensor.to(device, copy=True)), sample.map(Tensor.clone)
+            update = Update([ours], [1])
             for _ in range(2):
-                adamw_([ours], settings, factor.to(device))
+                update([ours.gradient], [settings], factor.to(device))
                 adamw_reference([reference], settings, factor)
             for found, expected in zip((ours.step, *ours.state()), (reference.step, *reference.state()), strict=True):
                 yield f"the update of {dtype} weights", found, expected, 0.0

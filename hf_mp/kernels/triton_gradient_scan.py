@@ -13,20 +13,31 @@ from torch import Tensor
 
 from hf_mp.kernels.gradient_scan import Scan, scan_reference
 from hf_mp.kernels.registry import Pair
-from hf_mp.kernels.triton_tables import BLOCKS, DTYPES, WARPS, load_as_fp32, place_of, tables_of
+from hf_mp.kernels.tensors import KINDS, traits_of
+from hf_mp.kernels.triton_tables import (
+    BLOCKS,
+    DTYPES,
+    WARPS,
+    launch,
+    load_as_fp32,
+    place_of,
+    stream_of,
+    table_of,
+)
 
 # Partial results that the last kernel takes at once.
 PARTS = 4096
+_DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 
 
-@triton.jit(do_not_specialize=["tensors", "begin"])
+@triton.jit(do_not_specialize=["begin"])
 def scan_kernel(
-    columns, blocks, largest_bits, squares, tensors, begin,
-    DTYPE: tl.constexpr, NUMELS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    gradients, numels, blocks, largest_bits, squares, begin,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program: the bits of the largest magnitude of a block, and its sum of squares, in FP32."""
-    tensor, offsets, mask = place_of(columns, blocks, tensors, NUMELS, ALIGNED, BLOCK)
-    values = load_as_fp32(tl.load(columns + tensor), offsets, mask, ALIGNED, DTYPE)
+    tensor, offsets, mask = place_of(numels, blocks, ALIGNED, BLOCK)
+    values = load_as_fp32(tl.load(gradients + tensor), offsets, mask, ALIGNED, DTYPE)
     part = begin + tl.program_id(0)
     # As integers, magnitudes are ordered as they are as numbers, with inf and then NaN above all.
     magnitudes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -53,23 +64,24 @@ def reduce_kernel(largest_bits, squares, result, count, PARTS: tl.constexpr):
 def scan(tensors: Sequence[Tensor]) -> Scan:
     """As ``scan_reference``; the sum of squares is FP32 within a block, FP64 across blocks."""
     device = tensors[0].device
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    launches = [(table, DTYPES[dtype]) for dtype, column in by_dtype.items() for table in tables_of([column], device)]
-    count = sum(len(table.blocks) for table, _ in launches)
+    stream = stream_of(device)
+    table = table_of(*traits_of(tensors), device, stream)
+    count = sum([len(part.blocks) for part in table.parts])
     largest_bits = torch.empty(count, dtype=torch.int32, device=device)
     squares, result = (torch.empty(size, dtype=torch.float32, device=device) for size in (count, 2))
     begin = 0
     with torch.cuda.device_of(result):  # Triton launches on the current device
-        for table, dtype in launches:
-            scan_kernel[(len(table.blocks),)](
-                table.columns, table.blocks, largest_bits, squares, table.columns.shape[1], begin,
-                DTYPE=dtype, **table.constants(), num_warps=WARPS, enable_fp_fusion=True,
+        for part in table.parts:
+            launch(
+                scan_kernel, len(part.blocks), stream,
+                table.addresses, table.numels, part.blocks, largest_bits, squares, begin,
+                DTYPE=_DTYPES[part.kind], **part.constants(), num_warps=WARPS, enable_fp_fusion=True,
             )  # fmt: skip
-            begin += len(table.blocks)
-        reduce_kernel[(1,)](largest_bits, squares, result, count, PARTS=PARTS, num_warps=WARPS, enable_fp_fusion=True)
+            begin += len(part.blocks)
+        launch(
+            reduce_kernel, 1, stream, largest_bits, squares, result, count,
+            PARTS=PARTS, num_warps=WARPS, enable_fp_fusion=True,
+        )  # fmt: skip
     return Scan(*result.unbind())
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import functools
 import operator
+from array import array
 from collections.abc import Sequence
-from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -21,67 +21,108 @@ WARPS = 8
 BLOCKS = {True: 4096, False: 1024}
 
 
-class Table(NamedTuple):
-    """The tensors of one launch, on their device."""
+class Part(NamedTuple):
+    """What one launch goes through."""
 
-    columns: Tensor  # int64 of shape (columns, tensors): addresses, other numbers of a tensor, numbers of elements
-    blocks: Tensor  # int64 of shape (blocks, 2): the tensor that a block belongs to, and its number there, from 0
-    is_aligned: bool  # whether all tensors are whole vectors at addresses of whole vectors
+    kind: int  # of its tensors
+    is_aligned: bool  # whether all are whole vectors at addresses of whole vectors
+    blocks: Tensor  # int64 of shape (blocks, 2): the place of a tensor, and the number of a block in it, from 0
 
     def constants(self) -> dict[str, Any]:
         """What the kernel is compiled for."""
-        return {"NUMELS": len(self.columns) - 1, "ALIGNED": self.is_aligned, "BLOCK": BLOCKS[self.is_aligned]}
+        return {"ALIGNED": self.is_aligned, "BLOCK": BLOCKS[self.is_aligned]}
 
 
-def tables_of(columns: Sequence[Sequence[Tensor]], device: torch.device, *numbers: Sequence[int]) -> list[Table]:
-    """The launches for rows of tensors of one size: one for those that whole vectors are read of, one for all others.
+class Table(NamedTuple):
+    """The tensors that some launches go through, on their device."""
 
-    A row is what has one place in all ``columns``, and in all ``numbers``, which become columns as well.
-    """
-    # Column by column: row by row costs the host more, at each step.
-    addresses = [[tensor.data_ptr() for tensor in column] for column in columns]
-    numels = [tensor.numel() for tensor in columns[0]]
-    bits = functools.reduce(lambda one, other: list(map(operator.or_, one, other)), addresses, numels)
-    found, stream = [], stream_of(device)
-    for is_aligned in (True, False):
-        if any(rows := [(number % VECTOR == 0) is is_aligned for number in bits]):
-            part = tuple(tuple(compress(column, rows)) for column in (*addresses, *numbers, numels))
-            blocks = _blocks(part[-1], BLOCKS[is_aligned], device, stream)
-            found.append(Table(on_device(part, device, stream), blocks, is_aligned))
-    return found
+    addresses: Tensor  # int64
+    numels: Tensor
+    parts: list[Part]  # for each kind one of the tensors that whole vectors are read of, and one of all others
+
+
+@functools.lru_cache(maxsize=64)  # that of the last steps, where addresses come back
+def table_of(
+    addresses: bytes,
+    numels: bytes,
+    kinds: Sequence[int],
+    device: torch.device,
+    stream: int,
+    others: tuple[int, ...] | None = None,
+) -> Table:
+    """The table of tensors at these addresses; ``others``: the bits of the addresses that belong to each."""
+    bits = map(operator.or_, array("q", addresses), array("q", numels))
+    bits = bits if others is None else map(operator.or_, bits, others)
+    parts = _parts(numels, kinds, tuple([number % VECTOR == 0 for number in bits]), device, stream)
+    return Table(on_device(addresses, device, stream), on_device(numels, device, stream), parts)
 
 
 def stream_of(device: torch.device) -> int:
     """The current stream: a table is copied on it, so that another one would have to wait."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return triton.runtime.driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
 
 
 # What has the addresses of the last steps has their table: a step that is captured in a graph copies nothing.
-@functools.lru_cache(maxsize=64)
-def on_device(numbers: tuple[Any, ...], device: torch.device, stream: int) -> Tensor:
-    """Integers as an int64 tensor on ``device``: the one of an earlier call where they are the same."""
-    return _copied(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
+@functools.lru_cache(maxsize=256)
+def on_device(numbers: bytes, device: torch.device, stream: int) -> Tensor:
+    """Numbers of 64 bits as a tensor on ``device``: the one of an earlier call where they are the same."""
+    return _copied(torch.frombuffer(bytearray(numbers), dtype=torch.int64), device)
 
 
 @functools.lru_cache(maxsize=64)
-def _blocks(numels: tuple[int, ...], size: int, device: torch.device, stream: int) -> Tensor:
-    counts = (torch.tensor(numels, dtype=torch.int64, device="cpu") + size - 1) // size
-    tensor = torch.repeat_interleave(torch.arange(len(numels), device="cpu"), counts)
-    number = torch.arange(len(tensor), device="cpu") - (counts.cumsum(0) - counts)[tensor]
-    return _copied(torch.stack([tensor, number], dim=1), device)
+def _parts(
+    numels: bytes, kinds: Sequence[int], are_aligned: tuple[bool, ...], device: torch.device, stream: int
+) -> list[Part]:
+    sizes, places = array("q", numels), dict[tuple[int, bool], list[int]]()
+    for place, numel in enumerate(sizes):
+        if numel:
+            places.setdefault((kinds[place], are_aligned[place]), []).append(place)
+    return [
+        Part(*which, _copied(_blocks(torch.tensor(found, device="cpu"), sizes, BLOCKS[which[1]]), device))
+        for which, found in places.items()
+    ]
+
+
+def _blocks(places: Tensor, numels: Sequence[int], size: int) -> Tensor:
+    counts = (torch.tensor(numels, dtype=torch.int64, device="cpu")[places] + size - 1) // size
+    number = torch.arange(int(counts.sum()), device="cpu") - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    return torch.stack([torch.repeat_interleave(places, counts), number], dim=1)
 
 
 def _copied(table: Tensor, device: torch.device) -> Tensor:
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
+_COMPILED: dict[Any, Any] = {}  # by all that Triton compiles for; None where it launches otherwise than known here
+
+
+def launch(kernel: Any, programs: int, stream: int, *args: Any, **constants: Any) -> None:
+    """``kernel[(programs,)](*args, **constants)``, without Triton's look at each argument where it had that before.
+
+    The look takes the host longer than the launch. ``kernel`` must specialize on no number; dtypes among ``constants``
+    are torch's.
+    """
+    given = [(one.dtype, one.data_ptr() % 16) if isinstance(one, Tensor) else None for one in args]
+    key = (kernel, args[0].get_device(), *given, *constants.values())
+    if (compiled := _COMPILED.get(key)) is not None:
+        try:  # as Triton's own launch does, and PyTorch's compiler; hooks of a profiler are not called
+            return compiled.run(
+                programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+                *args, *kernel.arg_names[len(args) :],  # in the places of constants, which are compiled in
+            )  # fmt: skip
+        except (AttributeError, TypeError):  # before it launches
+            _COMPILED[key] = None
+    compiled = kernel[(programs,)](*args, **{name: DTYPES.get(value, value) for name, value in constants.items()})
+    _COMPILED.setdefault(key, compiled)  # None of the interpreter
+
+
 @triton.jit
-def place_of(columns, blocks, tensors, NUMELS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Of this program: the number of its tensor, its offsets there, and which of them exist."""
+def place_of(numels, blocks, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Of this program: the place of its tensor, its offsets there, and which of them exist."""
     block = blocks + 2 * tl.program_id(0)
     tensor = tl.load(block)
     offsets = tl.load(block + 1) * BLOCK + tl.arange(0, BLOCK)
-    numel = tl.load(columns + NUMELS * tensors + tensor)
+    numel = tl.load(numels + tensor)
     if ALIGNED:
         numel = numel // 16 * 16  # it is: said so that the compiler may load 16 bytes at once
     return tensor, offsets, offsets < numel

@@ -22,6 +22,7 @@ from torch.autograd import Function
 
 from hf_mp._warnings import warn_caller
 from hf_mp.kernels.native import native
+from hf_mp.kernels.tensors import takes_lists
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 
@@ -88,18 +89,24 @@ def scale_gradient(gradient: Tensor, factor: Tensor | None, crossings: Crossings
     return (gradient * factor).reshape(gradient.shape)
 
 
-def accumulates_into_grad(node: Any, index: int) -> bool:
-    """Whether the backward of ``node`` leads into ``.grad`` by its input ``index``, and not to ``autograd.grad``."""
+def accumulating(node: Any, indices: Iterable[int]) -> list[int]:
+    """Those of ``indices`` by which the backward of ``node`` leads into ``.grad``, and not to ``autograd.grad``."""
     if torch.is_grad_enabled():  # create_graph=True
-        return False
+        return []
+    functions = node.next_functions  # made anew at each look
     try:
         # The engine alone knows whether this is backward(), which fills .grad, or autograd.grad(), which does not.
-        return torch._C._will_engine_execute_node(node.next_functions[index][0])
+        return [index for index in indices if torch._C._will_engine_execute_node(functions[index][0])]
     except RuntimeError:  # how torch says that this is torch.autograd.grad
-        return False
+        return []
 
 
 _OUTSIDE_DTYPE = dict.fromkeys(LOWER_PRECISION_DTYPES, torch.float32)  # of the dtypes that change at a border
+
+
+# Of a gradient that is cast on a GPU together with others. Two calls for all take 8 bytes an element more than one call
+# for each, and from here on these take longer than a launch.
+_JOINED_ELEMENTS = 2**20
 
 
 class _InwardBorders(Function):
@@ -147,7 +154,8 @@ def _unscale_uses(ctx: Any, gradients: Iterable[Tensor | None]) -> list[Tensor |
     found: list[Tensor | None] = [None] * len(outside)
     for place, product in zip(places, unscaled, strict=True):
         # Of an activation outside that is FP16, autograd rounds the gradient.
-        other = product.to(_OUTSIDE_DTYPE.get(outside[place].dtype, outside[place].dtype))
+        dtype = _OUTSIDE_DTYPE.get(outside[place].dtype, outside[place].dtype)
+        other = product if product.dtype is dtype else product.to(dtype)
         if (total := found[place]) is not None:
             other = total.add_(other) if is_ours and _are_plain(total, other) else total + other
         found[place] = other
@@ -155,12 +163,34 @@ def _unscale_uses(ctx: Any, gradients: Iterable[Tensor | None]) -> list[Tensor |
 
 
 def _scale_gradients(gradients: list[Tensor], factor: Tensor | None, crossings: Crossings) -> list[Tensor]:
-    """:func:`scale_gradient` of each; of several plain ones in one call."""
-    if factor is None:
+    """:func:`scale_gradient` of each; of several plain ones in few calls, on a GPU in FP32 also without a factor."""
+    is_listed = len(gradients) > 1 and takes_lists(gradients[0])
+    if factor is None and not is_listed:
         return gradients
     if len(gradients) < 2 or torch.is_grad_enabled() or not _are_plain(*gradients):
         return [scale_gradient(gradient, factor, crossings) for gradient in gradients]
-    return list(torch._foreach_mul(gradients, [factor] * len(gradients)))  # in FP32, as :func:`scale_gradient`
+    if factor is not None and not is_listed:
+        return list(torch._foreach_mul(gradients, [factor] * len(gradients)))  # in FP32, as :func:`scale_gradient`
+    found, kinds = dict[int, Tensor](), dict[torch.dtype | None, list[int]]()
+    for place, gradient in enumerate(gradients):
+        is_large = factor is not None and gradient.numel() > _JOINED_ELEMENTS
+        kinds.setdefault(None if is_large else gradient.dtype, []).append(place)
+    for dtype, places in kinds.items():
+        found.update(zip(places, _products(dtype, [gradients[place] for place in places], factor), strict=True))
+    return [found[place] for place in range(len(gradients))]
+
+
+def _products(dtype: torch.dtype | None, gradients: list[Tensor], factor: Tensor | None) -> Sequence[Tensor]:
+    """Plain gradients of ``dtype`` (None: one by one) times ``factor`` in FP32, on a GPU; as :func:`scale_gradient`."""
+    if dtype is None and factor is not None:
+        return [gradient * factor for gradient in gradients]
+    if dtype not in LOWER_PRECISION_DTYPES:
+        return gradients if factor is None else torch._foreach_mul(gradients, factor.squeeze())
+    products = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
+    torch._foreach_copy_(products, gradients)
+    if factor is not None:
+        torch._foreach_mul_(products, factor.squeeze())  # of shape (1,) it would take a launch for each
+    return products
 
 
 def _are_plain(*gradients: Tensor) -> bool:

@@ -21,7 +21,7 @@ from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.casting.torch_patches import PATCHES, acquire
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.scaling.borders import accumulates_into_grad
+from hf_mp.scaling.borders import accumulating
 from hf_mp.scaling.events import (
     FREE_GRADIENTS,
     ON_OVERFLOW,
@@ -292,7 +292,7 @@ class MixedPrecision:
             return None
         if self.check.open_backwards and not self.region.thread.is_recomputing:
             return self.scaler.scale_and_inverse(device).inverse
-        if any(accumulates_into_grad(node, place) for place in places):
+        if accumulating(node, places):
             self.check.warn_once(
                 "gradients reached the parameters of an attached model, but none came in through its outputs, so the "
                 "loss scale was not applied and small ones may be lost. The loss was computed from a tensor that "
@@ -310,7 +310,7 @@ class MixedPrecision:
 
     def keep_scaled(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
         if self.layout.keeps_scaled_gradients:
-            weights = {place: node.outside[place] for place in uses if accumulates_into_grad(node, place)}
+            weights = {place: node.outside[place] for place in accumulating(node, uses)}
             self.layout.keep_scaled_gradients(weights, uses, inverse)
 
     def backward_ended(self, largest: Tensor | None) -> None:

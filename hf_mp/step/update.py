@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from hf_mp.step.gradients import Verdict
 from hf_mp.step.profiling import profiled
 from hf_mp.weights.accelerated import tell_accelerate
-from hf_mp.weights.fused_adamw import can_skip, fused_step_whole, skipping
+from hf_mp.weights.fused_adamw import KeptUpdates, can_skip, fused_step_whole, skipping
 
 if TYPE_CHECKING:
     from hf_mp.scaling.rules import StepReport
@@ -63,6 +63,7 @@ class StepGuard:
         self.runtimes: list[MixedPrecision] = []  # of the models whose parameters it has
         self._before = {name: vars(optimizer)[name] for name in ("step", _SUPPORTS_SCALING) if name in vars(optimizer)}
         self._unguarded, self._replaced_step = optimizer.step, self._before.get("step")
+        self._updates = KeptUpdates()
 
         # A plain function bound to the optimizer: torch's LR schedulers look at ``step.__func__``.
         @functools.wraps(getattr(self._unguarded, "__func__", self._unguarded))  # a scheduler made before: a function
@@ -140,7 +141,7 @@ class StepGuard:
     def _update(self, runtimes: list[MixedPrecision], found_inf: Tensor | None) -> None:
         """Write the masters and what follows them, where ``found_inf``, FP32 of shape (), is None or 0."""
         layout = runtimes[0].layout
-        given = self._replaced_step, layout.copies, runtimes[0].check.clipping, found_inf
+        given = self._replaced_step, layout.copies, self._updates, runtimes[0].check.clipping, found_inf
         with profiled("update"):
             is_whole = len(runtimes) == 1 and not layout.keeps_scaled_gradients  # a lean optimizer has its own kernel
             if is_whole and fused_step_whole(self.optimizer, *given):

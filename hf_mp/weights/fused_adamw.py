@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,9 +15,9 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, Room, adamw_, is_small
-from hf_mp.kernels.registry import kernel_for
-from hf_mp.kernels.tensors import is_on_host, is_ordinary
-from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor
+from hf_mp.kernels.registry import VARIABLE, kernel_for
+from hf_mp.kernels.tensors import is_on_host, is_ordinary, traits_of
+from hf_mp.weights.lean.split_parameter import SplitParameter, current_remainders, gradient_and_factor
 from hf_mp.weights.model_walk import optimizer_parameters
 from hf_mp.weights.working_copies import WorkingCopies
 
@@ -34,53 +35,130 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
+class KeptUpdates:
+    """What the steps of one optimizer share: room for those of a CPU, and on a GPU the kernel's tables of its tensors.
+
+    A step looks where they are; only where something has changed does it ask whether the kernel can take them.
+    """
+
+    def __init__(self) -> None:
+        self.room = Room()
+        self._kept: dict[int, tuple[list[Any], Any]] = {}  # by the identity of the first parameter
+
+    def of(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[nn.Parameter],
+        counts: Sequence[int],
+        gradients: Sequence[Tensor],
+        others: Sequence[Tensor | None],
+    ) -> Any:
+        """The kernel for a step of ``parameters`` from ``gradients``; None where it cannot take them all.
+
+        ``counts``: of parameters in each group. ``others``: their working copies or, of split ones, their remainders.
+        """
+        look, update = self._kept.pop(id(parameters[0]), (None, None))
+        if look is None or look != _look(optimizer, parameters, counts, gradients, others):
+            update = _update_of(optimizer, parameters, counts, gradients, others)
+            look = _look(optimizer, parameters, counts, gradients, others)
+        if update is not None:
+            self._kept[id(parameters[0])] = look, update
+        return update
+
+
+def _look(
+    optimizer: Optimizer,
+    parameters: Sequence[nn.Parameter],
+    counts: Sequence[int],
+    gradients: Sequence[Tensor],
+    others: Sequence[Tensor | None],
+) -> Any:
+    """All that an update was made for, but for where the gradients are; None where there is no state."""
+    states = [optimizer.state.get(parameter, {}) for parameter in parameters]
+    try:
+        moments = [state[name] for name in ("exp_avg", "exp_avg_sq", "step") for state in states]
+    except KeyError:
+        return None
+    # Somebody may have set `.data` of any of them, of a parameter also to a view of itself.
+    written = traits_of([*moments, *parameters, *[other for other in others if other is not None]])
+    return os.environ.get(VARIABLE), counts, written, traits_of(gradients)[1:]
+
+
+def _update_of(
+    optimizer: Optimizer,
+    parameters: Sequence[nn.Parameter],
+    counts: Sequence[int],
+    gradients: Sequence[Tensor],
+    others: Sequence[Tensor | None],
+) -> Any:
+    if kernel_for("adamw", [*parameters, *gradients]) is None:  # before any state is made
+        return None
+    found = list(map(functools.partial(_tensors_of, optimizer), parameters, gradients, others))
+    given = [tensors for tensors in found if tensors is not None]
+    # Asked again with the state, which a checkpoint may have brought in another dtype or order.
+    kernel = kernel_for("adamw", [one for tensors in given for one in tensors[:-1] if one is not None])
+    return None if kernel is None or len(given) < len(found) else kernel(given, counts)
+
+
 def fused_step_split(
-    optimizer: Optimizer, parameters: list[nn.Parameter], room: Room, found_inf: Tensor | None = None
+    optimizer: Optimizer, parameters: list[nn.Parameter], updates: KeptUpdates, found_inf: Tensor | None = None
 ) -> set[int]:
-    """Update those split ``parameters`` of which :func:`hf_mp.kernels.adamw.adamw_` does what ``optimizer`` would.
+    """Update those split ``parameters`` of which the kernel, on a CPU ``adamw_``, does what ``optimizer`` would.
 
     That is ``torch.optim.AdamW`` with ``fused=True``, and ``Adam`` without decay, neither with ``amsgrad`` or
     ``maximize``: on a CPU large ones one by one, each gradient freed at once; on a GPU in one launch of the Triton
     kernel. Gives the identities of those that were.
-    With ``found_inf``, FP32 of shape (), nothing is written where it is not 0, and gradients stay. ``room`` as for
-    ``adamw_``.
+    With ``found_inf``, FP32 of shape (), nothing is written where it is not 0, and gradients stay.
     """
     stepped = set[int]()
     if not _is_torchs_adam(optimizer, vars(optimizer).get("step")):
         return stepped
     wanted = set(map(id, parameters))  # a tensor's own hash is slow, where this is called for one parameter at a time
     for settings, group in _fused_groups(optimizer):
-        batches: dict[tuple[torch.device, Tensor | None], list[tuple[SplitParameter, AdamWTensors]]] = {}
+        step = functools.partial(_update_split, optimizer, updates, settings, found_inf)
+        # By contiguity, too: the others do not wait for what no kernel takes.
+        batches: dict[tuple[torch.device, Tensor | None, bool], list[tuple[SplitParameter, Tensor]]] = {}
         for parameter in group:
             if not isinstance(parameter, SplitParameter) or id(parameter) not in wanted:
                 continue
             gradient, factor = gradient_and_factor(parameter)
-            if (tensors := _tensors_of_split(optimizer, parameter, gradient)) is None:
+            if gradient is None:
                 continue
-            if parameter.device.type == "cpu" and not is_small(tensors.gradient):
-                stepped |= _update_split([(parameter, tensors)], settings, factor, found_inf, room)
+            if parameter.device.type == "cpu" and not is_small(gradient):
+                stepped |= step(factor, [(parameter, gradient)])
             else:
-                batches.setdefault((parameter.device, factor), []).append((parameter, tensors))
-        for (_, factor), batch in batches.items():
-            stepped |= _update_split(batch, settings, factor, found_inf, room)
+                kind = parameter.device, factor, gradient.is_contiguous() and parameter.is_contiguous()
+                batches.setdefault(kind, []).append((parameter, gradient))
+        for (_, factor, _), batch in batches.items():
+            stepped |= step(factor, batch)
     optimizer._opt_called = True  # type: ignore[attr-defined]  # for LR schedulers made before
     return stepped
 
 
 def _update_split(
-    batch: list[tuple[SplitParameter, AdamWTensors]],
+    optimizer: Optimizer,
+    updates: KeptUpdates,
     settings: AdamWSettings,
-    factor: Tensor | None,
     found_inf: Tensor | None,
-    room: Room,
+    factor: Tensor | None,
+    batch: list[tuple[SplitParameter, Tensor]],
 ) -> set[int]:
-    if not adamw_([tensors for _, tensors in batch], settings, factor, found_inf, room):
-        return set()  # on a GPU the optimizer itself steps what no kernel takes
-    SplitParameter.note_written(*[parameter for parameter, _ in batch])
+    parameters, gradients = [parameter for parameter, _ in batch], [gradient for _, gradient in batch]
+    if parameters[0].device.type == "cpu" and kernel_for("adamw", gradients) is None:
+        found = [(one, tensors) for one, g in batch if (tensors := _tensors_of(optimizer, one, g)) is not None]
+        if not found:
+            return set()
+        adamw_([tensors for _, tensors in found], settings, factor, found_inf, updates.room)
+        parameters = [parameter for parameter, _ in found]
+    elif update := updates.of(optimizer, parameters, [len(batch)], gradients, current_remainders(parameters)):
+        update(gradients, [settings], factor, found_inf)
+    else:
+        return set()  # the optimizer itself steps what no kernel takes
+    SplitParameter.note_written(*parameters)
     # Where the device may skip, a report of an overflow reads the gradients afterwards.
-    for parameter, _ in batch if found_inf is None else ():
+    for parameter in parameters if found_inf is None else ():
         parameter.grad = None
-    return {id(parameter) for parameter, _ in batch}
+    return set(map(id, parameters))
 
 
 def can_skip(optimizer: Optimizer, replaced_step: Callable[..., Any] | None) -> bool:
@@ -110,6 +188,7 @@ def fused_step_whole(
     optimizer: Optimizer,
     replaced_step: Callable[..., Any] | None,
     copies: WorkingCopies,
+    updates: KeptUpdates,
     clipping: Clipping | None = None,
     found_inf: Tensor | None = None,
 ) -> bool:
@@ -119,22 +198,20 @@ def fused_step_whole(
     ``replaced_step`` as for :func:`can_skip`. False: no parameter was written.
     """
     stepping: list[Any] = [parameter for parameter in optimizer_parameters(optimizer) if parameter.grad is not None]
-    kernel = kernel_for("adamw", stepping[:1])  # on a CPU the first parameter answers for all
-    if kernel is None or not _is_torchs_adam(optimizer, replaced_step) or has_hooks(optimizer):
+    if kernel_for("adamw", stepping[:1]) is None:  # on a CPU the first one answers for all
         return False
-    read = [*stepping, *[parameter.grad for parameter in stepping]]  # before any state is made
-    if kernel_for("adamw", read) is None:
+    if not _is_torchs_adam(optimizer, replaced_step) or has_hooks(optimizer):
         return False
-    groups = _fused_groups(optimizer)
-    found = [(settings, batch) for settings, group in groups if (batch := _tensors_of_whole(optimizer, group, copies))]
-    given = [tensors for _, batch in found for tensors in batch]
-    # Asked again with the state, which a checkpoint may have brought in another dtype or order.
-    read = [one for all_of in given for one in (*all_of[1:4], all_of.working) if one is not None]
-    if len(given) != len(stepping) or (kernel := kernel_for("adamw", read)) is None:
+    found = [(settings, sum([p.grad is not None for p in group])) for settings, group in _fused_groups(optimizer)]
+    counts = [count for _, count in found if count]
+    if sum(counts) < len(stepping):
+        return False
+    gradients = [parameter.grad for parameter in stepping]
+    update = updates.of(optimizer, stepping, counts, gradients, copies.copies_of(stepping))
+    if update is None:
         return False
     factor = None if clipping is None else clip_factor(clipping.norm, clipping.max_norm)
-    for settings, batch in found:
-        kernel(batch, settings, factor, found_inf)
+    update(gradients, [settings for settings, count in found if count], factor, found_inf)
     copies.note_written(stepping)
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return True
@@ -175,29 +252,20 @@ def _fused_groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequenc
             yield AdamWSettings(lr, *map(float, numbers[1:])), group["params"]
 
 
-def _tensors_of_split(optimizer: Optimizer, parameter: SplitParameter, gradient: Tensor | None) -> AdamWTensors | None:
-    """What the kernel needs of ``parameter``; None without a gradient, and where the optimizer steps itself."""
-    if gradient is None:
+def _tensors_of(
+    optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor, copy: Tensor | None = None
+) -> AdamWTensors | None:
+    """What an update needs of ``parameter``, with its working ``copy``; None where the optimizer steps itself."""
+    weight: Any
+    if isinstance(parameter, SplitParameter):
+        weight = None, *parameter.halves()
+    elif parameter.dtype is torch.float32:
+        is_stale = copy is not None and copy.shape != parameter.shape  # of what `parameter.data` was before
+        weight = parameter, None if is_stale else copy
+    else:
         return None
-    halves = parameter.halves()
-    if gradient.device.type != "cpu" and not (gradient.is_contiguous() and halves.working.is_contiguous()):
-        return None  # no kernel takes it; the others do not wait for it
     moments = _moments(optimizer, parameter, gradient)
-    return None if moments is None else AdamWTensors(gradient, *moments, None, *halves)
-
-
-def _tensors_of_whole(
-    optimizer: Optimizer, parameters: Sequence[nn.Parameter], copies: WorkingCopies
-) -> list[AdamWTensors]:
-    """What the kernel needs of each of ``parameters`` that has a gradient and that it can update."""
-    found = []
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None or parameter.dtype is not torch.float32:
-            continue
-        if (moments := _moments(optimizer, parameter, gradient)) is not None:
-            found.append(AdamWTensors(gradient, *moments, parameter, copies.copy_of(parameter)))
-    return found
+    return None if moments is None else AdamWTensors(gradient, *moments, *weight)
 
 
 def _moments(optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -82,7 +82,7 @@ class WeightLayout:
 
     def gradients_and_factors(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
         """The existing gradients, as backward left them, each with the FP32 factor that unscales it (None for 1)."""
-        return [(parameter.grad, None) for parameter in parameters if parameter.grad is not None]
+        return [(gradient, None) for parameter in parameters if (gradient := parameter.grad) is not None]
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor | None:
         """Clip gradients that only this layout can read; returns their 2-norm before, FP32 of shape (), else None."""

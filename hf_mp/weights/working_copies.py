@@ -161,10 +161,10 @@ class WorkingCopies:
                 found.append((entry, parameter))
         _refresh(found)
 
-    def copy_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """The copy that ``parameter`` has, whether or not it is fresh, for a kernel that writes both."""
-        entry = self._entries.get(id(parameter))
-        return None if entry is None or entry.copy.shape != parameter.shape else entry.copy
+    def copies_of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
+        """The copies that ``parameters`` have, whether or not they are fresh, for a kernel that writes both."""
+        entries = [self._entries.get(id(parameter)) for parameter in parameters]
+        return [None if entry is None else entry.copy for entry in entries]
 
     def note_written(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take in that ``parameters`` and their copies were written by a kernel, which raises no version counter."""
@@ -172,7 +172,7 @@ class WorkingCopies:
         found = [(entry, p) for p in parameters if (entry := self._entries.get(id(p))) is not None]
         torch.autograd.graph.increment_version([*parameters, *[entry.copy for entry, _ in found]])
         for entry, parameter in found:
-            entry.seen = seen(parameter)
+            entry.seen = parameter._version, parameter.data_ptr()  # seen(), inlined
 
     def clear(self) -> None:
         """Release all copies, and leave the parameters as ordinary ones."""

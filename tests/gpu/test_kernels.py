@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ from hf_mp.kernels.gradient_scan import (
     total_norm,
 )
 from hf_mp.kernels.split import split
+from hf_mp.kernels.tensors import traits_of
 from hf_mp.weights.lean.split_parameter import gradient_and_factor
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -82,7 +84,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.extend([name] if launcher is not None else [])
         return launcher
 
-    for module in ("kernels.gradient_scan", "kernels.adamw", "kernels.cross_entropy", "weights.fused_adamw"):
+    for module in ("kernels.gradient_scan", "kernels.cross_entropy", "weights.fused_adamw"):
         monkeypatch.setattr(f"hf_mp.{module}.kernel_for", spy)
     return names
 
@@ -95,6 +97,18 @@ LAUNCHED = {
 
 
 READ_GRADIENTS = {"scan_kernel": "DTYPE", "adamw_kernel": "GRADIENT"}  # with the constant that tells their dtype
+
+
+def elements_of(args: tuple[Any, ...]) -> int:
+    """How many elements the tensors have that a launch goes through."""
+    _, numels, *others = args
+    blocks = next(one for one in others if isinstance(one, Tensor) and one.dim() == 2 and one.shape[1] == 2)
+    return int(numels[blocks[:, 0].unique()].sum())
+
+
+def update(given: list[AdamWTensors], settings: AdamWSettings, **kwargs: Any) -> None:
+    """A step by the kernel."""
+    registry.launcher("adamw")(given, [len(given)])([one.gradient for one in given], [settings], **kwargs)
 
 
 @dataclass
@@ -122,7 +136,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
                 with _disable_current_modes():  # the interpreter copies by torch
                     self.kernel[grid](*args, **constants)
                     dtype = constants.get(READ_GRADIENTS.get(self.name, ""))
-                    read = 0 if dtype is None else int(args[0][-1].sum()) * dtype.primitive_bitwidth // 8
+                    read = 0 if dtype is None else elements_of(args) * dtype.primitive_bitwidth // 8
                 found.append(Launch(self.name, grid[0], numbers, constants, read))
 
             return launch
@@ -146,7 +160,7 @@ class TestTables:
         ]
         launches.clear()
         given = [make(torch.randn(count), torch.randn(count), "whole fp16") for count in (64, 2, 16)]
-        registry.launcher("adamw")([one.map(lambda tensor: tensor.to(DEVICE)) for one in given], SETTINGS)
+        update([one.map(lambda tensor: tensor.to(DEVICE)) for one in given], SETTINGS)
         assert [(one.name, one.constants.get("ALIGNED"), one.programs) for one in launches] == [
             ("advance_kernel", None, 1),
             ("adamw_kernel", True, 2),
@@ -158,18 +172,35 @@ class TestTables:
         given = make(torch.randn(32), torch.randn(32), "whole fp16").map(lambda tensor: tensor.to(DEVICE, copy=True))
         moved = [name for name in given._fields if name not in ("step", "remainder")][place]
         shifted = torch.cat([getattr(given, name := moved)[:1], getattr(given, name)])[1:]
-        registry.launcher("adamw")([given._replace(**{moved: shifted})], SETTINGS)
+        update([given._replace(**{moved: shifted})], SETTINGS)
         assert [one.constants["ALIGNED"] for one in launches if one.name == "adamw_kernel"] == [False]
 
     def test_the_table_of_the_same_addresses_is_kept(self) -> None:
+        def table(tensors: list[Tensor]) -> triton_tables.Table:
+            return triton_tables.table_of(*traits_of(tensors), device, stream)
+
         tensors = [torch.randn(64, device=DEVICE), torch.randn(5, device=DEVICE)]
-        device = tensors[0].device
-        before, after = triton_tables.tables_of([tensors], device), triton_tables.tables_of([tensors], device)
-        for one, other in zip(before, after, strict=True):
-            assert one.columns is other.columns and one.blocks is other.blocks
-        moved = triton_tables.tables_of([[tensor.clone() for tensor in tensors]], device)
-        assert moved[0].columns is not before[0].columns and moved[0].blocks is before[0].blocks
-        assert moved[0].columns[0] != before[0].columns[0] and moved[0].columns[1] == 64
+        device, stream = tensors[0].device, triton_tables.stream_of(tensors[0].device)
+        before, moved = table(tensors), table([tensor.clone() for tensor in tensors])
+        assert table(tensors) is before
+        assert moved.numels is before.numels and moved.parts is before.parts
+        assert moved.addresses is not before.addresses and moved.addresses[0] != before.addresses[0]
+
+    def test_gradients_at_other_addresses_are_those_that_a_kept_update_reads(self) -> None:
+        given = [make(torch.randn(count), torch.randn(count), "whole fp16") for count in (64, 2, 0, 33)]
+        ours, plain = [one.map(lambda tensor: tensor.to(DEVICE, copy=True)) for one in given], given
+        kept = registry.launcher("adamw")(ours, [len(ours)])
+        for aligns in (True, False, True):
+            gradients = [
+                torch.randn(one.gradient.numel() + 1)[0 if aligns else 1 :][: one.gradient.numel()] for one in given
+            ]
+            plain = [one._replace(gradient=gradient) for one, gradient in zip(plain, gradients, strict=True)]
+            padded = [torch.cat([torch.zeros(1), gradient]).to(DEVICE)[1:] for gradient in gradients]
+            kept(padded if aligns else [gradient.to(DEVICE) for gradient in gradients], [SETTINGS])
+            adamw_reference(plain, SETTINGS)
+        for found, expected in zip(ours, plain, strict=True):
+            for one, other in zip((found.step, *found.state()), (expected.step, *expected.state()), strict=True):
+                assert torch.equal(bits(one.cpu()), bits(other))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 1000, 2**20, 2**24 - 1])
@@ -181,7 +212,7 @@ def test_powers_are_those_of_python_up_to_rounding(beta: float, steps: int) -> N
     ours, plain = given.map(lambda tensor: tensor.to(DEVICE, copy=True)), given.map(Tensor.clone)
     for tensors in (ours, plain):
         tensors.step.fill_(steps - 1)
-    registry.launcher("adamw")([ours], settings)
+    update([ours], settings)
     adamw_reference([plain], settings)
     assert ours.step == steps and torch.equal(ours.master.cpu(), plain.master)  # type: ignore[union-attr]
 
@@ -194,7 +225,7 @@ def test_the_check_of_first_use_is_passed_whatever_the_default_dtype(kernel: str
 
 @pytest.mark.parametrize("kernel", registry.KERNELS)
 def test_the_check_of_first_use_is_passed_whatever_the_default_device(kernel: str) -> None:
-    for table in (triton_tables.on_device, triton_tables._blocks):
+    for table in (triton_tables.table_of, triton_tables.on_device, triton_tables._parts):
         table.cache_clear()
     with torch.device("meta"):
         assert registry.difference(kernel, torch.device(DEVICE)) is None
@@ -313,11 +344,12 @@ class TestAdamW:
         self, given: list[AdamWTensors], settings: AdamWSettings = SETTINGS, steps: int = 3, **kwargs: Any
     ) -> Any:
         """Bit for bit the reference of the same order of operations; returns what the kernel left, on the CPU."""
-        adamw_ = registry.launcher("adamw")
         ours = [tensors.map(lambda tensor: tensor.to(DEVICE, copy=True)) for tensors in given]
         plain = [tensors.map(Tensor.clone) for tensors in given]
+        kept = registry.launcher("adamw")(ours, [len(ours)])
+        gradients = [tensors.gradient for tensors in ours]
         for _ in range(steps):
-            adamw_(ours, settings, **{name: tensor.to(DEVICE) for name, tensor in kwargs.items()})
+            kept(gradients, [settings], **{name: tensor.to(DEVICE) for name, tensor in kwargs.items()})
             adamw_reference(plain, settings, **kwargs)
         ours = [tensors.map(Tensor.cpu) for tensors in ours]
         for found, expected in zip(ours, plain, strict=True):
@@ -357,7 +389,7 @@ class TestAdamW:
     def test_a_learning_rate_on_the_device(self, dtype: torch.dtype) -> None:
         given, rate = make(weights(200), torch.randn(200), "whole fp16"), torch.tensor(0.003, dtype=dtype)
         on_device = given.map(lambda tensor: tensor.to(DEVICE, copy=True))
-        registry.launcher("adamw")([on_device], replace(SETTINGS, lr=rate.to(DEVICE)))
+        update([on_device], replace(SETTINGS, lr=rate.to(DEVICE)))
         adamw_reference([given], replace(SETTINGS, lr=rate.item()))
         for one, other in zip(on_device.state(), given.state(), strict=True):
             assert torch.equal(bits(one.cpu()), bits(other))
@@ -418,7 +450,7 @@ class TestCrossEntropy:
         logits = (torch.randn(5, classes) * 4).to(dtype)
         labels = torch.tensor([0, -100, classes - 1, 1, -100])
         (loss, gradient), (expected_loss, expected) = self.losses(logits, labels, 1024.0, reduction=reduction)
-        assert launched == ["cross_entropy"] * 2 and gradient.dtype is dtype
+        assert launched == ["cross_entropy"] and gradient.dtype is dtype
         torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(gradient, expected, rtol=TOLERANCE[dtype], atol=2e-6 * 1024)
         assert not gradient[1].any() and not gradient[4].any()
@@ -597,6 +629,140 @@ def test_a_captured_step_is_the_step(precision: str) -> None:
             (graph.replay if captures else step)()
         found.append([parameter.detach().clone() for parameter in model.parameters()])
     assert all(map(torch.equal, *found))
+
+
+def move(tensor: Tensor) -> None:
+    """Have ``tensor`` lie somewhere else, and NaN where it was."""
+    before, tensor.data = tensor.data, tensor.data.clone()
+    with torch.no_grad():
+        (before.as_subclass(Tensor) if before.is_floating_point() else before.view(torch.float16)).fill_(math.nan)
+
+
+def replace_moment(optimizer: Any, parameter: Any, name: str) -> None:
+    state = optimizer.state[parameter]
+    before, state[name] = state[name], state[name] + 0.5
+    before.fill_(math.nan)
+
+
+def transposed_gradient(parameter: Any) -> None:
+    parameter.grad = parameter.grad.t().contiguous().t()
+
+
+def another_group(model: Any, optimizer: Any) -> None:
+    model[3].weight.requires_grad_()
+    optimizer.add_param_group({"params": [model[3].weight], "lr": 0.1})
+
+
+# What happens between a backward and its step, given the model, its optimizer and its widest weight.
+DISTURBANCES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "a loaded state": lambda model, optimizer, weight: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    "a moved moment": lambda model, optimizer, weight: move(optimizer.state[weight]["exp_avg"]),
+    "a new moment": lambda model, optimizer, weight: replace_moment(optimizer, weight, "exp_avg_sq"),
+    "a new step": lambda model, optimizer, weight: replace_moment(optimizer, weight, "step"),
+    "no state": lambda model, optimizer, weight: optimizer.state.clear(),
+    "no moment": lambda model, optimizer, weight: optimizer.state.pop(weight),
+    "no gradient": lambda model, optimizer, weight: setattr(weight, "grad", None),
+    "no first gradient": lambda model, optimizer, weight: setattr(model[0].bias, "grad", None),
+    "a moved gradient": lambda model, optimizer, weight: setattr(weight, "grad", weight.grad.clone()),
+    "a transposed gradient": lambda model, optimizer, weight: transposed_gradient(weight),
+    "a moved weight": lambda model, optimizer, weight: setattr(weight, "data", weight.data.clone()),
+    "a written weight": lambda model, optimizer, weight: nn.init.ones_(weight),
+    "a transposed weight": lambda model, optimizer, weight: setattr(
+        weight, "data", weight.detach().t().contiguous().t()
+    ),
+    "other betas": lambda model, optimizer, weight: optimizer.param_groups[0].update(betas=(0.5, 0.6)),
+    "another group": lambda model, optimizer, weight: another_group(model, optimizer),
+    "a parameter that changes its group": lambda model, optimizer, weight: optimizer.param_groups[1]["params"].insert(
+        0, optimizer.param_groups[0]["params"].pop()
+    ),
+}
+
+
+SAME_VALUES = ("a loaded state", "a moved moment", "a moved gradient", "a moved weight")
+
+
+class TestKeptUpdates:
+    """A step that finds kept tables out of date writes what a step without any would."""
+
+    undisturbed: ClassVar[dict[str, list[Tensor]]] = {}
+
+    def run(
+        self, precision: str, monkeypatch: pytest.MonkeyPatch, disturb: Any = None, keeps: bool = True
+    ) -> tuple[list[Tensor], list[int]]:
+        """Weights and state after some steps, and the number of tables before each step and at the end."""
+        made: list[Any] = []
+        original = triton_adamw.Update
+        monkeypatch.setattr(triton_adamw, "Update", lambda *given: (made.append(given[1]), original(*given))[1])
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(24, 16), nn.LayerNorm(16), nn.Linear(16, 2), nn.Linear(2, 2)).to(DEVICE)
+        model[3].requires_grad_(False)
+        weight = model[0].weight
+        groups = [{"params": [model[0].bias, weight]}, {"params": [*model[1:3].parameters()], "betas": (0.8, 0.9)}]
+        optimizer: Any = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+        model, optimizer = hf_mp.prepare(model, optimizer, precision)
+        updates = optimizer._updates if "lean" in precision else optimizer.step.hf_mp_guard._updates
+        counts = []
+        for number in range(3):
+            model(torch.randn(8, 24, device=DEVICE)).square().sum().backward()
+            if number == 1 and disturb is not None:
+                with torch.no_grad():
+                    disturb(model, optimizer, weight)
+            counts.append(len(made))
+            if not keeps:
+                updates._kept.clear()
+            optimizer.step()
+            assert not optimizer.step_was_skipped
+            optimizer.zero_grad()
+        monkeypatch.setattr(triton_adamw, "Update", original)
+        state = [
+            value for one in model.parameters() if one in optimizer.state for value in optimizer.state[one].values()
+        ]
+        found = [*map(getattr(optimizer, "master", Tensor.detach), model.parameters()), *state]
+        copies = model.__dict__["forward"].runtime.layout.copies
+        for parameter in model.parameters():
+            if parameter in copies and "lean" not in precision:
+                assert torch.equal(copies.get(parameter), parameter.detach().to(copies.dtype))
+        return [tensor.detach().cpu().clone() for tensor in found], [*counts, len(made)]
+
+    @pytest.mark.parametrize("precision", ["fp16", "bf16-lean"])
+    def test_steps_that_are_alike_make_no_tables(self, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        kept, made = self.run(precision, monkeypatch)
+        anew, remade = self.run(precision, monkeypatch, keeps=False)
+        tables = 2 if "lean" in precision else 1
+        assert made == [0, *[tables] * 3] and remade == [tables * number for number in range(4)]
+        assert all(map(torch.equal, kept, anew))
+
+    @pytest.mark.parametrize("what", DISTURBANCES)
+    @pytest.mark.parametrize("precision", ["fp16", "bf16-lean"])
+    def test_what_has_changed_is_seen(self, precision: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        kept, _ = self.run(precision, monkeypatch, DISTURBANCES[what])
+        anew, _ = self.run(precision, monkeypatch, DISTURBANCES[what], keeps=False)
+        assert len(kept) == len(anew) and all(map(torch.equal, kept, anew))
+        assert all(tensor.isfinite().all() for tensor in kept)
+        if precision not in self.undisturbed:
+            self.undisturbed[precision], _ = self.run(precision, monkeypatch)
+        expected = self.undisturbed[precision]
+        assert (what in SAME_VALUES) == (len(kept) == len(expected) and all(map(torch.equal, kept, expected)))
+
+    @pytest.mark.parametrize("precision", ["fp16", "bf16-lean"])
+    def test_a_change_of_the_setting_is_followed(self, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        def turn_off(*given: Any) -> None:
+            monkeypatch.setenv(registry.VARIABLE, "reference")
+
+        _, made = self.run(precision, monkeypatch, turn_off)
+        assert len({*made[1:]}) == 1
+
+    @pytest.mark.parametrize("precision", ["fp16", "bf16-lean"])
+    def test_moments_that_were_replaced_are_let_go(self, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        references: list[Any] = []
+
+        def load(model: Any, optimizer: Any, weight: Any) -> None:
+            references.append(weakref.ref(optimizer.state[weight]["exp_avg"]))
+            DISTURBANCES["a loaded state"](model, optimizer, weight)
+            assert references[0]() is None
+
+        self.run(precision, monkeypatch, load)
+        assert references
 
 
 class TestSteps:

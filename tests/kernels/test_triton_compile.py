@@ -31,33 +31,37 @@ ARCHITECTURES = (75, 80, 90, 100)
 ON_EACH = pytest.mark.parametrize("sm", ARCHITECTURES)
 DTYPES = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
 SCAN = {
-    "columns": "*i64",
-    "blocks": "*i64",
-    "largest_bits": "*i32",
-    "squares": "*fp32",
-    "tensors": "i32",
-    "begin": "i32",
+    **dict.fromkeys(("gradients", "numels", "blocks"), "*i64"),
+    **{"largest_bits": "*i32", "squares": "*fp32", "begin": "i32"},
 }
 REDUCE = {"largest_bits": "*i32", "squares": "*fp32", "result": "*fp32", "count": "i32"}
 ADVANCE = {
-    **{"steps": "*i64", "numbers": "*fp32", "lr_at": "*fp32", "found_inf": "*fp32"},
+    **{"columns": "*i64", "numbers": "*fp32", "lr_at": "*fp32", "found_inf": "*fp32"},
     **dict.fromkeys(("lr", "weight_decay", "beta1", "beta2"), "fp64"),
-    "tensors": "i32",
+    **dict.fromkeys(("begin", "end", "tensors"), "i32"),
 }
 ADAMW = {
-    **{"columns": "*i64", "blocks": "*i64"},
+    **dict.fromkeys(("gradients", "numels", "columns", "blocks"), "*i64"),
     **dict.fromkeys(("numbers", "factor", "found_inf"), "*fp32"),
     **dict.fromkeys(("beta2", "weight1", "weight2", "eps"), "fp32"),
-    **{"tensors": "i32", "counted": "i32"},
+    "tensors": "i32",
+}
+LOSS = {name: {"logits": f"*{name}", "labels": "*i64", "denominators": "*fp32", "losses": "*fp32"} for name in DTYPES}
+LOSS_GRADIENT = {
+    name: {
+        **{"result": f"*{name}", "logits": f"*{name}", "labels": "*i64"},
+        **{"denominators": "*fp32", "gradient": "*fp32", "count": "*i64"},
+    }
+    for name in DTYPES
 }
 ALIGNED = {"aligned": True, "unaligned": False}
-# whether the weight is split, the dtype that it computes in, and the columns of its table
+# whether the weight is split, and the dtype that it computes in
 LAYOUTS = {
-    "whole": (False, None, 5),
-    "whole-fp16": (False, tl.float16, 6),
-    "whole-bf16": (False, tl.bfloat16, 6),
-    "split-fp16": (True, tl.float16, 6),
-    "split-bf16": (True, tl.bfloat16, 6),
+    "whole": (False, None),
+    "whole-fp16": (False, tl.float16),
+    "whole-bf16": (False, tl.bfloat16),
+    "split-fp16": (True, tl.float16),
+    "split-bf16": (True, tl.bfloat16),
 }
 MOST_REGISTERS = 128  # a thread: 2048 threads of an SM share 65,536, so two blocks of 8 warps are there at once
 MOST_SPILLED_BYTES = 8  # Triton 3.8 spills two registers in AdamW for A100 where tensors are not aligned; others none
@@ -110,7 +114,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 @pytest.mark.parametrize(("sm", "dtype", "aligned"), covering(ARCHITECTURES, DTYPES, ALIGNED))
 def test_gradient_scan(sm: int, dtype: str, aligned: str) -> None:
     is_aligned = ALIGNED[aligned]
-    constants = {"DTYPE": DTYPES[dtype], "NUMELS": 1, "ALIGNED": is_aligned, "BLOCK": triton_tables.BLOCKS[is_aligned]}
+    constants = {"DTYPE": DTYPES[dtype], "ALIGNED": is_aligned, "BLOCK": triton_tables.BLOCKS[is_aligned]}
     ptx = compiled(triton_gradient_scan.scan_kernel, SCAN, constants, sm, enable_fp_fusion=True)
     assert ("ld.global.v4.b32" in ptx) == is_aligned  # 16 bytes a load where the addresses allow it
 
@@ -131,8 +135,8 @@ def test_the_count_of_steps(rate: str, sm: int) -> None:
 
 @pytest.mark.parametrize(("sm", "gradient", "layout", "aligned"), covering(ARCHITECTURES, DTYPES, LAYOUTS, ALIGNED))
 def test_adamw(sm: int, gradient: str, layout: str, aligned: str) -> None:
-    (split, working, columns), is_aligned = LAYOUTS[layout], ALIGNED[aligned]
-    table = {"NUMELS": columns, "ALIGNED": is_aligned, "BLOCK": triton_tables.BLOCKS[is_aligned]}
+    (split, working), is_aligned = LAYOUTS[layout], ALIGNED[aligned]
+    table = {"ALIGNED": is_aligned, "BLOCK": triton_tables.BLOCKS[is_aligned]}
     constants = {"GRADIENT": DTYPES[gradient], "WORKING": working, "SPLIT": split, **table}
     ptx = compiled(triton_adamw.adamw_kernel, ADAMW, constants, sm, enable_fp_fusion=False)
     assert ("ld.global.v4.b32" in ptx) == ("st.global.v4.b32" in ptx) == is_aligned
@@ -143,14 +147,31 @@ def test_adamw(sm: int, gradient: str, layout: str, aligned: str) -> None:
 @ON_EACH
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cross_entropy(dtype: str, sm: int) -> None:
-    forward = {"logits": f"*{dtype}", "targets": "*i64", "denominators": "*fp32", "losses": "*fp32"}
-    constants = {"CLASSES": 50257, "BLOCK": triton_cross_entropy.BLOCK}
-    ptx = compiled(triton_cross_entropy.forward_kernel, forward, constants, sm, enable_fp_fusion=True)
+    constants = {"CLASSES": 50257, "IGNORED": -100, "BLOCK": triton_cross_entropy.BLOCK}
+    ptx = compiled(triton_cross_entropy.forward_kernel, LOSS[dtype], constants, sm, enable_fp_fusion=True)
     assert "ld.global.v4.b32" in ptx  # though a row begins at any address
-    backward = {**forward, "result": f"*{dtype}", "factors": "*fp32"}
-    del backward["losses"]
-    ptx = compiled(triton_cross_entropy.backward_kernel, backward, constants, sm, enable_fp_fusion=True)
+    constants["IS_MEAN"] = True
+    ptx = compiled(triton_cross_entropy.backward_kernel, LOSS_GRADIENT[dtype], constants, sm, enable_fp_fusion=True)
     assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
+
+
+KERNELS = {
+    triton_gradient_scan.scan_kernel: SCAN,
+    triton_gradient_scan.reduce_kernel: REDUCE,
+    triton_adamw.advance_kernel: ADVANCE,
+    triton_adamw.adamw_kernel: ADAMW,
+    triton_cross_entropy.forward_kernel: LOSS["fp16"],
+    triton_cross_entropy.backward_kernel: LOSS_GRADIENT["fp16"],
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+def test_no_kernel_specializes_on_a_number(kernel: Any) -> None:
+    """Or a launch of what was compiled for another number would compute with that one."""
+    given = [name for name in kernel.arg_names if not kernel.params[kernel.arg_names.index(name)].is_constexpr]
+    assert given == [name for name in kernel.arg_names if name in KERNELS[kernel]]
+    integers = {name for name, kind in KERNELS[kernel].items() if kind.startswith("i")}
+    assert integers <= {param.name for param in kernel.params if param.do_not_specialize}
 
 
 def test_every_launch_says_whether_products_and_sums_are_fused() -> None:
@@ -158,7 +179,8 @@ def test_every_launch_says_whether_products_and_sums_are_fused() -> None:
     launches = 0
     for module in (triton_adamw, triton_cross_entropy, triton_gradient_scan):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):  # kernel[grid](...)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "launch":
                 launches += 1
-                assert "enable_fp_fusion" in {keyword.arg for keyword in node.keywords}, ast.unparse(node.func)
+                assert "enable_fp_fusion" in {keyword.arg for keyword in node.keywords}, ast.unparse(node)
+            assert not (isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript))  # kernel[grid](...)
     assert launches == 6

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from crossings import Crossings
+from op_log import OpLog
 from tiny import Dispatched, assert_true, attached, gradients_of
 from torch import Tensor, nn
 
@@ -71,6 +73,38 @@ def test_an_input_that_wants_a_gradient_gets_the_true_one() -> None:
     x = torch.tensor([3.0], requires_grad=True)
     output_border(parameter_border(x, None, Crossings()) ** 2, Crossings()).backward()
     assert x.grad is not None and x.grad.item() == 6.0
+
+
+class Unscaled(Crossings):
+    def inverse_scale_on(self, *given: Any) -> None:  # type: ignore[override]
+        return None
+
+
+@pytest.mark.parametrize("crossings", [Crossings(), Crossings(3.0), Unscaled()], ids=["2**20", "3", "unscaled"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_leaves_by_one_border_leaves_in_few_launches(
+    dtype: torch.dtype, crossings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, bit for bit what leaves one by one; a large gradient is cast and multiplied in one pass."""
+    monkeypatch.setattr(borders, "_JOINED_ELEMENTS", 20)
+    weights = [torch.randn(shape) for shape in [(3, 4), (5,), (30,), (2, 2), (7,)]]
+    given = [torch.randn(one.shape).to(dtype) for one in weights] + [torch.randn(one.shape) for one in weights[3:]]
+
+    def leave(takes: bool) -> tuple[list[Any], list[str]]:
+        monkeypatch.setattr(borders, "takes_lists", lambda tensor: takes)
+        outside = [nn.Parameter(weight.clone()) for weight in weights]
+        inside, rounded = inward_borders(outside, [one.detach().to(dtype) for one in outside], crossings)
+        with OpLog() as log:  # some are used as copies alone, two in FP32 as well
+            torch.autograd.backward([*rounded, *inside[3:]], [one.clone() for one in given])  # type: ignore[list-item]
+        return [one.grad for one in outside], [op.removeprefix("aten.").partition(".")[0] for op in log.ops]
+
+    (ours, ops), (expected, _) = leave(True), leave(False)
+    assert all(map(torch.equal, ours, expected)) and all(one.dtype is torch.float32 for one in ours)
+    is_scaled = not isinstance(crossings, Unscaled)
+    assert ops.count("_foreach_copy_") == 1
+    assert ops.count("_foreach_mul_") == ops.count("_foreach_mul") == is_scaled
+    assert ops.count("mul") == 2 * is_scaled  # one makes 1/S
+    assert "_to_copy" not in ops and ops.count("add_" if is_scaled else "add") == 2
 
 
 def test_an_output_may_be_changed_in_place_and_used_inside_too() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import pickle
@@ -25,8 +26,9 @@ from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import PrecisionStats, StepReport
 from hf_mp.step import gradients
 from hf_mp.weights import fused_adamw
-from hf_mp.weights.fused_adamw import _tensors_of_split as tensors_of_split
+from hf_mp.weights.fused_adamw import _tensors_of as tensors_of
 from hf_mp.weights.lean.split_parameter import has_gradient
+from hf_mp.weights.working_copies import is_master
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -46,17 +48,25 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for a CPU's values as it would for a GPU's, and lean updates are those of a kernel."""
     monkeypatch.setattr(gradients, "_SKIP_BY_THEMSELVES", ("cpu",))
     monkeypatch.setattr(adamw_references, "split_into", without_being_seen(adamw_references.split_into))
-    monkeypatch.setattr(adamw, "kernel_for", lambda name, tensors: launched)
+    monkeypatch.setattr(fused_adamw, "kernel_for", lambda name, tensors: None if is_master(tensors[0]) else launched_of)
+
+
+def launched_of(parameters: Sequence[adamw.AdamWTensors], counts: Sequence[int]) -> Callable[..., None]:
+    return functools.partial(launched, [one._replace(gradient=torch.empty(0)) for one in parameters])  # keeps none
 
 
 def launched(
-    parameters: Sequence[adamw.AdamWTensors], settings: Any, factor: Tensor | None, found_inf: Tensor | None
+    parameters: Sequence[adamw.AdamWTensors],
+    gradients: Sequence[Tensor],
+    settings: Sequence[Any],
+    factor: Tensor | None,
+    found_inf: Tensor | None,
 ) -> None:
     """As the Triton kernel: reads nothing on the host, and leaves all as it is where ``found_inf`` is 1."""
-    for tensors in parameters:
+    for tensors in [one._replace(gradient=its) for one, its in zip(parameters, gradients, strict=True)]:
         written = [tensors.step, *tensors.state()]
         before = [tensor.clone() for tensor in written]
-        adamw_references.adamw_by_torch(tensors, settings, factor)
+        adamw_references.adamw_by_torch(tensors, *settings, factor)
         for now, then in zip(written, before, strict=True):
             now.copy_(now if found_inf is None else torch.where(found_inf == 0, now, then))
 
@@ -284,8 +294,8 @@ def test_a_step_of_gradients_on_two_devices_is_read_first(devices: tuple[str, st
 def test_lean_weights_without_a_kernel_are_skipped_as_well(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = prepared(fused, "fp16-lean")
     whole = model[0].weight
-    monkeypatch.setattr(fused_adamw, "_tensors_of_split", lambda optimizer, parameter, gradient: (
-        None if parameter is whole else tensors_of_split(optimizer, parameter, gradient)
+    monkeypatch.setattr(fused_adamw, "_tensors_of", lambda optimizer, parameter, gradient, *copy: (
+        None if parameter is whole else tensors_of(optimizer, parameter, gradient, *copy)
     ))  # fmt: skip
     before = [optimizer.master(parameter).clone() for parameter in model.parameters()]
     backward(model, 0, factor)

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 import hf_mp
-from hf_mp.kernels.adamw import Room
 from hf_mp.weights import fused_adamw
-from hf_mp.weights.fused_adamw import fused_step_split, fused_step_whole
+from hf_mp.weights.fused_adamw import KeptUpdates, fused_step_split, fused_step_whole
 from hf_mp.weights.lean import optimizer as module
 from hf_mp.weights.working_copies import WorkingCopies
 
@@ -86,7 +85,7 @@ def test_what_the_kernel_does_not_compute_is_left_to_the_optimizer(make: Any) ->
     optimizer = masters_around(make(weights), "split")
     for weight in weights:
         weight.grad = torch.ones(weight.shape)
-    assert not fused_step_split(optimizer.optimizer, weights, Room())
+    assert not fused_step_split(optimizer.optimizer, weights, KeptUpdates())
     assert all(weight.grad is not None for weight in weights)
 
 
@@ -116,7 +115,7 @@ def test_on_a_cpu_an_optimizer_of_fp32_parameters_steps_by_itself(
     weight = nn.Parameter(torch.ones(3))
     optimizer = AdamW([weight], fused=True)
     weight.grad = torch.ones(3)
-    assert not fused_step_whole(optimizer, None, WorkingCopies(torch.float16))
+    assert not fused_step_whole(optimizer, None, WorkingCopies(torch.float16), KeptUpdates())
     assert not optimizer.state and torch.equal(weight.detach(), torch.ones(3))
 
 
@@ -125,14 +124,14 @@ def test_a_parameter_that_does_not_step_decides_nothing(monkeypatch: pytest.Monk
     weight.grad = torch.ones(3)
     stepped: list[int] = []
 
-    def kernel(batch: list[Any], *args: Any, **settings: Any) -> None:
-        stepped.append(len(batch))
+    def kernel(batch: list[Any], counts: list[int]) -> Any:
+        return lambda gradients, *args: stepped.append(len(gradients))
 
     def kernel_for(name: str, tensors: list[Tensor]) -> Any:
         return kernel if all(tensor.is_contiguous() for tensor in tensors) else None
 
     monkeypatch.setattr(fused_adamw, "kernel_for", kernel_for)
-    assert fused_step_whole(AdamW([frozen, weight], fused=True), None, WorkingCopies(torch.float16))
+    assert fused_step_whole(AdamW([frozen, weight], fused=True), None, WorkingCopies(torch.float16), KeptUpdates())
     assert stepped == [1]
 
 

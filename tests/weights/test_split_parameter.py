@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import hf_mp
 from hf_mp.kernels.split import split
+from hf_mp.weights.lean import layouts
 from hf_mp.weights.lean.outside_reads import as_stored
 from hf_mp.weights.lean.split_parameter import (
     SplitParameter,
@@ -429,6 +430,38 @@ def test_a_true_gradient_lies_in_memory_as_its_parameter(shape: tuple[int, ...])
     assert parameter.keep_scaled_gradient(gradient.transpose(0, 1).contiguous().transpose(0, 1))
     assert parameter.grad is not None and parameter.grad.stride() == parameter.stride()
     assert torch.equal(parameter.grad, gradient.float())
+
+
+@pytest.mark.parametrize("precision", ["fp16-lean", "bf16-lean"])
+def test_the_first_reader_of_a_gradient_has_all_of_its_border_made_true(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU in two launches, bit for bit what one by one gives; what was read or added to stays as it is."""
+
+    def read(takes: bool) -> tuple[list[Tensor], list[Any]]:
+        monkeypatch.setattr(layouts, "takes_lists", lambda tensor: takes)
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(5, 3))
+        model, _ = hf_mp.prepare(model, torch.optim.AdamW(model.parameters()), precision)
+        model(torch.randn(2, 4)).square().sum().backward()
+        model[0].weight.grad.mul_(2.0)
+        model[2].bias.keep_scaled_gradient(torch.ones(3, dtype=model[2].bias.dtype))  # added up in FP32
+        model[1].bias.grad = None
+        states = [model[1].weight.grad.dtype, *[gradient_and_factor(one)[0] for one in model.parameters()]]
+        return [one.grad for one in model.parameters() if one.grad is not None], states
+
+    (together, after), (one_by_one, before) = read(True), read(False)
+    assert all(map(torch.equal, together, one_by_one)) and len(together) == 5
+    dtypes = [None if one is None else one.dtype for one in after[1:]]
+    assert dtypes == [torch.float32] * 3 + [None] + [torch.float32] * 2
+    low = torch.float16 if precision.startswith("fp16") else torch.bfloat16
+    assert [one.dtype for one in before[1:] if one is not None] == [
+        torch.float32,
+        low,
+        torch.float32,
+        low,
+        torch.float32,
+    ]
 
 
 def test_setting_and_deleting_gradients(pair: Pair) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hf_mp.kernels.tensors import takes_lists
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.lean.optimizer import MasterWeightOptimizer, clip_grad_norm_
 from hf_mp.weights.lean.outside_reads import on_stored_values
@@ -67,11 +69,17 @@ class SplitLayout(WeightLayout):
         # DDP's hook reduces its buckets, and copies a gradient into its bucket when autograd reports that it is ready.
         beside_grad = bool(self._joined)
         looks_for_unused = any([buckets.looks_for_unused for buckets in self._joined.values()])
+        split = [weight for weight in weights.values() if isinstance(weight, SplitParameter)]
+        beside = [weakref.ref(weight) for weight in split] if split and takes_lists(split[0]) else []
         for place, weight in weights.items():
             if isinstance(weight, SplitParameter):
+                weight._beside = beside
                 # What is left, autograd accumulates, so that a hook sees it.
-                take = functools.partial(weight.keep_scaled_gradient, factor=inverse, beside_grad=beside_grad)
-                left = [one for one in uses.pop(place) if not take(one)]
+                left = [
+                    gradient
+                    for gradient in uses.pop(place)
+                    if not weight.keep_scaled_gradient(gradient, inverse, beside_grad=beside_grad)
+                ]
                 if left:
                     uses[place] = left
                 if looks_for_unused:

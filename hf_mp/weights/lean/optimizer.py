@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp._warnings import warn_caller
-from hf_mp.kernels.adamw import Room
 from hf_mp.kernels.gradient_scan import norm_of, real_values, total_norm
 from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.attachable import check_closure
 from hf_mp.weights.early_state import optimizers_in, state_to_fp32
-from hf_mp.weights.fused_adamw import clip_factor, fused_step_split, replaces_step, skipping
+from hf_mp.weights.fused_adamw import KeptUpdates, clip_factor, fused_step_split, replaces_step, skipping
 from hf_mp.weights.lean.outside_reads import as_stored, on_stored_values
 from hf_mp.weights.lean.split_parameter import (
     SplitParameter,
@@ -90,7 +89,7 @@ class MasterWeightOptimizer(Optimizer):
         # The FP32 master of each 16-bit parameter that is not split, and what was seen of that when it was written;
         # None for a master of a checkpoint.
         self._masters: dict[nn.Parameter, tuple[Tensor, tuple[int, int] | None]] = {}
-        self._room = Room()
+        self._updates = KeptUpdates()
         # Not Optimizer.__init__, which would make param_groups of its own: those are the wrapped one's.
         super().__setstate__({})  # hooks, and the step that calls them
         for name, value in vars(optimizer).items():
@@ -220,7 +219,7 @@ class MasterWeightOptimizer(Optimizer):
         for reports of an overflow.
         """
         with as_stored():
-            stepped = fused_step_split(self.optimizer, parameters, self._room, found_inf)
+            stepped = fused_step_split(self.optimizer, parameters, self._updates, found_inf)
             left = [p for p in parameters if id(p) not in stepped and has_gradient(p)]
         if left or not stepped:
             with contextlib.nullcontext() if found_inf is None else skipping(self.optimizer, found_inf):

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, norm_of
-from hf_mp.scaling.borders import accumulates_into_grad
+from hf_mp.scaling.borders import accumulating
 from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.fused_adamw import clip_factor
@@ -109,7 +109,7 @@ class OptimizerInBackward(StepObserver):
             return
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True needs free_gradients='step': 'backward' leaves no gradients")
-        if accumulates_into_grad(node, 0):  # not in torch.autograd.grad, which leaves no gradients behind
+        if accumulating(node, [0]):  # not in torch.autograd.grad, which leaves no gradients behind
             self._begin(GradientEdge(*node.next_functions[0]), gradient, node.value)
 
     def _begin(self, edge: GradientEdge, gradient: Tensor, value: Tensor | None) -> None:

@@ -49,6 +49,8 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
     # A gradient, kept beside autograd's .grad: as backward left it, FP16/BF16, with what makes it true, FP32 of shape
     # (1,) or None for 1; or in FP32 and true, once it was read or added to.
     _kept: tuple[Tensor, Tensor | None] | None = None
+    # On a GPU the parameters whose gradients came through the same border, itself among them: made true together.
+    _beside: Sequence[weakref.ref[SplitParameter]] = ()
     _version_seen: int
     _snapshot: Tensor | None = None
     _merged: tuple[weakref.ref[Tensor], int] | None = None  # the master value that a reader was given, and its version
@@ -101,7 +103,8 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
                 return accumulated
             kept, factor = self._kept
             if kept.dtype is not torch.float32:
-                kept = unscaled(kept, factor, like=self)
+                is_alone = kept.is_sparse or not self._beside
+                kept = unscaled(kept, factor, like=self) if is_alone else _unscale_beside(self)
             if accumulated is not None:
                 kept = accumulated.detach() + kept
                 _GRAD.__set__(self, None)
@@ -141,6 +144,12 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         self.grad = None if beside_grad else total
         self._kept = (total, None) if beside_grad else None
         return True
+
+    def _is_scaled_by(self, factor: Tensor | None) -> bool:
+        """Whether all of its gradient is as backward left it, dense, and ``factor`` makes it true."""
+        if self._kept is None or self._kept[1] is not factor or _GRAD.__get__(self) is not None:
+            return False
+        return self._kept[0].dtype in LOWER_PRECISION_DTYPES and not self._kept[0].is_sparse
 
     @on_stored_values
     def put_gradient_into(self, bucket: Tensor, factor: Tensor | None, inverse: Tensor | None) -> None:
@@ -295,6 +304,13 @@ def master_sample(parameter: nn.Parameter, select: Callable[[Tensor], Tensor]) -
     return merge(*map(select, parameter.halves()))
 
 
+def current_remainders(parameters: Iterable[SplitParameter]) -> list[Tensor]:
+    """What is missing of each to FP32, after writes from outside were taken in."""
+    for parameter in parameters:
+        parameter.take_in_outside_writes()
+    return [parameter.remainder_bits for parameter in parameters]
+
+
 def gradient_and_factor(parameter: nn.Parameter) -> tuple[Tensor | None, Tensor | None]:
     """The gradient as backward left it, and the FP32 factor, of shape (1,), that makes it true; None for 1."""
     if isinstance(parameter, SplitParameter) and parameter._kept is not None and _GRAD.__get__(parameter) is None:
@@ -318,6 +334,21 @@ def unscaled(gradient: Tensor, factor: Tensor | None, *, like: Tensor) -> Tensor
     else:
         true = gradient.new_empty_strided(like.shape, like.stride(), dtype=torch.float32).copy_(gradient)
     return true if factor is None else true.mul_(factor.squeeze())
+
+
+@torch.no_grad()
+def _unscale_beside(parameter: SplitParameter) -> Tensor:
+    """Make the kept gradient of ``parameter`` true, and with it, in two launches, the others that its border left."""
+    _, factor = parameter._kept  # type: ignore[misc]
+    others = [one for known in parameter._beside if (one := known()) is not None and one is not parameter]
+    together: list[Any] = [parameter, *[one for one in others if one._is_scaled_by(factor)]]
+    true = [one._kept[0].new_empty_strided(one.shape, one.stride(), dtype=torch.float32) for one in together]
+    torch._foreach_copy_(true, [one._kept[0] for one in together])
+    if factor is not None:
+        torch._foreach_mul_(true, factor.squeeze())
+    for one, its in zip(together, true, strict=True):
+        one._kept = its, None
+    return true[0]
 
 
 def _add_unscaled(total: Tensor, gradient: Tensor, factor: Tensor | None, *, like: Tensor) -> Tensor:
