@@ -23,7 +23,7 @@ NAMES_FP16 = {
     *("casting/explain.py", "weights/layout.py"),
     *("diagnostics/values.py", "diagnostics/contract/risks.py"),
     *("diagnostics/contract/folders.py", "memory/precisions.py"),
-    *("kernels/registry.py", "kernels/split.py"),
+    *("kernels/registry.py", "kernels/split.py", "kernels/tensors.py"),
     *("kernels/triton_adamw.py", "kernels/triton_tables.py"),
 }
 
