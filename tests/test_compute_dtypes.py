@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_mp.policy import LOWER_PRECISION_DTYPES, PRESETS, compute_dtypes
+from hf_mp.dtypes import LOWER_PRECISION_DTYPES, compute_dtypes
+from hf_mp.policy import PRESETS
 from hf_mp.scaling.rules import FP16_MAX
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Who may name FP16: the table and defaults; kernels, which are written for a dtype; tables of other formats, as of
 # safetensors and bitsandbytes; a risk of FP16 moments; documentation.
 NAMES_FP16 = {
-    "policy.py",
+    *("dtypes.py", "policy.py", "scaling/scalers.py"),
     *("casting/mode.py", "diagnostics/magnitudes.py"),
     *("casting/explain.py", "weights/layout.py"),
     *("diagnostics/values.py", "diagnostics/contract/risks.py"),
@@ -29,7 +30,8 @@ NAMES_FP16 = {
 
 ADDED = """
 import torch
-from hf_mp.policy import PRESETS, ComputeDtype, PrecisionPolicy, add_compute_dtype
+from hf_mp.dtypes import ComputeDtype
+from hf_mp.policy import PRESETS, PrecisionPolicy, add_compute_dtype
 
 add_compute_dtype(ComputeDtype(torch.float8_e4m3fn, "fp8", ("float8",), "c10::Float8_e4m3fn", loss_scale="headroom"))
 

@@ -6,7 +6,6 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,23 +13,37 @@ import pytest
 import hf_mp
 
 ROOT = Path(hf_mp.__file__).parent
-# Who may import whom, besides itself. The names of policies and rules are the ground floor.
+# Who may import whom, besides itself: the package's parts from the ground up.
+_FLOOR = {"_warnings", "dtypes", "kernels", "model_walk", "policy", "scaling"}
+_STEP = _FLOOR | {"casting", "ranks", "weights", "step"}
 ALLOWED = {
     "_version": set(),
     "_warnings": set(),
+    "dtypes": set(),
     "kernels": {"_warnings"},
-    "policy": {"scaling"},
-    "scaling": {"_warnings", "kernels", "policy"},
-    "casting": {"_warnings", "kernels", "policy", "scaling"},
-    "weights": {"_warnings", "kernels", "policy", "scaling", "casting"},
-    "environment": {"_version", "kernels", "policy", "casting"},
-    "step": {"_warnings", "kernels", "policy", "scaling", "casting", "weights"},
-    "memory": {"kernels", "policy", "scaling", "casting", "weights", "step", "environment"},
-    "diagnostics": {"kernels", "policy", "scaling", "casting", "weights", "step", "environment", "memory"},
-    "trainer": {"kernels", "policy", "scaling", "casting", "weights", "step", "environment", "memory", "diagnostics"}
-    | {"_version", "_warnings"},
+    "model_walk": {"dtypes", "kernels"},
+    "scaling": {"_warnings", "dtypes", "kernels"},
+    "policy": {"dtypes", "scaling"},
+    "casting": _FLOOR,
+    "environment": {"_version", "casting", "dtypes", "kernels", "policy"},
+    "ranks": _FLOOR | {"casting"},
+    "weights": _FLOOR | {"casting", "ranks"},
+    "step": _STEP,
+    "memory": _STEP | {"environment"},
+    "diagnostics": _STEP | {"environment", "memory"},
+    "trainer": _STEP | {"_version", "environment", "memory", "diagnostics"},
     "cli": {"_version", "diagnostics", "environment", "memory"},
     "__init__": {"_version", "casting", "diagnostics", "memory", "policy", "scaling", "step", "trainer", "weights"},
+}
+# Faults that are left, by name: a line that is mended goes, and none may come.
+CIRCLES = {
+    frozenset({"hf_mp.memory.parallel", "hf_mp.memory.training"}),
+}
+FOLDERS_THAT_IMPORT_EACH_OTHER = {
+    frozenset({"casting", "casting/cpu"}),
+    frozenset({"diagnostics", "diagnostics/contract"}),
+    frozenset({"trainer", "trainer/checkpoints"}),
+    frozenset({"weights", "weights/lean"}),
 }
 MAY_IMPORT_TRANSFORMERS = {"trainer", "diagnostics", "memory"}
 
@@ -41,16 +54,13 @@ def name_of(path: Path) -> str:
 
 
 def imports_of(tree: ast.AST) -> Iterator[str]:
-    """The modules that are imported when code runs; not those for type checkers alone."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
+    """The modules that are imported, also those for type checkers alone."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             yield node.module or ""
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        yield from imports_of(node)
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +79,52 @@ def test_every_import_points_down(modules: dict[str, set[str]]) -> None:
         assert "hf_mp" not in imported, f"{module} imports the package that imports it"
 
 
-def test_no_two_modules_import_each_other(modules: dict[str, set[str]]) -> None:
-    known = {module: {name for name in imported if name in modules} - {module} for module, imported in modules.items()}
-    TopologicalSorter(known).prepare()
+def folder_of(module: str) -> str:
+    """The folder of a module below ``hf_mp``; of one that lies in ``hf_mp`` itself, its name."""
+    path = ROOT / Path(*module.split(".")[1:])
+    return "/".join((path if path.is_dir() or path.parent == ROOT else path.parent).relative_to(ROOT).parts)
+
+
+def circles(modules: dict[str, set[str]]) -> set[frozenset[str]]:
+    """The largest sets of modules that all import each other, directly or through others of the set."""
+
+    def reach(module: str) -> set[str]:
+        seen, todo = set[str](), [module]
+        while todo:
+            new = (modules[todo.pop()] & modules.keys()) - seen
+            seen |= new
+            todo += new
+        return seen
+
+    reached = {module: reach(module) for module in modules}
+    return {
+        frozenset({module, *(other for other in reached[module] if module in reached[other])})
+        for module in modules
+        if any(module in reached[other] for other in reached[module] - {module})
+    }
+
+
+def test_no_circle_but_those_that_are_known(modules: dict[str, set[str]]) -> None:
+    # The package itself imports its public names when they are asked for.
+    inner = {module: imported - {module} for module, imported in modules.items() if module != "hf_mp.__init__"}
+    assert circles(inner) == CIRCLES
+
+
+def test_sub_folders_are_layers(modules: dict[str, set[str]]) -> None:
+    pairs = {
+        (folder_of(module), folder_of(name))
+        for module, imported in modules.items()
+        for name in imported & modules.keys()
+        if folder_of(module) != folder_of(name)
+    }
+    mutual = {frozenset(pair) for pair in pairs if pair[::-1] in pairs}
+    assert mutual == FOLDERS_THAT_IMPORT_EACH_OTHER
+
+
+def test_a_circle_is_found_also_through_imports_for_type_checkers() -> None:
+    tree = ast.parse("if TYPE_CHECKING:\n    from hf_mp.a import b")
+    assert set(imports_of(tree)) == {"hf_mp.a", "hf_mp.a.b"}
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"a"}}) == {frozenset("abc")}
 
 
 def test_nothing_opens_a_connection_but_the_hub_library(modules: dict[str, set[str]]) -> None:
@@ -88,9 +141,9 @@ def test_the_step_needs_torch_alone(modules: dict[str, set[str]]) -> None:
             assert not any(name.split(".")[0] in ("transformers", "accelerate") for name in imported), module
 
 
-def test_the_package_has_thirteen_parts() -> None:
+def test_the_package_has_sixteen_parts() -> None:
     entries = {path.name for path in ROOT.iterdir()} - {"__init__.py", "__pycache__", "py.typed"}
-    assert len(entries) <= 13
+    assert len(entries) <= 16
 
 
 def test_tables_and_pages_are_not_needed_to_train() -> None:

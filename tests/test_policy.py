@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_mp.memory.precisions import parse_preset
-from hf_mp.policy import PRESETS, PrecisionPolicy, parse_loss_scale
+from hf_mp.policy import PRESETS, PrecisionPolicy
+from hf_mp.scaling.rules import parse_loss_scale
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 NAMES = {FP32: "fp32", FP16: "fp16", BF16: "bf16"}

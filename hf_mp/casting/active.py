@@ -6,12 +6,10 @@ Functions that torch.compile traces, with side effects that it knows.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from hf_mp.casting.mode import autocast
+from hf_mp.casting.calls import Mode
 
 BOTH_ACTIVE = (
     "torch.autocast was entered inside hf_mp.autocast, and the two would cast each other's results: use hf_mp.autocast "
@@ -23,14 +21,14 @@ class _ThreadState(threading.local):
     """The autocast modes that are active in one thread, innermost last."""
 
     def __init__(self) -> None:
-        self.active: list[autocast] = []
+        self.active: list[Mode] = []
 
 
 # Besides torch's own stack of modes, which does not hold an autocast while it makes a call, nor one that is disabled.
 state = _ThreadState()
 
 
-def active_autocast() -> autocast | None:
+def active_autocast() -> Mode | None:
     """The innermost autocast of this thread, also a disabled one; None outside of any."""
     return state.active[-1] if state.active else None
 

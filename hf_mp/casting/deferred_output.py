@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.tensors import is_ordinary
-from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 DEFERRED_ELEMENTS = 2**20  # smaller outputs are cast at once
 

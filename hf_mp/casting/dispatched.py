@@ -25,7 +25,8 @@ from torch._ops import OpOverload
 
 from hf_mp._warnings import warn_caller
 from hf_mp.casting.active import state
-from hf_mp.casting.handlers import AS_GIVEN, Plan, PlannedCall
+from hf_mp.casting.calls import Plan, PlannedCall
+from hf_mp.casting.handlers import AS_GIVEN
 from hf_mp.casting.native_plan import native_plan
 from hf_mp.casting.tables import of_the_dispatcher
 from hf_mp.casting.uncompiled import uncompiled
@@ -64,7 +65,7 @@ _registered: dict[OpOverload, Callable[..., Any]] = {}  # what the kernel of an 
 
 @functools.cache
 def _library(namespace: str) -> torch.library.Library:
-    """What ops of ``namespace`` are given kernels by; kept, because it takes them back when it is gone."""
+    """The ``torch.library`` handle of ``namespace``. Cached: its kernels are unregistered when it is freed."""
     return torch.library.Library(namespace, "IMPL", _KEY)
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from hf_mp.casting.calls import Mode, Plan
 from hf_mp.casting.cpu.upcast import run_through_fp32
-from hf_mp.casting.handlers import CASTABLE, Plan, as_given, cast_all
+from hf_mp.casting.handlers import CASTABLE, as_given, cast_all
 from hf_mp.casting.nested import map_tensors, tensors_in
 from hf_mp.casting.tables import OPS, CastRule, TableName
-
-if TYPE_CHECKING:
-    from hf_mp.casting.mode import autocast
-
 
 _GROUPED = ("_grouped_mm", "grouped_mm_fallback")  # products of stacked experts, of torch and of Transformers
 
@@ -42,7 +39,7 @@ def exact_plan(plan: Plan, tables: TableName) -> Plan:
 
 
 def sum_in_fp64(
-    mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any],
+    mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any],
     dtype: torch.dtype | None = None,
 ) -> Any:  # fmt: skip
     """Make a call of the lower-precision table in FP64, of operands and with a result in ``dtype``, or the mode's."""
@@ -57,7 +54,7 @@ def sum_in_fp64(
     return run_through_fp32(func, args, kwargs, dtype, torch.float64)
 
 
-def _refuse_grouped(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _refuse_grouped(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     raise ValueError(
         "exact_generation=True sums products in FP64, and grouped products of experts have no such kernel: load the "
         "model with experts_implementation='eager'"

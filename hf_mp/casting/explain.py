@@ -5,15 +5,20 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
+from hf_mp.casting.mode import autocast
 from hf_mp.casting.nested import tensors_in
-from hf_mp.casting.tables import CastRule, op_name
-from hf_mp.casting.watching import WatchedCall
-from hf_mp.policy import spell
+from hf_mp.casting.rules import Rules
+from hf_mp.casting.tables import CastRule, TableName, op_name
+from hf_mp.casting.watching import WatchedCall, watching
+from hf_mp.dtypes import spell
 
 Dtypes = tuple[str, ...]
 
@@ -69,7 +74,37 @@ def _shortly(dtypes: Dtypes) -> str:
     return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in runs)
 
 
-class Recorder:
+def explain(
+    function: Callable[..., Any],
+    *inputs: Any,
+    dtype: torch.dtype = torch.float16,
+    tables: TableName = "cuda",
+    rules: Rules | None = None,
+    **kwargs: Any,
+) -> Explanation:
+    """Call ``function`` once under autocast and tell what ran in which dtype.
+
+    Args:
+        function: a model or any function; a model that mixed precision is attached to is explained as it runs.
+        inputs: what to call it with.
+        dtype, tables, rules: as for :class:`autocast`; of no effect for an attached model.
+        kwargs: what to call it with, by name.
+
+    Returns:
+        An :class:`Explanation`: a table when printed, its rows as data in ``.ops``.
+    """
+    model = function if isinstance(function, nn.Module) else None
+    attached = getattr(getattr(function, "forward", None), "runtime", None)
+    mode = autocast(dtype, tables=tables, rules=rules, model=model) if attached is None else attached.region
+    recorder = _Recorder()
+    # An attached model enters its region itself.
+    modules = {} if model is None else dict(model.named_modules())
+    with watching(modules, mode, recorder.record), mode if attached is None else nullcontext():
+        function(*inputs, **kwargs)
+    return recorder.explanation()
+
+
+class _Recorder:
     """Takes down the dtypes of each call that autocast sees."""
 
     def __init__(self) -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from hf_mp.casting.calls import Mode, Plan, PlannedCall
 from hf_mp.casting.composites import COMPOSITES, PYTHON_METHODS
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.tables import TABLES, CastRule
-
-if TYPE_CHECKING:
-    from hf_mp.casting.mode import autocast
 
 # Not FP64: torch's autocast leaves it alone, and a person who computes in it wants its bits.
 CASTABLE = frozenset(
@@ -25,19 +23,8 @@ CASTABLE = frozenset(
 _NARROW = CASTABLE - {torch.float32}
 
 
-class PlannedCall(NamedTuple):
-    """What an autocast does with the calls of one torch function."""
-
-    rule: CastRule
-    name: str
-    handler: Callable[..., Any]  # (mode, name, func, args, kwargs) -> result
-
-
-Plan = dict[Callable[..., Any], PlannedCall]
-
-
 def _call_in_dtype(
-    dtype: torch.dtype | None, mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    dtype: torch.dtype | None, mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
     """Make a call with its eligible tensors in ``dtype``, or the mode's; nearly all calls have nothing to cast."""
     # What is written into `out` has the caller's dtype, as under torch.autocast.
@@ -52,7 +39,7 @@ def _call_in_dtype(
     return func(*args, **kwargs)
 
 
-def cast_all(mode: autocast, dtype: torch.dtype, args: Any, kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+def cast_all(mode: Mode, dtype: torch.dtype, args: Any, kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
     """The arguments of a call, with the eligible tensors in ``dtype``."""
     plain, cast = _WITHOUT_TENSORS, mode.cast
     cast_args = [arg if type(arg) in plain else cast(arg, dtype) for arg in args]
@@ -72,7 +59,7 @@ lower_precision = functools.partial(_call_in_dtype, None)  # the handler of the 
 fp32 = functools.partial(_call_in_dtype, torch.float32)  # of the FP32 table
 
 
-def fp32_output(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def fp32_output(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a call that is told ``dtype=float32``, unless it names a dtype."""
     # The kernel reads 16 bits and sums in FP32 anyway: to name the dtype of the result saves the cast of the input.
     first = args[0] if args else kwargs.get("input")
@@ -89,28 +76,28 @@ def _has_fp32(value: Any) -> bool:
     return any(tensor.dtype is torch.float32 for tensor in tensors_in(value))
 
 
-def widest(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def widest(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a call whose operands must have one dtype."""
     dtype = torch.float32 if _has_fp32((args, kwargs)) else mode.dtype
     return _call_in_dtype(dtype, mode, name, func, args, kwargs)
 
 
-def widened(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def widened(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a call of an island inside ``mode``, whose 16-bit weights may meet FP32 activations."""
     if _has_fp32((args, kwargs)):
         return widest(mode, name, func, args, kwargs)
     return as_given(mode, name, func, args, kwargs)
 
 
-def _banned(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _banned(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     raise RuntimeError(TABLES[mode.tables].banned[name])
 
 
-def _open(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _open(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return mode.run_inside(COMPOSITES[func], args, kwargs)
 
 
-def as_given(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def as_given(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a call as it is, in the way that torch.compile understands."""
     if is_dynamo_compiling() and func.__name__ in PYTHON_METHODS and isinstance(args[0], Tensor):
         return getattr(args[0], func.__name__)(*args[1:], **kwargs)

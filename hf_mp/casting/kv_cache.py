@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.active import active_autocast
-from hf_mp.casting.handlers import Plan, PlannedCall, as_given
+from hf_mp.casting.calls import Plan, PlannedCall
+from hf_mp.casting.handlers import as_given
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.torch_patches import Patch, Patches

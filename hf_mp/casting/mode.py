@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 import torch
@@ -15,10 +16,10 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from hf_mp._warnings import warn_caller
 from hf_mp.casting.active import active_autocast, state
+from hf_mp.casting.calls import PlannedCall
 from hf_mp.casting.dispatched import note_innermost
 from hf_mp.casting.exact_sums import exact_plan
-from hf_mp.casting.explain import Explanation, Recorder
-from hf_mp.casting.handlers import AS_GIVEN, CASTABLE, WHOLE_CALLS, PlannedCall, is_shape
+from hf_mp.casting.handlers import AS_GIVEN, CASTABLE, WHOLE_CALLS, is_shape
 from hf_mp.casting.module_rules import InForce, put_on
 from hf_mp.casting.nested import map_tensors
 from hf_mp.casting.plans import plan_for, with_rules
@@ -26,9 +27,8 @@ from hf_mp.casting.rules import ModuleRule, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import TABLES, CastRule, TableName
 from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
 from hf_mp.casting.uncompiled import uncompiled
-from hf_mp.casting.watching import watching
+from hf_mp.dtypes import LOWER_PRECISION_DTYPES, named_dtype
 from hf_mp.kernels.tensors import version_of
-from hf_mp.policy import LOWER_PRECISION_DTYPES, named_dtype
 
 ALLOWED_DTYPES = (*LOWER_PRECISION_DTYPES, torch.float32)
 
@@ -39,6 +39,14 @@ ALWAYS_HELD = (CastRule.COMPOSITE, CastRule.UNLISTED)
 _ASKING = {getattr(F, name): getattr(torch, name) for name in ("layer_norm", "group_norm", "rms_norm")}
 _ASKING[F.cross_entropy] = torch._C._nn.cross_entropy_loss
 _LEAVES = dict.fromkeys((F.dropout, F.embedding, F.silu, F.relu), AS_GIVEN)
+
+
+class _Explain:
+    """``autocast.explain``, of a module that is imported when it is asked for."""
+
+    def __get__(self, mode: Any, kind: type) -> Callable[..., Any]:
+        explain: Callable[..., Any] = resolve_name("hf_mp.casting.explain:explain")
+        return explain
 
 
 class autocast(TorchFunctionMode, contextlib.ContextDecorator):
@@ -78,6 +86,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     sums_in_fp64 = False
     puts_on_patches = True  # where nothing else keeps them on
     plain_types: ClassVar[frozenset[type]] = frozenset({type(None), Tensor, nn.Parameter})  # that decide nothing
+    explain: ClassVar[Any] = _Explain()
 
     def __init__(
         self,
@@ -269,36 +278,6 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             return function(*args, **kwargs)
         finally:
             _pop_mode()
-
-    @staticmethod
-    def explain(
-        function: Callable[..., Any],
-        *inputs: Any,
-        dtype: torch.dtype = torch.float16,
-        tables: TableName = "cuda",
-        rules: Rules | None = None,
-        **kwargs: Any,
-    ) -> Explanation:
-        """Call ``function`` once under autocast and tell what ran in which dtype.
-
-        Args:
-            function: a model or any function; a model that mixed precision is attached to is explained as it runs.
-            inputs: what to call it with.
-            dtype, tables, rules: as for :class:`autocast`; of no effect for an attached model.
-            kwargs: what to call it with, by name.
-
-        Returns:
-            An :class:`Explanation`: a table when printed, its rows as data in ``.ops``.
-        """
-        model = function if isinstance(function, nn.Module) else None
-        attached = getattr(getattr(function, "forward", None), "runtime", None)
-        mode = autocast(dtype, tables=tables, rules=rules, model=model) if attached is None else attached.region
-        recorder = Recorder()
-        # An attached model enters its region itself.
-        modules = {} if model is None else dict(model.named_modules())
-        with watching(modules, mode, recorder.record), mode if attached is None else contextlib.nullcontext():
-            function(*inputs, **kwargs)
-        return recorder.explanation()
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         """Cast the eligible tensors (floating, not FP64) in one argument of an op."""

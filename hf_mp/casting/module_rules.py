@@ -6,7 +6,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from hf_mp.casting.active import active_autocast, state
+from hf_mp.casting.calls import Mode
 from hf_mp.casting.rules import SCALABLE, ModuleRule
-from hf_mp.policy import LOWER_PRECISION_DTYPES
-
-if TYPE_CHECKING:
-    from hf_mp.casting.mode import autocast
+from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 
 
 class InForce(NamedTuple):
@@ -30,7 +28,7 @@ class InForce(NamedTuple):
     handles: list[RemovableHandle]
 
 
-def put_on(module: nn.Module, rule: ModuleRule, outer: autocast) -> InForce:
+def put_on(module: nn.Module, rule: ModuleRule, outer: Mode) -> InForce:
     """Have ``module`` follow ``rule`` inside ``outer``, until the handles are removed."""
     return (
         _make_island(module, rule.dtype or outer.dtype, outer) if not rule.functions else _watch_op(module, rule, outer)
@@ -45,7 +43,7 @@ def _hooked(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., A
     ]
 
 
-def _make_island(module: nn.Module, dtype: torch.dtype, outer: autocast) -> InForce:
+def _make_island(module: nn.Module, dtype: torch.dtype, outer: Mode) -> InForce:
     """Run ``module`` in ``dtype`` inside ``outer``, whose rules hold no more; for FP32, floating inputs are cast up."""
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -68,7 +66,7 @@ def _make_island(module: nn.Module, dtype: torch.dtype, outer: autocast) -> InFo
 class _OpsOfModule(TorchFunctionMode):
     """Makes the calls of one op in its own way, and leaves all others to the autocast around it."""
 
-    def __init__(self, module: nn.Module, rule: ModuleRule, outer: autocast) -> None:
+    def __init__(self, module: nn.Module, rule: ModuleRule, outer: Mode) -> None:
         super().__init__()
         self.module, self.outer, self._functions = module, outer, rule.functions
         self._make = _in_fp32 if rule.dtype is not None else functools.partial(_divided, rule)
@@ -90,7 +88,7 @@ class _Running(threading.local):
         self.modules: list[nn.Module] = []  # the module of a rule, and those that it calls; innermost last
 
 
-def _in_fp32(outer: autocast, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _in_fp32(outer: Mode, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     def wide(arg: Any) -> Any:
         is_dtype = isinstance(arg, torch.dtype)  # that of `x.to(y.dtype)`
         return torch.float32 if is_dtype and arg in LOWER_PRECISION_DTYPES else outer.cast(arg, torch.float32)
@@ -114,7 +112,7 @@ class _Times(torch.autograd.Function):
         return gradient * ctx.gradient_factor, None, None
 
 
-def _divided(rule: ModuleRule, outer: autocast, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _divided(rule: ModuleRule, outer: Mode, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The product in 16 bits of factors that are small enough, with the exponents of FP32 given back.
 
     A power of two changes no mantissa, and a product is linear in each factor: the result is that of 16 bits with a
@@ -137,7 +135,7 @@ def _divided(rule: ModuleRule, outer: autocast, func: Callable[..., Any], args: 
     return _Times.apply(result.to(torch.float32), by, 1.0)
 
 
-def _watch_op(module: nn.Module, rule: ModuleRule, outer: autocast) -> InForce:
+def _watch_op(module: nn.Module, rule: ModuleRule, outer: Mode) -> InForce:
     """Have the calls of one op that ``module`` makes itself go by ``rule``; not those of modules inside it."""
     mode = _OpsOfModule(module, rule, outer)
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
 from hf_mp.casting.tables import CastRule, OpTables, functions_called, op_name, spellings
-from hf_mp.policy import spell
+from hf_mp.dtypes import spell
 
 Rules = Mapping[Any, str]
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from hf_mp.casting.handlers import PlannedCall
+from hf_mp.casting.calls import Mode, PlannedCall
 from hf_mp.casting.tables import CastRule, called_name
-
-if TYPE_CHECKING:
-    from hf_mp.casting.mode import autocast
 
 
 class WatchedCall(NamedTuple):
     """A torch call that an autocast sees and has not made yet."""
 
     module: str  # name of the innermost watched module that makes it; empty outside of any
-    mode: autocast
+    mode: Mode
     entry: PlannedCall  # of the tables, or a rule
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -39,7 +36,7 @@ class WatchedCall(NamedTuple):
 @contextmanager
 def watching(
     modules: Mapping[str, nn.Module],
-    mode: autocast | None = None,
+    mode: Mode | None = None,
     called: Callable[[WatchedCall], Any] | None = None,
     *,
     entered: Callable[[str, Any, Any], None] | None = None,

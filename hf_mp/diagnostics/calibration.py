@@ -18,7 +18,8 @@ from hf_mp.diagnostics.kept_state import eagerly, gradients_set_aside, untouched
 from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.diagnostics.range_report import CLOSE_DOUBLINGS, RangeReport
 from hf_mp.diagnostics.ranges import STAND_IN, OpRange, RangeRecorder
-from hf_mp.policy import PrecisionPolicy, needs_loss_scale
+from hf_mp.dtypes import needs_loss_scale
+from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.rules import FP16_MAX
 from hf_mp.step.mixed_precision import MixedPrecision
 

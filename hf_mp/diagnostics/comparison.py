@@ -21,8 +21,9 @@ from hf_mp.diagnostics.given_batches import call, checked
 from hf_mp.diagnostics.kept_state import eagerly, gradients_set_aside, untouched, weights_kept
 from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.diagnostics.ranges import MASK, max_of
+from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.gradient_scan import largest_magnitude
-from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
+from hf_mp.policy import PrecisionPolicy
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.attachable import detach
 

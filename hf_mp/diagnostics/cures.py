@@ -11,7 +11,7 @@ from hf_mp.diagnostics.kept_state import KeptBackward
 from hf_mp.diagnostics.looks import Rerun, look
 from hf_mp.diagnostics.ranges import OpRange
 from hf_mp.diagnostics.remedies import CannotHealError, Remedy, fitting_scale, leaving_range, next_remedy
-from hf_mp.policy import needs_loss_scale
+from hf_mp.dtypes import needs_loss_scale
 from hf_mp.scaling.rules import scale_with_headroom
 from hf_mp.step.mixed_precision import MixedPrecision
 

@@ -18,11 +18,12 @@ from hf_mp.diagnostics.kept_state import IncomingGradient, KeptBackward, keep_ra
 from hf_mp.diagnostics.overflow import explain_overflows, observing, runtime_of, suspects_of
 from hf_mp.diagnostics.remedies import CannotHealError, Remedy, merged
 from hf_mp.diagnostics.values import finiteness
-from hf_mp.policy import PrecisionPolicy, needs_loss_scale
-from hf_mp.scaling.events import StepObserver
+from hf_mp.dtypes import needs_loss_scale
+from hf_mp.policy import PrecisionPolicy
+from hf_mp.ranks.parallelism import is_sharded, parallelism_of
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.ranks.parallelism import is_sharded, parallelism_of
+from hf_mp.step.observers import StepController
 
 logger = logging.get_logger(__name__)
 
@@ -32,7 +33,7 @@ NOT_HEALED = "on_overflow='heal': not healed: "
 MOST_TRIES = 20  # of one step: for another place that leaves the range, or a smaller loss scale
 
 
-class Healer(StepObserver):
+class Healer(StepController):
     """Puts remedies in place when a step overflows in its forward; returned by :func:`heal_overflows`.
 
     Attributes:
@@ -106,7 +107,7 @@ class Healer(StepObserver):
 
     def _can_run_again(self, *, is_healed: bool) -> bool:
         check = self._runtime.check
-        is_as_left = self.clip is not None or check.are_as_measured(check.gradients(check.parameters()))
+        is_as_left = self.clip is not None or check.measured_of(check.gradients(check.parameters())) is not None
         is_known = all(map(_has_known_gradients, self._explainer.backwards))
         if all(self._runtime.ranks.gather(is_as_left and is_known)):
             return True
@@ -241,5 +242,6 @@ def heal_overflows(
             "max_fp32_share: use precision='bf16' where the rules that are logged take too much out of 16 bits"
         )
     if (healer := observing(runtime, Healer)) is None:
-        runtime.observers.append(healer := Healer(runtime))
+        healer = Healer(runtime)
+        runtime.control_by(healer)
     return healer

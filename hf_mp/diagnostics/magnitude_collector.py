@@ -15,9 +15,9 @@ from hf_mp.casting.uncompiled import is_compiled
 from hf_mp.casting.watching import watching
 from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride, swamped
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
+from hf_mp.ranks.parallelism import is_sharded, local_part
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.lean.split_parameter import gradient_and_factor, master_sample
-from hf_mp.weights.ranks.parallelism import is_sharded, local_part
 
 COMPILED = "activations and their gradients: the model is compiled, and its modules are not seen from outside"
 SHARDED = "weights, weight gradients and updates: FSDP gathers and shards the parameters meanwhile"

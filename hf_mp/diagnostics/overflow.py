@@ -15,12 +15,12 @@ from hf_mp.diagnostics.kept_state import IncomingGradient, KeptBackward, KeptCal
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.replay import replay
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
-from hf_mp.scaling.events import StepObserver
+from hf_mp.ranks.parallelism import get_rank, is_distributed
 from hf_mp.scaling.loss_scaler import WAY_OUT
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.step.observers import StepObserver
 from hf_mp.weights.attachable import runtimes_of
-from hf_mp.weights.ranks.parallelism import get_rank, is_distributed
 
 _Observer = TypeVar("_Observer", bound=StepObserver)
 logger = logging.get_logger(__name__)

@@ -20,9 +20,9 @@ from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.run_log import VERSION, RunLog
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, as_record
 from hf_mp.environment.machine import describe_hardware, package_versions
-from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import StepReport, headroom_left, whole
 from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.step.observers import StepObserver
 
 UNEXPLAINED = (
     "a gradient was inf or NaN; this process did not replay the step, as where the loss scale finds its level, or "

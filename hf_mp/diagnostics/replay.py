@@ -15,10 +15,10 @@ from hf_mp.diagnostics.origins import Origin, OriginTracker
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.remedies import merged
 from hf_mp.diagnostics.values import Finiteness, finiteness, ranges_of
+from hf_mp.dtypes import needs_loss_scale
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
-from hf_mp.policy import needs_loss_scale
+from hf_mp.ranks.parallelism import is_distributed, is_dtensor, is_sharded
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.ranks.parallelism import is_distributed, is_dtensor, is_sharded
 
 _NOT_KEPT = (
     "a gradient that came into an output was too large to keep, so this backward could not be replayed; from now on it "

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hf_mp.policy import spell
+from hf_mp.dtypes import spell
 
 
 def aligned(lines: Sequence[Sequence[str]], numbers: Collection[int]) -> str:

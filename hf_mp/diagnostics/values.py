@@ -9,8 +9,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.gradient_scan import largest_magnitude, real_values
-from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 _LOOKED_AT = frozenset({*LOWER_PRECISION_DTYPES, torch.float32, torch.float64, torch.complex64, torch.complex128})
 

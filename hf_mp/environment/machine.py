@@ -9,8 +9,8 @@ import torch
 
 from hf_mp._version import __version__
 from hf_mp.casting.cpu.upcast import runs_natively
+from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels import native
-from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 _PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes")
 _CPUINFO = Path("/proc/cpuinfo")

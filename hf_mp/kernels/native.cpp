@@ -208,7 +208,7 @@ void append(std::string& key, Value value) {
   append(key, &value, sizeof value);
 }
 
-// hf_mp/weights/model_walk.py has the references. None where a module keeps what it has in no dictionary.
+// hf_mp/model_walk.py has the references. None where a module keeps what it has in no dictionary.
 template <class Function>
 bool for_each_entry(const py::list& modules, const char* attribute, Function function) {
   for (py::handle module : modules) {

@@ -23,9 +23,9 @@ from torch.amp import autocast_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_mp.casting.nested import tensors_in
-from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.dtypes import LOWER_PRECISION_DTYPES
+from hf_mp.ranks.parallelism import has_dtensors
 from hf_mp.weights.lean.split_parameter import SPLIT_CLASSES, SplitParameter
-from hf_mp.weights.ranks.parallelism import has_dtensors
 
 STAND_IN = torch.device("meta")
 

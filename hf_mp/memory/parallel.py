@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from hf_mp.casting.nested import tensors_in
-from hf_mp.weights.ranks.parallelism import check_heads, has_dtensors
+from hf_mp.ranks.parallelism import check_heads, has_dtensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from transformers import BitsAndBytesConfig
 
+from hf_mp.dtypes import compute_dtypes, spell
 from hf_mp.environment.libraries import first_line, quiet_bitsandbytes
-from hf_mp.policy import PRESETS, compute_dtypes, did_you_mean, mixed_presets, spell
+from hf_mp.policy import PRESETS, did_you_mean, mixed_presets
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
+from hf_mp.dtypes import spell
 from hf_mp.environment.machine import describe_hardware, package_versions
 from hf_mp.memory.fitting import LargestBatch, largest_batch_size
 from hf_mp.memory.footprint import MemoryFootprint, memory_footprint
 from hf_mp.memory.models import ModelLike, find_config, skeleton
 from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS, parse_preset
 from hf_mp.memory.training import TrainingMemory, estimate_training_memory
-from hf_mp.policy import spell
 
 T = TypeVar("T")
 

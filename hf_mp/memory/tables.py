@@ -10,11 +10,11 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
+from hf_mp.dtypes import compute_dtypes
 from hf_mp.memory.footprint import Kind, MemoryFootprint, kept_sentence
 from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS
 from hf_mp.memory.report import MemoryReport, TrainingRow
 from hf_mp.memory.sizes import readable
-from hf_mp.policy import compute_dtypes
 
 _SHOWN_KINDS = (Kind.PARAMETER, Kind.BUFFER, Kind.QUANTIZATION_STATE)
 _SHORT = {str(entry.dtype).removeprefix("torch."): entry.name for entry in compute_dtypes()}

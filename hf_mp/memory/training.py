@@ -24,6 +24,7 @@ from transformers.utils import import_utils
 from hf_mp.casting.experts import has_stacked_experts
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.nested import tensors_in
+from hf_mp.dtypes import spell
 from hf_mp.environment.libraries import quiet_bitsandbytes
 from hf_mp.memory.fake_tensors import STAND_IN, AnswerAsIfAllWentWell, kernels_of_a_gpu
 from hf_mp.memory.ledger import Category, Phase, StepProfile, profile_step
@@ -40,11 +41,11 @@ from hf_mp.memory.parallel import (
 from hf_mp.memory.precisions import parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.sizes import largest_first, readable
-from hf_mp.policy import PrecisionPolicy, spell
-from hf_mp.scaling.events import FreeGradients, check_options
+from hf_mp.policy import PrecisionPolicy
+from hf_mp.ranks.parallelism import is_dtensor
 from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.step.observers import FreeGradients, check_options
 from hf_mp.weights.lean.optimizer import MasterWeightOptimizer
-from hf_mp.weights.ranks.parallelism import is_dtensor
 
 _MOST_RANKS = 4096
 _MAX_GRAD_NORM = 1.0  # TrainingArguments'

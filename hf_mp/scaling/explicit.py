@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hf_mp.dtypes import needs_loss_scale
 from hf_mp.kernels.gradient_scan import largest_magnitude
-from hf_mp.policy import needs_loss_scale
 from hf_mp.scaling.rules import StepReport
 
 

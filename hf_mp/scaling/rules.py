@@ -350,6 +350,30 @@ class DynamicRule(ScaleRule):
         return self.counted(report, scale=grown, growth_tracker=0, hysteresis_left=self.hysteresis)
 
 
+def parse_loss_scale(value: str | float | None) -> str | float | None:
+    """Read a loss scale.
+
+    Args:
+        value: the name of a rule (:data:`RULES`: ``"headroom"``, ``"dynamic"``), ``"none"``, a
+            positive number or its text, or None.
+
+    Raises:
+        ValueError: for any other text, and for zero, negative, infinite and NaN numbers.
+    """
+    if value is None or value == "none":
+        return None
+    if isinstance(value, str) and value in RULES:
+        return value
+    try:
+        scale = float("" if isinstance(value, bool) else value)
+    except (ValueError, TypeError, OverflowError):
+        names = ", ".join(map(repr, (*RULES, "none")))
+        raise ValueError(f"loss_scale={value!r} is not known: use {names} or a positive number") from None
+    if not 0.0 < scale < float("inf"):
+        raise ValueError(f"loss_scale={value!r} must be a positive, finite number (a power of two keeps scaling exact)")
+    return scale
+
+
 # Numbers
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_mp.policy import PrecisionPolicy, compute_dtype, parse_loss_scale
+from hf_mp.dtypes import compute_dtype
 from hf_mp.scaling.loss_scaler import LossScaleError, LossScaler
 from hf_mp.scaling.rules import (
     FP16_MAX,
@@ -20,11 +20,12 @@ from hf_mp.scaling.rules import (
     HeadroomRule,
     StaticRule,
     number,
+    parse_loss_scale,
 )
 
 __all__ = [
     "DynamicLossScaler", "HeadroomLossScaler", "LossScaleError", "LossScaler", "StaticLossScaler",
-    "make_loss_scaler", "scaler_for",
+    "make_loss_scaler",
 ]  # fmt: skip
 
 _OF_ALL = {"max_consecutive_skips", "enabled"}  # settings that every scaler has
@@ -234,12 +235,17 @@ _SCALERS: dict[str, type[LossScaler[Any]]] = {
 }
 
 
-def make_loss_scaler(loss_scale: str | float | None, **settings: Any) -> LossScaler[Any]:
+def make_loss_scaler(
+    loss_scale: str | float | None, compute: torch.dtype = torch.float16, **settings: Any
+) -> LossScaler[Any]:
     """The scaler that a policy's ``loss_scale`` names: a rule of ``RULES``, a number, or None (1: the guard remains).
 
-    ``settings`` are those of the rule, ``max_consecutive_skips`` and ``enabled``; a ValueError for others.
+    ``compute`` is the dtype of the gradients, whose range the headroom rule leaves free. ``settings`` are those of the
+    rule, ``max_consecutive_skips`` and ``enabled``; a ValueError for others.
     """
     kind = parse_loss_scale(loss_scale)
+    if kind == HeadroomRule.name:  # a scale that is asked for in a wide range stays in FP16's
+        settings = {"largest": min(compute_dtype(compute).largest, FP16_MAX), **settings}
     rule = RULES[kind] if isinstance(kind, str) else StaticRule
     # A rule that is registered elsewhere needs no class of its own: its fields are its settings.
     if (scaler := _SCALERS.get(rule.name)) is not None:
@@ -254,10 +260,3 @@ def make_loss_scaler(loss_scale: str | float | None, **settings: Any) -> LossSca
         of_all = {name: settings.pop(name) for name in _OF_ALL & settings.keys()}
         return LossScaler(rule(**settings), **of_all)
     return scaler(**settings) if isinstance(kind, str) else scaler(1.0 if kind is None else kind, **settings)
-
-
-def scaler_for(policy: PrecisionPolicy, **settings: Any) -> LossScaler[Any]:
-    """The scaler of ``policy``, for the range of its compute dtype; ``settings`` as for :func:`make_loss_scaler`."""
-    if policy.loss_scale == HeadroomRule.name:  # a scale that is asked for in a wide range stays in FP16's
-        settings = {"largest": min(compute_dtype(policy.compute).largest, FP16_MAX), **settings}
-    return make_loss_scaler(policy.loss_scale, **settings)

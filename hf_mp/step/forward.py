@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+import sys
+import weakref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,29 +13,24 @@ from torch import Tensor, nn
 from hf_mp.casting.active import state as autocasts
 from hf_mp.casting.deferred_output import DeferredOutput, can_be_deferred, may_stay_unread
 from hf_mp.casting.nested import apply_to_tensors
-from hf_mp.casting.positions import counting_positions
 from hf_mp.casting.replacements.base import ReplacedForward
+from hf_mp.casting.replacements.positions import counting_positions
 from hf_mp.casting.uncompiled import outside_of_graphs
 from hf_mp.scaling.borders import output_border
 from hf_mp.step.profiling import profiled
-from hf_mp.weights.lasting import LastingSlots
+from hf_mp.step.runtime import StepRuntime
 from hf_mp.weights.lean.outside_reads import as_stored
-from hf_mp.weights.model_walk import Walk
 from hf_mp.weights.region import Region
-
-if TYPE_CHECKING:
-    from hf_mp.step.mixed_precision import MixedPrecision
 
 
 class AttachedForward(ReplacedForward):
     """Takes the place of ``model.forward`` while attached."""
 
-    def __init__(self, runtime: MixedPrecision, module: nn.Module) -> None:
+    def __init__(self, runtime: StepRuntime, module: nn.Module) -> None:
         super().__init__(module)
         self.runtime = runtime
-        self.walk: Walk | None = None  # over the model, at the last forward with gradients
-        # By their kinds, what forwards put into the slots. It goes with the model, which it refers to.
-        self.lasting: dict[Hashable, LastingSlots] = {}
+        runtime.forwards.append(weakref.ref(self))
+        self.borders = runtime.weights.lasting_borders()
         self.inner_forward = counting_positions(self) if runtime.policy.exact_generation else self.original
         functools.update_wrapper(self, self.original, updated=())  # not the attributes of an attached forward below
 
@@ -55,7 +51,7 @@ class AttachedForward(ReplacedForward):
             return call.bring_out(outputs)
 
     def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> AttachedForward:
-        return self.runtime.copy_for(memo).make_forward(module)
+        return AttachedForward(self.runtime.copy_for(memo), module)
 
 
 class _AttachedCall:
@@ -86,7 +82,7 @@ class _AttachedCall:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         self._inside.__exit__(kind, error, traceback)
         if self._slots is not None:
-            self._runtime.region.note_nodes(self._slots)
+            self._runtime.weights.note_nodes(self._slots)
 
     @torch.compiler.disable
     def bring_out(self, outputs: Any) -> Any:
@@ -102,8 +98,16 @@ class _AttachedCall:
         outputs = apply_to_tensors(cross, outputs, objects=True)
         if self._slots is not None:
             # Here and not in __exit__(): a forward that raised has not shown all of its calls.
-            self._slots.record_uses()
             self._slots.finish(crossed)
         for hook in self._output_hooks:
             hook(outputs)
         return outputs
+
+
+def entry_points(model: nn.Module) -> list[nn.Module]:
+    """The modules whose call is a forward of ``model``: itself, and Transformers models inside (PEFT calls those)."""
+    transformers_models = sys.modules.get("transformers.modeling_utils")
+    if transformers_models is None:
+        return [model]
+    inner = [m for m in model.modules() if m is not model and isinstance(m, transformers_models.PreTrainedModel)]
+    return [model, *inner]

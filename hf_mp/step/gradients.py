@@ -1,11 +1,11 @@
-"""``GradientCheck``: which backwards run, what they left in the gradients, and the verdict that a step needs."""
+"""``GradientCheck``: which backwards run, what they left in the gradients, how an update clips it, and the verdict."""
 
 from __future__ import annotations
 
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -18,15 +18,69 @@ from torch.nn.utils import clip_grads_with_norm_
 from hf_mp._warnings import warn_caller
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, largest_magnitude, largest_magnitude_and_norm
 from hf_mp.kernels.tensors import is_on_host
+from hf_mp.ranks.agreement import Ranks
+from hf_mp.ranks.parallelism import is_distributed, local_parts
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.profiling import profiled
 from hf_mp.weights.fused_adamw import Clipping
-from hf_mp.weights.layout import WeightLayout, largest_unscaled_magnitude
+from hf_mp.weights.layout import largest_unscaled_magnitude
 from hf_mp.weights.lean.outside_reads import as_stored
-from hf_mp.weights.ranks.agreement import Ranks
-from hf_mp.weights.ranks.parallelism import is_distributed, local_parts
+from hf_mp.weights.source import WeightSource
 
 _SKIP_BY_THEMSELVES = ("cuda",)  # devices whose fused optimizers skip on found_inf, so that the host need not wait
+
+
+class Backwards:
+    """The backwards that have not ended; all came in through an output of the model, so that gradients are scaled."""
+
+    def __init__(self) -> None:
+        # By autograd's number of each, the thread in which a gradient last came in.
+        self.open: dict[int, int] = {}
+
+    def enter(self, on_ended: Callable[[], None]) -> bool:
+        """A gradient enters through an output; whether it is the first of its backward, which calls ``on_ended``."""
+        task = torch._C._current_graph_task_id()
+        is_first = task not in self.open
+        self.open[task] = threading.get_ident()
+        if is_first:
+            span = profiled("backward")  # a backward that raises ends its span when this object is freed
+            span.__enter__()
+            # Two callbacks deep: DDP queues its own after this one, and its all-reduce writes .grad until then.
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(partial(queue, partial(self._end, task, span, on_ended)))
+        return is_first
+
+    def _end(self, task: int, span: AbstractContextManager[Any], on_ended: Callable[[], None]) -> None:
+        span.__exit__(None, None, None)
+        self.open.pop(task, None)
+        on_ended()
+
+    def forget_failed(self) -> bool:
+        """Forget those that have raised; whether any is under way."""
+        # Outside a backward: what is still open in this thread, or in one of autograd's, has raised.
+        if self.open and torch._C._current_graph_task_id() == -1:
+            others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+            self.open = {task: thread for task, thread in self.open.items() if thread in others}
+        return bool(self.open)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of the gradients when a backward ended, before anyone clips them."""
+
+    largest: Tensor  # magnitude, unscaled; FP32 of shape ()
+    norm: Tensor | None  # the global 2-norm, where it was asked for
+    # By identity, held weakly, for they may be freed early, with their versions; empty where a write would not be seen.
+    gradients: Mapping[int, tuple[weakref.ref[Tensor], int]]
+
+    def is_of(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether ``gradients`` are all that was measured, at least one, and not written since but for ``.data``."""
+        measured, given = self.gradients, {id(gradient): gradient for gradient in gradients}
+        if not measured or len(gradients) != len(measured) or measured.keys() != given.keys():
+            return False
+        return all(
+            given[key] is reference() and given[key]._version == seen for key, (reference, seen) in measured.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -80,7 +134,7 @@ class GradientCheck:
 
     Args:
         on_ended: called when a backward has ended, with the largest unscaled magnitude (None where not measured).
-        layout: whose gradients they are.
+        weights: whose gradients they are.
         ranks: the processes that train along.
         parameters: gives those that a backward may leave gradients in.
     """
@@ -88,20 +142,18 @@ class GradientCheck:
     def __init__(
         self,
         on_ended: Callable[[Tensor | None], None],
-        layout: WeightLayout,
+        weights: WeightSource,
         ranks: Ranks,
         parameters: Callable[[], Sequence[nn.Parameter]],
     ) -> None:
-        self._on_ended, self.layout, self._ranks, self.parameters = on_ended, layout, ranks, parameters
+        self._on_ended, self._weights, self._ranks, self.parameters = on_ended, weights, ranks, parameters
         self.is_scaled = False  # whether the loss is scaled
-        # The backwards that came in through an output of the model, so that its gradients are scaled, and have not
-        # ended: autograd's number of each, and the thread in which a gradient last came in.
-        self.open_backwards: dict[int, int] = {}
+        self.backwards = Backwards()
         # Whether the 2-norm is measured as well, for norm(), and the step trusts what was measured. Else it reads the
         # gradients again: a plain loop may have written them past their version counters (`.data`, NumPy).
         self.measures_norm = False
+        self.compares_gradients = False  # whether measured_of() is asked without that
         self._losses: list[Tensor | None] = []  # of the backwards since the last step, as the model computed them
-        self.compares_gradients = False  # whether are_as_measured() is asked without that
         self._versions: dict[int, int] = {}  # of the weights, at the end of the last backward
         self._warned: set[str] = set()
         self.forget()
@@ -115,66 +167,53 @@ class GradientCheck:
     def forget(self) -> None:
         """Begin anew: the gradients were used, or thrown away."""
         self._largest: Tensor | None = None  # of the unscaled gradients since the last step
-        # Of the last backward: by identity the gradients that were measured, held weakly, for they may be freed early,
-        # with their versions; their 2-norm; their largest magnitude.
-        self._measured: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._norm: Tensor | None = None
-        self._last_largest: Tensor | None = None
+        self._measured: Measured | None = None  # when the last backward ended
         self.clipping: Clipping | None = None  # what the next update will scale down
 
     # Backward
 
-    def backward_began(self, loss: Tensor | None) -> None:
+    def gradient_entered(self, loss: Tensor | None) -> None:
         """A gradient enters the model through an output: the one place where a backward is known to begin.
 
         ``loss`` is that output as the model computed it, if it is a scalar.
         """
-        task = torch._C._current_graph_task_id()
-        is_known = task in self.open_backwards
-        self.open_backwards[task] = threading.get_ident()
-        if is_known:
-            self._losses.append(loss)
-            return
-        if self._largest is not None:
-            versions = _versions_of(parameters := self.parameters())
-            if is_used := any(versions.get(weight, seen) != seen for weight, seen in self._versions.items()):
-                self.warn_once(
-                    "this model is attached to a MixedPrecision, and an optimizer that it does not know updates its "
-                    "weights: updates that overflow are not skipped, and the loss scale stands still. Call "
-                    "attach_optimizer(optimizer), or hf_mp.detach(model)"
-                )
-            if is_used or not self.gradients(parameters):
-                self.forget()  # what was measured before was used by another optimizer, or thrown away
-        self._losses = [loss] if self._largest is None else [*self._losses, loss]
-        span = profiled("backward")  # a backward that raises ends its span when this object is freed
-        span.__enter__()
-        # Two callbacks deep: DDP queues its own after this one, and its all-reduce writes .grad until then.
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(partial(queue, partial(self._backward_ended, task, span)))
+        if self.backwards.enter(self._backward_ended):
+            if self._largest is not None:
+                self._look_for_other_optimizers()
+            if self._largest is None:
+                self._losses = []
+        self._losses.append(loss)
 
-    def _backward_ended(self, task: int, span: AbstractContextManager[Any]) -> None:
-        span.__exit__(None, None, None)
-        self.open_backwards.pop(task, None)
+    def _look_for_other_optimizers(self) -> None:
+        """Forget what was measured before if another optimizer has used it, or somebody has thrown it away."""
+        parameters = self.parameters()
+        versions = _versions_of(parameters)
+        is_used = any(versions.get(weight, seen) != seen for weight, seen in self._versions.items())
+        if is_used:
+            self.warn_once(
+                "this model is attached to a MixedPrecision, and an optimizer that it does not know updates its "
+                "weights: updates that overflow are not skipped, and the loss scale stands still. Call "
+                "attach_optimizer(optimizer), or hf_mp.detach(model)"
+            )
+        if is_used or not self.gradients(parameters):
+            self.forget()
+
+    def _backward_ended(self) -> None:
         largest = None
         if self.is_scaled or self.measures_norm:
             with profiled("gradients"):
-                largest = self.measure(parameters := self.parameters())
+                parameters = self.parameters()
+                largest = self.measure(parameters)
             self._versions = _versions_of(parameters)
         self._on_ended(largest)
 
-    def forget_failed_backwards(self) -> None:
-        """Outside a backward: what is still open in this thread, or in one of autograd's, has raised."""
-        if self.open_backwards and torch._C._current_graph_task_id() == -1:
-            others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
-            self.open_backwards = {task: thread for task, thread in self.open_backwards.items() if thread in others}
-
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """The gradients that ``parameters`` have, as backward left them."""
-        return [gradient for gradient, _ in self.layout.gradients_and_factors(parameters)]
+        return [gradient for gradient, _ in self._weights.layout.gradients_and_factors(parameters)]
 
     def measure(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """The largest magnitude of what a backward left; None for nothing (FSDP accumulates without reducing)."""
-        if not (found := self.layout.gradients_and_factors(parameters)):
+        if not (found := self._weights.layout.gradients_and_factors(parameters)):
             return None
         gradients, norm = [gradient for gradient, _ in found], None
         are_dense_fp32 = self.measures_norm and all(
@@ -189,25 +228,22 @@ class GradientCheck:
         is_final = (self.measures_norm or self.compares_gradients) and self._ranks.gradients_are_final(parameters)
         # A DTensor's version counter knows nothing of writes into its shard, and an inference tensor has none.
         is_known = is_final and all([type(one) is Tensor and not one.is_inference() for one in gradients])
-        self._measured = {id(one): (weakref.ref(one), one._version) for one in gradients} if is_known else {}
-        self._norm, self._last_largest, self.clipping = norm, largest, None
+        versions = {id(one): (weakref.ref(one), one._version) for one in gradients} if is_known else {}
+        self._measured, self.clipping = Measured(largest, norm, versions), None
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         return largest
 
-    # Clipping
+    def measured_of(self, gradients: Sequence[Tensor]) -> Measured | None:
+        """What was measured when the last backward ended, if ``gradients`` are still what it left."""
+        measured = self._measured
+        return measured if measured is not None and measured.is_of(gradients) else None
 
-    def are_as_measured(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether ``gradients`` are all that was measured, at least one, and not written since but for ``.data``."""
-        measured, found = self._measured, {id(gradient): gradient for gradient in gradients}
-        if not measured or len(gradients) != len(measured) or measured.keys() != found.keys():
-            return False
-        return all(
-            found[key] is reference() and found[key]._version == seen for key, (reference, seen) in measured.items()
-        )
+    # Clipping
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """The global 2-norm as the backward left it, bit for bit ``get_total_norm``'s; None where it is not known."""
-        return self._norm if self.are_as_measured(self.gradients(parameters)) else None
+        measured = self.measured_of(self.gradients(parameters))
+        return None if measured is None else measured.norm
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
         """Have the next update scale all gradients down to ``max_norm``, from :meth:`norm`; ``inf`` leaves them alone.
@@ -220,7 +256,7 @@ class GradientCheck:
         self.clipping = Clipping(parameters, max_norm, norm)
         if is_known and not norm.isfinite() and all_finite(local_parts(self.gradients(parameters))):
             self.clip_now()  # finite gradients of a norm beyond FP32: to 0, and the step is taken, as by torch
-            self._measured = {}
+            self._measured = None
 
     def clip_now(self) -> None:
         """Scale the gradients down where that was left to the update, for an optimizer that reads them itself."""
@@ -233,11 +269,10 @@ class GradientCheck:
     def verdict(self, parameters: Sequence[nn.Parameter]) -> Verdict:
         """What the gradients of ``parameters``, an optimizer's, are like now."""
         gradients = self.gradients(parameters)
-        largest = self._last_largest if self.measures_norm and self.are_as_measured(gradients) else None
-        if largest is None:
-            largest = largest_magnitude(local_parts(gradients))
-        measured = self._largest
-        numbers = largest[None] if measured is None else torch.stack([largest, measured.to(largest.device)])
+        measured = self.measured_of(gradients) if self.measures_norm else None
+        largest = largest_magnitude(local_parts(gradients)) if measured is None else measured.largest
+        so_far = self._largest
+        numbers = largest[None] if so_far is None else torch.stack([largest, so_far.to(largest.device)])
         return Verdict(parameters, gradients, numbers)
 
     def losses_are_finite(self) -> bool:

@@ -7,20 +7,21 @@ import types
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hf_mp.model_walk import optimizer_parameters
+from hf_mp.ranks.parallelism import parallelism_of
+from hf_mp.scaling.rules import StepReport
 from hf_mp.step.gradients import Verdict
 from hf_mp.step.profiling import profiled
+from hf_mp.step.runtime import StepRuntime
 from hf_mp.weights.accelerated import tell_accelerate
+from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.fused_adamw import KeptUpdates, can_skip, fused_step_whole, skipping
-
-if TYPE_CHECKING:
-    from hf_mp.scaling.rules import StepReport
-    from hf_mp.step.mixed_precision import MixedPrecision
 
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"
 
@@ -60,7 +61,7 @@ class StepGuard:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
-        self.runtimes: list[MixedPrecision] = []  # of the models whose parameters it has
+        self.runtimes: list[StepRuntime] = []  # of the models whose parameters it has
         self._before = {name: vars(optimizer)[name] for name in ("step", _SUPPORTS_SCALING) if name in vars(optimizer)}
         self._unguarded, self._replaced_step = optimizer.step, self._before.get("step")
         self._updates = KeptUpdates()
@@ -93,10 +94,10 @@ class StepGuard:
         if isinstance(alone, Verdict) and alone.may_stay_on_device and can_skip(optimizer, self._replaced_step):
             self._update_unless(alone, runtimes[0])
         else:
-            self._act_on_verdicts(runtimes, verdicts)
+            self._finish(runtimes, verdicts)
         return loss
 
-    def _update_unless(self, verdict: Verdict, runtime: MixedPrecision) -> None:
+    def _update_unless(self, verdict: Verdict, runtime: StepRuntime) -> None:
         """Queue an update that the device skips; the host reads the verdict when somebody asks what became of it.
 
         That is at the latest when the next backward begins, which needs the next S.
@@ -104,7 +105,7 @@ class StepGuard:
         sent = verdict.sent_to_host()
         optimizer = self.optimizer
         self._update([runtime], verdict.found_inf())
-        take_in = functools.partial(self._act_on_verdicts, [runtime], [sent], is_updated=True)
+        take_in = functools.partial(self._finish, [runtime], [sent], is_updated=True)
         if runtime.observers or runtime.scaler.skips_once_too_often():  # these must hear of an overflow at once
             take_in()
         else:
@@ -118,29 +119,26 @@ class StepGuard:
         if hasattr(optimizer, "free_gradients") and not vars(optimizer).get("step_was_skipped"):
             optimizer.free_gradients()
 
-    def _act_on_verdicts(
-        self, runtimes: list[MixedPrecision], verdicts: Sequence[Verdict | StepReport], *, is_updated: bool = False
+    def _finish(
+        self, runtimes: list[StepRuntime], verdicts: Sequence[Verdict | StepReport], *, is_updated: bool = False
     ) -> None:
-        """Read the verdicts, update unless that was done or one is an overflow, and finish the step."""
+        """Read the verdicts, skip the update or make it, unless that was done, and set the next loss scale."""
         optimizer = self.optimizer
         with profiled("read of the verdict"):
-            reports = [
-                runtime.check.agreed_report(verdict) for runtime, verdict in zip(runtimes, verdicts, strict=True)
-            ]
-        if len(runtimes) == 1 and reports[0].overflow:  # an observer may run the forwards of one model again
-            for observer in runtimes[0].observers:
-                if (again := observer.overflowed(optimizer)) is not None:
-                    reports, is_updated = [again], False
-                    break
+            reports = [one.check.agreed_report(verdict) for one, verdict in zip(runtimes, verdicts, strict=True)]
+        if len(runtimes) == 1 and reports[0].overflow and (controller := runtimes[0].controller) is not None:
+            again = controller.overflowed(optimizer)  # which may run the forwards of one model again
+            if again is not None:
+                reports, is_updated = [again], False
         optimizer.step_was_skipped = was_skipped = any([report.overflow for report in reports])
         if not is_updated and not was_skipped:
             self._update(runtimes, None)
         for runtime, report in zip(runtimes, reports, strict=True):
             runtime.finish_step(report, was_skipped=was_skipped)
 
-    def _update(self, runtimes: list[MixedPrecision], found_inf: Tensor | None) -> None:
+    def _update(self, runtimes: list[StepRuntime], found_inf: Tensor | None) -> None:
         """Write the masters and what follows them, where ``found_inf``, FP32 of shape (), is None or 0."""
-        layout = runtimes[0].layout
+        layout = runtimes[0].weights.layout
         given = self._replaced_step, layout.copies, self._updates, runtimes[0].check.clipping, found_inf
         with profiled("update"):
             is_whole = len(runtimes) == 1 and not layout.keeps_scaled_gradients  # a lean optimizer has its own kernel
@@ -152,9 +150,9 @@ class StepGuard:
             with nullcontext() if found_inf is None else skipping(self.optimizer, found_inf):
                 self._unguarded()
             for runtime in runtimes:
-                runtime.layout.refresh_working_copies(self.optimizer)
+                runtime.weights.after_update(self.optimizer)
 
-    def remove(self, runtime: MixedPrecision) -> None:
+    def remove(self, runtime: StepRuntime) -> None:
         """Stop guarding for one model; after the last one, give the optimizer its own ``step`` back."""
         self.runtimes.remove(runtime)
         if self.runtimes:
@@ -171,11 +169,26 @@ class StepGuard:
         state.update(self._before)
 
 
-def _check_step(optimizer: Any, runtimes: list[MixedPrecision]) -> None:
+def guard_steps(optimizer: Optimizer, runtime: StepRuntime) -> Optimizer:
+    """Guard the steps of ``optimizer`` for the model of ``runtime``; gives the optimizer to step from now on."""
+    runtime.spread(optimizer_parameters(optimizer), parallelism_of(runtime.model))
+    optimizer = runtime.weights.layout.wrap(optimizer)
+    state_to_fp32(optimizer)
+    for observer in runtime.observers:
+        observer.take_optimizer(optimizer)
+    # A copied optimizer has the guard of the one that it was copied from.
+    guard = getattr(optimizer.step, "hf_mp_guard", None)
+    if guard is None or not guard.runtimes or guard.optimizer is not optimizer:
+        guard = StepGuard(optimizer)
+    if guard not in runtime.guards:
+        guard.runtimes.append(runtime)
+        runtime.guards.append(guard)
+    return optimizer
+
+
+def _check_step(optimizer: Any, runtimes: list[StepRuntime]) -> None:
     """Raise a RuntimeError for a step by a ``torch.amp.GradScaler``, or inside of a backward."""
-    for runtime in runtimes:
-        runtime.check.forget_failed_backwards()
-    if any([runtime.check.is_scaled and runtime.check.open_backwards for runtime in runtimes]):
+    if any([runtime.check.backwards.forget_failed() and runtime.check.is_scaled for runtime in runtimes]):
         raise RuntimeError(
             "optimizer.step() was called in a backward, of which the other gradients would be divided by the next loss "
             "scale: use free_gradients='backward' in a lean layout, or a precision that scales nothing (bf16)"

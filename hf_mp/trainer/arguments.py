@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from transformers import Trainer, TrainingArguments
 
-from hf_mp.policy import spell
+from hf_mp.dtypes import spell
 from hf_mp.trainer.refusals import refuse_other_precision
 from hf_mp.trainer.session import OfSession
 from hf_mp.trainer.settings import PrecisionOptions, SessionSettings

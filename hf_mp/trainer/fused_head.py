@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_mp.casting.replacements.base import entry_points
+from hf_mp.step.forward import entry_points
 
 _MARK, _OPTION = "fused_lm_head", "cast_lm_head_to_fp32"  # of trl.trainer.utils.add_fused_lm_head
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from hf_mp.diagnostics.overflow import runtime_of
+from hf_mp.ranks.parallelism import is_dtensor
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.lean.outside_reads import on_stored_values
-from hf_mp.weights.ranks.parallelism import is_dtensor
 
 _OF_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of activation checkpointing and torch.compile
 
@@ -61,7 +61,7 @@ def plain_name(name: str) -> str:
 
 @on_stored_values
 def _copy_of(runtime: MixedPrecision, parameter: nn.Parameter) -> Tensor:
-    layout = runtime.layout
+    layout = runtime.weights.layout
     if layout.keeps_copies and parameter in layout.copies:
         return layout.copies.get(parameter)
     copy = parameter.detach()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_mp.casting.positions import positions_of
+from hf_mp.casting.replacements.positions import positions_of
 from hf_mp.diagnostics.kept_state import untouched
 
 IGNORED = -100  # of Transformers and torch: a label that does not count

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import ParallelMode
 
-from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
-from hf_mp.weights.ranks.parallelism import is_dtensor
+from hf_mp.dtypes import LOWER_PRECISION_DTYPES
+from hf_mp.policy import PrecisionPolicy
+from hf_mp.ranks.parallelism import is_dtensor
 
 
 def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> None:

@@ -11,11 +11,12 @@ from transformers import TrainingArguments
 
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
-from hf_mp.policy import LOWER_PRECISION_DTYPES, PRESETS, SWITCHES, PrecisionPolicy, parse_loss_scale
-from hf_mp.scaling.events import ON_OVERFLOW, FreeGradients, check_options
-from hf_mp.scaling.rules import RULES, StaticRule, whole
-from hf_mp.scaling.scalers import LossScaler, scaler_for
+from hf_mp.dtypes import LOWER_PRECISION_DTYPES
+from hf_mp.policy import PRESETS, SWITCHES, PrecisionPolicy
+from hf_mp.scaling.rules import RULES, StaticRule, parse_loss_scale, whole
+from hf_mp.scaling.scalers import LossScaler, make_loss_scaler
 from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.step.observers import ON_OVERFLOW, FreeGradients, check_options
 from hf_mp.trainer.refusals import fsdp_version
 
 SAVE_FAILURES = ("continue", "stop")
@@ -174,7 +175,7 @@ class SessionSettings(PrecisionOptions):
     def make_scaler(self) -> LossScaler[Any]:
         """A loss scaler; raises ValueError for settings that it does not have."""
         settings: Any = self.loss_scaler_settings or {}
-        return scaler_for(self.policy, **settings)
+        return make_loss_scaler(self.policy.loss_scale, self.policy.compute, **settings)
 
     def make_runtime(self, args: TrainingArguments) -> MixedPrecision:
         """A runtime for this policy; ``args`` say to what norm gradients are clipped inside backward."""

@@ -15,6 +15,8 @@ from transformers.training_args import ParallelMode
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.policy import PrecisionPolicy
+from hf_mp.ranks.agreement import compare_settings
+from hf_mp.ranks.parallelism import has_process_group
 from hf_mp.trainer.arguments import MixedPrecisionArguments
 from hf_mp.trainer.calling_trainer import forget_prepared, refuse_compiled_whole
 from hf_mp.trainer.checkpoints.crash_safe_trainer import CrashSafe
@@ -22,8 +24,6 @@ from hf_mp.trainer.refusals import refuse_other_precision
 from hf_mp.trainer.save_dtype import extend_save
 from hf_mp.trainer.session import OfSession, TrainerSession
 from hf_mp.trainer.settings import DEFAULT_PRECISION, SessionSettings
-from hf_mp.weights.ranks.agreement import compare_settings
-from hf_mp.weights.ranks.parallelism import has_process_group
 
 
 class MixedPrecisionTrainer(OfSession, CrashSafe):

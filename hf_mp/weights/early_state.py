@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_mp.casting.nested import tensors_in
-from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 
 
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:

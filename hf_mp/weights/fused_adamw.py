@@ -17,8 +17,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, Room, adamw_, is_small
 from hf_mp.kernels.registry import VARIABLE, kernel_for
 from hf_mp.kernels.tensors import is_on_host, is_ordinary, traits_of
+from hf_mp.model_walk import optimizer_parameters
 from hf_mp.weights.lean.split_parameter import SplitParameter, current_remainders, gradient_and_factor
-from hf_mp.weights.model_walk import optimizer_parameters
 from hf_mp.weights.working_copies import WorkingCopies
 
 

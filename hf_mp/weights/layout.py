@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp._warnings import warn_caller
+from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude
-from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
-from hf_mp.weights.model_walk import model_parameters, optimizer_parameters, widen_buffers
-from hf_mp.weights.ranks.buckets import Buckets
-from hf_mp.weights.ranks.parallelism import Parallelism, is_distributed, is_dtensor, local_parts
-from hf_mp.weights.ranks.wire import Runtime
+from hf_mp.model_walk import model_parameters, optimizer_parameters, widen_buffers
+from hf_mp.policy import PrecisionPolicy
+from hf_mp.ranks.parallelism import Parallelism, is_distributed, is_dtensor, local_parts
+from hf_mp.ranks.wire import Runtime
+from hf_mp.weights.buckets import Buckets
 from hf_mp.weights.working_copies import WorkingCopies
 
 

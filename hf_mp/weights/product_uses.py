@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_mp.casting.experts import WEIGHTS, has_stacked_experts
-from hf_mp.weights.model_walk import modules_of
+from hf_mp.model_walk import modules_of
 
 
 class Slot(NamedTuple):

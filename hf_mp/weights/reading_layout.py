@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.split import split
-from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
+from hf_mp.policy import PrecisionPolicy
+from hf_mp.ranks.parallelism import is_dtensor
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.lean.layouts import trained_with_statistics
-from hf_mp.weights.ranks.parallelism import is_dtensor
 
 
 class ReadingLayout(WeightLayout):

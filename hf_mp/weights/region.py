@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
-import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -18,19 +16,18 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_mp.casting.active import active_autocast, is_compiling_or_transforming, state
+from hf_mp.casting.calls import Plan, PlannedCall
 from hf_mp.casting.cpu.handlers import training_plan
 from hf_mp.casting.dispatched import can_dispatch, compiled_frames, dispatched, register, undispatched
-from hf_mp.casting.handlers import AS_GIVEN, PlannedCall, widened
+from hf_mp.casting.handlers import AS_GIVEN, widened
 from hf_mp.casting.kv_cache import CACHE_WRITES, lowers_attention
 from hf_mp.casting.loss_handlers import planned_losses
 from hf_mp.casting.mode import ALWAYS_HELD, autocast
 from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.uncompiled import uncompiled
-from hf_mp.weights.layout import WeightLayout
-from hf_mp.weights.product_uses import ProductUses
 from hf_mp.weights.slots import UNASKED, Slots
-from hf_mp.weights.weight_calls import CALLS_OF_WEIGHTS
+from hf_mp.weights.source import WeightSource
 from hf_mp.weights.working_copies import WatchedParameter
 
 
@@ -43,7 +40,6 @@ class _Thread(threading.local):
         self.is_dispatched = False  # whether kernels make its calls
         self.lowers_caches = False  # whether it gives Transformers' caches 16 bits
         self.is_recomputing = False  # whether a backward runs a piece of a forward, whose own gradients are not scaled
-        self.made: list[tuple[int, float]] = []  # first and last of the autograd nodes of recent forwards
 
 
 class Region(autocast):
@@ -53,17 +49,18 @@ class Region(autocast):
     plain_types = autocast.plain_types | {WatchedParameter}
     native_plan: Any = None
 
-    def __init__(self, layout: WeightLayout, model: nn.Module | None, **settings: Any) -> None:
-        super().__init__(layout.policy.compute, model=model, **settings)
-        self.layout = layout
+    def __init__(self, weights: WeightSource, model: nn.Module | None, **settings: Any) -> None:
+        policy = weights.layout.policy
+        super().__init__(policy.compute, model=model, **settings)
+        self._weights = weights
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self._meets_compiler = False
         self._threads: list[int] = []  # in which a forward of the model runs
-        self._plan = {**training_plan(self._plan), **CALLS_OF_WEIGHTS, **CACHE_WRITES, **planned_losses(self._plan)}
-        if layout.policy.exact_generation:
+        self._plan = {**training_plan(self._plan), **_CALLS_OF_WEIGHTS, **CACHE_WRITES, **planned_losses(self._plan)}
+        if policy.exact_generation:
             self.sum_in_fp64()
         self.thread = _Thread()
-        self.uses = ProductUses(self._lowers, self._ruled())
+        self._weights.learn_anew(self._lowers, self._ruled())
 
     def _lowers(self, op: Callable[..., Any] | None) -> bool:
         return op is not None and (entry := self._plan.get(op)) is not None and entry.rule is CastRule.LOWER_PRECISION
@@ -98,7 +95,7 @@ class Region(autocast):
             # Already filled where a backward inside of this forward recomputes a checkpoint, in whatever thread.
             filled = nullcontext() if slots is None or slots.are_filled else slots
             with filled:
-                with self.layout.saving_for_backward(), kernels, self:
+                with self._weights.layout.saving_for_backward(), kernels, self:
                     yield
                 # Something was compiled for the first time, with casts of this region that other callers would get.
                 if thread.is_dispatched and compiled_frames():
@@ -112,7 +109,7 @@ class Region(autocast):
         """Whether kernels may make the calls of a forward that are in tables."""
         has_rules = self.has_op_rules or self._ruled_modules or self.sums_in_fp64
         # FSDP and tensor parallelism, which keep no copies, fill slots while the forward runs.
-        is_plain = self.layout.keeps_copies and not has_rules and not self._has_scripts
+        is_plain = self._weights.layout.keeps_copies and not has_rules and not self._has_scripts
         if not is_plain or self.observer is not None:
             return False
         self._meets_compiler = self._meets_compiler or compiled_frames() > 0
@@ -148,7 +145,7 @@ class Region(autocast):
 
     def add_rules(self, rules: Mapping[str, str], model: nn.Module | None) -> None:
         super().add_rules(rules, model)
-        self.uses = ProductUses(self._lowers, self._ruled())
+        self._weights.learn_anew(self._lowers, self._ruled())
 
     def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]:
         slots = self.thread.slots
@@ -162,20 +159,6 @@ class Region(autocast):
                 return function(*args, **kwargs)
 
         return recompute
-
-    def note_nodes(self, slots: Slots) -> None:
-        """Note which autograd nodes a forward has made: a later one may be given its results."""
-        if slots.has_grad and (last := torch.autograd._get_sequence_nr()) > slots.first_node:
-            self.thread.made.append((slots.first_node, last))
-        # What is kept for longer counts as made outside: the list must not grow with the training.
-        del self.thread.made[:-1000]
-
-    def made_earlier(self, node: Any) -> bool:
-        """Whether an earlier forward of this model made an autograd node, whose result was kept."""
-        made, number = self.thread.made, node._sequence_nr()
-        # Numbers only grow, so the list is sorted as it is.
-        position = bisect.bisect_right(made, (number, math.inf)) - 1
-        return position >= 0 and number < made[position][1]
 
     @uncompiled
     def __torch_function__(
@@ -241,3 +224,40 @@ def _with_gradients(
         slots.must_be_watched = True  # also where kernels make the calls of the next one: products of experts
         args, kwargs = apply_to_tensors(slots.with_grad, (args, dict(kwargs)))
     return handler(region, name, func, args, kwargs)
+
+
+# Calls in a forward that mean a weight itself: ``.data``, ``.dtype``, and gradients that are asked for there.
+
+
+def _read_or_set_data(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """``weight.data``, of which the parameter outside must know."""
+    slots = region.thread.slots
+    # What is read from one alias and written through it must reach the others, which autograd sees as separate tensors.
+    first, *others = [args[0]] if slots is None else slots.data_of(args[0])
+    for other in others:
+        func(other, *args[1:])
+    return func(first, *args[1:])
+
+
+def _read_dtype(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    slots = None if is_dynamo_compiling() else region.thread.slots
+    return func(*args) if slots is None else slots.dtype_of(args[0])
+
+
+def _take_gradients(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if (slots := region.thread.slots) is None:
+        return func(*args, **kwargs)
+    slots.must_be_watched = True  # so that later forwards are asked as well
+    # Products may use another alias of a weight, and some of a CPU write the gradient of the weight itself.
+    outputs, inputs = args
+    return func(outputs, [slots.outside_of(one) if isinstance(one, Tensor) else one for one in inputs], **kwargs)
+
+
+_CALLS_OF_WEIGHTS: Plan = {
+    **dict.fromkeys(
+        (Tensor.data.__get__, Tensor.data.__set__),  # type: ignore[attr-defined]
+        PlannedCall(CastRule.UNLISTED, "data", _read_or_set_data),
+    ),
+    Tensor.dtype.__get__: PlannedCall(CastRule.UNLISTED, "dtype", _read_dtype),  # type: ignore[attr-defined]
+    torch.autograd.grad: PlannedCall(CastRule.UNLISTED, "grad", _take_gradients),
+}

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from hf_mp._warnings import module_of_frame
 from hf_mp.casting.nested import apply_to_tensors
-from hf_mp.scaling.borders import Crossings, add_late_borders, inward_borders, leads_inside, outside_of
-from hf_mp.weights.lasting import BorderSet, LastingSlots
+from hf_mp.scaling.borders import BorderUse, Crossings, add_late_borders, inward_borders, leads_inside, outside_of
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.lean.outside_reads import OF_THE_TENSOR_ITSELF
-from hf_mp.weights.model_walk import Walk
 from hf_mp.weights.product_uses import Notes, ProductUses, Slot
 
 # Weights share a border, one autograd node instead of many, up to so many elements: their gradients leave together.
@@ -38,6 +37,43 @@ class _Inside(NamedTuple):
     rounded: Tensor | None  # its working copy
 
 
+class Owner(Protocol):
+    """What a forward's weights ask of their owner, the :class:`~hf_mp.weights.source.WeightSource`."""
+
+    layout: WeightLayout
+    crossings: Crossings
+    uses: ProductUses
+
+    def made_earlier(self, node: Any) -> bool: ...
+
+
+class BorderSet:
+    """Borders of all trained weights of a model, and what lies in the slots behind them."""
+
+    def __init__(
+        self, filled: list[tuple[Slot, Tensor]], inside: dict[int, _Inside], rounded: list[Tensor], copies: list[Tensor]
+    ) -> None:
+        self.filled, self.inside = filled, inside
+        self._rounded, self._copies = rounded, copies  # the weights whose slots hold their working copies
+        self._behind_borders = [value for _, value in filled if value.requires_grad]
+        self.nodes = {value.grad_fn for value in self._behind_borders}
+        self.use: weakref.ref[BorderUse] | None = None  # that of the last forward
+
+    def is_free(self) -> bool:
+        """Whether no backward through the graph of the last forward is to come."""
+        use = None if self.use is None else self.use()
+        return use is None or use.is_over
+
+    def has_working_copies_of(self, layout: WeightLayout) -> bool:
+        """Whether the working copies of its weights are those that it was made for."""
+        return [*map(id, layout.working_copies(self._rounded).values())] == [*map(id, self._copies)]
+
+    def is_intact(self) -> bool:
+        """Whether no forward has written in place into what lies in a slot, or left a hook there."""
+        behind, nodes = self._behind_borders, self.nodes
+        return all([one.grad_fn in nodes and not one._backward_hooks and not one.retains_grad for one in behind])
+
+
 class Slots:
     """The weights of one forward, and the rule for everything else that comes from outside.
 
@@ -50,85 +86,61 @@ class Slots:
     its border when the forward has ended: see :meth:`add_late_borders`.
 
     Args:
-        layout: gives the working copies.
-        crossings: what the borders ask.
-        uses: which weights products use.
-        made_earlier: whether an earlier forward of the model made an autograd node.
-        has_grad: whether the forward runs with grad.
-        is_scaled: whether the loss is scaled.
-        group_elements: the most elements of weights that share a border; None for as many as suits their device.
+        owner: of the weights.
         kind: of the forward; the first of each kind shows what its calls do.
+        model: whose weights they are.
+        is_scaled: whether the loss is scaled.
+        shares_borders: whether several weights may have one border.
     """
 
     are_filled = False  # whether the slots hold what is inside: the forward runs
+    _carriers: frozenset[int] = frozenset()  # leaves that carry gradients from one piece of the model to another
+    _slots: Sequence[Slot] = ()  # where the weights are looked up, if this forward shows what uses them
 
     def __init__(
-        self,
-        layout: WeightLayout,
-        crossings: Crossings,
-        uses: ProductUses,
-        made_earlier: Callable[[Any], bool],
-        has_grad: bool,
-        is_scaled: bool,
-        group_elements: int | None,
-        kind: Hashable,
+        self, owner: Owner, kind: Hashable, model: nn.Module, *, is_scaled: bool, shares_borders: bool
     ) -> None:
-        self._layout, self._crossings, self._made_earlier = layout, crossings, made_earlier
-        self._uses, self._group_elements = uses, group_elements
-        self.has_grad = has_grad
-        self.has_borders = has_grad and (is_scaled or layout.keeps_scaled_gradients)
-        self._kind, self._notes = kind, Notes()
+        self._owner, self._layout, self._uses = owner, owner.layout, owner.uses
+        self.kind, self.model, self.shares_borders = kind, model, shares_borders
+        self.has_grad = has_grad = torch.is_grad_enabled()
+        self.has_borders = has_grad and (is_scaled or owner.layout.keeps_scaled_gradients)
+        self._notes = Notes()
         # Whether to ask as_used() about each call, also where gradient checkpointing makes it again later.
-        self.records_uses = kind not in uses.is_watched
+        self.records_uses = kind not in owner.uses.is_watched
         self.is_scaled = has_grad and is_scaled
         # Whether a mode has to see the calls.
-        self.is_watched = self.records_uses or uses.is_watched[kind]
+        self.is_watched = self.records_uses or owner.uses.is_watched[kind]
         # Whether this forward uses what came from outside, or reads `.data` of a weight, or a dtype to cast by it.
         self.must_be_watched = False
         self._inside: dict[int, _Inside] = {}  # by the identity of what is outside, and of what is inside
-        self._carriers: set[int] = set()  # leaves that carry gradients from one piece of the model to another
         self._outside: set[Any] = set()  # autograd nodes that are known to lead to nothing inside
         self._met: dict[int, Tensor] = {}  # from outside, in a part without grad, which a checkpoint may compute again
-        self._slots: list[Slot] = []
         # autograd numbers nodes as they are made; nothing public tells which of two is older.
         self.first_node = torch.autograd._get_sequence_nr()
 
-    def bring_in_model(self, model: nn.Module, walk: Walk, kept: dict[Hashable, LastingSlots]) -> None:
-        """Bring the weights of ``model`` in, for this context to put into their slots.
-
-        ``kept`` has what earlier forwards brought in, by their kinds; ``walk`` tells whether the weights are the same.
-        """
-        # What the first forward of any kind does decides about slots.
-        key = self._kind, self.has_borders, self._group_elements, len(self._uses.is_watched)
-        lasting = kept.get(key)
-        if lasting is not None and not lasting.holds(walk, [*self._layout.working_copies(lasting.rounded).values()]):
-            # All kinds: a border holds the AccumulateGrad of a weight, which torch keeps when a weight is resized.
-            kept.clear()
-            lasting = None
-        if lasting is None or (found := lasting.free_set()) is None:
-            slots = self._uses.find_slots(model)
-            found = BorderSet(self._bring_in_all(slots), self._inside)
-            # A tensor that was computed is another in the next forward.
-            if not self.records_uses and all([weight.is_leaf for weight in walk.weights]):
-                if lasting is None:
-                    rounded = [slot.weight for slot in slots if slot.in_16_bits]
-                    copies = [*self._layout.working_copies(rounded).values()]
-                    lasting = kept[key] = LastingSlots(walk, rounded, copies)
-                lasting.keep(found)
-        # What lies where. A forward may change both.
-        self._filled, self._inside = list(found.filled), dict(found.inside)
-        self._border_use = found.begin_use(self._crossings)
-
-    def _bring_in_all(self, slots: list[Slot]) -> list[tuple[Slot, Tensor]]:
-        """What to put into which of ``slots``."""
-        self._slots += slots if self.records_uses else []
+    def make_set(self, slots: list[Slot]) -> BorderSet:
+        """Borders for the weights in ``slots``, and what is behind them."""
+        rounded = [slot.weight for slot in slots if slot.in_16_bits]
         # Made fresh before an alias inside exists: anything else that shares the memory may write it unseen.
-        copies = self._layout.working_copies([slot.weight for slot in slots if slot.in_16_bits])
+        copies = self._layout.working_copies(rounded)
+        return BorderSet(self._bring_in_all(slots, copies), self._inside, rounded, list(copies.values()))
+
+    def fill_from(self, borders: BorderSet) -> None:
+        """Take ``borders`` for this forward."""
+        # What lies where. A forward may change both.
+        self._filled, self._inside = list(borders.filled), dict(borders.inside)
+        self._border_use = BorderUse(borders.nodes, self._owner.crossings)
+        borders.use = weakref.ref(self._border_use)
+
+    def _bring_in_all(self, slots: list[Slot], copies: dict[int, Tensor]) -> list[tuple[Slot, Tensor]]:
+        """What to put into which of ``slots``; ``copies`` are the weights' working copies, by identity."""
+        if self.records_uses:
+            self._slots = [*self._slots, *slots]
         trained = {id(slot.weight): slot.weight for slot in slots if self.has_grad and slot.weight.requires_grad}
         crossing = [(one, copies.get(id(one))) for one in trained.values() if self.has_borders or id(one) in copies]
-        for group in _border_groups(crossing, self._group_elements):
+        for group in _border_groups(crossing, None if self.shares_borders else 1):
             self._bring_in_group(group)
-        found, placed = [], set[int]()
+        filled, placed = [], set[int]()
         for slot in slots:
             weight, inside = slot.weight, self._inside.get(id(slot.weight))
             if inside is None:
@@ -141,13 +153,13 @@ class Slots:
             placed.add(id(weight))
             value = inside.rounded if slot.in_16_bits and inside.rounded is not None else inside.wide
             if value is not weight:
-                found.append((slot, value))
-        return found
+                filled.append((slot, value))
+        return filled
 
     def _bring_in_group(self, pairs: _Pairs) -> _Inside:
         """Make one border for tensors and their working copies, if they have any; gives the last of what is inside."""
         outside, copies = zip(*pairs, strict=True)
-        wide, rounded = inward_borders(outside, copies, self._crossings, with_aliases=self.has_borders)
+        wide, rounded = inward_borders(outside, copies, self._owner.crossings, with_aliases=self.has_borders)
         by_identity = self._inside
         for inside in map(_Inside, outside, wide, rounded):
             by_identity[id(inside.outside)] = by_identity[id(inside.wide)] = by_identity[id(inside.rounded)] = inside
@@ -232,16 +244,11 @@ class Slots:
             return tensor.dtype
         if tensor is not inside.rounded:
             self._note(inside, tensor, by_product=False)
-        elif tensor.dim() > 2:  # as nobody tells it, in the forwards to come
+        elif tensor.dim() > 2:  # later forwards do not intercept .dtype of 3-d weights: answer the same now
             return tensor.dtype
         elif not _is_for_a_product():
             self.must_be_watched = True
         return inside.outside.dtype
-
-    def record_uses(self) -> None:
-        """The forward has ended: take in what it did with the weights, if it is the first of its kind."""
-        if self.records_uses:
-            self._uses.record_uses(self._kind, self._slots, self._notes, is_watched=self.must_be_watched)
 
     def with_grad(self, tensor: Tensor) -> Tensor:
         """``tensor`` for a part that switches grad on in a forward without: of a working copy, the weight's own cast.
@@ -258,7 +265,7 @@ class Slots:
 
     def bring_in_argument(self, tensor: Tensor) -> Tensor:
         """``tensor`` through a border, if it wants a gradient, and none of this model's forwards made it."""
-        if not tensor.requires_grad or (tensor.grad_fn is not None and self._made_earlier(tensor.grad_fn)):
+        if not tensor.requires_grad or (tensor.grad_fn is not None and self._owner.made_earlier(tensor.grad_fn)):
             return tensor
         return self._alias(tensor)
 
@@ -298,22 +305,26 @@ class Slots:
             return id(tensor) not in self._carriers
         if id(tensor) in self._met:
             return True
-        is_early = node._sequence_nr() < self.first_node and not self._made_earlier(node)
+        is_early = node._sequence_nr() < self.first_node and not self._owner.made_earlier(node)
         return is_early and not leads_inside(node, self.first_node, self._outside)
 
     def finish(self, results: Sequence[Tensor]) -> None:
-        """Of a forward with these results, put a border on each edge of its graph that leads outside.
+        """The forward has ended with these results: put a border on each edge of its graph that leads outside.
 
-        A second derivative takes edges that are made later: so calls are watched from the next forward on.
+        A second derivative takes edges that are made later: so calls are watched from the next forward on. The first
+        forward of its kind has shown what it does with the weights.
         """
+        if self.records_uses:
+            self._uses.record_uses(self.kind, self._slots, self._notes, is_watched=self.must_be_watched)
         if not self.has_grad:
             return
         with torch._C.DisableTorchFunctionSubclass():  # a loss that may stay unread
             nodes: list[Any] = [node for result in results if (node := result.grad_fn) is not None]
         for node in nodes:
             node.border_use = self._border_use  # while one of them lives, no other forward takes these borders
-        if self.is_scaled and add_late_borders(results, self._crossings, self.first_node, self._made_earlier):
-            self._uses.is_watched[self._kind] = True
+        owner = self._owner
+        if self.is_scaled and add_late_borders(results, owner.crossings, self.first_node, owner.made_earlier):
+            self._uses.is_watched[self.kind] = True
 
     @contextmanager
     def recomputing(self, args: tuple[Any, ...]) -> Iterator[None]:
@@ -322,11 +333,11 @@ class Slots:
         All is inside then but leaves and what calls met in the forward.
         """
         first, self.first_node = self.first_node, -1
-        self._carriers = {id(arg) for arg in args if isinstance(arg, Tensor)}
+        self._carriers = frozenset(id(arg) for arg in args if isinstance(arg, Tensor))
         try:
             yield
         finally:
-            self.first_node, self._carriers = first, set()
+            self.first_node, self._carriers = first, frozenset()
 
 
 # Models of Transformers that read the dtype of a weight to cast what its own product takes, and nothing else. Others

@@ -25,7 +25,7 @@ from _benchmarks import DEFAULT_DEVICE, DTYPES, DeviceRates, Workload, rounded_c
 from _contenders import BareMode, Step
 from _results import alternate, median_and_spread, rows_of
 from hf_mp import MixedPrecision, autocast
-from hf_mp.policy import compute_dtype
+from hf_mp.dtypes import compute_dtype
 
 Rows = dict[str, dict[str, Any]]
 

@@ -85,7 +85,7 @@ def our_step(workload: Workload, precision: str, make: MakeOptimizer) -> Step:
         given = [(gradient * runtime.scaler.get_scale()).to(runtime.policy.compute) for gradient in given]
     else:
         for parameter in model.parameters():
-            runtime.layout.copies.get(parameter)
+            runtime.weights.layout.copies.get(parameter)
 
     inverse = runtime.scaler.scale_and_inverse(given[0].device).inverse if runtime.check.is_scaled else None
 

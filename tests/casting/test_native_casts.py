@@ -15,8 +15,9 @@ from torch._ops import OpOverload
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+from hf_mp.casting.calls import Plan, PlannedCall
 from hf_mp.casting.dispatched import dispatched, register
-from hf_mp.casting.handlers import AS_GIVEN, Plan, PlannedCall
+from hf_mp.casting.handlers import AS_GIVEN
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.plans import plan_for
 from hf_mp.casting.tables import TABLES, CastRule, TableName, spellings

@@ -229,7 +229,7 @@ def fsdp() -> dict[str, Any]:
     model, optimizer = prepared(shard)
     log = train(model, optimizer, batches(8))
     kinds = {type(p).__name__ for p in model.parameters()} | {str(p.grad) for p in model.parameters()}
-    return {**log, "kinds": sorted(kinds), "copies": len(runtime_of(model).layout.copies)}
+    return {**log, "kinds": sorted(kinds), "copies": len(runtime_of(model).weights.layout.copies)}
 
 
 def fsdp_of_fp16_model() -> dict[str, Any]:
@@ -369,7 +369,7 @@ def fsdp_saves_no_copies() -> dict[str, Any]:
         )
         with outer:  # hooks of others stay in force, and then copies are saved
             loss = model(input_ids=part, labels=part).loss
-        passing = runtime_of(model).layout._transient
+        passing = runtime_of(model).weights.layout._transient
         alive.append(len(passing._transient))
         loss.backward()
         gradients.append({name: whole(p.grad).clone() for name, p in model.named_parameters()})

@@ -23,7 +23,7 @@ from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
 from hf_mp.memory.parallel import CommunicationRecorder, make_mesh, shard
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.training import make_settings, make_trainee, prepare_model, record_steps
-from hf_mp.weights.ranks.parallelism import has_dtensors
+from hf_mp.ranks.parallelism import has_dtensors
 
 PRESETS = {**dict.fromkeys(("fsdp2", "hsdp", "ddp"), ("fp32", "fp16")), "tp": ("fp32", "fp16", "bf16")}
 NODE_SIZE = 2

@@ -30,7 +30,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 import hf_mp
-from hf_mp.weights.ranks.parallelism import local_part
+from hf_mp.ranks.parallelism import local_part
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 102,

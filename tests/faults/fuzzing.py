@@ -29,7 +29,7 @@ from transformers import HfArgumentParser
 from hf_mp import CheckpointError, MasterWeightOptimizer, MixedPrecision, MixedPrecisionArguments, PrecisionPolicy
 from hf_mp.casting.mode import TABLES
 from hf_mp.casting.rules import match_modules, parse_rules
-from hf_mp.policy import parse_loss_scale
+from hf_mp.scaling.rules import parse_loss_scale
 from hf_mp.scaling.scalers import DynamicLossScaler, HeadroomLossScaler, StaticLossScaler, make_loss_scaler
 from hf_mp.trainer.checkpoints.inspection import find_problems
 from hf_mp.trainer.checkpoints.manifest import finish

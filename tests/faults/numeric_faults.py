@@ -244,7 +244,7 @@ class Run:
         lean = PrecisionPolicy.parse(self.segment.precision).is_lean
         for name, parameter in self.net.named_parameters():
             with as_stored():  # the 16 bits of a lean parameter
-                copies[name] = parameter.detach() if lean else self.runtime.layout.copies.get(parameter)
+                copies[name] = parameter.detach() if lean else self.runtime.weights.layout.copies.get(parameter)
             rounded = masters[name].to(copies[name].dtype)
             distance = (copies[name].float() - rounded.float()).abs()
             # the split BF16 rounds ties away from zero: half a unit, and not both ways

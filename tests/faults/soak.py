@@ -39,7 +39,7 @@ class Soak(TrainerCallback):
         self.samples.append((state.global_step, _resident_bytes()))
 
     def _check(self, model: Any) -> None:
-        copies = self.trainer.mixed_precision.layout.copies
+        copies = self.trainer.mixed_precision.weights.layout.copies
         for name, parameter in model.named_parameters():
             master, copy = parameter.detach(), copies.get(parameter)
             assert master.dtype is torch.float32 and master.isfinite().all(), f"master {name}"

@@ -718,7 +718,7 @@ class TestKeptUpdates:
             value for one in model.parameters() if one in optimizer.state for value in optimizer.state[one].values()
         ]
         found = [*map(getattr(optimizer, "master", Tensor.detach), model.parameters()), *state]
-        copies = model.__dict__["forward"].runtime.layout.copies
+        copies = model.__dict__["forward"].runtime.weights.layout.copies
         for parameter in model.parameters():
             if parameter in copies and "lean" not in precision:
                 assert torch.equal(copies.get(parameter), parameter.detach().to(copies.dtype))
@@ -789,7 +789,7 @@ class TestSteps:
             if schedule is not None:
                 schedule.step()
         state = [optimizer.state[parameter][name] for parameter in model.parameters() for name in ("exp_avg", "step")]
-        copies = model.__dict__["forward"].runtime.layout.copies
+        copies = model.__dict__["forward"].runtime.weights.layout.copies
         for parameter in model.parameters() if "lean" not in precision else ():
             if parameter in copies:
                 entry = copies._entries[id(parameter)]

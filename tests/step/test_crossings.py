@@ -698,7 +698,7 @@ def test_what_comes_in_first_in_a_later_forward_has_its_border_too() -> None:
             assert_true([gate.grad], [expected])
             gate.grad = None
     # Second derivatives take edges that are made later: watched calls alone bring their tensors in.
-    assert runtime.region.uses.is_watched[id(model.forward), True, True]
+    assert runtime.weights.uses.is_watched[id(model.forward), True, True]
 
 
 def test_second_derivatives_of_what_comes_in_late_are_right_from_the_next_forward_on() -> None:

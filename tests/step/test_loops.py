@@ -165,7 +165,7 @@ def test_a_skipped_step_changes_nothing(precision: str, factor: float, clips: bo
     def state() -> tuple[list[Tensor], Any]:
         lists = optimizer.state_dict()
         moments = [value for one in lists["state"].values() for value in one.values() if isinstance(value, Tensor)]
-        working = [] if "lean" in precision else map(runtime.layout.copies.get, model.parameters())
+        working = [] if "lean" in precision else map(runtime.weights.layout.copies.get, model.parameters())
         return copies([*masters(model), *model.parameters(), *working, *moments]), lists["param_groups"]
 
     def step(factor: float = 1.0) -> bool:
@@ -200,7 +200,7 @@ def test_evaluation_and_generation(gpt2: GPT2LMHeadModel, batch: Batch, precisio
         gpt2(**batch)
     tokens = gpt2.generate(batch["input_ids"][:1, :4], max_new_tokens=5, do_sample=False, pad_token_id=0)
     assert tokens.shape == (1, 9) and same(before, masters(gpt2))
-    assert "lean" in precision or len(runtime.layout.copies) > 0
+    assert "lean" in precision or len(runtime.weights.layout.copies) > 0
     gpt2.train()(**batch).loss.backward()
 
 
@@ -308,7 +308,7 @@ def test_a_graph_made_before_anothers_step_is_differentiated(precision: str, opt
     expected, _ = gan("fp32", OPTIMIZERS[optimizer], together)
     found, runtime = gan(precision, OPTIMIZERS[optimizer], together)
     torch.testing.assert_close(dict(found.state_dict()), dict(expected.state_dict()), rtol=0.05, atol=0.03)
-    working = runtime.layout.copies
+    working = runtime.weights.layout.copies
     for parameter in found.parameters():
         if parameter in working:
             assert torch.equal(working.get(parameter), parameter.detach().to(working.dtype))

@@ -43,7 +43,7 @@ def run(gpt2: GPT2LMHeadModel, batch: Batch) -> Any:
 
 
 def assert_copies_are_rounded_masters(runtime: MixedPrecision) -> None:
-    found = runtime.layout.copies
+    found = runtime.weights.layout.copies
     assert len(found) > 0 and runtime.model is not None
     for parameter in runtime.model.parameters():
         assert torch.equal(found.get(parameter), parameter.detach().to(found.dtype))

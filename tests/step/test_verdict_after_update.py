@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import hf_mp
 from hf_mp.kernels import adamw
-from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import PrecisionStats, StepReport
-from hf_mp.step import gradients
+from hf_mp.step.gradients import Verdict
+from hf_mp.step.observers import StepObserver
 from hf_mp.weights import fused_adamw
 from hf_mp.weights.fused_adamw import _tensors_of as tensors_of
 from hf_mp.weights.lean.split_parameter import has_gradient
@@ -46,7 +46,7 @@ def without_being_seen(split_into: Callable[..., None]) -> Callable[..., None]:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for a CPU's values as it would for a GPU's, and lean updates are those of a kernel."""
-    monkeypatch.setattr(gradients, "_SKIP_BY_THEMSELVES", ("cpu",))
+    monkeypatch.setattr("hf_mp.step.gradients._SKIP_BY_THEMSELVES", ("cpu",))
     monkeypatch.setattr(adamw_references, "split_into", without_being_seen(adamw_references.split_into))
     monkeypatch.setattr(fused_adamw, "kernel_for", lambda name, tensors: None if is_master(tensors[0]) else launched_of)
 
@@ -170,14 +170,14 @@ def test_threads_that_ask_at_once_are_all_told_of_the_last_step(monkeypatch: pyt
     model, optimizer = prepared(fused)
     backward(model, 0, math.inf)
     optimizer.step()
-    runtime, read, is_read = runtime_of(model), gradients.Verdict.read, threading.Event()
+    runtime, read, is_read = runtime_of(model), Verdict.read, threading.Event()
 
-    def late(verdict: gradients.Verdict) -> Any:
+    def late(verdict: Verdict) -> Any:
         is_read.set()
         time.sleep(0.1)  # as a host that waits for its device, and lets other threads run
         return read(verdict)
 
-    monkeypatch.setattr(gradients.Verdict, "read", late)
+    monkeypatch.setattr(Verdict, "read", late)
     with ThreadPoolExecutor() as pool:
         first = pool.submit(runtime.loss_scale_on, torch.device("cpu"))
         is_read.wait(10)
@@ -285,7 +285,7 @@ def test_an_optimizer_that_cannot_skip_waits(kind: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("devices", [("cpu", "cpu"), ("cpu", "meta")])
 def test_a_step_of_gradients_on_two_devices_is_read_first(devices: tuple[str, str]) -> None:
     given = [torch.zeros(2, device=device) for device in devices]
-    verdict = gradients.Verdict((), given, torch.zeros(1))
+    verdict = Verdict((), given, torch.zeros(1))
     assert verdict.may_stay_on_device is (devices[1] == "cpu")
 
 

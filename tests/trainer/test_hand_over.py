@@ -85,13 +85,13 @@ class Largest32(TorchDispatchMode):
 def test_no_fp32_copy_is_made_and_no_copy_is_kept(batch: dict[str, Tensor], precision: str) -> None:
     model, _ = trained(precision, batch)
     runtime = model.forward.runtime  # type: ignore[attr-defined]
-    kept = len(runtime.layout.copies)
+    kept = len(runtime.weights.layout.copies)
     with Largest32() as largest:
         copies = dict(working_copies(model))
     assert largest.elements <= 1
-    assert len(runtime.layout.copies) == kept
+    assert len(runtime.weights.layout.copies) == kept
     weight = model.transformer.h[0].mlp.c_fc.weight
-    own = weight if isinstance(weight, SplitParameter) else runtime.layout.copies.get(weight)
+    own = weight if isinstance(weight, SplitParameter) else runtime.weights.layout.copies.get(weight)
     assert copies["transformer.h.0.mlp.c_fc.weight"].data_ptr() == own.data_ptr()
 
 

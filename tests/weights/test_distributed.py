@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_mp import MixedPrecision
-from hf_mp.weights.ranks.parallelism import (
+from hf_mp.ranks.parallelism import (
     is_dtensor,
     is_sharded,
     parallelism_of,

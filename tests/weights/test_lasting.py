@@ -43,7 +43,7 @@ def attached(precision: str) -> Model:
 
 
 def forget_borders(model: Any) -> None:
-    model.forward.lasting.clear()
+    model.forward.runtime.weights.forget_borders()
 
 
 @every_preset

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hf_mp
 from hf_mp.scaling.borders import inward_borders
-from hf_mp.weights.ranks.transient_copies import TransientCopies
+from hf_mp.weights.spread_layouts import TransientCopies
 from hf_mp.weights.working_copies import WorkingCopies
 
 USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -187,7 +187,7 @@ def test_a_convolution_tells_its_own_dtype_and_nobody_watches() -> None:
     )
     for _ in range(3):
         model(X).sum().backward()
-    assert dtypes == [torch.bfloat16] * 3 and not any(model.forward.runtime.region.uses.is_watched.values())
+    assert dtypes == [torch.bfloat16] * 3 and not any(model.forward.runtime.weights.uses.is_watched.values())
 
 
 @both
@@ -207,7 +207,7 @@ def test_a_model_of_transformers_reads_the_dtype_to_cast_for_a_product_and_nobod
     model.eval()
     found = [gradients_of(model, lambda: model(input_ids=ids, labels=ids).loss) for _ in range(2)]
     assert same(*found)  # of the forward that teaches, which is told FP32, and of one that is told 16 bits
-    assert not any(model.forward.runtime.region.uses.is_watched.values())
+    assert not any(model.forward.runtime.weights.uses.is_watched.values())
 
 
 @both

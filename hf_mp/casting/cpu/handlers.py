@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_mp.casting.active import is_compiling_or_transforming
+from hf_mp.casting.calls import Mode, Plan
 from hf_mp.casting.cpu import attention, upcast
 from hf_mp.casting.cpu.attention import ATTENTION, attend, has_flash, read_attention, score_count
 from hf_mp.casting.cpu.products import OWN_ELEMENTS, PRODUCTS, Product, multiply, read_product
 from hf_mp.casting.cpu.upcast import are_small, run_through_fp32
-from hf_mp.casting.handlers import Plan, cast_all, lower_precision
+from hf_mp.casting.handlers import cast_all, lower_precision
 from hf_mp.casting.nested import tensors_in
 
-if TYPE_CHECKING:
-    from hf_mp.casting.mode import autocast
 
-
-def through_fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def through_fp32(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a call in a dtype that the CPU has no such op for; those of other devices go on."""
     # A plan is made for the CPU's dtypes and sees tensors of all devices.
     first = next(tensors_in((args, kwargs)), None)
@@ -37,7 +35,7 @@ def through_fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any,
     return run_through_fp32(func, args, kwargs, mode.dtype, is_small=is_small)
 
 
-def native_product(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def native_product(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a product that the CPU has; of a large weight, with a function that writes the weight's gradient itself."""
     # Nearly all weights are small, and one look at the weight's place says so: to read the call costs the host more.
     place = PRODUCTS[name]
@@ -49,7 +47,7 @@ def native_product(mode: autocast, name: str, func: Callable[..., Any], args: An
     return lower_precision(mode, name, func, args, kwargs)
 
 
-def native_attention(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def native_attention(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make an attention on a CPU that multiplies in 16 bits: in the way that takes less time or memory."""
     args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
     few = attention.OWN_SCORES
@@ -64,7 +62,7 @@ def native_attention(mode: autocast, name: str, func: Callable[..., Any], args: 
     return run_through_fp32(func, args, kwargs, mode.dtype)
 
 
-def _multiply(mode: autocast, product: Product, *, native: bool) -> Tensor:
+def _multiply(mode: Mode, product: Product, *, native: bool) -> Tensor:
     bias = mode.cast(product.bias, mode.dtype)
     x, weight = mode.cast(product.x, mode.dtype), mode.cast(product.weight, mode.dtype)
     return multiply(x, weight, bias, transposed=product.transposed, native=native)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_mp.casting.active import is_compiling_or_transforming
 from hf_mp.casting.nested import map_tensors, tensors_in
-from hf_mp.policy import compute_dtype, compute_dtypes
+from hf_mp.dtypes import compute_dtype, compute_dtypes
 
 SMALL_ELEMENTS = 2**16  # of all operands of an op: to keep fewer in 16 bits for backward costs more than it saves
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -85,12 +84,3 @@ class ForwardReplacement(ModelReplacement):
 
 def _class_forward(module: Any) -> Any:
     return types.MethodType(type(module).forward, module)
-
-
-def entry_points(model: nn.Module) -> list[nn.Module]:
-    """The modules whose call is a forward of ``model``: itself, and Transformers models inside (PEFT calls those)."""
-    transformers_models = sys.modules.get("transformers.modeling_utils")
-    if transformers_models is None:
-        return [model]
-    inner = [m for m in model.modules() if m is not model and isinstance(m, transformers_models.PreTrainedModel)]
-    return [model, *inner]

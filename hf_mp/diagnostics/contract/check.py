@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hf_mp.diagnostics.contract.folders import evidence_of, read_folder
 from hf_mp.diagnostics.contract.risks import Held, Risk, find_risks, mean
-from hf_mp.policy import spell
+from hf_mp.dtypes import spell
 
 _UNDECIDED = (
     "no risk was found; to train these 16-bit weights on may be one: name its learning rate, as --learning-rate 1e-5"

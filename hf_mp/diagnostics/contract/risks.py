@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_mp.diagnostics.magnitudes import histogram, swamped
-from hf_mp.policy import LOWER_PRECISION_DTYPES, spell
+from hf_mp.dtypes import LOWER_PRECISION_DTYPES, spell
 
 _LOSES_MANY = 0.01  # share of updates from which on the advice is to keep masters
 # Of healthy FP32 moments none is stuck; of BF16 with beta2=0.999 nearly all. In between lies nothing known.

@@ -13,6 +13,7 @@ from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
+from hf_mp.ranks.parallelism import is_sharded
 from hf_mp.scaling.scalers import LossScaleError
 from hf_mp.trainer.checkpoints import inspection, loaded_state, resuming
 from hf_mp.trainer.checkpoints.lock import lock_directory
@@ -20,7 +21,6 @@ from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, CheckpointError
 from hf_mp.trainer.checkpoints.preemption import Preempted, PreemptionCallback
 from hf_mp.trainer.checkpoints.saves import Saves, largest
 from hf_mp.trainer.session import TrainerSession
-from hf_mp.weights.ranks.parallelism import is_sharded
 
 logger = logging.get_logger(__name__)
 

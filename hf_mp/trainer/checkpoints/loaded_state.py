@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp.kernels.gradient_scan import all_finite
+from hf_mp.ranks.parallelism import local_part
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
-from hf_mp.weights.ranks.parallelism import local_part
 
 _MOST_CHARACTERS = 2000  # of a library's message, which may quote the state
 # State that has an element for each of its parameter; other optimizers' factors have not.

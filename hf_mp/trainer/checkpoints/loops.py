@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from hf_mp._warnings import warn_caller
 from hf_mp.diagnostics.overflow import attached_runtime
+from hf_mp.ranks.parallelism import get_rank, get_world_size
 from hf_mp.trainer.checkpoints import in_place, inspection, loaded_state
 from hf_mp.trainer.checkpoints.manifest import (
     MANIFEST_NAME,
@@ -34,7 +35,6 @@ from hf_mp.trainer.checkpoints.shards import (
 )
 from hf_mp.trainer.checkpoints.synced import write_synced
 from hf_mp.trainer.checkpoints.untrusted import read_json
-from hf_mp.weights.ranks.parallelism import get_rank, get_world_size
 
 SHARDS_FOLDER = "shards"
 STATE_FILE = "training_state.json"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hf_mp.ranks.parallelism import is_dtensor, local_part
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
-from hf_mp.weights.ranks.parallelism import is_dtensor, local_part
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata

@@ -13,13 +13,13 @@ from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging
 
+from hf_mp.ranks.parallelism import is_distributed
 from hf_mp.trainer.calling_trainer import extend_method
 from hf_mp.trainer.checkpoints import in_place, inspection
 from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
 from hf_mp.trainer.checkpoints.shards import refused_together
 from hf_mp.trainer.session import TrainerSession
-from hf_mp.weights.ranks.parallelism import is_distributed
 
 logger = logging.get_logger(__name__)
 

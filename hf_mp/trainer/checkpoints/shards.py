@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_mp.ranks.parallelism import get_rank, get_world_size, is_distributed, local_part
 from hf_mp.trainer.checkpoints.manifest import CheckpointError, FileEntry, entry_of
-from hf_mp.weights.ranks.parallelism import get_rank, get_world_size, is_distributed, local_part
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata

@@ -19,6 +19,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_mp.kernels.tensors import takes_lists
+from hf_mp.model_walk import model_parameters, modules_of, widen_buffers
+from hf_mp.ranks.parallelism import Parallelism, is_distributed
+from hf_mp.ranks.wire import Runtime
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.lean.optimizer import MasterWeightOptimizer, clip_grad_norm_
 from hf_mp.weights.lean.outside_reads import on_stored_values
@@ -31,9 +34,6 @@ from hf_mp.weights.lean.split_parameter import (
     put_masters_into_state_dict,
     unsplit,
 )
-from hf_mp.weights.model_walk import model_parameters, modules_of, widen_buffers
-from hf_mp.weights.ranks.parallelism import Parallelism, is_distributed
-from hf_mp.weights.ranks.wire import Runtime
 from hf_mp.weights.working_copies import WatchedParameter
 
 _ORDINARY = (Tensor, nn.Parameter, WatchedParameter)

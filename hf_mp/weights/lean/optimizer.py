@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp._warnings import warn_caller
+from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.gradient_scan import norm_of, real_values, total_norm
 from hf_mp.kernels.split import split
-from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.model_walk import optimizer_parameters
 from hf_mp.weights.attachable import check_closure
 from hf_mp.weights.early_state import optimizers_in, state_to_fp32
 from hf_mp.weights.fused_adamw import KeptUpdates, clip_factor, fused_step_split, replaces_step, skipping
@@ -30,7 +31,6 @@ from hf_mp.weights.lean.split_parameter import (
     multiply_gradients,
     unscaled,
 )
-from hf_mp.weights.model_walk import optimizer_parameters
 from hf_mp.weights.working_copies import seen, watch
 
 # Split masters are put together for as many parameters at once as have this many elements: 16 MiB in FP32.

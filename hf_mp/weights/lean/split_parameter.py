@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.split import REMAINDER_DTYPE, cache_blocks, merge, split
 from hf_mp.kernels.tensors import is_shared, version_of
-from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.lean.outside_reads import (
     DATA,
     StoredIn16Bits,

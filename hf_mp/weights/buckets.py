@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_mp.policy import PrecisionPolicy
+from hf_mp.ranks.wire import Runtime, sum_parts
 from hf_mp.weights.lean.split_parameter import SplitParameter, follow_first_rank
-from hf_mp.weights.ranks.wire import Runtime, sum_parts
 
 
 class Buckets:

@@ -1,4 +1,4 @@
-"""What others are told of a step: :class:`StepObserver`, and the options of a runtime that are observers."""
+"""Who only looks at a step (:class:`StepObserver`), and who decides about it (:class:`StepController`)."""
 
 from __future__ import annotations
 
@@ -32,12 +32,6 @@ class StepObserver:
     def stepped(self, report: StepReport) -> None:
         """An optimizer step was taken or skipped; the scaler has not counted it yet."""
 
-    def overflowed(self, optimizer: Any) -> StepReport | None:
-        """A step is about to be skipped; the verdict on gradients put in the place of those that overflowed, if any."""
-
-    def own_report(self) -> StepReport | None:
-        """The verdict on a step whose gradients were used already; None where there are gradients to look at."""
-
     def last_words(self) -> str:
         """What to do, and why, for the message of a :class:`LossScaleError`."""
         return ""
@@ -46,14 +40,24 @@ class StepObserver:
         """The model is an ordinary one again."""
 
 
-# The observer of each MixedPrecision(on_overflow=...), by module and class; its argument is the runtime.
+class StepController(StepObserver):
+    """Looks on as well, and may give another verdict on a step: ``MixedPrecision.controller``."""
+
+    def own_report(self) -> StepReport | None:
+        """The verdict on a step whose gradients were used already; None where there are gradients to look at."""
+
+    def overflowed(self, optimizer: Any) -> StepReport | None:
+        """A step is about to be skipped; the verdict on gradients put in the place of those that overflowed, if any."""
+
+
+# The controller of each MixedPrecision(on_overflow=...), by module and class; its argument is the runtime.
 ON_OVERFLOW: dict[str, str | None] = {"skip": None, "heal": "hf_mp.diagnostics.healing:Healer"}
 
 FreeGradients = Literal["step", "backward"]
-# The observer of each MixedPrecision(free_gradients=...); its arguments are the runtime and max_grad_norm.
+# The controller of each MixedPrecision(free_gradients=...); its arguments are the runtime and max_grad_norm.
 FREE_GRADIENTS: dict[str, str | None] = {
     "step": None,
-    "backward": "hf_mp.weights.lean.optimizer_in_backward:OptimizerInBackward",
+    "backward": "hf_mp.step.optimizer_in_backward:OptimizerInBackward",
 }
 
 
@@ -74,8 +78,8 @@ def check_options(
         raise ValueError(f"max_grad_norm={max_grad_norm} must be positive; None for no clipping, inf to measure only")
 
 
-def observers_for(known: Mapping[str, str | None], name: str, *arguments: Any) -> list[StepObserver]:
-    """The observer that ``known`` has for ``name``, constructed with ``arguments``; empty for None."""
+def controller_for(known: Mapping[str, str | None], name: str, *arguments: Any) -> StepController | None:
+    """The controller that ``known`` has for ``name``, constructed with ``arguments``."""
     # Imported by name, so that a training without it does not load its module.
     home = known[name]
-    return [] if home is None else [resolve_name(home)(*arguments)]
+    return None if home is None else resolve_name(home)(*arguments)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_mp.policy import LOWER_PRECISION_DTYPES
-from hf_mp.weights.lean.split_parameter import SplitParameter
-from hf_mp.weights.model_walk import model_parameters, modules_of, optimizer_parameters
+from hf_mp.dtypes import LOWER_PRECISION_DTYPES
+from hf_mp.model_walk import model_parameters, modules_of, optimizer_parameters
 
 
 def is_distributed() -> bool:
@@ -169,7 +168,8 @@ def _check_masters(model: nn.Module, parallelism: Parallelism) -> None:
         return
     wrapper = "DistributedDataParallel" if is_ddp else "fully_shard"
     for parameter in model_parameters(model):
-        is_narrow = parameter.dtype in LOWER_PRECISION_DTYPES and not isinstance(parameter, SplitParameter)
+        # A split parameter has its own master.
+        is_narrow = parameter.dtype in LOWER_PRECISION_DTYPES and not hasattr(parameter, "remainder_bits")
         if is_narrow and parameter.requires_grad:
             raise ValueError(
                 f"{_name_of(parameter, model)} is {parameter.dtype} and {wrapper} holds it already, so it cannot be "

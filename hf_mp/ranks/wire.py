@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from hf_mp.casting.replacements.routers import is_fp32_router
 from hf_mp.policy import PrecisionPolicy
+from hf_mp.ranks.parallelism import fsdp_modules
 from hf_mp.scaling.scalers import LossScaler
-from hf_mp.weights.ranks.parallelism import fsdp_modules
 
 
 class Runtime(Protocol):

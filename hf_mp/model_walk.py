@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.native import native
-from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 # The modules of each model, held weakly, and the key of what they have inside.
 _WALKS: weakref.WeakKeyDictionary[nn.Module, tuple[list[weakref.ref[nn.Module]], Any]] = weakref.WeakKeyDictionary()

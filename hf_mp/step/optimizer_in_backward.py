@@ -24,9 +24,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, norm_of
+from hf_mp.model_walk import optimizer_parameters
 from hf_mp.scaling.borders import accumulating
-from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import StepReport
+from hf_mp.step.observers import StepController
 from hf_mp.weights.fused_adamw import clip_factor
 from hf_mp.weights.layout import largest_unscaled_magnitude
 from hf_mp.weights.lean.optimizer import clip_grad_norm_, steps_by_parameter
@@ -36,7 +37,6 @@ from hf_mp.weights.lean.split_parameter import (
     has_gradient,
     multiply_gradients,
 )
-from hf_mp.weights.model_walk import optimizer_parameters
 
 
 @dataclass
@@ -52,7 +52,7 @@ class _Backward:
     clip_factor: Tensor | None = None
 
 
-class OptimizerInBackward(StepObserver):
+class OptimizerInBackward(StepController):
     """Updates the parameters of one optimizer inside backward.
 
     Clips the global 2-norm of the gradients to ``max_grad_norm``; ``inf`` only measures it, None does not. After a

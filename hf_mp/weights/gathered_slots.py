@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.dtypes import LOWER_PRECISION_DTYPES
+from hf_mp.ranks.parallelism import fsdp_modules, is_dtensor
 from hf_mp.scaling.borders import BorderUse
-from hf_mp.weights.lasting import LastingSlots
-from hf_mp.weights.model_walk import Walk
 from hf_mp.weights.product_uses import Slot
-from hf_mp.weights.ranks.layouts import TensorParallelLayout
-from hf_mp.weights.ranks.parallelism import fsdp_modules, is_dtensor
 from hf_mp.weights.slots import Slots
+from hf_mp.weights.spread_layouts import TensorParallelLayout
 
 
 class GatheredSlots(Slots):
@@ -26,10 +23,10 @@ class GatheredSlots(Slots):
     products take is in ``_parameters``.
     """
 
-    def bring_in_model(self, model: nn.Module, walk: Walk, kept: dict[Hashable, LastingSlots]) -> None:
-        """Take ``model``, whose weights come in while its forward runs."""
-        self._model, self._handles = model, list[RemovableHandle]()
-        self._filled, self._border_use = [], BorderUse((), self._crossings)
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._handles = list[RemovableHandle]()
+        self._filled, self._border_use = [], BorderUse((), self._owner.crossings)
         # DTensors are there all the time.
         self._computes_on_shards = isinstance(self._layout, TensorParallelLayout)
 
@@ -37,8 +34,8 @@ class GatheredSlots(Slots):
         """Put what is inside into the slots of what is gathered already, and of the others when they are."""
         super().__enter__()
         if self.has_grad:
-            self._fill(self._model)
-            for module in fsdp_modules(self._model):
+            self._fill(self.model)
+            for module in fsdp_modules(self.model):
                 # Hooks on a module that is compiled in place would be part of its graph.
                 if module._compiled_call_impl is None:
                     self._handles.append(module.register_forward_pre_hook(self._fill))
@@ -56,8 +53,9 @@ class GatheredSlots(Slots):
                 if slot.weight.dtype in LOWER_PRECISION_DTYPES and slot.weight.requires_grad:
                     slot.weight.grad_dtype = torch.float32  # what leaves through the border
             if self._computes_on_shards:  # Transformers < 5.23 sums a norm's .grad as soon as its backward has run
-                self._group_elements = 1
-            for slot, value in self._bring_in_all(slots):
+                self.shares_borders = False
+            copies = self._layout.working_copies([slot.weight for slot in slots if slot.in_16_bits])
+            for slot, value in self._bring_in_all(slots, copies):
                 # FSDP puts its own among the parameters; Transformers takes DTensors from there for code on shards.
                 attributes = vars(slot.module)
                 (attributes["_parameters"] if is_dtensor(value) else attributes)[slot.name] = value

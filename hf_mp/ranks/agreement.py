@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_mp.policy import compute_dtypes
+from hf_mp.dtypes import compute_dtypes
+from hf_mp.ranks.parallelism import Parallelism, check_parallelism, is_distributed, is_dtensor, mesh_groups
 from hf_mp.scaling.rules import StepReport
-from hf_mp.weights.ranks.parallelism import Parallelism, check_parallelism, is_distributed, is_dtensor, mesh_groups
 
 
 class Ranks:

@@ -1,0 +1,46 @@
+"""Calls of torch functions under an autocast (:class:`Mode`): what is done with one (:class:`PlannedCall`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from hf_mp.casting.tables import CastRule, TableName
+
+
+class Mode(Protocol):
+    """:class:`hf_mp.autocast`, as those know it that make its calls or ask which one is active."""
+
+    dtype: torch.dtype
+    enabled: bool
+    tables: TableName
+    module: nn.Module | None  # of an island
+    sums_in_fp64: bool
+    observer: Callable[..., Any] | None
+
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *exc_info: Any) -> None: ...
+    def cast(self, value: Any, dtype: torch.dtype) -> Any: ...
+    def cast_arguments(
+        self, args: Any, kwargs: Mapping[str, Any], dtype: torch.dtype
+    ) -> tuple[Any, dict[str, Any]]: ...
+    def apply(self, entry: PlannedCall, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any: ...
+    def run_inside(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any: ...
+    def island(self, module: nn.Module | None = None, dtype: torch.dtype | None = None) -> Mode: ...
+    def has_rule_for(self, module: nn.Module | None) -> bool: ...
+    def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]: ...
+    def shortcut(self, func: Callable[..., Any], tensors: Any) -> PlannedCall | None: ...
+
+
+class PlannedCall(NamedTuple):
+    """What an autocast does with the calls of one torch function."""
+
+    rule: CastRule
+    name: str
+    handler: Callable[..., Any]  # (mode, name, func, args, kwargs) -> result
+
+
+Plan = dict[Callable[..., Any], PlannedCall]

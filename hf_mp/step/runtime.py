@@ -1,0 +1,242 @@
+"""``StepRuntime``: what forward, borders, check and update of one attached model share, and ask in a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import profiler
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from hf_mp.casting.kv_cache import cache_patches
+from hf_mp.casting.rules import Rules
+from hf_mp.casting.tables import TableName
+from hf_mp.casting.torch_patches import PATCHES, acquire
+from hf_mp.model_walk import optimizer_parameters
+from hf_mp.policy import PrecisionPolicy
+from hf_mp.ranks.agreement import Ranks
+from hf_mp.ranks.parallelism import (
+    ALONE,
+    Parallelism,
+    check_updates,
+    is_distributed,
+    mesh_groups,
+    parallelism_of,
+)
+from hf_mp.scaling.borders import accumulating
+from hf_mp.scaling.loss_scaler import LossScaler
+from hf_mp.scaling.rules import PrecisionStats, StepReport
+from hf_mp.step.gradients import GradientCheck, Verdict
+from hf_mp.step.observers import StepController, StepObserver
+from hf_mp.weights.attachable import rules_for
+from hf_mp.weights.layout import WeightLayout, too_large
+from hf_mp.weights.region import Region
+from hf_mp.weights.slots import Slots
+from hf_mp.weights.source import WeightSource
+from hf_mp.weights.value_clipping import VALUE_PATCHES
+
+
+class StepRuntime:
+    """One model under a policy, step by step: the borders' :class:`~hf_mp.scaling.borders.Crossings`, and the verdict.
+
+    Attributes:
+        weights: their one owner.
+        region: the autocast that forwards run in.
+        check: of the gradients.
+        observers: look at each step; ``controller``, one of them, may decide about it.
+    """
+
+    def __init__(
+        self,
+        policy: PrecisionPolicy,
+        scaler: LossScaler[Any],
+        layout: WeightLayout,
+        *,
+        tables: TableName,
+        rules: Rules,
+        max_grad_norm: float | None,
+    ) -> None:
+        self.policy, self.scaler, self.rules, self._tables = policy, scaler, rules, tables
+        self.weights, self.ranks = WeightSource(layout, self), Ranks(self._settings)
+        self.check = GradientCheck(self.backward_ended, self.weights, self.ranks, self._parameters_to_check)
+        self._max_grad_norm, self.grad_norm = max_grad_norm, None if max_grad_norm is None else torch.zeros(())
+        self.check.measures_norm = max_grad_norm is not None
+        # Whether gradients are used in the backward: nobody clips or reduces them afterwards.
+        self.uses_up_gradients = False
+        self.observers: list[StepObserver] = []
+        self.controller: StepController | None = None
+        self.forwards: list[weakref.ref[Any]] = []  # each AttachedForward
+        self.guards: list[Any] = []  # the StepGuard of each attached optimizer
+        self._model: weakref.ref[nn.Module] | None = None
+        self._patches: weakref.finalize[..., nn.Module] | None = None  # takes them off with the model
+        self.region = self._make_region(None)
+        self._step_was_skipped = False
+        self._stats = PrecisionStats.before_first_step(scaler.get_scale())
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The attached model; None where none is, or where it is gone."""
+        return None if self._model is None else self._model()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped."""
+        self.scaler.finish_pending_step()
+        return self._step_was_skipped
+
+    @property
+    def stats(self) -> PrecisionStats:
+        """What mixed precision did so far."""
+        self.scaler.finish_pending_step()
+        return self._stats
+
+    @stats.setter
+    def stats(self, stats: PrecisionStats) -> None:
+        self._stats = stats
+
+    def _take_model(self, model: nn.Module) -> None:
+        # The model holds the runtime by its forward: held strongly here, the pair would wait for the garbage collector.
+        self._model = weakref.ref(model)
+        self.region, self.check.is_scaled = self._make_region(model), self.scaler.is_scaling
+        self._patches = weakref.finalize(model, acquire(PATCHES, VALUE_PATCHES, *cache_patches()))
+
+    def _make_region(self, model: nn.Module | None) -> Region:
+        rules = rules_for(model, self.policy, self.rules)
+        return Region(self.weights, model, rules=rules, tables=self._tables)
+
+    # Forward
+
+    def begin_forward(self, model: nn.Module, forward: Any) -> Slots | None:
+        """The weights of ``forward``, attached to ``model`` or a part of it, which is about to run; masters come first.
+
+        None in a transform of functorch.
+        """
+        if self._patches is None:  # a deep copy: by now all of its modules are there
+            self._take_model(model)
+        parallelism = parallelism_of(model)  # DDP or FSDP may have come after attach()
+        if parallelism is not ALONE:
+            self.ranks.note_forward(model, parallelism)
+            self.spread(list(model.parameters()), parallelism)
+        # Borders are autograd functions without rules for torch.func, which has no public way to ask whether it is at
+        # work.
+        if torch._C._are_functorch_transforms_active():
+            return None
+        if torch.is_grad_enabled():
+            self.region.refuse_other_threads()  # here: autograd's own threads recompute what was checkpointed
+            self.check.backwards.forget_failed()
+        # DDP takes a parameter for ready as soon as the border that it shares has run.
+        shares_borders = not self.uses_up_gradients and parallelism.ddp is None
+        return self.weights.for_forward(model, forward, self.check.is_scaled, shares_borders)
+
+    def spread(self, parameters: Sequence[Tensor], parallelism: Parallelism) -> None:
+        """Follow how ``parameters``, of the model or of its optimizer, are spread over processes now."""
+        if is_distributed() or parallelism.is_tensor_parallel:  # a mesh may be of one process
+            self.ranks.compare(mesh_groups(parameters))
+            self.weights.spread(self.model, parameters, parallelism, self.region.fp32_modules)
+
+    def _settings(self) -> str:
+        """What must match on all ranks that train one model."""
+        return f"precision={self.policy}, loss_scaler={self.scaler.state}"
+
+    def _parameters_to_check(self) -> list[nn.Parameter]:
+        return self.weights.layout.parameters_to_check(self.model, [guard.optimizer for guard in self.guards])
+
+    # Backward: what the borders ask
+
+    def loss_scale_on(self, device: torch.device) -> Tensor | None:
+        self.scaler.finish_pending_step()  # the last step sets this S
+        return self.scaler.scale_and_inverse(device).scale if self.check.is_scaled else None
+
+    def inverse_scale_on(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
+        if not self.check.is_scaled:
+            return None
+        if self.check.backwards.open and not self.region.thread.is_recomputing:
+            return self.scaler.scale_and_inverse(device).inverse
+        if accumulating(node, places):
+            self.check.warn_once(
+                "gradients reached the parameters of an attached model, but none came in through its outputs, so the "
+                "loss scale was not applied and small ones may be lost. The loss was computed from a tensor that "
+                "forward() did not return (a hook, an attribute, a closure): return it, in a tuple, a mapping, a "
+                "dataclass or an object"
+            )
+        return None
+
+    def gradient_entered(self, node: Any, gradient: Tensor) -> None:
+        is_asked_for = self.check.is_scaled or self.check.measures_norm or self.observers
+        if is_asked_for or profiler._is_profiler_enabled:  # which shows the backward
+            self.check.gradient_entered(getattr(node, "value", None))  # none where a second derivative begins
+        for observer in self.observers:
+            observer.gradient_entered(node, gradient)
+
+    def keep_scaled(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
+        if self.weights.layout.keeps_scaled_gradients:
+            weights = {place: node.outside[place] for place in accumulating(node, uses)}
+            self.weights.layout.keep_scaled_gradients(weights, uses, inverse)
+
+    def backward_ended(self, largest: Tensor | None) -> None:
+        """Tell the observers; ``largest`` as for :meth:`StepObserver.backward_ended`."""
+        for observer in self.observers:
+            observer.backward_ended(largest)
+
+    # Step
+
+    def verdict(self, optimizer: Optimizer) -> Verdict | StepReport:
+        """Before an update: clip and judge the gradients of ``optimizer``; the report if the backward has used them."""
+        self.scaler.finish_pending_step()  # where no backward has done so since the last step
+        if self.controller is not None and (report := self.controller.own_report()) is not None:
+            return report
+        model, parameters = self.model, optimizer_parameters(optimizer)
+        parallelism = parallelism_of(model)  # FSDP may have come since, around the model too
+        if model is not None and parallelism is not ALONE:
+            if parallelism.fsdp:
+                check_updates(optimizer, model)
+            self.spread(parameters, parallelism)
+        if self._max_grad_norm is not None:
+            self.grad_norm = self.clip_grad_norm(optimizer, parameters, self._max_grad_norm)
+            if self.grad_norm is None:  # written since, or of a part of the model
+                self.grad_norm = get_total_norm([one.grad for one in parameters if one.grad is not None])
+                self.check.clip(parameters, self._max_grad_norm, self.grad_norm)
+        return self.check.verdict(parameters)
+
+    def clip_grad_norm(
+        self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], max_norm: float
+    ) -> Tensor | None:
+        """Clip the gradients of ``parameters`` to this 2-norm in the next step; ``inf`` only measures.
+
+        The norm before, FP32 of shape (), as the backward left it or the layout that keeps the optimizer's gradients
+        knows it; None if torch's own function must do it.
+        """
+        # A lean layout has them still scaled in 16 bits, where nobody else can clip them.
+        norm = self.weights.layout.clip_grad_norm(optimizer_parameters(optimizer), max_norm)
+        if norm is None and (norm := self.check.norm(parameters)) is not None:
+            self.check.clip(parameters, max_norm, norm)
+        return norm
+
+    def before_next_scale(self) -> None:
+        """The scaler is about to change S: gradients that are kept scaled keep the S that they have."""
+        self.weights.layout.before_next_scale(self.check.parameters)
+
+    def finish_step(self, report: StepReport, *, was_skipped: bool) -> None:
+        """Take in that a step was applied or skipped; sets the next loss scale."""
+        self.check.forget()
+        self._step_was_skipped = was_skipped
+        # Read before update_scale() sets the next one.
+        used_scale = self.scaler.get_scale()
+        for observer in self.observers:
+            observer.stepped(report)
+        try:
+            self.scaler.update_scale(report, lambda: too_large(self.weights.layout, self.model), self._last_words)
+        finally:
+            # Also for the step that ends the training, so that the log has its numbers.
+            self._stats = self._stats.with_step(used_scale, self.scaler.get_scale(), report)
+
+    def _last_words(self) -> str:
+        return "\n".join(words for observer in self.observers if (words := observer.last_words()))
+
+    def copy_for(self, memo: dict[int, Any]) -> StepRuntime:
+        """The runtime of a deep copy of the model."""
+        raise NotImplementedError

@@ -1,0 +1,189 @@
+"""``WeightSource``: the one owner of the weights of an attached model."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hf_mp.model_walk import Walk
+from hf_mp.policy import PrecisionPolicy
+from hf_mp.ranks.parallelism import Parallelism, is_dtensor
+from hf_mp.weights.gathered_slots import GatheredSlots
+from hf_mp.weights.layout import WeightLayout
+from hf_mp.weights.lean.layouts import SplitLayout
+from hf_mp.weights.product_uses import ProductUses
+from hf_mp.weights.slots import BorderSet, Slots
+from hf_mp.weights.spread_layouts import TensorParallelLayout, TransientLayout
+
+_MOST_SETS = 4  # kept for the forwards of one kind: so many in one backward cost no new borders
+
+
+class LastingBorders:
+    """Borders that are kept from forward to forward: made when a weight of the model comes or changes.
+
+    A border shares memory and version counter with what it brings in and saves no tensors, so it serves one forward
+    after another. Two forwards in one backward must not share one, because autograd would sum their gradients in 16
+    bits before the border sees them: a forward takes a set that no graph of another leads to.
+
+    They refer to the model, and so its attached forwards hold this object.
+    """
+
+    def __init__(self) -> None:
+        self.walk: Any = None  # the Walk over the model, for which they were made
+        self.has_masters = False  # whether trained weights have had FP32 masters since
+        self.by_kind: dict[Hashable, list[BorderSet]] = {}
+
+
+class Entry(Protocol):
+    """The attached forward of the model or of a part of it."""
+
+    borders: LastingBorders
+
+
+class _Made(threading.local):
+    def __init__(self) -> None:
+        self.nodes: list[tuple[int, float]] = []  # first and last of the autograd nodes of recent forwards
+
+
+class WeightSource:
+    """Owns, for each weight of one model: its FP32 master, its working copy, its border, and what lies in its slot.
+
+    ``layout`` says how masters and copies are stored, ``uses`` which weights products use. A forward is given its
+    weights by :meth:`for_forward`; an update tells :meth:`after_update`; :meth:`restore` leaves ordinary parameters.
+    """
+
+    def __init__(self, layout: WeightLayout, crossings: Any) -> None:
+        self.layout, self.crossings = layout, crossings
+        self.uses = ProductUses(lambda op: False)
+        self._borders: Callable[[], LastingBorders | None] = lambda: None  # a weak reference
+        self._made = _Made()
+
+    def learn_anew(self, lowers: Callable[[Callable[..., Any] | None], bool], ruled: Iterable[nn.Module]) -> None:
+        """Forget what products use: autocast ``lowers`` other ops, or rules hold for other modules (``ruled``)."""
+        self.uses = ProductUses(lowers, ruled)
+        self.forget_borders()
+
+    def lasting_borders(self) -> LastingBorders:
+        """What the attached forwards of the model hold."""
+        borders = self._borders()
+        if borders is None:
+            borders = LastingBorders()
+            self._borders = weakref.ref(borders)
+        return borders
+
+    def forget_borders(self) -> None:
+        """Let go of all borders that are kept."""
+        if (borders := self._borders()) is not None:
+            borders.walk = None
+            borders.by_kind.clear()
+
+    def for_forward(self, model: nn.Module, forward: Entry, is_scaled: bool, shares_borders: bool) -> Slots:
+        """The weights of ``forward``, which is about to run: a context that puts what is inside into the slots.
+
+        ``is_scaled``: whether the loss is; ``shares_borders``: whether several weights may have one border.
+        """
+        has_grad, walk, borders = torch.is_grad_enabled(), Walk(model), forward.borders
+        if walk != borders.walk:
+            borders.by_kind.clear()
+            borders.walk, borders.has_masters = walk, False
+        if has_grad and not borders.has_masters:
+            self.layout.make_masters(model)
+            borders.by_kind.clear()
+            borders.walk, borders.has_masters = Walk(model), True
+        kind = id(forward), has_grad, model.training
+        if not self.layout.keeps_copies:
+            return GatheredSlots(self, kind, model, is_scaled=is_scaled, shares_borders=shares_borders)
+        slots = Slots(self, kind, model, is_scaled=is_scaled, shares_borders=shares_borders)
+        slots.fill_from(self._border_set(slots, borders))
+        return slots
+
+    def _border_set(self, slots: Slots, borders: LastingBorders) -> BorderSet:
+        """The borders that a forward takes: a set that is kept and free, or else a new one."""
+        # What the first forward of any kind does decides about slots.
+        key = slots.kind, slots.has_borders, slots.shares_borders, len(self.uses.is_watched)
+        sets = borders.by_kind.setdefault(key, [])
+        if sets and not sets[0].has_working_copies_of(self.layout):
+            # All kinds: a border holds the AccumulateGrad of a weight, which torch keeps when a weight is resized.
+            borders.by_kind.clear()
+            sets = borders.by_kind[key] = []
+        sets[:] = [one for one in sets if one.is_intact()]
+        for one in sets:
+            if one.is_free():
+                return one
+        made = slots.make_set(self.uses.find_slots(slots.model))
+        # A tensor that was computed is another in the next forward.
+        are_leaves = all([weight.is_leaf for weight in borders.walk.weights])
+        if are_leaves and not slots.records_uses and len(sets) < _MOST_SETS:
+            sets.append(made)
+        return made
+
+    def note_nodes(self, slots: Slots) -> None:
+        """Note which autograd nodes a forward has made: a later one may be given its results."""
+        made = self._made.nodes
+        if slots.has_grad and (last := torch.autograd._get_sequence_nr()) > slots.first_node:
+            made.append((slots.first_node, last))
+        # What is kept for longer counts as made outside: the list must not grow with the training.
+        del made[:-1000]
+
+    def made_earlier(self, node: Any) -> bool:
+        """Whether an earlier forward of this model made an autograd node, whose result was kept."""
+        made, number = self._made.nodes, node._sequence_nr()
+        # Numbers only grow, so the list is sorted as it is.
+        position = bisect.bisect_right(made, (number, math.inf)) - 1
+        return position >= 0 and number < made[position][1]
+
+    def spread(
+        self,
+        model: nn.Module | None,
+        parameters: Sequence[Tensor],
+        parallelism: Parallelism,
+        in_fp32: Sequence[nn.Module],
+    ) -> None:
+        """Follow how ``parameters``, of the model or of its optimizer, are spread over processes now.
+
+        Weights of the modules ``in_fp32`` travel in FP32. A ValueError for a lean layout of a tensor parallel model.
+        """
+        layout = _spread_layout(self.layout, parameters, parallelism)
+        if layout is not self.layout:
+            self.layout.restore(model)  # of a lean one, what FSDP2 has left whole
+            self.layout = layout
+        if model is not None:
+            layout.join_ranks(model, parallelism, self.crossings, in_fp32)
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Round what ``optimizer`` has written into the working copies."""
+        self.layout.refresh_working_copies(optimizer)
+
+    def restore(self, model: nn.Module | None) -> None:
+        """Leave ordinary FP32 parameters, and no copy."""
+        self.forget_borders()
+        self.layout.restore(model)
+
+
+def make_layout(policy: PrecisionPolicy) -> WeightLayout:
+    """The layout that a policy's ``params`` asks for."""
+    return SplitLayout(policy) if policy.is_lean else WeightLayout(policy)
+
+
+def _spread_layout(layout: WeightLayout, parameters: Iterable[Tensor], parallelism: Parallelism) -> WeightLayout:
+    # Plain tensors need no other layout: DDP holds whole weights.
+    if isinstance(layout, TransientLayout) or not any(map(is_dtensor, parameters)):
+        return layout
+    policy = layout.policy
+    if not parallelism.is_tensor_parallel:
+        # Of a lean model too: fully_shard has read its weights as what they are, FP32 values.
+        return TransientLayout(policy)
+    if policy.is_lean:
+        raise ValueError(
+            f"precision={str(policy)!r} keeps the rest of each master next to a whole weight, and this "
+            f"model is tensor parallel: use {str(policy).removesuffix('-lean')!r}"
+        )
+    return TensorParallelLayout(policy)
