@@ -47,7 +47,7 @@ _GONE = {  # options of `hf-mp memory`
 }
 
 WithTraceback = Annotated[
-    bool, typer.Option("--traceback", help="Where something fails, show the traceback, not one sentence.")
+    bool, typer.Option("--traceback", help="If something fails, show the traceback instead of one sentence.")
 ]
 
 
@@ -109,14 +109,14 @@ def memory(
     gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="Recompute blocks.")] = False,
     optimizer: Annotated[str | None, typer.Option(help="As in TrainingArguments(optim=...).")] = None,
     precision: Annotated[
-        list[str] | None, typer.Option(help="Preset to train in; repeatable, or all. Default: four.")
+        list[str] | None, typer.Option(help="Preset to train in. Repeat it for several, or say all. Default: four.")
     ] = None,
-    device: Annotated[str, typer.Option(help="To train on, cuda or cpu; needs neither here.")] = "cuda",
+    device: Annotated[str, typer.Option(help="Device to predict for: cuda or cpu; needs neither here.")] = "cuda",
     gpu: Annotated[
-        str | None, typer.Option(help="Memory of a GPU, as 24GiB: shows what fits, and the largest batch.")
+        str | None, typer.Option(help="Memory of your GPU, such as 24GiB: shows what fits, and the largest batch.")
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Plan a step for one of so many ranks, up to 4096.")] = 1,
-    parallel: Annotated[str, typer.Option(help="How they train together: fsdp2, hsdp, ddp or tp.")] = "fsdp2",
+    ranks: Annotated[int, typer.Option(help="Number of ranks to plan for, up to 4096.")] = 1,
+    parallel: Annotated[str, typer.Option(help="How the ranks train together: fsdp2, hsdp, ddp or tp.")] = "fsdp2",
     node_size: Annotated[int, typer.Option(help="Ranks on one machine.")] = 8,
     config_only: Annotated[bool, typer.Option("--config-only", hidden=True)] = False,  # no other way is left
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
@@ -156,16 +156,16 @@ def report(
 def check(
     target: Annotated[Path, typer.Argument(help="Folder of a model, a checkpoint (any Trainer's), or a run.")],
     learning_rate: Annotated[
-        float | None, typer.Option(help="At which updates are lost or not. Default: the checkpoint's.")
+        float | None, typer.Option(help="Learning rate at which to count lost updates. Default: the checkpoint's.")
     ] = None,
     keeps_bits: Annotated[bool, typer.Option("--keeps-bits", help="The optimizer rounds stochastically.")] = False,
     base: Annotated[
-        Path | None, typer.Option(help="Folder of what training began from: shows which weights never moved.")
+        Path | None, typer.Option(help="Folder of the model that training began from: shows which weights never moved.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     traceback: WithTraceback = False,
 ) -> None:
-    """Name what in TARGET loses bits, and the way out; exits 1 if anything does. Any Trainer's, also without hf_mp."""
+    """Find what loses bits in TARGET, of any Trainer, and say what to do. Exits with 1 if it finds something."""
     with _errors_in_one_line("check", traceback):
         from hf_mp.diagnostics.contract.check import check_folder
 

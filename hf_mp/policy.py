@@ -182,7 +182,7 @@ class PrecisionPolicy:
         if self.compute is not saved.compute:
             before, after = compute_dtype(saved.compute), compute_dtype(self.compute)
             precisions = f"{after.significant_bits} significant bits, {before.label} has {before.significant_bits}"
-            parts.append(f"products are in {after.label} from here on ({precisions})")
+            parts.append(f"matmuls are in {after.label} from here on ({precisions})")
         if self.is_lean is not saved.is_lean:
             masters = " (FP32 masters in the optimizer)" if self.is_lean else ""
             parts.append(f"parameters are stored in {compute_dtype(self.params).label} from here on{masters}")

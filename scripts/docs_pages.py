@@ -70,7 +70,7 @@ def on_page_markdown(markdown: str, *, page: Page, **kwargs: Any) -> str:
 
 
 def on_page_content(html: str, *, page: Page, **kwargs: Any) -> str:
-    """Link the public names that a guide mentions to their entries in the reference."""
+    """Link public names in a guide to their entries in the reference, and fold the columns that name tests."""
     if page.file.src_uri.startswith(("reference/", "source/")):
         return html
 
@@ -80,7 +80,17 @@ def on_page_content(html: str, *, page: Page, **kwargs: Any) -> str:
             return mention[0]
         return f'<autoref identifier="hf_mp.{name}" optional>{mention[0]}</autoref>'
 
-    return MENTION.sub(entry, html)
+    return _with_foldable_tests(MENTION.sub(entry, html))
+
+
+def _with_foldable_tests(html: str) -> str:
+    """A box to tick before the first table with a column "shown by": ``site.css`` hides those columns until then."""
+    html = html.replace("<th>shown by</th>", '<th class="shown-by">shown by</th>')
+    before, table, after = html.partition("<table>")
+    if 'class="shown-by"' not in html:
+        return html
+    box = '<p><label><input type="checkbox" id="show-tests"> Show the tests</label></p>\n'
+    return f"{before}{box}{table}{after}"
 
 
 def _linked_files(page: File) -> Iterator[str]:
@@ -100,7 +110,7 @@ def _place_of(path: str) -> str:
     """Where a file of the checkout is on the site."""
     pages = {
         "README.md": "index.md",
-        "scripts/results": "results.md",
+        "scripts/results": "reference/results.md",
         **{name: name.lower() for name in OF_THE_CHECKOUT},
     }
     if path in pages or path.startswith("docs/"):

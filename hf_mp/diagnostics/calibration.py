@@ -54,7 +54,7 @@ def calibrate(
     """
     policy, given = PrecisionPolicy.parse(precision), checked(batches)
     if not needs_loss_scale(policy.compute):
-        raise ValueError(f"precision={str(policy)!r} has FP32's range, which nothing leaves: calibrate is for FP16")
+        raise ValueError(f"precision={str(policy)!r} has FP32's range: calibrate is for FP16")
     if attached_runtime(model) is not None:
         raise ValueError("mixed precision is attached to this model: call hf_mp.detach(model), or calibrate it before")
     # BF16 has FP32's exponents: nothing overflows there, so all places are seen at once with their magnitudes.

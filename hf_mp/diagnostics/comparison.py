@@ -93,7 +93,7 @@ def _notes(output: str, errors: Iterable[PrecisionError]) -> tuple[str, ...]:
 def _variants(precisions: Any, tables: TableName) -> list[tuple[PrecisionPolicy, Rules]]:
     """The precisions, each with the rules that were asked for."""
     if isinstance(precisions, (str, torch.dtype, PrecisionPolicy)):
-        raise TypeError(f"precisions are several: write [{str(precisions)!r}]")
+        raise TypeError(f"precisions must be a list: write [{str(precisions)!r}]")
     found: list[tuple[PrecisionPolicy, Rules]] = []
     for one in precisions:
         pair: Any = one if isinstance(one, tuple) else (one, {})

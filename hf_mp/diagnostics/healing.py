@@ -114,8 +114,8 @@ class Healer(StepController):
         if is_healed:
             logger.warning(
                 "on_overflow='heal': this step is skipped, because the loop has changed its gradients since the "
-                "backward, or has read those of a lean layout (clipping: have it done, with hf_mp.prepare(..., "
-                "max_grad_norm=...)), or computes its loss outside the model; the next one runs with the remedy"
+                "backward, has read those of a lean layout, or computes its loss outside the model; the next step runs "
+                "with the remedy. If the loop clips, pass max_grad_norm=... to hf_mp.prepare instead"
             )
         return False
 
@@ -182,7 +182,7 @@ class Healer(StepController):
         # What a loop made of a loss, as a share of a mean, is in its gradient.
         parts = [(again * entry.gradient).sum() for _, entry, again in losses if entry.gradient is not None]
         if self.take_loss is None or not self.take_loss(torch.stack(parts).sum()):
-            lines.append("  What was computed from it before optimizer.step(), as loss / 4, is inf or NaN still.")
+            lines.append("  Values computed from it before optimizer.step(), such as loss / 4, are still inf or NaN.")
         text = "\n".join(lines)
         logger.warning(f"Step {self._runtime.stats.steps + 1} is taken with the loss of its second run:\n{text}")
 
@@ -197,8 +197,7 @@ def check_healing(policy: PrecisionPolicy, *, in_backward: bool) -> None:
     """Raise a ValueError for settings that healing cannot work with."""
     if not needs_loss_scale(policy.compute):
         raise ValueError(
-            f"on_overflow='heal' is for FP16, and precision={str(policy)!r} has a range that no forward leaves: leave "
-            "it out"
+            f"on_overflow='heal' is for FP16, and precision={str(policy)!r} has FP32's range: leave it out"
         )
     if in_backward:
         raise ValueError(

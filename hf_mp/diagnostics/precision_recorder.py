@@ -25,8 +25,8 @@ from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.step.observers import StepObserver
 
 UNEXPLAINED = (
-    "a gradient was inf or NaN; this process did not replay the step, as where the loss scale finds its level, or "
-    "found nothing"
+    "a gradient was inf or NaN; this process did not replay the step (the loss scale was finding its level), or the "
+    "replay found nothing"
 )
 
 

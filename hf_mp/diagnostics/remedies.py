@@ -36,7 +36,7 @@ class Remedy:
 
     def __str__(self) -> str:
         where = f"{self.op!r} in {f'module {self.module!r}' if self.module else 'the model itself'}"
-        return f"{where} came to {self.largest:g}, and FP16 ends at {FP16_MAX:g}: {self.remedy} ({self.rules})"
+        return f"{where} reached {self.largest:g}, and FP16 ends at {FP16_MAX:g}: {self.remedy} ({self.rules})"
 
 
 def _divided_product(found: OpRange, held: Mapping[str, str]) -> dict[str, str]:

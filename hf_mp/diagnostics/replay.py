@@ -25,7 +25,7 @@ _NOT_KEPT = (
     "is kept, for the next failure"
 )
 _TOO_LARGE = (
-    "a gradient is finite and its square is not (2**64 or more), so that the step is skipped for it as for inf: scale "
+    "a gradient is finite and its square is not (2**64 or more), so the step is skipped, as for inf: scale "
     "the loss down, or look for what multiplies it"
 )
 
@@ -72,7 +72,7 @@ def _with_origin(
     report, notes = replace(report, **found, smaller_scale_helps=False), list[str]()
     spoiled = [name for name, buffer in model.named_buffers() if finiteness(buffer) is Finiteness.NOT_FINITE]
     if spoiled and origin.phase != "weight":  # one that is itself the origin needs no note
-        notes.append(f"the forward has left inf or NaN in {', '.join(spoiled[:5])}, which no skip takes back")
+        notes.append(f"the forward has left inf or NaN in {', '.join(spoiled[:5])}, which a skip does not restore")
     if origin.phase in ("forward", "backward"):
         try:
             report = _with_cure(runtime, backward, report)

@@ -91,10 +91,10 @@ def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
     if leaks := _leaks(samples):
         more = f" and {len(leaks) - 5} more" if len(leaks) > 5 else ""
         raise ScaleLeakError(
-            f"gradients change with the loss scale, so they are wrong: at {', '.join(f'{s:g}' for s in scales[:3])} "
-            f"their root mean squares are, of {', '.join(leaks[:5])}{more}. The loss is computed from a tensor that "
-            "forward() does not return (a hook, an attribute): return it. A precision without loss scaling (bf16) does "
-            "not need that"
+            f"gradients change with the loss scale, so they are wrong. Their root mean squares at loss scales "
+            f"{', '.join(f'{s:g}' for s in scales[:3])}: {', '.join(leaks[:5])}{more}. The loss is computed from a "
+            "tensor that forward() does not return (a hook, an attribute): return it. A precision without loss scaling "
+            "(bf16) does not need that"
         )
 
 

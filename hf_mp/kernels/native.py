@@ -63,7 +63,7 @@ def why_not() -> str | None:
     if asked == "0":
         return f"{VARIABLE}=0 is set"
     if asked == "auto" and not torch.cuda.is_available():
-        return f"there is no GPU: {VARIABLE}=1 compiles them all the same"
+        return f"there is no GPU: {VARIABLE}=1 compiles them anyway"
     if asked == "auto" and shutil.which(_compiler()) is None:
         return f"there is no C++ compiler ({_compiler()}): install one, or set CXX"
     return None

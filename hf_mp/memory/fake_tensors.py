@@ -147,7 +147,7 @@ def _scalar(tensor: FakeTensor) -> bool | float:
         # Training reads a norm or the largest gradient: it is neither 0 nor an overflow.
         return 1.0
     raise ValueError(
-        f"the model reads a value of a {tensor.dtype} tensor and decides by it, so that its memory cannot be known "
+        f"the model reads a value of a {tensor.dtype} tensor and decides by it, so its memory cannot be predicted "
         "without its data: measure it (hf_mp.measure_training_memory)"
     )
 

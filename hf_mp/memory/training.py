@@ -206,7 +206,7 @@ def estimate_training_memory(
         node_size=node_size,
     )
     if device not in ("cpu", "cuda"):
-        raise ValueError(f"device={device!r} cannot be estimated for: use 'cuda' or 'cpu'")
+        raise ValueError(f"device={device!r} cannot be predicted for: use 'cuda' or 'cpu'")
     target = STAND_IN if device == "cuda" else torch.device("cpu")
     preset = parse_preset(precision)
     if preset.lora and ranks > 1 and parallel != "ddp":
@@ -266,8 +266,8 @@ def fake_tensors(device: torch.device) -> Iterator[None]:
             yield
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             raise ValueError(
-                f"the model makes shapes or decisions of its data (in {error.func}), so that its memory cannot be "
-                "known without them: measure it (hf_mp.measure_training_memory)"
+                f"shapes or decisions of the model depend on its data (in {error.func}), so its memory cannot be "
+                "predicted: measure it (hf_mp.measure_training_memory)"
             ) from error
 
 
@@ -299,7 +299,7 @@ def make_settings(
         )
     if preset.optimizer not in (None, asked.optimizer):
         raise ValueError(
-            f"precision={precision!r} is about optimizer={preset.optimizer!r}: leave optimizer out, or choose another "
+            f"precision={precision!r} sets optimizer={preset.optimizer!r}: leave optimizer out, or choose another "
             "precision"
         )
     check_options(PrecisionPolicy.parse(preset.policy or "fp32"), asked.free_gradients)

@@ -28,13 +28,13 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
     for name in ("fp16", "bf16"):
         if getattr(args, name):
             raise ValueError(
-                f"{name}=True switches accelerate's mixed precision on, precision={str(policy)!r} ours: remove {name} "
-                f"and say precision={name!r}, or leave hf_mp out (TRL sets bf16 unasked: there, say bf16=False)"
+                f"{name}=True switches accelerate's mixed precision on, and precision={str(policy)!r} hf_mp's: remove "
+                f"{name} and say precision={name!r}, or leave hf_mp out (TRL's default is bf16=True: pass bf16=False)"
             )
     if getattr(args, "mixed_precision", "no") not in ("no", None):
         raise ValueError(
             f"ACCELERATE_MIXED_PRECISION={os.environ.get('ACCELERATE_MIXED_PRECISION')!r} in the environment switches "
-            f"accelerate's mixed precision on, and ours is precision={str(policy)!r}: unset it, or start with "
+            f"accelerate's mixed precision on, and hf_mp's is precision={str(policy)!r}: unset it, or start with "
             "`accelerate launch --mixed_precision no`"
         )
     _refuse_lonely_process(args)

@@ -86,7 +86,7 @@ def warn_of_no_step(before: PrecisionStats, after: PrecisionStats, reports: Sequ
     if not steps or skipped < steps:
         return
     scale = scale_text(after.loss_scale)
-    way_out = f"The loss scale, {scale} now, was still looked for, or explain_overflows=False kept the reason back."
+    way_out = f"The loss scale ({scale} now) had not found its level yet, or explain_overflows=False hid the reason."
     if reports:
         way_out = reports[-1].advice or WAY_OUT
     logger.warning(f"0 of {steps} steps were taken: all were skipped for inf or NaN in their gradients. {way_out}")

@@ -65,7 +65,7 @@ class PrecisionOptions:
     loss_scale: str | None = _option(
         None,
         f"{', '.join(f'{rule.name} ({rule.summary})' for rule in RULES.values())}, none, or a number "
-        f"({StaticRule.summary}). Not given: what the precision says.",
+        f"({StaticRule.summary}). Default: that of the precision.",
     )
     loss_scaler_settings: dict[str, Any] | str | None = _option(  # noqa: RUF009
         None, 'Settings of the loss scaler as JSON, e.g. \'{"init_scale": 4096, "headroom": 4}\'.'
@@ -73,7 +73,7 @@ class PrecisionOptions:
     fp32_head: bool = _option(False, "Run the output embedding in FP32, in training and in generate().")
     exact_generation: bool = _option(
         False,
-        "Sum products and attention in FP64, so that generate() and training compute the same log-probabilities, bit "
+        "Sum matmuls and attention in FP64, so that generate() and training compute the same log-probabilities, bit "
         "for bit; slow.",
     )
     log_probability_gap_steps: int = _option(0, "Gone: call hf_mp.log_probability_gap.")
@@ -84,8 +84,8 @@ class PrecisionOptions:
     )
     on_overflow: str = _option(
         "skip",
-        "When a forward leaves FP16's range: skip the step, or heal (keep in range what left it, by rules of autocast, "
-        "and run the step again).",
+        "What to do when a forward leaves FP16's range: skip the step, or heal (find rules of autocast that keep the "
+        "values in range, and run the step again).",
         choices=tuple(ON_OVERFLOW),
     )
     max_fp32_share: float = _option(0.0, "Gone: use precision='bf16' where healing takes too much out of 16 bits.")
@@ -104,20 +104,20 @@ class PrecisionOptions:
     keep_overflow_batches: bool = _option(False, "Gone: the report names the step that the batch is of.")
     check_gradients: bool = _option(
         True,
-        "Compare the gradients of the first micro-batch at several loss scales, between which they must not differ: "
-        "five backwards more, once a run.",
+        "Compare the gradients of the first micro-batch at several loss scales: they must be equal. It takes five more "
+        "backwards, once a run.",
     )
     histogram_steps: int = _option(
         0,
-        "Every how many steps the magnitudes of activations, gradients, weights and updates are taken, by layer, for "
-        "OUTPUT_DIR/precision_log.jsonl; 50 is a good number, 0 is never.",
+        "Every how many steps to record the magnitudes of activations, gradients, weights and updates of each layer in "
+        "OUTPUT_DIR/precision_log.jsonl. 50 is a good number; 0 means never.",
     )
     precision_report: bool = _option(
         False, "Record each step's loss scale, and write OUTPUT_DIR/precision_report.html at the end."
     )
 
     precision_contract: bool = _option(
-        True, "Print, after the first step, what is stored, computed, summed and saved in which dtype."
+        True, "After the first step, print in which dtypes weights are stored, computed, summed and saved."
     )
 
     save_dtype: str = _option(

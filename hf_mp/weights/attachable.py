@@ -61,7 +61,7 @@ def detach(model: _Module) -> _Module:
 def check_attachable(model: nn.Module, parallelism: Parallelism, policy: PrecisionPolicy, *, is_scaled: bool) -> None:
     """Raise a ValueError if mixed precision cannot be attached to ``model`` with this policy."""
     if isinstance(model, nn.DataParallel):
-        raise ValueError("DataParallel replicates a model behind our back: use DistributedDataParallel (torchrun)")
+        raise ValueError("DataParallel's replicas bypass the attached model: use DistributedDataParallel (torchrun)")
     if not any(parameter.is_floating_point() for parameter in model.parameters()):
         raise ValueError(
             f"{type(model).__name__} has no floating parameters, so there is nothing to train in mixed precision"

@@ -185,7 +185,7 @@ def test_subclass_and_callback_resume_from_each_other(tmp_path: Path, before: st
 
 
 UNSCALED = "loss_scale was headroom in the saved run, and is none here: the loss is not scaled$"
-PRODUCTS, STORED = "products are in {} from here on", "parameters are stored in {} from here on"
+PRODUCTS, STORED = "matmuls are in {} from here on", "parameters are stored in {} from here on"
 CHANGES = {
     ("subclass fp16", "subclass bf16"): rf"{PRODUCTS.format('BF16')} \(8 significant bits, FP16 has 11\); {UNSCALED}",
     ("subclass fp16", "subclass fp16-lean"): rf"{STORED.format('FP16')} \(FP32 masters in the optimizer\)$",

@@ -64,7 +64,9 @@ def test_the_command_names_the_risk_its_share_and_the_way_out(tmp_path: Path) ->
 
 def test_a_model_is_a_risk_at_a_learning_rate(tmp_path: Path) -> None:
     model = CLEAN["a model in bf16"](tmp_path)
-    undecided = "no risk was found; to train these 16-bit weights on may be one: name its learning rate, as --learn"
+    undecided = (
+        "no risk was found. Training these 16-bit weights further may be one: pass its learning rate, as in --learn"
+    )
     code, text = run(str(model))
     assert code == 0 and text.startswith(
         f"{model} holds\n  weights: 20,672 bf16\n  3 of 3 norm weights are exactly 1: "
@@ -78,7 +80,7 @@ def test_a_model_is_a_risk_at_a_learning_rate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rate", ["-1", "0", "nan", "inf"])
 def test_a_learning_rate_is_positive_and_finite(rate: str, tmp_path: Path) -> None:
-    says = f"a learning rate must be positive and finite, as 1e-5, not {float(rate)}"
+    says = f"a learning rate must be positive and finite, such as 1e-5, not {float(rate)}"
     with pytest.raises(ValueError, match=re.escape(says)):
         check_folder(tmp_path, float(rate))
     assert run(str(tmp_path), "--learning-rate", rate) == (2, f"hf-mp check: error: {says}\n")
@@ -156,7 +158,8 @@ def test_an_untrained_model_is_no_risk(tmp_path: Path) -> None:
     code, text = run(str(base))
     assert code == 0
     assert (
-        "\n  3 of 3 norm weights are exactly 1: nobody trained them, or rounding dropped their updates (--base " in text
+        "\n  3 of 3 norm weights are exactly 1: they were not trained, or rounding dropped their updates (--base "
+        in text
     )
     check = check_folder(base, base=base)
     assert check.risks == () and set(check.unchanged.values()) == {1.0}
@@ -174,7 +177,7 @@ def test_a_base_that_has_none_of_the_weights_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     save_file({"weight": torch.ones(3)}, other / "model.safetensors")
-    says = f"no weight in {model} has the name and the size of one in {other}, both in one part: name what training"
+    says = f"no weight in {model} has the name and the size of one in {other}, both in one part: pass the model that"
     with pytest.raises(ValueError, match=re.escape(says)):
         check_folder(model, base=other)
     assert run(str(model), "--base", str(tmp_path / "nowhere"))[0] == 2

@@ -122,7 +122,7 @@ def test_a_report_is_saved(model: Gated, tmp_path: Path) -> None:
     ("given", "error", "message"),
     [
         ({"batches": []}, ValueError, "batches is empty: give at least one"),
-        ({"precision": "bf16"}, ValueError, "precision='bf16' has FP32's range, which nothing leaves"),
+        ({"precision": "bf16"}, ValueError, "precision='bf16' has FP32's range: calibrate is for FP16"),
         ({"model": "gpt2"}, TypeError, "the model is of type str: pass"),
     ],
 )

@@ -164,7 +164,7 @@ def test_the_table_is_80_columns_wide_and_data_is_json(compared: PrecisionCompar
         ({"batches": []}, ValueError, "batches is empty: give at least one"),
         ({"precisions": []}, ValueError, "precisions is empty: give at least one, such as 'fp16'"),
         ({"precisions": ["fp8"]}, ValueError, "precision='fp8' is not known: use one of fp32, fp16"),
-        ({"precisions": "fp16"}, TypeError, r"precisions are several: write \['fp16'\]"),
+        ({"precisions": "fp16"}, TypeError, r"precisions must be a list: write \['fp16'\]"),
         ({"precisions": [("fp16", "head")]}, TypeError, r"\('fp16', 'head'\) is no precision with rules: write"),
         ({"precisions": [("fp16", {"nosuch": "fp32"})]}, ValueError, "rule 'nosuch' matches no module of Gated"),
         ({"precisions": [("fp16", {"head": "fp8"})]}, ValueError, "rule 'head': 'fp8' is not known for modules"),

@@ -110,7 +110,7 @@ def test_no_step_is_lost(precision: str, warned: list[str]) -> None:
     first = loop.healer.healed[0]
     assert (first.step, first.module, first.op) == (1, "up", "linear")
     assert first.largest > 65504 and len(warned) == 2
-    assert "'linear' in module 'up' came to" in warned[0] and "and FP16 ends at 65504" in warned[0]
+    assert "'linear' in module 'up' reached" in warned[0] and "and FP16 ends at 65504" in warned[0]
     skipping = Loop(precision, on_overflow="skip")
     skipping.run(3)
     assert skipping.skipped == [True] * 3
@@ -127,7 +127,7 @@ def test_the_loss_that_a_loop_holds_is_that_of_the_healed_step(is_in_place: bool
     expected = [plain(ids=part, labels=part)["loss"].item() for part in ids]
     assert all(part.isnan() for part in parts)
     assert is_in_place or torch.stack(losses).tolist() == pytest.approx(expected, rel=5e-3)
-    told = f"\n  'loss' of micro-batch 2: {expected[1]:.2g}[0-9]* for nan\n .* as loss / 4, is inf or NaN still"
+    told = f"\n  'loss' of micro-batch 2: {expected[1]:.2g}[0-9]* for nan\n .* such as loss / 4, are still inf or NaN"
     assert re.search("Step 1 is taken with the loss of its second run:" + f".*{told}", warned[-1], re.S)
 
 
@@ -232,7 +232,7 @@ def test_a_batch_with_inf_is_blamed_on_the_data(warned: list[str]) -> None:
     [
         (
             {"policy": "bf16", "on_overflow": "heal"},
-            "precision='bf16' has a range that no forward leaves: leave it out",
+            "precision='bf16' has FP32's range: leave it out",
         ),
         ({"on_overflow": "repair"}, "on_overflow='repair' is not known: use 'skip' or 'heal'"),
         (

@@ -18,7 +18,7 @@ def test_the_screen_shows_all_of_it():
     *lines, empty, advice = screen(PLANTED).splitlines()
     assert lines == ["torch         2.13.0", "bitsandbytes  not installed", "CPU           a fast one"]
     assert advice.startswith("Advice: precision='fp32'. This CPU multiplies neither") and empty == ""
-    assert "Otherwise fp16 where memory is short" in advice
+    assert "Otherwise fp16 if memory is short" in advice
 
 
 def test_this_machine():

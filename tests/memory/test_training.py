@@ -276,9 +276,9 @@ def test_nothing_is_left_behind():
         ({"optimizer": "adamm"}, r"optimizer='adamm' cannot be made"),
         (
             {"precision": "fp16-adamw8bit", "optimizer": "sgd"},
-            r"is about optimizer='adamw_bnb_8bit': leave optimizer out",
+            r"sets optimizer='adamw_bnb_8bit': leave optimizer out",
         ),
-        ({"device": "tpu"}, r"device='tpu' cannot be estimated for: use 'cuda' or 'cpu'"),
+        ({"device": "tpu"}, r"device='tpu' cannot be predicted for: use 'cuda' or 'cpu'"),
         (
             {"precision": "fp16-lean", "free_gradients": "backward", "accumulation_steps": 2},
             r"accumulation_steps=2 adds gradients up",

@@ -40,11 +40,10 @@ def test_each_region_is_on_a_page():
     assert sorted(found) == sorted(Regions(RESULTS).regions)
 
 
-@pytest.mark.parametrize("page", ["benchmarks", "goals"])
-def test_pages_of_measurements_are_written_from_results_alone(page):
-    text = (ROOT / "docs" / f"{page}.md").read_text()
+def test_the_page_of_benchmarks_is_written_from_results_alone():
+    text = (ROOT / "docs" / "benchmarks.md").read_text().partition("\n## Your GPU\n")[0]
     assert len(MARKER.findall(text)) > 10
-    names = r"`\w+`|FP32|FP16|BF16|AdamW8bit|GPT-2 124M"
+    names = r"`\w+`|FP32|FP16|BF16|16-bit|GPT-2 124M"
     assert not re.search(r"\d", re.sub(names, "", REGION.sub("", text)))
 
 
@@ -96,8 +95,8 @@ def test_a_stale_page_is_found_and_a_fresh_one_is_not(regions, tmp_path):
         ("<!-- figures: callback -->\n", r"page.md has markers of figures that do not come in pairs"),
         ("<!-- end of figures -->\n", r"page.md has markers of figures that do not come in pairs"),
         (
-            "<!-- figures: update -->\n<!-- end of figures -->",
-            r"region 'update': 'bench_update' is undefined: run the script",
+            "<!-- figures: llama 7b -->\n<!-- end of figures -->",
+            r"region 'llama 7b': 'memory_llama_7b' is undefined: run the script",
         ),
     ],
 )
@@ -107,10 +106,9 @@ def test_pages_that_cannot_be_made_are_refused(regions, page, message):
 
 
 def test_a_field_that_is_missing_is_named(tmp_path):
-    row = {"spread_seconds": 0.1, "ratio_to_torch": 1.0, "floor_seconds": 0.1, "ratio_to_floor": 1.0}
-    write(tmp_path, "bench_update", {"parameters": 10**6, "contenders": {"torch.amp": row}})
-    with pytest.raises(StoredResultError, match=r"region 'update': 'dict object' has no attribute 'median_seconds'"):
-        Regions(tmp_path)("update")
+    write(tmp_path, "bench_callback", {"contenders": {"callback": {}}})
+    with pytest.raises(StoredResultError, match=r"region 'callback': 'dict object' has no attribute 'ratio_to_sub"):
+        Regions(tmp_path)("callback")
 
 
 def described(tmp_path: Path, region: str) -> Regions:
@@ -128,7 +126,7 @@ def test_a_field_that_is_no_number_is_named(tmp_path, value, shown):
 
 
 # Every field that a region reads is missed where it is not there: nothing is made up.
-@pytest.mark.parametrize("name", ["bench_step", "bench_update", "bench_loss", "bench_autocast", "bench_step_memory"])
+@pytest.mark.parametrize("name", ["bench_step", "bench_step_memory"])
 def test_no_region_is_made_from_a_result_that_is_empty(name, tmp_path):
     for file in RESULTS.glob("*.json"):
         shutil.copy(file, tmp_path)

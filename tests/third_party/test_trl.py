@@ -34,7 +34,7 @@ def trainer_of(
 
 
 def test_the_bf16_that_trl_sets_unasked_is_named(tmp_path: Path, saved: Path) -> None:
-    with pytest.raises(ValueError, match=r"bf16=True switches.*TRL sets bf16 unasked: there, say bf16=False"):
+    with pytest.raises(ValueError, match=r"bf16=True switches.*TRL's default is bf16=True: pass bf16=False"):
         trainer_of("sft", "callback", "fp16", saved, tmp_path, bf16=None)
 
 

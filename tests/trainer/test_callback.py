@@ -194,7 +194,7 @@ def test_a_loss_of_zero_in_the_log_is_explained_on_the_page_about_nan(
     logged_line = "{'loss': '0', 'grad_norm': 'nan', 'learning_rate': '"
     said = "".join(capsys.readouterr())
     assert logged_line in said and "'skipped_steps': 2" in said
-    page = Path(hf_mp.__file__).parent.parent / "docs" / "why_is_my_loss_nan.md"
+    page = Path(hf_mp.__file__).parent.parent / "docs" / "overflow.md"
     assert logged_line in page.read_text()
 
 
@@ -239,7 +239,7 @@ def test_what_the_arguments_of_the_trainer_say_is_used(tmp_path: Path) -> None:
 
 
 def test_the_settings_in_the_documentation() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "migrate.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "trainer_and_loops.md").read_text(encoding="utf-8")
     blocks = re.findall(
         r"^```python\n(?:from [^\n]*\n+)*(MixedPrecisionCallback.*?)```", page, re.DOTALL | re.MULTILINE
     )

@@ -123,7 +123,7 @@ def test_arguments_from_the_command_line_and_from_a_file(tmp_path: Path) -> None
     [
         ({"fp16": True}, r"fp16=True switches accelerate's mixed precision on.*say precision='fp16'"),
         ({"bf16": True}, r"bf16=True switches accelerate's mixed precision on"),
-        ({"bf16": True, "precision": "fp32"}, r"precision='fp32' ours"),
+        ({"bf16": True, "precision": "fp32"}, r"precision='fp32' hf_mp's"),
         ({"precision": "fp8"}, r"precision='fp8' is not known: use one of fp32, fp16"),
         ({"loss_scale": "often"}, r"loss_scale='often' is not known: use 'headroom', 'dynamic', 'none' or a positive"),
         ({"loss_scale": "-1"}, r"loss_scale='-1' must be a positive, finite number"),

@@ -13,7 +13,8 @@ from hf_mp.diagnostics.contract.risks import Held, Risk, find_risks, mean
 from hf_mp.dtypes import spell
 
 _UNDECIDED = (
-    "no risk was found; to train these 16-bit weights on may be one: name its learning rate, as --learning-rate 1e-5"
+    "no risk was found. Training these 16-bit weights further may be one: pass its learning rate, as in "
+    "--learning-rate 1e-5"
 )
 _ROLES = {"weights": "weights", "masters": "masters", "firsts": "first moments", "seconds": "second moments"}
 
@@ -48,8 +49,8 @@ class FolderCheck:
         lines = [f"{self.path} holds", *stored]
         if self.norms_at_one and not self.unchanged:
             lines.append(
-                f"  {self.norms_at_one} of {self.norms} norm weights are exactly 1: nobody trained them, or rounding "
-                "dropped their updates (--base FOLDER, what training began from, tells which)"
+                f"  {self.norms_at_one} of {self.norms} norm weights are exactly 1: they were not trained, or "
+                "rounding dropped their updates (--base FOLDER, the model that training began from, tells which)"
             )
         if self.unchanged:
             lines.append("bit for bit as in the base, by samples:")
@@ -81,7 +82,7 @@ def check_folder(
     """
     # Negated, so that NaN is refused as well.
     if learning_rate is not None and not 0.0 < learning_rate < math.inf:
-        raise ValueError(f"a learning rate must be positive and finite, as 1e-5, not {learning_rate}")
+        raise ValueError(f"a learning rate must be positive and finite, such as 1e-5, not {learning_rate}")
     folder = read_folder(path)
     began_from = {} if base is None else read_folder(base).parts
     evidence = evidence_of(folder, learning_rate, keeps_bits=keeps_bits, base=began_from)
@@ -111,7 +112,7 @@ def _unchanged(weights: Iterable[Held], path: Path, base: Path) -> dict[str, flo
             shares[".".join(kind)].append((one.elements, one.unchanged_share))
     if not shares:
         raise ValueError(
-            f"no weight in {path} has the name and the size of one in {base}, both in one part: name what training "
-            "began from, and write what lies in shards of several ranks by save_pretrained first"
+            f"no weight in {path} has the name and the size of one in {base}, both in one part: pass the model that "
+            "training began from, and if it is in shards of several ranks, write it by save_pretrained first"
         )
     return dict(sorted(((kind, mean(found)) for kind, found in shares.items()), key=lambda entry: -entry[1]))

@@ -157,7 +157,7 @@ def _rounded(evidence: Evidence) -> Words:
         return None
     return (
         f"the moments are fp32, and {1.0 - whole:.0%} of the weights, stored in {_spelled(evidence.weights)}, are "
-        "16-bit values: FP32 weights were rounded when they were saved, and what goes on from here lacks their bits",
+        "16-bit values: FP32 weights were rounded when they were saved, and a run resumed from here lacks their bits",
         "resume from a checkpoint with FP32 weights; save without model.half(), model.to(torch.bfloat16) or a 16-bit "
         "gather (hf_mp's save_dtype leaves checkpoints in FP32)",
     )
@@ -203,8 +203,8 @@ def _other_masters(evidence: Evidence) -> Words:
     if not off:
         return None
     return (
-        f"{len(off)} of {len(nearest)} masters are not what their 16-bit weights are roundings of (of {off[0][1]}, "
-        f"{off[0][0]:.0%}): a training that goes on continues from the masters, and an evaluation reads the weights",
+        f"{len(off)} of {len(nearest)} masters do not round to their 16-bit weights ({off[0][0]:.0%} of "
+        f"{off[0][1]}): a resumed training continues from the masters, and an evaluation reads the weights",
         "save both at one step, or write the masters into the weights first (DeepSpeed: zero_to_fp32.py)",
     )
 

@@ -26,7 +26,7 @@ logger = logging.get_logger(__name__)
 
 
 class CrashSafe(Trainer):
-    """Keeps the checkpoints of a Trainer, or of the base class that it is mixed into, as ``docs/faults.md`` promises.
+    """Keeps the checkpoints of a Trainer, or of the base class that it is mixed into, as ``docs/checkpoints.md`` says.
 
     Raises:
         CheckpointError: from ``train``, where another run holds the output directory, no checkpoint can be resumed
