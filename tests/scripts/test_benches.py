@@ -235,15 +235,23 @@ def test_a_layer_costs_no_more_calls_for_a_token(kind, limit, monkeypatch):
 # Contracts, and experts
 
 
-def test_the_contract_of_a_stock_training_loses_updates_and_ours_does_not(run, tmp_path):
+def test_the_contract_of_a_stock_training_loses_updates_and_ours_does_not(run):
     result = run("contracts", "show_contracts", layers=1, width=32, rounds=1, gibibytes=1)
     stock, ours = result["contracts"].values()
     assert stock["risks"][0] == "no masters" and stock["lost_share"] > 0.5
     assert ours["risks"] == [] and ours["lost_share"] < 0.01
     assert {row[2] for row in stock["rows"]} == {"bf16"} and {row[2] for row in ours["rows"]} == {"fp32"}
     assert 0 < result["seconds_to_take"]["1,000 tensors"] < 1.0 and 0 < result["checked"]["seconds"] < 5.0
-    lines = Regions(tmp_path)("contracts").splitlines()
-    assert sum(line.startswith("| stock Trainer |") for line in lines) == len(stock["rows"])
+
+
+def test_a_model_saved_in_bf16_learns_with_ours_as_if_loaded_in_fp32(run):
+    result = run("loading", "compare_loading", scale="small", steps=8, learning_rate=1e-4, evaluations=2)
+    rows = list(result["contenders"].values())
+    assert all(row["steps"] == [0, 4, 8] for row in rows) and result["workload"]["steps"] == 8
+    fp32, stock, stock_autocast, callback, lean = rows
+    for ours in (callback, lean):
+        assert ours["unmoved"] < 0.1 < 0.5 < min(stock["unmoved"], stock_autocast["unmoved"])
+        assert ours["eval_losses"][-1] == pytest.approx(fp32["eval_losses"][-1], rel=1e-3)
 
 
 def test_mixtures_of_experts_are_trained_in_each_way(run, monkeypatch):

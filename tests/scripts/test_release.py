@@ -34,6 +34,12 @@ def test_all_addresses_are_those_of_one_repository() -> None:
             assert found == owner, path
 
 
+def test_package_site_and_readme_begin_with_the_same_sentence() -> None:
+    described = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["description"]
+    assert f"site_description: {described}\n" in (ROOT / "mkdocs.yml").read_text()
+    assert " ".join((ROOT / "README.md").read_text().split()).startswith(f"# hf_mp {described}. ")
+
+
 def test_workflows_test_the_versions_that_are_promised() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     matrix = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["tests"]["strategy"]["matrix"]
