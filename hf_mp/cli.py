@@ -109,7 +109,7 @@ def memory(
     gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="Recompute blocks.")] = False,
     optimizer: Annotated[str | None, typer.Option(help="As in TrainingArguments(optim=...).")] = None,
     precision: Annotated[
-        list[str] | None, typer.Option(help="Preset to train in. Repeat it for several, or say all. Default: four.")
+        list[str] | None, typer.Option(help="Preset to train in. Repeat it for several, or say all. Default: five.")
     ] = None,
     device: Annotated[str, typer.Option(help="Device to predict for: cuda or cpu; needs neither here.")] = "cuda",
     gpu: Annotated[

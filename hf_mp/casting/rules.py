@@ -147,14 +147,14 @@ def _spellings_of(key: Any, tables: OpTables) -> tuple[str, list[Callable[..., A
         return op_name(key), [key, *(getattr(key, overload) for overload in key.overloads())]
     if isinstance(key, OpOverload):
         return op_name(key), [key]
+    for _, name in tables.entries():
+        if key in (functions := spellings(name)):
+            return name, functions
     if not callable(key) or torch.overrides.resolve_name(key) is None:
         raise TypeError(
             f"autocast rules are for torch functions and module names, and {key!r} is neither: use torch.softmax, "
             "torch.ops.my_library.my_op, or a name pattern such as 'lm_head'"
         )
-    for _, name in tables.entries():
-        if key in (functions := spellings(name)):
-            return name, functions
     return op_name(key), [key, *spellings(key.__name__)]
 
 

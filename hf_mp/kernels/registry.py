@@ -45,7 +45,7 @@ def kernel_for(name: str, tensors: Sequence[Tensor]) -> Any:
     device = tensors[0].device
     if asked == "auto":
         # Where the first tensor is on a CPU, as in each step there, the others need no look.
-        is_right = device.type == "cuda" and why_not(tensors) is None and _is_right_on(name, device)
+        is_right = device.type != "cpu" and why_not(tensors) is None and _is_right_on(name, device)
     elif not (is_right := (reason := why_not(tensors)) is None):
         _warn_once(f"{VARIABLE}=triton: the reference of {name} is used, because {reason}")
     return launcher(name) if is_right else None

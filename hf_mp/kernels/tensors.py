@@ -63,7 +63,7 @@ def is_on_host(tensor: Tensor) -> bool:
 
 def takes_lists(tensor: Tensor) -> bool:
     """Whether the device of ``tensor`` has a launch for a whole list of tensors (``torch._foreach_mul_``)."""
-    return tensor.is_cuda
+    return not tensor.is_cpu
 
 
 def is_shared(tensor: Tensor, owners: int = 1) -> bool:

@@ -12,19 +12,23 @@ CUDA build of torch. Ops have the same shapes and dtypes there, with four except
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.amp import autocast_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_mp.casting.nested import tensors_in
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
+from hf_mp.kernels import registry
+from hf_mp.kernels.gradient_scan import Scan
 from hf_mp.ranks.parallelism import has_dtensors
+from hf_mp.step import gradients
+from hf_mp.weights import product_uses
 from hf_mp.weights.lean.split_parameter import SPLIT_CLASSES, SplitParameter
 
 STAND_IN = torch.device("meta")
@@ -42,6 +46,9 @@ def kernels_of_a_gpu() -> Iterator[None]:
         torch.library._scoped_library("aten", "IMPL") as library,
         # An attached model makes torch.autocast(x.device.type, enabled=False) an island of ours, if torch lets it.
         mock.patch.object(autocast_mode, "is_autocast_available", let_meta),
+        mock.patch.multiple(registry, why_not=_why_not, _is_right_on=lambda *_: True, launcher=_LAUNCHERS.__getitem__),
+        mock.patch.object(gradients, "_SKIP_BY_THEMSELVES", (STAND_IN.type,)),
+        mock.patch.object(product_uses, "_ABSENT", ()),
     ):
         library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
         library.impl("dropout", lambda x, p, train: dropout(x, p, True)[0] if train and p else x, "AutogradMeta")
@@ -77,6 +84,31 @@ def _attention(
     return efficient(query, key, value, bias, needs_gradient, dropout_p, is_causal, scale=scale)[0]
 
 
+class _RowKernels:
+    """The Triton kernels of :mod:`hf_mp.kernels.cross_entropy`: what they allocate."""
+
+    @staticmethod
+    def forward(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        denominators = logits.new_empty(logits.shape[0], dtype=torch.float32)
+        return denominators, torch.empty_like(denominators)
+
+    @staticmethod
+    def backward(*_: Any) -> None:
+        """Writes into what it is given."""
+
+
+# Triton's kernels take no tensors without values. What each allocates, but for tables of addresses.
+_LAUNCHERS: dict[str, Any] = {
+    "gradient_scan": lambda tensors: Scan(*tensors[0].new_empty(2, dtype=torch.float32).unbind()),
+    "adamw": lambda *_: lambda gradients, *_: gradients[0].new_empty((3, len(gradients)), dtype=torch.float32),
+    "cross_entropy": _RowKernels,
+}
+
+
+def _why_not(tensors: Sequence[Tensor]) -> str | None:
+    return None if registry._are_readable(tensors, STAND_IN) else "no kernel reads them"
+
+
 class FakeSplitParameter(SplitParameter, FakeTensor):
     """A split parameter without memory."""
 
@@ -107,15 +139,26 @@ class AnswerAsIfAllWentWell(TorchDispatchMode):
         answer = self._answer(func, args, kwargs or {})
         if answer is not None:
             return answer
-        result = func(*args, **(kwargs or {}))
+        try:
+            result = func(*args, **(kwargs or {}))
+        except NotImplementedError as error:  # on the meta device: FakeTensorMode tells the reason itself
+            raise DataDependentOutputException(func) from error
         self._follow(result, func, args)
         return result
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What a call gives that a fake tensor, or its meta function, has no answer to; None for all others."""
-        if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        if func is _aten._local_scalar_dense.default and _has_no_values(args[0]):
             return _scalar(args[0])
-        if func is _aten.equal.default and isinstance(args[0], FakeTensor):
+        if (
+            func is _aten._to_copy.default
+            and args[0].is_meta
+            and torch.device(kwargs.get("device") or STAND_IN).type == "cpu"
+        ):
+            return torch.full((), _scalar(args[0]), dtype=kwargs.get("dtype") or args[0].dtype, device="cpu").expand(
+                args[0].shape
+            )
+        if func is _aten.equal.default and _has_no_values(args[0]):
             return not args[1].is_floating_point() or _storage(args[1]) in self._exact_in_16_bits
         # Transformers' experts call it in every dtype; its meta function knows BF16 alone.
         if func is _aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
@@ -139,7 +182,11 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _scalar(tensor: FakeTensor) -> bool | float:
+def _has_no_values(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def _scalar(tensor: Tensor) -> bool | float:
     if tensor.dtype is torch.bool:
         # Training asks whether all gradients are finite, or whether no token is padding.
         return True

@@ -11,10 +11,10 @@ import torch
 
 from hf_mp.memory.models import ModelLike, find_config
 from hf_mp.memory.sizes import parse_size
-from hf_mp.memory.training import estimate_training_memory
+from hf_mp.memory.training import TrainingMemory, step_of
 
 LARGEST_TRIED = 2**20
-_GROWTH = 8  # the line through the first two points may overshoot, where estimates are slow
+_GROWTH = 8  # from a batch that fits to the next, where no line through two tells more
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,16 @@ def largest_batch_size(
     Raises:
         ValueError: for an invalid size, and as :func:`hf_mp.estimate_training_memory`.
     """
-    memory_bytes = parse_size(memory)
-    # Once: each estimate would ask the Hub again.
-    config = find_config(model)
+    with step_of(find_config(model), precision, batch_size=1, **settings) as predict:
+        return largest_batch(predict, parse_size(memory))
 
-    @functools.cache  # an estimate takes seconds
+
+def largest_batch(predict: Callable[[int], TrainingMemory], memory_bytes: int) -> LargestBatch:
+    """As :func:`largest_batch_size`, with ``predict`` of :func:`hf_mp.memory.training.step_of`."""
+
+    @functools.cache
     def peak(batch_size: int) -> int:
-        return estimate_training_memory(config, precision, batch_size=batch_size, **settings).peak_bytes
+        return predict(batch_size).peak_bytes
 
     found = search_largest(peak, memory_bytes)
     return LargestBatch(found, peak(found) if found else None, peak(found + 1), memory_bytes)
@@ -72,8 +75,8 @@ def search_largest(peak: Callable[[int], int], memory_bytes: int) -> int:
         other = exceeds if exceeds <= LARGEST_TRIED else before
         slope = (peak(other) - peak(fits)) / (other - fits) if other and fits else 0.0
         # A slope of 0 is what small batches have where the update, not the activations, is the peak.
-        guess = fits + int((memory_bytes - peak(fits)) / slope) if slope > 0 else 2 * fits
-        tried = max(fits + 1, min(guess, exceeds - 1, _GROWTH * fits))
+        guess = fits + int((memory_bytes - peak(fits)) / slope) if slope > 0 else _GROWTH * fits
+        tried = max(fits + 1, min(guess, exceeds - 1, _GROWTH**2 * fits))
         if peak(tried) <= memory_bytes:
             before, fits = fits, tried
         else:

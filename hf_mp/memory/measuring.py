@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_mp.memory.models import ModelLike, find_config, load, model_class
 from hf_mp.memory.precisions import parse_precision, parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
-from hf_mp.memory.training import TrainingMemory, make_settings, make_trainee, prepare_model, record_steps
+from hf_mp.memory.training import TrainingMemory, make_batch, make_settings, make_trainee, prepare_model, recording
 
 
 def measure_training_memory(
@@ -45,13 +46,16 @@ def measure_training_memory(
     asked = make_settings(config, precision, **settings)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = place.type == "cuda"
+    gc.collect()  # of models that were measured before, some are in circles
     before = torch.cuda.memory_allocated() if on_gpu else 0
     real = _real_model(config, parse_preset(precision).loaded, place)
     kind, parameters = type(real), real.num_parameters()
-    trainee = make_trainee(prepare_model(real, asked).to(place), kind, asked, place)
+    trainee = make_trainee(prepare_model(real, asked).to(place), asked, place)
+    batch = make_batch(kind, asked, place)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    profile = record_steps(trainee, MemoryRecorder(place))
+    with recording(trainee, MemoryRecorder(place)) as profile_of:
+        profile = profile_of(batch)
     return TrainingMemory(
         **vars(profile),
         model=kind.__name__,

@@ -190,7 +190,8 @@ def _let_torch_accept(device: torch.device, replace: Callable[..., object]) -> N
     replace(_fully_shard, "_get_device_from_mesh", lambda mesh: device)
     # Views for all ranks, of which one is read, take minutes for 1,024.
     replace(_fsdp_param, "_chunk_with_empty", _chunk_of_first_rank)
-    replace(_functional_collectives, "wait_tensor", lambda tensor: tensor)  # on fake tensors it makes another
+    for name in ("wait_tensor", "_maybe_wrap_tensor"):  # without memory, each makes another
+        replace(_functional_collectives, name, lambda tensor: tensor)
     replace(Reducer, "_rebuild_buckets", lambda reducer: False)
     if device.type == "meta":  # it stands for a GPU: streams and events are the CPU's, which do nothing
         replace(torch, "meta", torch.cpu, create=True)

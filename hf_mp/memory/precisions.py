@@ -90,8 +90,8 @@ TRAINING_PRESETS: dict[str, TrainingPreset] = {
 }
 """What can be estimated and measured, by the value of ``precision``."""
 
-# All twelve take minutes on two cores.
-SHOWN_PRESETS = ("fp32", "trainer-fp16", "fp16", "fp16-lean")
+# All twelve take more than twice as long, and more columns than a terminal has.
+SHOWN_PRESETS = ("fp32", "trainer-fp16", "fp16", "bf16", "fp16-lean")
 """What ``hf-mp memory --train`` predicts unless it is told: each preset takes a training step, or several."""
 
 

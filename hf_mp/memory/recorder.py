@@ -17,6 +17,7 @@ from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.memory.footprint import Kind, gradients_of, tensors_of
 from hf_mp.memory.ledger import Category, Ledger, Phase
 from hf_mp.ranks.parallelism import local_parts
+from hf_mp.weights.lean.outside_reads import as_stored
 
 _CATEGORIES = {
     Kind.MASTER_WEIGHTS: Category.MASTER_WEIGHTS,
@@ -24,7 +25,10 @@ _CATEGORIES = {
     Kind.QUANTIZATION_STATE: Category.FROZEN_WEIGHTS,
 }
 
-_CUDA_BLOCK_BYTES = 512  # CUDA's caching allocator rounds every request up to it
+# CUDA's caching allocator rounds every request up to a block, and takes memory for those from 10 MiB on in pieces of
+# 2 MiB, of which it leaves a rest of up to 1 MiB to the request.
+_CUDA_BLOCK_BYTES, _CUDA_PIECE_BYTES = 512, 2**21
+_CUDA_OF_ITS_OWN_BYTES, _CUDA_MOST_REST_BYTES = 10 * 2**20, 2**20
 
 
 class MemoryRecorder(TorchDispatchMode):
@@ -37,15 +41,16 @@ class MemoryRecorder(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.ledger = Ledger()
-        self.device_type = device.type
-        self._block_bytes = _CUDA_BLOCK_BYTES if device.type in ("cuda", "meta") else 1  # meta stands for a GPU
+        self.device = device
+        self._on_gpu = device.type in ("cuda", "meta")  # meta stands for one
         # Not by their addresses: that of a parameter which is gone becomes another tensor's.
         self._parameters: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._in_head = False
         self._followed: list[nn.Parameter] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        with as_stored():  # whatever read a split parameter in FP32 has done so before it came here
+            result = func(*args, **(kwargs or {}))
         for tensor in self._here(tensors_in(result)):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.ledger.live:
@@ -58,7 +63,7 @@ class MemoryRecorder(TorchDispatchMode):
         self._allocate(storage, category, op)
 
     def _allocate(self, storage: torch.UntypedStorage, category: Category, op: str) -> None:
-        size_bytes = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
+        size_bytes = _on_cuda(storage.nbytes()) if self._on_gpu else storage.nbytes()
         self.ledger.allocate(storage._cdata, size_bytes, category, op)
 
     def _category(self, tensor: Tensor, func: Any, args: Any) -> Category:
@@ -98,7 +103,7 @@ class MemoryRecorder(TorchDispatchMode):
         """The parts of ``tensors`` on this process's device; of a collective under way, what it writes into."""
         parts: list[Any] = local_parts(tensors)
         held = [part.elem if type(part).__name__ == "AsyncCollectiveTensor" else part for part in parts]
-        return [part for part in held if part.device.type == self.device_type]
+        return [part for part in held if part.device.type == self.device.type]
 
     @contextlib.contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
@@ -140,3 +145,9 @@ class MemoryRecorder(TorchDispatchMode):
 
     def _leave_head(self, gradient: Tensor) -> None:
         self._in_head = False
+
+
+def _on_cuda(size_bytes: int) -> int:
+    """What CUDA's caching allocator counts for a request, where no larger memory that was freed serves it."""
+    blocks, pieces = (-(-size_bytes // unit) * unit for unit in (_CUDA_BLOCK_BYTES, _CUDA_PIECE_BYTES))
+    return pieces if blocks >= _CUDA_OF_ITS_OWN_BYTES and pieces - blocks <= _CUDA_MOST_REST_BYTES else blocks

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
+from transformers import PreTrainedConfig
+
 from hf_mp.dtypes import spell
 from hf_mp.environment.machine import describe_hardware, package_versions
-from hf_mp.memory.fitting import LargestBatch, largest_batch_size
+from hf_mp.memory.fitting import LargestBatch, largest_batch
 from hf_mp.memory.footprint import MemoryFootprint, memory_footprint
 from hf_mp.memory.models import ModelLike, find_config, skeleton
 from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS, parse_preset
-from hf_mp.memory.training import TrainingMemory, estimate_training_memory
+from hf_mp.memory.training import TrainingMemory, step_of
 
 T = TypeVar("T")
 
@@ -61,7 +64,7 @@ def gather_report(
 
     def train(preset: str) -> TrainingRow:
         progress(f"taking a training step in {labels[preset]} ({list(labels).index(preset) + 1} of {len(labels)})")
-        return _training_row(model, preset, gpu_bytes, settings)
+        return _training_row(config, preset, gpu_bytes, **settings)
 
     footprints, not_loaded = _of_each(PRECISIONS, count)
     training, not_trained = _of_each(labels, train)
@@ -92,16 +95,14 @@ def _of_each(names: Iterable[str], take: Callable[[str], T]) -> tuple[dict[str, 
     return found, {name: str(error) for name, error in missing.items()}
 
 
-def _training_row(model: ModelLike, preset: str, gpu_bytes: int | None, settings: dict[str, Any]) -> TrainingRow:
-    asked = dict(settings)
+def _training_row(
+    config: PreTrainedConfig, preset: str, gpu_bytes: int | None, batch_size: int = 1, **settings: Any
+) -> TrainingRow:
     if TRAINING_PRESETS[preset].optimizer is not None:  # the preset is about its own
-        asked.pop("optimizer", None)
-    estimate = estimate_training_memory(model, preset, **asked)
-    if gpu_bytes is None:
-        return TrainingRow(estimate)
-    # The batch is what the search varies.
-    asked.pop("batch_size", None)
-    return TrainingRow(estimate, largest_batch_size(model, gpu_bytes, preset, **asked))
+        settings.pop("optimizer", None)
+    with step_of(config, preset, batch_size=batch_size, **settings) as predict:
+        known = functools.cache(predict)
+        return TrainingRow(known(batch_size), None if gpu_bytes is None else largest_batch(known, gpu_bytes))
 
 
 def as_json(report: MemoryReport) -> dict[str, Any]:

@@ -24,10 +24,18 @@ def parse_size(text: str | int) -> int:
 
 def readable(size_bytes: float) -> str:
     """In the unit that fits: ``512 B``, ``1.00 MiB``, ``23.47 GiB``."""
-    for name, unit in _UNITS.items():
-        if abs(size_bytes) >= unit:
-            return f"{size_bytes / unit:,.2f} {name}"
-    return f"{size_bytes:,.0f} B"
+    unit = unit_of(size_bytes)
+    return f"{in_unit(size_bytes, unit)} {unit}"
+
+
+def unit_of(size_bytes: float) -> str:
+    """The unit that fits: the largest of which there is at least one."""
+    return next((name for name, unit in _UNITS.items() if abs(size_bytes) >= unit), "B")
+
+
+def in_unit(size_bytes: float, unit: str) -> str:
+    """The number alone: ``23.47`` of GiB, whole bytes."""
+    return f"{size_bytes:,.0f}" if unit == "B" else f"{size_bytes / _UNITS[unit]:,.2f}"
 
 
 def largest_first(sizes: Mapping[Any, int]) -> str:

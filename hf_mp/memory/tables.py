@@ -14,47 +14,61 @@ from hf_mp.dtypes import compute_dtypes
 from hf_mp.memory.footprint import Kind, MemoryFootprint, kept_sentence
 from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS
 from hf_mp.memory.report import MemoryReport, TrainingRow
-from hf_mp.memory.sizes import readable
+from hf_mp.memory.sizes import in_unit, readable, unit_of
 
 _SHOWN_KINDS = (Kind.PARAMETER, Kind.BUFFER, Kind.QUANTIZATION_STATE)
 _SHORT = {str(entry.dtype).removeprefix("torch."): entry.name for entry in compute_dtypes()}
 # FSDP2's gathers of 16-bit weights, and of a few FP32 ones, travel as bytes.
 _SENT = {**_SHORT, "uint8": "weights as bytes"}
 
-Figures = Iterable[tuple[str, str]]  # what is counted, and how much, in words
+_LABEL_WIDTH = 24  # "quantization state, MiB"; longer ones go on in a second line
+
+Figures = Iterable[tuple[str, int | str]]  # what is counted, and its bytes, or words
 
 
 def loaded_figures(footprint: MemoryFootprint) -> Figures:
     """What a model takes when it is loaded: in total, by kind, and by dtype."""
-    yield "total", readable(footprint.total_bytes)
-    yield from ((kind.value, readable(footprint.by_kind.get(kind, 0))) for kind in _SHOWN_KINDS)
-    yield "Transformers counts", readable(footprint.transformers_bytes)
-    yield from ((f"in {_SHORT.get(dtype, dtype)}", readable(size)) for dtype, size in footprint.by_dtype.items())
+    yield "total", footprint.total_bytes
+    yield from ((kind.value, footprint.by_kind.get(kind, 0)) for kind in _SHOWN_KINDS)
+    yield "Transformers counts", footprint.transformers_bytes
+    yield from ((f"in {_SHORT.get(dtype, dtype)}", size) for dtype, size in footprint.by_dtype.items())
 
 
 def training_figures(row: TrainingRow) -> Figures:
     """What a training step takes at its peak; fitted and sent where the row has that too."""
-    yield "peak", readable(row.estimate.peak_bytes)
+    yield "peak", row.estimate.peak_bytes
     yield "in", row.estimate.peak_phase.value
-    yield from ((category.value, readable(size)) for category, size in row.estimate.bytes_by_category.items())
+    yield from ((category.value, size) for category, size in row.estimate.bytes_by_category.items())
     if (largest := row.largest_batch) is not None:
         fits = row.estimate.peak_bytes <= largest.memory_bytes
         yield f"in {readable(largest.memory_bytes)}", "fits" if fits else "does not fit"
         yield "largest batch", str(largest.batch_size or "not even 1")
-        yield "its peak", "" if largest.peak_bytes is None else readable(largest.peak_bytes)
+        yield "its peak", "" if largest.peak_bytes is None else largest.peak_bytes
     # Smaller ones are agreements of the ranks on two numbers.
     for one in row.estimate.communication:
         if one.sent_bytes >= 1024:
             where = "" if one.within_node else " of several machines"
             label = f"sent by {one.name} of {one.ranks} ranks{where}, {_SENT.get(one.dtype, one.dtype)}"
-            yield label, readable(one.sent_bytes)
+            yield label, one.sent_bytes
 
 
 def in_columns(columns: Mapping[str, Figures]) -> list[tuple[str, ...]]:
-    """A row for each figure that any column has, in the order in which they come up; a blank where one has none."""
+    """A row for each figure that any column has, in the order in which they come up; a blank where one has none.
+
+    The bytes of a row have one unit, that of the most; a row of 0 alone is left out.
+    """
     found = {name: dict(figures) for name, figures in columns.items()}
     labels = dict.fromkeys(label for figures in found.values() for label in figures)
-    return [(label, *(figures.get(label, "") for figures in found.values())) for label in labels]
+    rows = []
+    for label in labels:
+        cells = [figures.get(label, "") for figures in found.values()]
+        if not (sizes := [cell for cell in cells if isinstance(cell, int)]):
+            rows.append((label, *map(str, cells)))
+        elif most := max(sizes):
+            unit = unit_of(most)
+            words = (in_unit(cell, unit) if cell and isinstance(cell, int) else str(cell) for cell in cells)
+            rows.append((f"{label}, {unit}", *words))
+    return rows
 
 
 @group()
@@ -77,13 +91,16 @@ def render(report: MemoryReport, width: int) -> Iterator[RenderableType]:
         yield Text(f"{name} is missing: {reason}")
 
 
-def _tables(title: str, columns: Mapping[str, Figures], width: int) -> Iterator[RenderableType]:
+def _tables(title: str, figures: Mapping[str, Figures], width: int) -> Iterator[RenderableType]:
     yield Text(f"\n{title}")
-    # With 15 characters to a column, rich breaks no word and no number.
-    most = max(1, width // 16 - 1)
+    columns = {name: list(column) for name, column in figures.items()}
+    # A column is as wide as the longest word of any, so that rich breaks no word and no number.
+    words = " ".join((*columns, *(cell for row in in_columns(columns) for cell in row[1:]))).split()
+    widest = max(map(len, words))
+    most = max(1, (width - _LABEL_WIDTH) // (widest + 1))
     for first in range(0, len(columns), most):
-        some = dict(list(columns.items())[first : first + most])
-        headers = (Column(Text(name), justify="right") for name in some)
+        some = dict([*columns.items()][first : first + most])
+        headers = (Column(Text(name), justify="right", max_width=widest) for name in some)
         table = Table("", *headers, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
         for row in in_columns(some):
             table.add_row(*map(Text, row))

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 from unittest import mock
 
@@ -137,9 +137,9 @@ class Trainee:
     model: nn.Module
     forward: Callable[..., Any]
     optimizer: Optimizer
-    batch: dict[str, Tensor]
     accumulation_steps: int
     runtime: MixedPrecision | None = None
+    updates: int = 0  # taken so far
 
 
 def estimate_training_memory(
@@ -191,10 +191,10 @@ def estimate_training_memory(
             its data.
         RuntimeError: for several ranks in a process that is one of several itself.
     """
-    config = find_config(model)
-    settings = make_settings(
-        config,
+    with step_of(
+        find_config(model),
         precision,
+        device=device,
         batch_size=batch_size,
         seq_len=seq_len,
         accumulation_steps=accumulation_steps,
@@ -204,14 +204,26 @@ def estimate_training_memory(
         ranks=ranks,
         parallel=parallel,
         node_size=node_size,
-    )
+    ) as predict:
+        return predict(batch_size)
+
+
+@contextlib.contextmanager
+def step_of(
+    config: PreTrainedConfig, precision: str | torch.dtype, *, device: str = "cuda", **given: Any
+) -> Iterator[Callable[[int], TrainingMemory]]:
+    """What predicts the memory of a step from its batch size; all of them are taken by one model and optimizer.
+
+    Arguments are those of :func:`estimate_training_memory`, ``batch_size`` the first that is asked for.
+    """
+    settings = make_settings(config, precision, **given)
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r} cannot be predicted for: use 'cuda' or 'cpu'")
     target = STAND_IN if device == "cuda" else torch.device("cpu")
-    preset = parse_preset(precision)
+    preset, ranks, parallel = parse_preset(precision), settings.ranks, settings.parallel
     if preset.lora and ranks > 1 and parallel != "ddp":
         raise ValueError(f"parallel={parallel!r} cannot shard quantized weights of precision={precision!r}: use 'ddp'")
-    communication = CommunicationRecorder(node_size) if ranks > 1 else None
+    communication = CommunicationRecorder(settings.node_size) if ranks > 1 else None
     planned = skeleton(config, preset.loaded)
     kind, parameters = type(planned), planned.num_parameters()
     prepared = prepare_model(planned, settings)
@@ -219,18 +231,24 @@ def estimate_training_memory(
         replace_tensors(prepared, target)
         if communication is not None and parallel == "tp":
             make_tensor_parallel(planned, ranks)
-        trainee = make_trainee(shard(prepared, mesh), kind, settings, target)
+        trainee = make_trainee(shard(prepared, mesh), settings, target)
         _finish(trainee, settings)
-        profile = record_steps(trainee, MemoryRecorder(target), communication)
-    return TrainingMemory(
-        **vars(profile),
-        model=kind.__name__,
-        parameters=parameters,
-        settings=settings,
-        device=device,
-        measured=False,
-        communication=() if communication is None else communication.collectives(),
-    )
+        with recording(trainee, MemoryRecorder(target), communication) as profile_of:
+
+            def predict(batch_size: int) -> TrainingMemory:
+                asked = replace(settings, batch_size=batch_size)
+                profile = profile_of(make_batch(kind, asked, target))
+                return TrainingMemory(
+                    **vars(profile),
+                    model=kind.__name__,
+                    parameters=parameters,
+                    settings=asked,
+                    device=device,
+                    measured=False,
+                    communication=() if communication is None else communication.collectives(),
+                )
+
+            yield predict
 
 
 def _finish(trainee: Trainee, settings: TrainingSettings) -> None:
@@ -246,13 +264,14 @@ def _finish(trainee: Trainee, settings: TrainingSettings) -> None:
 
 @contextlib.contextmanager
 def fake_tensors(device: torch.device) -> Iterator[None]:
-    """Have all tensors of a training on ``device`` be fake, the meta device standing for a GPU."""
+    """Have no tensor of a training on ``device`` take memory: on a CPU by fake ones, for a GPU on the meta device."""
     fused = [*_get_fused_kernels_supported_devices(), STAND_IN.type]
     with (
         warnings.catch_warnings(),
         quiet_bitsandbytes(),  # it remarks on each product that it casts
-        # Constants that libraries keep are real tensors.
-        FakeTensorMode(allow_non_fake_inputs=True),
+        # Constants that libraries keep are real tensors. Those on the meta device need no mode, which takes most of the
+        # time of an op.
+        contextlib.nullcontext() if device == STAND_IN else FakeTensorMode(allow_non_fake_inputs=True),
         AnswerAsIfAllWentWell(),
         # Under tracing, Transformers makes masks that training does not.
         mock.patch.object(import_utils, "is_fake_tensor", lambda value: False),
@@ -317,10 +336,8 @@ def prepare_model(model: PreTrainedModel, settings: TrainingSettings) -> nn.Modu
     return model
 
 
-def make_trainee(
-    model: nn.Module, kind: type[PreTrainedModel], settings: TrainingSettings, device: torch.device
-) -> Trainee:
-    """Precision, optimizer and batch for a prepared model, of class ``kind`` without adapters."""
+def make_trainee(model: nn.Module, settings: TrainingSettings, device: torch.device) -> Trainee:
+    """Precision and optimizer for a prepared model."""
     preset = parse_preset(settings.precision)
     # Dropout is part of what training takes.
     model.train()
@@ -334,10 +351,11 @@ def make_trainee(
         optimizer = runtime.attach_optimizer(optimizer)
     if preset.autocast is not None:
         # As accelerate's prepare_model does for fp16=True and bf16=True.
-        inside = autocast(preset.autocast) if device == STAND_IN else torch.autocast(device.type, preset.autocast)
+        # Stacked experts, which only our tables have, torch.autocast leaves in FP32.
+        stand_in = autocast(preset.autocast, rules={torch._grouped_mm: "unlisted"})
+        inside = stand_in if device == STAND_IN else torch.autocast(device.type, preset.autocast)
         model.forward = convert_outputs_to_fp32(inside(model.forward))
-    batch = make_batch(kind, settings, device)
-    return Trainee(model, model, optimizer, batch, settings.accumulation_steps, runtime)
+    return Trainee(model, model, optimizer, settings.accumulation_steps, runtime)
 
 
 def _with_adapters(model: PreTrainedModel, gradient_checkpointing: bool) -> nn.Module:
@@ -404,33 +422,45 @@ def _arguments_of_optimizer(name: str) -> Any:
     return args
 
 
-def record_steps(
+@contextlib.contextmanager
+def recording(
     trainee: Trainee, recorder: MemoryRecorder, communication: CommunicationRecorder | None = None
-) -> StepProfile:
-    """Train until the highest step was seen, and return its profile; ``communication`` has counted the last one."""
-    recorder.take(trainee.batch.values(), Category.INPUTS_AND_BUFFERS)
-    profiles: list[StepProfile] = []
-    updates = 0
-    with recorder.following(trainee.model), communication or contextlib.nullcontext(), recorder:
+) -> Iterator[Callable[[dict[str, Tensor]], StepProfile]]:
+    """What trains on a batch until the highest step was seen, and gives its profile.
+
+    ``communication`` has counted the last of these steps.
+    """
+
+    def profile_of(batch: dict[str, Tensor]) -> StepProfile:
+        recorder.take(batch.values(), Category.INPUTS_AND_BUFFERS)
+        profiles: list[StepProfile] = []
+        updates = max(_RECORDED_UPDATES, trainee.updates + 1)
         # A step that the loss scale skips is no update.
-        while updates < _RECORDED_UPDATES and len(profiles) < _MOST_STEPS:
+        while trainee.updates < updates and len(profiles) < _MOST_STEPS:
             recorder.ledger.start_step()
             if communication is not None:
                 communication.start()
-            updates += train_one_step(trainee, recorder.start_phase)
+            trainee.updates += train_one_step(trainee, batch, recorder.start_phase)
             recorder.take(tensors_in(list(trainee.optimizer.state.values())), Category.OPTIMIZER_STATE)
             trainee.optimizer.zero_grad()
             profiles.append(profile_step(recorder.ledger.events))
-    # What every step reaches counts more than what only the first one does, where they are equal.
-    return max(reversed(profiles), key=lambda profile: profile.peak_bytes)
+        # What every step reaches counts more than what only the first one does, where they are equal.
+        return max(reversed(profiles), key=lambda profile: profile.peak_bytes)
+
+    if (runtime := trainee.runtime) is not None and runtime.scaler.is_scaling:  # no op of a step makes its scale
+        recorder.take(runtime.scaler.scale_and_inverse(recorder.device), Category.TEMPORARIES)
+    with recorder.following(trainee.model), communication or contextlib.nullcontext(), recorder:
+        yield profile_of
 
 
-def train_one_step(trainee: Trainee, start_phase: Callable[[Phase], None] = lambda phase: None) -> bool:
+def train_one_step(
+    trainee: Trainee, batch: dict[str, Tensor], start_phase: Callable[[Phase], None] = lambda phase: None
+) -> bool:
     """Forward, backward, clipping and update, and whether there was one; the caller clears the gradients."""
     micro_batches = min(trainee.accumulation_steps, _RECORDED_MICRO_BATCHES)
     for _ in range(micro_batches):
         start_phase(Phase.FORWARD)
-        loss = trainee.forward(**trainee.batch).loss
+        loss = trainee.forward(**batch).loss
         if micro_batches > 1:
             loss = loss / micro_batches
         start_phase(Phase.BACKWARD)

@@ -24,6 +24,7 @@ class Slot(NamedTuple):
     in_16_bits: bool  # whether it holds the working copy while a forward runs, if the weight has one
 
 
+_ABSENT = ("meta",)  # devices of weights that accelerate has offloaded, and loads when their module is called
 _USUAL = ("weight", "bias")
 _PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias")
 # The weights that a known forward gives to an op, and that op. By forward: a subclass that has one of its own may use a
@@ -83,8 +84,7 @@ class ProductUses:
                 decided = self._decided.get(module)
                 decided = self._decide_by_class(module) if decided is None else decided
                 for name, weight in parameters.items():
-                    # accelerate loads what it has offloaded when its module is called: until then it is on meta.
-                    if weight is not None and name not in attributes and weight.device.type != "meta":
+                    if weight is not None and name not in attributes and weight.device.type not in _ABSENT:
                         found.append(Slot(module, name, weight, decided.get(name, False)))
         return found
 

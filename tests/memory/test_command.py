@@ -24,15 +24,15 @@ def run(*arguments):
     return CliRunner().invoke(cli.app, list(map(str, arguments)))
 
 
-def test_the_command_shows_four_ways_to_train(saved, monkeypatch):
+def test_the_command_shows_five_ways_to_train(saved, monkeypatch):
     found = LargestBatch(7, 2**19, 2**23, 2**22)
-    monkeypatch.setattr("hf_mp.memory.report.largest_batch_size", lambda *args, **kwargs: found)  # the search is slow
+    monkeypatch.setattr("hf_mp.memory.report.largest_batch", lambda *args: found)
     result = run("memory", saved, "--config-only", "--train", "--seq-len", 16, "--gpu", "4MiB")
     assert result.exit_code == 0, result.output
     told = " ".join(result.stdout.split())
-    assert "hf-mp memory: taking a training step in hf_mp fp16-lean (4 of 4) ...\n" in result.stderr
-    assert "largest batch 7 7 7 7 its peak 512.00 KiB" in told
-    assert "in 4.00 MiB fits fits fits fits" in told
+    assert "hf-mp memory: taking a training step in hf_mp fp16-lean (5 of 5) ...\n" in result.stderr
+    assert "largest batch 7 7 7 7 7 its peak, KiB 512.00 512.00" in told
+    assert "in 4.00 MiB fits fits fits fits fits" in told and "bf16" in SHOWN_PRESETS
     for words in ("Loaded", "INT8", "The peak of a training step on a GPU", "Predicted for a GPU"):
         assert words in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
@@ -41,7 +41,7 @@ def test_the_command_shows_four_ways_to_train(saved, monkeypatch):
 
 def test_all_presets_are_one_word(saved, monkeypatch):
     asked = []
-    monkeypatch.setattr("hf_mp.memory.report._training_row", lambda model, preset, *_: asked.append(preset))
+    monkeypatch.setattr("hf_mp.memory.report._training_row", lambda config, preset, *_, **__: asked.append(preset))
     monkeypatch.setattr("hf_mp.memory.command.report_as_json", lambda report: {})
     run("memory", saved, "--config-only", "--json", "--precision", "all")
     run("memory", saved, "--config-only", "--json", "--precision", "FP16", "--precision", "bf16")

@@ -141,7 +141,7 @@ class TestCommand:
     def test_table(self, tmp_path: object) -> None:
         shown = self.run(tmp_path)
         assert "one of 4 ranks, fsdp2" in shown
-        assert re.search(r"sent by all-gather of 4 ranks, fp32 [\d.]+ [KM]iB", shown)
+        assert re.search(r"sent by all-gather of 4 ranks, fp32, [KM]iB [\d.]+", shown)
 
     @pytest.mark.parametrize(
         ("arguments", "sentence"),

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -19,3 +20,14 @@ def test_what_lies_where_a_weight_was_is_no_weight():
     live = recorder.ledger.live
     assert live[weight.untyped_storage()._cdata].category is Category.WORKING_COPIES
     assert {live[one.untyped_storage()._cdata].category for one in rounded} == {Category.ACTIVATIONS}
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "counted_bytes"),
+    [(1, 512), (512, 512), (2**20 + 1, 2**20 + 512), (2**23 + 2**20, 2**23 + 2**20),
+     (12 * 2**20 - 5, 12 * 2**20), (11 * 2**20, 12 * 2**20), (11 * 2**20 - 512, 11 * 2**20 - 512)],
+)  # fmt: skip
+def test_a_gpu_counts_what_its_allocator_does(size_bytes, counted_bytes):
+    recorder = MemoryRecorder(torch.device("meta"))
+    recorder.take([tensor := torch.empty(size_bytes, dtype=torch.uint8, device="meta")], Category.TEMPORARIES)
+    assert recorder.ledger.live[tensor.untyped_storage()._cdata].size_bytes == counted_bytes

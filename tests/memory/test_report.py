@@ -11,9 +11,8 @@ from transformers import MixtralConfig
 from typer.testing import CliRunner
 
 from hf_mp import cli
-from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS
+from hf_mp.memory.precisions import PRECISIONS, SHOWN_PRESETS, TRAINING_PRESETS
 from hf_mp.memory.report import as_json, gather_report
-from hf_mp.memory.sizes import readable
 from hf_mp.memory.tables import in_columns, loaded_figures, render, training_figures
 
 pytestmark = pytest.mark.slow
@@ -23,6 +22,12 @@ STEP = {"batch_size": 2, "seq_len": 16}
 
 def run(*arguments):
     return CliRunner().invoke(cli.app, ["memory", *map(str, arguments)])
+
+
+def shown(report, width):
+    console = Console(width=width, file=io.StringIO())
+    console.print(render(report, width))
+    return console.file.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -45,24 +50,40 @@ def report(saved):
 
 def test_rows_are_the_data_in_words(report):
     assert list(report.footprints) == list(PRECISIONS)
-    size = readable(report.footprints["fp32"].total_bytes)
-    kinds = {"parameters": size, "buffers": "0 B", "quantization state": "0 B"}
+    size = report.footprints["fp32"].total_bytes
+    kinds = {"parameters": size, "buffers": 0, "quantization state": 0}
     assert dict(loaded_figures(report.footprints["fp32"])) == {
         "total": size, **kinds, "Transformers counts": size, "in fp32": size,
     }  # fmt: skip
     unquantized = [row for row in report.footprints["int8"].rows if row.dtype == "float16" and not row.shared_with]
-    in_16_bits = readable(sum(row.counted_bytes for row in unquantized))
+    in_16_bits = sum(row.counted_bytes for row in unquantized)
     assert dict(loaded_figures(report.footprints["int8"]))["in fp16"] == in_16_bits
     assert in_columns({"a": [("x", "1"), ("y", "2")], "b": [("y", "3"), ("z", "4")]}) == [
         ("x", "1", ""), ("y", "2", "3"), ("z", "", "4"),
     ]  # fmt: skip
 
 
+def test_a_row_has_one_unit_and_one_of_0_alone_is_left_out():
+    columns = {
+        "a": [("peak", 3 * 2**29), ("buffers", 0), ("ids", 512)],
+        "b": [("peak", 2**20), ("buffers", 0), ("ids", 0)],
+    }
+    assert in_columns(columns) == [("peak, GiB", "1.50", "0.00"), ("ids, B", "512", "0")]
+
+
+def test_the_table_of_a_gpu_has_room_for_five_presets(saved):
+    found = gather_report(str(saved), gpu_bytes=2**22, presets=SHOWN_PRESETS, **STEP)
+    assert "bf16" in found.training
+    table = shown(found, 80).partition("The peak of a training step")[2]
+    assert table.count("\n\u2500") == 1
+    assert not re.search(r"^\D+( +0)+$", table, re.MULTILINE)
+
+
 @pytest.mark.parametrize("preset", ["fp32", "fp16"])
 def test_the_peak_stands_beside_what_fits(report, preset):
     row = report.training[preset]
     words, largest = dict(training_figures(row)), row.largest_batch
-    assert words["peak"] == readable(row.estimate.peak_bytes)
+    assert words["peak"] == row.estimate.peak_bytes
     assert words["in 1.00 MiB"] == ("fits" if row.estimate.peak_bytes <= 2**20 else "does not fit")
     assert largest.next_peak_bytes > 2**20
     assert largest.batch_size == 0 or largest.peak_bytes <= 2**20
@@ -96,24 +117,21 @@ def test_a_missing_package_leaves_the_rest(saved, monkeypatch):
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_no_table_is_wider_than_the_screen_and_no_word_is_broken(report, width):
     training = dict.fromkeys(TRAINING_PRESETS, report.training["fp32"])
-    console = Console(width=width, file=io.StringIO())
-    console.print(render(replace(report, training=training), width))
-    text = console.file.getvalue()
+    text = shown(replace(report, training=training), width)
     lines = [line.rstrip() for line in text.splitlines()]
     assert max(map(len, lines)) <= width
-    words = set(text.replace("\n", " ").split())
+    words = set(text.replace(",", " ").split())
     for label in (*(preset.label for preset in TRAINING_PRESETS.values()), "quantization state", "Transformers counts"):
-        assert set(label.split()) <= words
+        assert set(label.replace(",", " ").split()) <= words
     assert "backward" in words
 
 
 def test_large_sizes_are_in_gib_and_experts_that_stay_in_16_bits_are_named():
     found = gather_report(MixtralConfig())
-    assert dict(loaded_figures(found.footprints["fp32"]))["total"] == "173.98 GiB"
-    assert dict(loaded_figures(found.footprints["nf4"]))["in fp16"] == "84.49 GiB"
-    console = Console(width=80, file=io.StringIO())
-    console.print(render(found, 80))
-    text = " ".join(console.file.getvalue().split())
+    assert dict(loaded_figures(found.footprints["fp32"]))["total"] == 4 * found.parameters + 512
+    text = " ".join(shown(found, 80).split())
+    assert "total, GiB 173.98 86.99 86.99" in text
+    assert re.search(r"in fp16, GiB 86\.99 \S+ 84\.49 84\.49 ", text)
     assert "NF4: 99% of these bytes stay in 16 bits" in text
     assert "model.layers.*.mlp.experts.gate_up_proj" in text
 

@@ -164,16 +164,36 @@ def test_the_recorder_agrees_with_torchs_own_tracker():
     prepared = training.prepare_model(planned, settings)
     with FakeTensorMode(allow_non_fake_inputs=True):
         training.replace_tensors(prepared, cpu)
-        trainee = training.make_trainee(prepared, type(planned), settings, cpu)
+        trainee = training.make_trainee(prepared, settings, cpu)
+        batch = training.make_batch(type(planned), settings, cpu)
         tracker = MemTracker()
-        tracker.track_external(trainee.model, trainee.optimizer, *trainee.batch.values())
+        tracker.track_external(trainee.model, trainee.optimizer, *batch.values())
         with tracker:
             for _ in range(2):
-                training.train_one_step(trainee)
+                training.train_one_step(trainee, batch)
                 trainee.optimizer.zero_grad()
                 tracker.reset_mod_stats()
     peak = next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"]
     assert ours.peak_bytes == peak
+
+
+@pytest.mark.parametrize("precision", ["fp16-lean", "bf16-lean"])
+def test_the_kernel_of_a_gpu_updates_without_values_in_fp32(precision):
+    found = estimate(precision=precision).by_phase[Phase.UPDATE][Category.TEMPORARIES]
+    assert found < 20 * 1024  # of the reference: several times a weight in FP32
+
+
+def test_one_model_takes_the_steps_of_all_batches(monkeypatch):
+    taken = []
+    take = training.train_one_step
+    monkeypatch.setattr(training, "train_one_step", lambda one, *rest: taken.append(one) or take(one, *rest))
+    config = CONFIGS["gpt2-4"]()
+    with training.step_of(config, "fp16", batch_size=1, seq_len=64) as predict:
+        peaks = {size: predict(size).peak_bytes for size in (1, 8, 3)}
+    assert len(taken) == 4 and len(set(map(id, taken))) == 1  # the first of all steps makes the optimizer's state
+    assert peaks == {
+        size: estimate_training_memory(config, "fp16", batch_size=size, seq_len=64).peak_bytes for size in peaks
+    }
 
 
 # What the categories mean

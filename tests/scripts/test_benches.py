@@ -5,18 +5,24 @@ from __future__ import annotations
 import functools
 import json
 from concurrent.futures import ThreadPoolExecutor
+from subprocess import CalledProcessError
 from types import SimpleNamespace
 
 import pytest
 import torch
 import typer
+from transformers import MixtralConfig
 
 import bench
 from _contenders import COMPILED, PARTS
 from _tables import Regions
-from benches import architectures, autocast, compiled, expert_training, generate, update
+from benches import architectures, autocast, compiled, expert_training, generate, memory_gpu, update
 from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
 
+TINY_MIXTRAL = dict(
+    vocab_size=96, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, num_local_experts=2, max_position_embeddings=32,
+)  # fmt: skip
 STEPS = "fp32,torch.autocast bf16,Trainer fp16=True,hf_mp fp16,hf_mp fp16-lean,hf_mp bf16,hf_mp bf16-lean"
 
 
@@ -259,3 +265,24 @@ def test_mixtures_of_experts_are_trained_in_each_way(run, monkeypatch):
     row = run("expert_training", steps=3, seeds=1, kinds=["Olmoe"], workers=1)["kinds"]["Olmoe"]
     assert list(row["losses"]) == ["FP32", *row["off"]] and len(row["off"]) == 5
     assert row["losses"]["FP32"] == [row["fp32"]] and all(off < 0.02 for off in row["off"].values())
+
+
+def test_the_memory_command_is_timed_and_a_gpu_is_asked_what_its_allocator_counts(run, monkeypatch):
+    tiny = MixtralConfig(**TINY_MIXTRAL, architectures=["MixtralForCausalLM"])
+    monkeypatch.setattr(memory_gpu, "COMMANDS", {"tiny": ("tiny", tiny, "--train --precision fp16")})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = run("memory_gpu")
+    (command,) = result["commands"]
+    assert command["model"] == "tiny" and command["cpu_seconds"] > 0.5  # imports alone take that
+    assert list(result["left_out"]) == ["what the allocator counts"]
+    monkeypatch.setattr(memory_gpu, "COMMANDS", {"tiny": ("tiny", tiny, "--train --precision moon")})
+    with pytest.raises(CalledProcessError):
+        run("memory_gpu")
+
+
+@pytest.mark.gpu
+def test_a_gpu_counts_what_is_predicted(run, tmp_path):
+    result = run("memory_gpu", models="gpt2", commands=False)
+    assert [row["precision"] for row in result["rows"]] == list(memory_gpu.PRESETS)
+    assert all(abs(row["difference"]) < 0.01 and row["workspace_bytes"] > 0 for row in result["rows"])
+    assert "| `fp16-lean` | " in Regions(tmp_path)("gpu memory")
