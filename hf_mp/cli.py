@@ -40,12 +40,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_GONE = {  # options of `hf-mp memory`
-    "html": "send what it prints to a file",
-    "measure": "hf_mp.measure_training_memory(MODEL, PRESET) takes the step here",
-    "bandwidth": "divide what each rank sends, which the table has, by it",
-}
-
 WithTraceback = Annotated[
     bool, typer.Option("--traceback", help="Where something fails, show the traceback, not one sentence.")
 ]
@@ -118,20 +112,13 @@ def memory(
     ranks: Annotated[int, typer.Option(help="Plan a step for one of so many ranks, up to 4096.")] = 1,
     parallel: Annotated[str, typer.Option(help="How they train together: fsdp2, hsdp, ddp or tp.")] = "fsdp2",
     node_size: Annotated[int, typer.Option(help="Ranks on one machine.")] = 8,
-    config_only: Annotated[bool, typer.Option("--config-only", hidden=True)] = False,  # no other way is left
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    html: Annotated[Path | None, typer.Option(hidden=True)] = None,
-    measure: Annotated[bool, typer.Option("--measure", hidden=True)] = False,
-    bandwidth: Annotated[str | None, typer.Option(hidden=True)] = None,
     traceback: WithTraceback = False,
 ) -> None:
     """Show the memory that MODEL takes: loaded in six precisions and, with --train, during fine-tuning."""
-    options = {name: value for name, value in locals().items() if name not in ("config_only", "traceback")}
+    options = {name: value for name, value in locals().items() if name != "traceback"}
 
     with _errors_in_one_line("memory", traceback):
-        for name, instead in _GONE.items():
-            if options.pop(name):
-                raise ValueError(f"--{name} is gone: {instead}")
         from hf_mp.memory.command import run
 
         typer.echo(run(**options), nl=False)
@@ -174,15 +161,6 @@ def check(
     if found.risks:
         # As linters do, so that a pipeline stops before it trains on.
         raise typer.Exit(1)
-
-
-@app.command(cls=_Command, hidden=True, context_settings={"ignore_unknown_options": True})
-def calibrate(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-    """Was here before hf_mp 0.1."""
-    with _errors_in_one_line("calibrate", with_traceback=False):
-        raise ValueError(
-            "there is no such command any more: hf_mp.calibrate(model, batches).save(FOLDER) does the same"
-        )
 
 
 if __name__ == "__main__":

@@ -33,11 +33,6 @@ def test_flags_are_shown_without_a_type(command):
     assert ("<int>" in shown) is (command == ["memory"])
 
 
-def test_a_command_that_is_gone_names_the_way_out():
-    result = run("calibrate", "gpt2", "--train-file", "text")
-    assert result.exit_code == 2 and "hf_mp.calibrate(model, batches).save(FOLDER) does the same" in result.output
-
-
 @pytest.fixture
 def machine(monkeypatch):
     planted = {

@@ -377,8 +377,6 @@ def test_bad_input_is_refused_and_the_explainer_of_a_model_is_one() -> None:
         explain_overflows(MixedPrecision("fp32"))
     loop = Loop()
     assert explain_overflows(loop.model) is explain_overflows(loop.runtime) is loop.explainer
-    with pytest.raises(TypeError, match=r"keeps no batches any more: save yours where optimizer\.step_was_skipped"):
-        explain_overflows(loop.model, keep_batches="overflows")  # type: ignore[arg-type]
 
 
 # Trainer and callback
