@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -39,11 +38,6 @@ class ComputeDtype:
     def largest(self) -> float:
         """The largest finite number."""
         return torch.finfo(self.dtype).max
-
-    @property
-    def significant_bits(self) -> int:
-        """Binary digits of a number, the leading one included."""
-        return 1 - round(math.log2(torch.finfo(self.dtype).eps))
 
     @property
     def label(self) -> str:
@@ -295,19 +289,11 @@ class PrecisionPolicy:
 
     def explain_change(self, saved: PrecisionPolicy) -> str:
         """What it means to go on under this policy from a checkpoint that was saved under ``saved``, in one line."""
-        parts = ["the FP32 weights and the optimizer's state go on as they were saved"]
-        if self.compute is not saved.compute:
-            before, after = compute_dtype(saved.compute), compute_dtype(self.compute)
-            precisions = f"{after.significant_bits} significant bits, {before.label} has {before.significant_bits}"
-            parts.append(f"products are in {after.label} from here on ({precisions})")
-        if self.is_lean is not saved.is_lean:
-            masters = " (FP32 masters in the optimizer)" if self.is_lean else ""
-            parts.append(f"parameters are stored in {compute_dtype(self.params).label} from here on{masters}")
+        effect = "the FP32 weights and the optimizer's state go on as they were saved"
         if self.loss_scale != saved.loss_scale:
             was, now = saved.loss_scale or "none", self.loss_scale or "none"
-            effect = "the loss scale starts anew" if self.loss_scale else "the loss is not scaled"
-            parts.append(f"loss_scale was {was} in the saved run, and is {now} here: {effect}")
-        return f"saved in precision {saved}, resumed in {self}: {'; '.join(parts)}"
+            effect += f"; the loss scale starts anew: loss_scale was {was} in the saved run, and is {now} here"
+        return f"saved in precision {saved}, resumed in {self}: {effect}"
 
     def __str__(self) -> str:
         switches = [f"{name}=true" for name in SWITCHES if getattr(self, name)]
