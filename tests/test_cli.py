@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 
@@ -29,7 +30,8 @@ def test_what_is_shown_without_a_command(arguments, exit_code, shown):
 @pytest.mark.parametrize("command", [[], ["env"], ["memory"], ["report"], ["check"]])
 def test_flags_are_shown_without_a_type(command):
     shown = run(*command, "--help").output
-    assert "--help" in shown and "bool" not in shown.lower()
+    flags = [line for line in shown.splitlines() if re.search(r"--(?!help)", line)]  # which is typer's own
+    assert "--help" in shown and not any("bool" in line.lower() for line in flags)
     assert ("<int>" in shown) is (command == ["memory"])
 
 
