@@ -135,7 +135,7 @@ class OverflowExplainer(StepObserver):
         self.reports.append(report)
         # The same place overflows at many steps: it is one message.
         if report.culprit not in known:
-            logger.warning(report.to_text())
+            logger.warning(str(report))
 
 
 def explain_overflows(model: nn.Module | MixedPrecision) -> OverflowExplainer:

@@ -224,7 +224,7 @@ def test_a_batch_with_inf_is_blamed_on_the_data(warned: list[str]) -> None:
     model(torch.full((1, 4), torch.inf)).backward()
     optimizer.step()
     assert optimizer.step_was_skipped and "it is inf or NaN in FP32, too" in warned[0]
-    assert "The batch contains inf or NaN: 'input'" in hf_mp.explain_overflows(model).reports[0].to_text()
+    assert "The batch contains inf or NaN: 'input'" in str(hf_mp.explain_overflows(model).reports[0])
 
 
 @pytest.mark.parametrize(
