@@ -78,7 +78,7 @@ LOWER_PRECISION_DTYPES: dict[torch.dtype, ComputeDtype] = {
 """The dtypes that a policy can compute in besides FP32. All that asks what a dtype means asks here."""
 
 FP32 = ComputeDtype(torch.float32, "fp32", ("float32", "float"), "float", has_cpu_products=lambda: True)
-_DTYPE_FIELDS = ("params", "compute", "masters", "output", "reduce")
+_DTYPE_FIELDS = ("params", "compute", "reduce")
 SWITCHES = ("fp32_head", "exact_generation")  # fields that are on or off
 
 
@@ -147,16 +147,14 @@ def parse_loss_scale(value: str | float | None) -> str | float | None:
 class PrecisionPolicy:
     """The dtypes of a training run.
 
-    The three-dtype form follows Micikevicius et al. 2017 (arXiv 1710.03740, section 3.1): weights are updated in
-    ``masters``, and ``compute`` is the dtype of the products.
+    After Micikevicius et al. 2017 (arXiv 1710.03740, section 3.1): weights are updated in FP32 masters, and floating
+    outputs leave the model in FP32. ``compute`` is the dtype of the products.
 
     Attributes:
         params: dtype in which the model's own parameters are stored. ``float32`` (the default) makes them the master
             weights; ``float16``/``bfloat16`` (lean layouts) makes them the working copies.
         compute: dtype of autocast's lower-precision ops, ``float16`` by default. ``float32`` switches mixed precision
             off.
-        masters: dtype in which the optimizer updates weights; always ``float32``.
-        output: dtype in which floating outputs leave the model; always ``float32``.
         loss_scale: ``"headroom"`` (of the presets for FP16), ``"dynamic"`` (torch's algorithm), a positive number
             (static), or None (the default here, and of the presets for BF16 and FP32, whose exponent range needs no
             scaling).
@@ -175,8 +173,6 @@ class PrecisionPolicy:
 
     params: torch.dtype = torch.float32
     compute: torch.dtype = torch.float16
-    masters: torch.dtype = torch.float32
-    output: torch.dtype = torch.float32
     loss_scale: str | float | None = None
     reduce: torch.dtype | None = None
     fp32_head: bool = False
@@ -203,10 +199,6 @@ class PrecisionPolicy:
             if dtype not in names:
                 raise ValueError(f"{field}={dtype} is not allowed: use {', '.join(names.values())}")
             said[field] = f"{field}={names[dtype]}"
-        if self.masters is not torch.float32:
-            raise ValueError(f"{said['masters']} loses small updates: master weights are fp32")
-        if self.output is not torch.float32:
-            raise ValueError(f"{said['output']} is not allowed: outputs leave the model in fp32")
         if self.params not in (torch.float32, self.compute):
             raise ValueError(
                 f"{said['params']} with {said['compute']} is not allowed: store parameters in fp32 (default layout) or "
