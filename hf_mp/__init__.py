@@ -154,14 +154,10 @@ __all__ = [
     "working_copies",
 ]
 
-_GONE = {
-    "save_working_copies": ": give model.save_pretrained(FOLDER, state_dict=...) a dict(hf_mp.working_copies(model))",
-}
-
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'hf_mp' has no attribute {name!r}{_GONE.get(name, '')}")
+        raise AttributeError(f"module 'hf_mp' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value

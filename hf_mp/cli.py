@@ -4,50 +4,22 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 from hf_mp._version import __version__
 
-
-class _BareFlags:
-    """Shows a flag without a type: ``--json``, and not ``--json <bool>``."""
-
-    def get_params(self, ctx: Any) -> Any:
-        params = super().get_params(ctx)  # type: ignore[misc]
-        for param in params:
-            if getattr(param, "is_flag", False):
-                param.metavar = ""
-        return params
-
-
-class _Group(_BareFlags, TyperGroup):
-    pass
-
-
-class _Command(_BareFlags, TyperCommand):
-    pass
-
-
 app = typer.Typer(
     name="hf-mp",
-    cls=_Group,
     help="Mixed precision for the Hugging Face Trainer and plain PyTorch loops.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-_GONE = {  # options of `hf-mp memory`
-    "html": "send what it prints to a file",
-    "measure": "hf_mp.measure_training_memory(MODEL, PRESET) takes the step here",
-    "bandwidth": "divide what each rank sends, which the table has, by it",
-}
-
 WithTraceback = Annotated[
-    bool, typer.Option("--traceback", help="If something fails, show the traceback instead of one sentence.")
+    bool, typer.Option("--traceback", metavar="", help="If something fails, show the traceback, not a sentence.")
 ]
 
 
@@ -76,16 +48,21 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version", metavar="", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     # a callback, so that --version works without a subcommand
     pass
 
 
-@app.command(cls=_Command)
+@app.command()
 def env(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print one JSON object instead of lines.")
+    ] = False,
     traceback: WithTraceback = False,
 ) -> None:
     """Show what this machine supports and which preset suits it. Include it in bug reports."""
@@ -97,16 +74,18 @@ def env(
         typer.echo(json.dumps(machine, indent=2) if as_json else screen(machine))
 
 
-@app.command(cls=_Command)
+@app.command()
 def memory(
     model: Annotated[
         str, typer.Argument(help="Directory, config.json, model on the Hub, or gpt2, gpt2-medium, gpt2-large, gpt2-xl.")
     ],
-    train: Annotated[bool, typer.Option("--train", help="Also predict a training step.")] = False,
+    train: Annotated[bool, typer.Option("--train", metavar="", help="Also predict a training step.")] = False,
     batch_size: Annotated[int, typer.Option(help="Sequences in one forward.")] = 1,
     seq_len: Annotated[int | None, typer.Option(help="Tokens in a sequence. Default: up to 1024.")] = None,
     accumulation_steps: Annotated[int, typer.Option(help="Micro-batches in one update.")] = 1,
-    gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="Recompute blocks.")] = False,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", metavar="", help="Recompute blocks.")
+    ] = False,
     optimizer: Annotated[str | None, typer.Option(help="As in TrainingArguments(optim=...).")] = None,
     precision: Annotated[
         list[str] | None, typer.Option(help="Preset to train in. Repeat it for several, or say all. Default: five.")
@@ -118,26 +97,21 @@ def memory(
     ranks: Annotated[int, typer.Option(help="Number of ranks to plan for, up to 4096.")] = 1,
     parallel: Annotated[str, typer.Option(help="How the ranks train together: fsdp2, hsdp, ddp or tp.")] = "fsdp2",
     node_size: Annotated[int, typer.Option(help="Ranks on one machine.")] = 8,
-    config_only: Annotated[bool, typer.Option("--config-only", hidden=True)] = False,  # no other way is left
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    html: Annotated[Path | None, typer.Option(hidden=True)] = None,
-    measure: Annotated[bool, typer.Option("--measure", hidden=True)] = False,
-    bandwidth: Annotated[str | None, typer.Option(hidden=True)] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print one JSON object instead of tables.")
+    ] = False,
     traceback: WithTraceback = False,
 ) -> None:
     """Show the memory that MODEL takes: loaded in six precisions and, with --train, during fine-tuning."""
-    options = {name: value for name, value in locals().items() if name not in ("config_only", "traceback")}
+    options = {name: value for name, value in locals().items() if name != "traceback"}
 
     with _errors_in_one_line("memory", traceback):
-        for name, instead in _GONE.items():
-            if options.pop(name):
-                raise ValueError(f"--{name} is gone: {instead}")
         from hf_mp.memory.command import run
 
         typer.echo(run(**options), nl=False)
 
 
-@app.command(cls=_Command)
+@app.command()
 def report(
     run_directory: Annotated[Path, typer.Argument(help="Output directory of a training run.")],
     html: Annotated[
@@ -152,17 +126,19 @@ def report(
         typer.echo(report_command(run_directory, html), nl=False)
 
 
-@app.command(cls=_Command)
+@app.command()
 def check(
     target: Annotated[Path, typer.Argument(help="Folder of a model, a checkpoint (any Trainer's), or a run.")],
     learning_rate: Annotated[
         float | None, typer.Option(help="Learning rate at which to count lost updates. Default: the checkpoint's.")
     ] = None,
-    keeps_bits: Annotated[bool, typer.Option("--keeps-bits", help="The optimizer rounds stochastically.")] = False,
+    keeps_bits: Annotated[
+        bool, typer.Option("--keeps-bits", metavar="", help="The optimizer rounds stochastically.")
+    ] = False,
     base: Annotated[
         Path | None, typer.Option(help="Folder of the model that training began from: shows which weights never moved.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON object.")] = False,
     traceback: WithTraceback = False,
 ) -> None:
     """Find what loses bits in TARGET, of any Trainer, and say what to do. Exits with 1 if it finds something."""
@@ -174,15 +150,6 @@ def check(
     if found.risks:
         # As linters do, so that a pipeline stops before it trains on.
         raise typer.Exit(1)
-
-
-@app.command(cls=_Command, hidden=True, context_settings={"ignore_unknown_options": True})
-def calibrate(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-    """Was here before hf_mp 0.1."""
-    with _errors_in_one_line("calibrate", with_traceback=False):
-        raise ValueError(
-            "there is no such command any more: hf_mp.calibrate(model, batches).save(FOLDER) does the same"
-        )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,11 +35,6 @@ class ComputeDtype:
     def largest(self) -> float:
         """The largest finite number."""
         return torch.finfo(self.dtype).max
-
-    @property
-    def significant_bits(self) -> int:
-        """Binary digits of a number, the leading one included."""
-        return 1 - round(math.log2(torch.finfo(self.dtype).eps))
 
     @property
     def label(self) -> str:

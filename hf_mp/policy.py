@@ -20,7 +20,7 @@ from hf_mp.dtypes import (
 )
 from hf_mp.scaling.rules import parse_loss_scale
 
-_DTYPE_FIELDS = ("params", "compute", "masters", "output", "reduce")
+_DTYPE_FIELDS = ("params", "compute", "reduce")
 SWITCHES = ("fp32_head", "exact_generation")  # fields that are on or off
 
 
@@ -36,16 +36,14 @@ def did_you_mean(precision: object, names: Iterable[str]) -> str:
 class PrecisionPolicy:
     """The dtypes of a training run.
 
-    The three-dtype form follows Micikevicius et al. 2017 (arXiv 1710.03740, section 3.1): weights are updated in
-    ``masters``, and ``compute`` is the dtype of the products.
+    After Micikevicius et al. 2017 (arXiv 1710.03740, section 3.1): weights are updated in FP32 masters, and floating
+    outputs leave the model in FP32. ``compute`` is the dtype of the products.
 
     Attributes:
         params: dtype in which the model's own parameters are stored. ``float32`` (the default) makes them the master
             weights; ``float16``/``bfloat16`` (lean layouts) makes them the working copies.
         compute: dtype of autocast's lower-precision ops, ``float16`` by default. ``float32`` switches mixed precision
             off.
-        masters: dtype in which the optimizer updates weights; always ``float32``.
-        output: dtype in which floating outputs leave the model; always ``float32``.
         loss_scale: ``"headroom"`` (of the presets for FP16), ``"dynamic"`` (torch's algorithm), a positive number
             (static), or None (the default here, and of the presets for BF16 and FP32, whose exponent range needs no
             scaling).
@@ -64,8 +62,6 @@ class PrecisionPolicy:
 
     params: torch.dtype = torch.float32
     compute: torch.dtype = torch.float16
-    masters: torch.dtype = torch.float32
-    output: torch.dtype = torch.float32
     loss_scale: str | float | None = None
     reduce: torch.dtype | None = None
     fp32_head: bool = False
@@ -92,10 +88,6 @@ class PrecisionPolicy:
             if dtype not in names:
                 raise ValueError(f"{field}={dtype} is not allowed: use {', '.join(names.values())}")
             said[field] = f"{field}={names[dtype]}"
-        if self.masters is not torch.float32:
-            raise ValueError(f"{said['masters']} loses small updates: master weights are fp32")
-        if self.output is not torch.float32:
-            raise ValueError(f"{said['output']} is not allowed: outputs leave the model in fp32")
         if self.params not in (torch.float32, self.compute):
             raise ValueError(
                 f"{said['params']} with {said['compute']} is not allowed: store parameters in fp32 (default layout) or "
@@ -178,19 +170,11 @@ class PrecisionPolicy:
 
     def explain_change(self, saved: PrecisionPolicy) -> str:
         """What it means to go on under this policy from a checkpoint that was saved under ``saved``, in one line."""
-        parts = ["the FP32 weights and the optimizer's state go on as they were saved"]
-        if self.compute is not saved.compute:
-            before, after = compute_dtype(saved.compute), compute_dtype(self.compute)
-            precisions = f"{after.significant_bits} significant bits, {before.label} has {before.significant_bits}"
-            parts.append(f"matmuls are in {after.label} from here on ({precisions})")
-        if self.is_lean is not saved.is_lean:
-            masters = " (FP32 masters in the optimizer)" if self.is_lean else ""
-            parts.append(f"parameters are stored in {compute_dtype(self.params).label} from here on{masters}")
+        effect = "the FP32 weights and the optimizer's state go on as they were saved"
         if self.loss_scale != saved.loss_scale:
             was, now = saved.loss_scale or "none", self.loss_scale or "none"
-            effect = "the loss scale starts anew" if self.loss_scale else "the loss is not scaled"
-            parts.append(f"loss_scale was {was} in the saved run, and is {now} here: {effect}")
-        return f"saved in precision {saved}, resumed in {self}: {'; '.join(parts)}"
+            effect += f"; the loss scale starts anew: loss_scale was {was} in the saved run, and is {now} here"
+        return f"saved in precision {saved}, resumed in {self}: {effect}"
 
     def __str__(self) -> str:
         switches = [f"{name}=true" for name in SWITCHES if getattr(self, name)]

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 
@@ -29,13 +30,9 @@ def test_what_is_shown_without_a_command(arguments, exit_code, shown):
 @pytest.mark.parametrize("command", [[], ["env"], ["memory"], ["report"], ["check"]])
 def test_flags_are_shown_without_a_type(command):
     shown = run(*command, "--help").output
-    assert "--help" in shown and "bool" not in shown.lower()
+    flags = [line for line in shown.splitlines() if re.search(r"--(?!help)", line)]  # which is typer's own
+    assert "--help" in shown and not any("bool" in line.lower() for line in flags)
     assert ("<int>" in shown) is (command == ["memory"])
-
-
-def test_a_command_that_is_gone_names_the_way_out():
-    result = run("calibrate", "gpt2", "--train-file", "text")
-    assert result.exit_code == 2 and "hf_mp.calibrate(model, batches).save(FOLDER) does the same" in result.output
 
 
 @pytest.fixture

@@ -50,7 +50,6 @@ def test_presets(name: str) -> None:
     policy = PrecisionPolicy.parse(name)
     said = (policy.params, policy.compute, policy.loss_scale, policy.is_mixed, policy.is_lean)
     assert said == SAID[name]
-    assert (policy.masters, policy.output) == (FP32, FP32)
     assert str(policy) == name
 
 
@@ -82,9 +81,7 @@ def test_a_policy_survives_being_printed_and_parsed(policy: PrecisionPolicy) -> 
 
 
 @REPRODUCIBLE
-@given(
-    policies(), st.permutations(["params", "compute", "masters", "output", "loss_scale"]), st.sampled_from(["", " "])
-)
+@given(policies(), st.permutations(["params", "compute", "loss_scale"]), st.sampled_from(["", " "]))
 def test_the_long_form_takes_its_fields_in_any_order(policy: PrecisionPolicy, order: list[str], space: str) -> None:
     values: dict[str, Any] = {name: getattr(policy, name) for name in order}
     texts = {k: NAMES[v] if isinstance(v, torch.dtype) else "none" if v is None else str(v) for k, v in values.items()}
@@ -192,16 +189,11 @@ REFUSED: list[tuple[Callable[[], PrecisionPolicy], str]] = [
     ),
     *(
         (text(f"{field}=fp8"), f"{field}='fp8' is not a dtype of a precision policy: use one of fp32, fp16")
-        for field in ("params", "compute", "masters", "output")
+        for field in ("params", "compute")
     ),
     *(
         (fields(**{field: torch.float64}), f"{field}=torch.float64 is not allowed: use fp32, fp16, bf16")
-        for field in ("params", "compute", "masters", "output")
-    ),
-    *((fields(masters=dtype), f"masters={NAMES[dtype]} loses small updates") for dtype in (FP16, BF16)),
-    *(
-        (fields(output=dtype), f"output={NAMES[dtype]} is not allowed: outputs leave the model in fp32")
-        for dtype in (FP16, BF16)
+        for field in ("params", "compute")
     ),
     *(
         (fields(params=p, compute=c), f"params={NAMES[p]} with compute={NAMES[c]} is not allowed: store")

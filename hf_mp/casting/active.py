@@ -69,5 +69,4 @@ def is_compiling_or_transforming() -> bool:
 def is_saving_elsewhere() -> bool:
     """Whether a checkpoint or an offload takes what autograd saves."""
     # saved_tensors_hooks can be set by a public class, but not asked for.
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is not None and top(False) is not None
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

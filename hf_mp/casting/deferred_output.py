@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from hf_mp.casting.nested import map_tensors
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.tensors import is_ordinary
 
@@ -79,7 +79,9 @@ class DeferredOutput(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        values, named = tree_map_only(cls, cls.value, (args, dict(kwargs or {})))
+        values, named = map_tensors(
+            lambda one: one.value() if isinstance(one, cls) else one, (args, dict(kwargs or {}))
+        )
         result = func(*values, **named)
         if func._schema.is_mutable and args and result is values[0]:  # type: ignore[attr-defined]
             return args[0]  # in-place operations give what they were called on

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,18 +54,27 @@ class Explanation:
 
     def __str__(self) -> str:
         rows = [("", "rule", "came as", "ran as", "gave", "calls")]
-        modules = [""]
         for op in self.ops:
             ran = _shortly(op.cast) if op.cast != op.inputs else "same"
             rows.append((f"  {op.op}", op.rule, _shortly(op.inputs), ran, _shortly(op.outputs), str(op.count)))
-            modules.append(op.module or "outside of any module")
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = []
-        for number, (module, row) in enumerate(zip(modules, rows, strict=True)):
-            if number and module != modules[number - 1]:
-                lines.append(module)
-            lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-        return "\n".join(lines)
+        header, *lines = aligned(rows).splitlines()
+        shown = [header]
+        for module, calls in itertools.groupby(zip(self.ops, lines, strict=True), key=lambda pair: pair[0].module):
+            shown += [module or "outside of any module", *(line for _, line in calls)]
+        return "\n".join(shown)
+
+
+def aligned(lines: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> str:
+    """Lines of cells as text in columns, of which those at the places ``numbers`` end at the right."""
+    # Not rich: a training prints a table before anything else needs it, and logs keep no boxes.
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if place in numbers else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
 
 
 def _shortly(dtypes: Dtypes) -> str:

@@ -206,12 +206,7 @@ def check_healing(policy: PrecisionPolicy, *, in_backward: bool) -> None:
         )
 
 
-def heal_overflows(
-    model: nn.Module | MixedPrecision,
-    *,
-    max_fp32_share: None = None,
-    clip: None = None,
-) -> Healer:
+def heal_overflows(model: nn.Module | MixedPrecision) -> Healer:
     """Keep FP16's range in forward and backward, and lose no step to an overflow.
 
     When a step is about to be skipped, its micro-batches run once with BF16 in FP16's place. Where values of the
@@ -224,22 +219,16 @@ def heal_overflows(
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.
-        max_fp32_share, clip: withdrawn.
 
     Returns:
         The healer, with what it has ``healed``; always the same one for the same model.
 
     Raises:
-        TypeError: for anything but a model or its MixedPrecision, a ``clip``, and a ``max_fp32_share``.
+        TypeError: for anything but a model or its MixedPrecision.
         ValueError: for a model that is not attached, a precision that does not compute in FP16, and
             ``free_gradients="backward"``.
     """
     runtime = runtime_of(model)
-    if clip is not None or max_fp32_share is not None:
-        raise TypeError(
-            "heal_overflows takes no clip any more: hf_mp.prepare(..., max_grad_norm=1.0) clips what it steps; and no "
-            "max_fp32_share: use precision='bf16' where the rules that are logged take too much out of 16 bits"
-        )
     if (healer := observing(runtime, Healer)) is None:
         healer = Healer(runtime)
         runtime.control_by(healer)

@@ -8,17 +8,18 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
+from torch.func import functional_call
 
 from hf_mp.casting.nested import named_tensors
 from hf_mp.diagnostics.values import finiteness
 from hf_mp.weights.lean.split_parameter import SplitParameter
 
+_Result = TypeVar("_Result")
 _GRAD: Any = Tensor.grad  # the property itself, which split parameters override
 
 
@@ -164,17 +165,16 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
                 parameter.grad_dtype = None
 
 
-@contextlib.contextmanager
-def masters_in_place(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Replace split parameters by their FP32 masters, in ``dtype``."""
+def with_masters(model: nn.Module, dtype: torch.dtype, run: Callable[[], _Result]) -> _Result:
+    """What ``run`` gives while split parameters of ``model``, tied ones too, are their FP32 masters in ``dtype``."""
     masters: dict[str, Tensor] = {
-        name: nn.Parameter(parameter.fp32_value().to(dtype), parameter.requires_grad)
+        f"model.{name}": nn.Parameter(parameter.fp32_value().to(dtype), parameter.requires_grad)
         for name, parameter in model.named_parameters()
         if isinstance(parameter, SplitParameter)
     }
-    # of torch, private: what functional_call enters around a module's forward, tied weights included
-    with _reparametrize_module(model, masters, tie_weights=True):
-        yield
+    holder: Any = nn.ModuleDict({"model": model})  # whose call is what runs with other parameters in the model
+    holder.forward = run
+    return functional_call(holder, masters, ())
 
 
 def eagerly() -> contextlib.AbstractContextManager[Any]:

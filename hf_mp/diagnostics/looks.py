@@ -16,8 +16,8 @@ from hf_mp.diagnostics.kept_state import (
     KeptCall,
     eagerly,
     gradients_set_aside,
-    masters_in_place,
     untouched,
+    with_masters,
 )
 from hf_mp.diagnostics.ranges import STAND_IN, OpRange, RangeRecorder
 from hf_mp.diagnostics.values import finiteness
@@ -62,28 +62,30 @@ def run_again(
     assert model is not None  # it was called
     # A rule in FP32 would only say again what autocast does there.
     in_force = None if dtype is torch.float32 else {**runtime.rules, **(rules or {})}
-    with untouched(model), masters_in_place(model, dtype), torch.set_grad_enabled(with_gradients), eagerly():
-        mode = autocast(dtype, tables=runtime.region.tables, rules=in_force, model=model)
+    mode = autocast(dtype, tables=runtime.region.tables, rules=in_force, model=model)
 
-        def make(call: KeptCall, args: Any, kwargs: Any) -> Any:
-            args, kwargs = apply_to_tensors(_entered, (args, kwargs))
-            # In the run's region, attached forwards inside of the model know that they are a part of it.
-            with runtime.region.running(None), mode:
-                return mode.under_rules(call.forward.module(), call.forward.original)(*args, **kwargs)
+    def make(call: KeptCall, args: Any, kwargs: Any) -> Any:
+        args, kwargs = apply_to_tensors(_entered, (args, kwargs))
+        # In the run's region, attached forwards inside of the model know that they are a part of it.
+        with runtime.region.running(None), mode:
+            return mode.under_rules(call.forward.module(), call.forward.original)(*args, **kwargs)
 
-        gradients = {}
+    def run() -> Rerun:
         # Around the backward too, in which checkpoints run forwards again.
         with watching(mode, model):
             outputs = backward.again(make)
-            if with_gradients:
-                given = [
-                    scaled_entry(entry.gradient, scale, output)  # type: ignore[arg-type]
-                    for entry, output in zip(backward.incoming, outputs, strict=True)
-                ]
-                weights = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-                found = _differentiate(outputs, given, [*weights.values()])
-                gradients = {name: one for name, one in zip(weights, found, strict=True) if one is not None}
-    return Rerun(outputs, gradients)
+            if not with_gradients:
+                return Rerun(outputs, {})
+            given = [
+                scaled_entry(entry.gradient, scale, output)  # type: ignore[arg-type]
+                for entry, output in zip(backward.incoming, outputs, strict=True)
+            ]
+            weights = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+            found = zip(weights, _differentiate(outputs, given, [*weights.values()]), strict=True)
+            return Rerun(outputs, {name: one for name, one in found if one is not None})
+
+    with untouched(model), torch.set_grad_enabled(with_gradients), eagerly():
+        return with_masters(model, dtype, run)
 
 
 def scaled_entry(gradient: Tensor, scale: float, output: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.modules.batchnorm import _NormBase
 
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.nested import named_tensors, tensors_in
@@ -94,7 +93,7 @@ class OriginTracker:
             if finiteness(tensor) is Finiteness.NOT_FINITE:
                 self._origins[_memory(tensor)] = Origin("input", 0, tensor=name, inputs=ranges_of([(name, tensor)]))
         # In training, batch normalization only writes the statistics of its batches.
-        norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+        norms = [module for module in model.modules() if hasattr(module, "running_mean")]
         written = {id(buffer) for module in norms for buffer in module.buffers() if module.training}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             # A buffer may be a mask, which holds -inf on purpose; a parameter may not.

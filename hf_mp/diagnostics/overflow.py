@@ -135,10 +135,10 @@ class OverflowExplainer(StepObserver):
         self.reports.append(report)
         # The same place overflows at many steps: it is one message.
         if report.culprit not in known:
-            logger.warning(report.to_text())
+            logger.warning(str(report))
 
 
-def explain_overflows(model: nn.Module | MixedPrecision, *, keep_batches: None = None) -> OverflowExplainer:
+def explain_overflows(model: nn.Module | MixedPrecision) -> OverflowExplainer:
     """Explain every skipped step, except the loss scaler's ordinary search for its level.
 
     A clean step only keeps references to its inputs until ``optimizer.step()``, and copies of the random generators'
@@ -147,19 +147,14 @@ def explain_overflows(model: nn.Module | MixedPrecision, *, keep_batches: None =
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.
-        keep_batches: withdrawn.
 
     Returns:
         The explainer, with its ``reports``; always the same one for the same model.
 
     Raises:
-        TypeError: if ``model`` is neither, and for ``keep_batches``.
+        TypeError: if ``model`` is neither.
         ValueError: for a model that is not attached, and an FP32 policy.
     """
-    if keep_batches is not None:
-        raise TypeError(
-            "explain_overflows keeps no batches any more: save yours where optimizer.step_was_skipped is True"
-        )
     runtime = runtime_of(model)
     if not runtime.policy.is_mixed:
         raise ValueError(f"precision={str(runtime.policy)!r} skips no steps: there is nothing to explain")

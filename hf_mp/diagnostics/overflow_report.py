@@ -142,10 +142,8 @@ class OverflowReport:
             lines.append(f"  spoiled gradients: {', '.join(names)}{f' and {more} more' if more > 0 else ''}")
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
-    def to_text(self) -> str:
+    def __str__(self) -> str:
         return f"{self.findings}\n  {self.advice}" if self.advice else self.findings
-
-    __str__ = to_text
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> OverflowReport:

@@ -7,8 +7,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_mp.casting.explain import aligned
+from hf_mp.diagnostics.as_json import for_json
 from hf_mp.diagnostics.ranges import OpRange
-from hf_mp.diagnostics.tables import aligned, for_json
 
 RULES_NAME = "precision_rules.json"
 CLOSE_DOUBLINGS = 2.0

@@ -34,12 +34,14 @@ from hf_mp.trainer.refusals import (
 )
 from hf_mp.trainer.save_dtype import extend_save
 from hf_mp.trainer.session import OfSession, TrainerSession
-from hf_mp.trainer.settings import DEFAULT_PRECISION, GONE, PrecisionOptions, SessionSettings
+from hf_mp.trainer.settings import DEFAULT_PRECISION, PrecisionOptions, SessionSettings
 
 # A callback can neither replace the Trainer's optimizer nor end its training in a checkpoint.
 _OPTIONS = {option.name for option in fields(PrecisionOptions)} - {
-    *("precision", "loss_scale", "free_gradients", "handle_preemption"),
-    *GONE,
+    "precision",
+    "loss_scale",
+    "free_gradients",
+    "handle_preemption",
 }
 
 

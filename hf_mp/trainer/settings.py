@@ -24,13 +24,6 @@ SAVE_DTYPES = {"fp32": torch.float32, "original": None, **{e.name: e.dtype for e
 
 # What needs a loss that is scaled, or a model that is attached: without effect in FP32.
 OF_MIXED = ("loss_scale", "loss_scaler_settings", "rules", "histogram_steps", "precision_report")
-# Still fields, so that a script which gives one is told the way out.
-GONE = {
-    "save_in_background": "save less often (save_steps)",
-    "keep_overflow_batches": "save the inputs in a training_step of your own; the overflow report names the step",
-    "max_fp32_share": "use precision='bf16' where the rules that are logged take too much out of 16 bits",
-    "log_probability_gap_steps": "call hf_mp.log_probability_gap on a batch, from a callback's on_step_end",
-}
 
 
 class Default(str):
@@ -76,7 +69,6 @@ class PrecisionOptions:
         "Sum matmuls and attention in FP64, so that generate() and training compute the same log-probabilities, bit "
         "for bit; slow.",
     )
-    log_probability_gap_steps: int = _option(0, "Gone: call hf_mp.log_probability_gap.")
     free_gradients: FreeGradients = _option(  # noqa: RUF009
         "step",
         "When a lean layout frees a gradient: step (the update has used it) or backward (each parameter is updated "
@@ -88,20 +80,17 @@ class PrecisionOptions:
         "values in range, and run the step again).",
         choices=tuple(ON_OVERFLOW),
     )
-    max_fp32_share: float = _option(0.0, "Gone: use precision='bf16' where healing takes too much out of 16 bits.")
     save_failure: str = _option(
         "continue",
         "What to do when a checkpoint cannot be saved (disk full, read-only): continue (training goes on, the next "
         "save tries again) or stop.",
         choices=SAVE_FAILURES,
     )
-    save_in_background: bool = _option(False, "Gone: a save returns when its checkpoint is whole.")
     handle_preemption: bool = _option(True, "Have SIGTERM and SIGUSR1 end the run in a checkpoint, with exit code 75.")
     # On by default: good steps pay nothing for it, and the need for it shows only after the overflow.
     explain_overflows: bool = _option(
         True, "Replay the micro-batch of a skipped step and log which module made the first inf or NaN."
     )
-    keep_overflow_batches: bool = _option(False, "Gone: the report names the step that the batch is of.")
     check_gradients: bool = _option(
         True,
         "Compare the gradients of the first micro-batch at several loss scales: they must be equal. It takes five more "
@@ -139,7 +128,7 @@ class SessionSettings(PrecisionOptions):
     """What one Trainer does: its options, and what only code can give.
 
     Raises:
-        ValueError: for an option outside of its values, one that is gone, and what healing cannot work with.
+        ValueError: for an option outside of its values, and what healing cannot work with.
     """
 
     tables: TableName = "compact"
@@ -165,9 +154,6 @@ class SessionSettings(PrecisionOptions):
             from hf_mp.diagnostics.healing import check_healing
 
             check_healing(self.policy, in_backward=self.free_gradients == "backward")
-        for name, instead in GONE.items():
-            if value := getattr(self, name):
-                raise ValueError(f"{name}={value!r} is gone: leave it out, or {instead}")
         for name, choices in (("save_failure", SAVE_FAILURES), ("save_dtype", SAVE_DTYPES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")

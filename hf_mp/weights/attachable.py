@@ -121,7 +121,7 @@ def _inexact(model: nn.Module) -> Iterator[str]:
             if not getattr(part, "_supports_sdpa", True):
                 way_out = "Transformers has no 'sdpa' for it, so leave exact_generation out: fp16 has a small gap"
             yield f"its attention is {attention!r}, with a softmax in FP32; {way_out}"
-        is_convolution = isinstance(part, torch.nn.modules.conv._ConvNd)
+        is_convolution = hasattr(part, "kernel_size")
         for key, weight in part._parameters.items():
             if weight is not None and weight.dim() > 2 and not is_convolution and not has_stacked_experts(part):
                 yield f"{name}.{key} of shape {tuple(weight.shape)} has the weights of several experts in one"

@@ -184,15 +184,13 @@ def test_subclass_and_callback_resume_from_each_other(tmp_path: Path, before: st
     assert scaler_state(straight) == scaler_state(resumed)
 
 
-UNSCALED = "loss_scale was headroom in the saved run, and is none here: the loss is not scaled$"
-PRODUCTS, STORED = "matmuls are in {} from here on", "parameters are stored in {} from here on"
+ANEW = "; the loss scale starts anew: loss_scale was {} in the saved run, and is {} here$"
 CHANGES = {
-    ("subclass fp16", "subclass bf16"): rf"{PRODUCTS.format('BF16')} \(8 significant bits, FP16 has 11\); {UNSCALED}",
-    ("subclass fp16", "subclass fp16-lean"): rf"{STORED.format('FP16')} \(FP32 masters in the optimizer\)$",
-    ("subclass bf16-lean", "callback fp16"): rf"{PRODUCTS.format('FP16')} \(11 significant bits, BF16 has 8\); "
-    rf"{STORED.format('FP32')}; loss_scale was none .*, and is headroom here: the loss scale starts anew$",
-    ("subclass fp16", "subclass fp32"): rf"{PRODUCTS.format('FP32')} \(24 .* has 11\); {UNSCALED}",
-    ("callback bf16", "callback fp32"): rf"{PRODUCTS.format('FP32')} \(24 significant bits, BF16 has 8\)$",
+    ("subclass fp16", "subclass bf16"): ANEW.format("headroom", "none"),
+    ("subclass fp16", "subclass fp16-lean"): "$",
+    ("subclass bf16-lean", "callback fp16"): ANEW.format("none", "headroom"),
+    ("subclass fp16", "subclass fp32"): ANEW.format("headroom", "none"),
+    ("callback bf16", "callback fp32"): "$",
     ("subclass fp16", "callback fp16"): None,
 }
 
@@ -216,7 +214,7 @@ def test_one_line_says_what_another_precision_changes(
         return
     (message,) = told
     taken_over = "the FP32 weights and the optimizer's state go on as they were saved"
-    assert re.search(f"saved in precision {was}, resumed in {now}: {taken_over}; {change}", message)
+    assert re.search(f"saved in precision {was}, resumed in {now}: {taken_over}{change}", message)
 
 
 LAYOUTS = [("fp16-lean", "subclass"), ("subclass", "fp16-lean"), ("callback", "stock"), ("bf16-lean", "stock")]

@@ -224,7 +224,7 @@ def test_a_batch_with_inf_is_blamed_on_the_data(warned: list[str]) -> None:
     model(torch.full((1, 4), torch.inf)).backward()
     optimizer.step()
     assert optimizer.step_was_skipped and "it is inf or NaN in FP32, too" in warned[0]
-    assert "The batch contains inf or NaN: 'input'" in hf_mp.explain_overflows(model).reports[0].to_text()
+    assert "The batch contains inf or NaN: 'input'" in str(hf_mp.explain_overflows(model).reports[0])
 
 
 @pytest.mark.parametrize(
@@ -246,12 +246,9 @@ def test_what_it_does_not_go_with_is_refused(settings: dict[str, Any], message: 
         MixedPrecision(**settings)
 
 
-@pytest.mark.parametrize("given", [{"clip": print}, {"max_fp32_share": 0.9}])
-def test_what_was_withdrawn_is_refused(given: dict[str, Any]) -> None:
+def test_the_healer_of_a_model_is_one() -> None:
     loop = Loop()
     assert heal_overflows(loop.model) is loop.healer
-    with pytest.raises(TypeError, match=r"hf_mp.prepare\(..., max_grad_norm=1.0\) clips .* use precision='bf16'"):
-        heal_overflows(loop.model, **given)
 
 
 # The pure core

@@ -117,7 +117,7 @@ def test_a_scale_below_1_is_found_and_named() -> None:
     run = Run(Tiny(), 2, factor=1e8, loss_scaler=HeadroomLossScaler(min_scale=1.0), on_overflow="heal")
     report = run.explainer.reports[0]
     assert run.lost == 2 and report.smaller_scale_helps and 2.0**-12 < report.largest_finite_scale < 1.0
-    assert "goes no lower than 1: give it a smaller one" in report.to_text() and "rules=" not in report.to_text()
+    assert "goes no lower than 1: give it a smaller one" in str(report) and "rules=" not in str(report)
     fitting = Run(Tiny(), 2, factor=1e8, loss_scaler=StaticLossScaler(report.largest_finite_scale / 4))
     assert fitting.lost == 0
 
@@ -161,5 +161,5 @@ def test_a_mask_that_rounds_to_minus_inf() -> None:
     run = Run(Masked(), 2, on_overflow="heal")
     report = run.explainer.reports[0]
     assert run.lost == 2 and (report.finite_in_fp32, report.finite_in_bf16, report.rules) == (True, False, None)
-    assert "Give it rules={'': 'fp32'}. In BF16 it is not finite." in report.to_text()
+    assert "Give it rules={'': 'fp32'}. In BF16 it is not finite." in str(report)
     assert Run(Masked(), 2, rules={"": "fp32"}).lost == 0

@@ -29,7 +29,7 @@ REPORT = OverflowReport(
 
 
 def test_the_text_names_place_culprit_ranges_and_way_out() -> None:
-    assert REPORT.to_text().splitlines() == [
+    assert str(REPORT).splitlines() == [
         "Step 7 (micro-batch 2 of 3, rank 1) was skipped at loss scale 1024. The first inf or NaN was produced by "
         "'linear' in module 'h.0.mlp', in the forward pass.",
         "  in:  input 0 (float16, 2×4): magnitudes 0.5 to 2",
@@ -58,4 +58,4 @@ def test_a_report_comes_back_from_json() -> None:
     ids=["scale", "model", "input", "weight", "loss", "not-found", "root"],
 )
 def test_each_cause_has_words_of_its_own(changes: dict[str, object], expected: str) -> None:
-    assert expected in replace(REPORT, **changes).to_text()  # type: ignore[arg-type]
+    assert expected in str(replace(REPORT, **changes))  # type: ignore[arg-type]

@@ -111,7 +111,7 @@ class Target:
 
 
 POLICIES = ("fp16", "bf16-lean", "params=fp32,compute=fp16,loss_scale=headroom", "compute=bf16,loss_scale=1024")
-POLICIES += ("params=fp16,compute=fp16,masters=fp32,output=fp32,loss_scale=dynamic",)
+POLICIES += ("params=fp16,compute=fp16,loss_scale=dynamic",)
 
 
 def policy_text(mutator: Mutator) -> None:

@@ -27,7 +27,7 @@ def run(*arguments):
 def test_the_command_shows_five_ways_to_train(saved, monkeypatch):
     found = LargestBatch(7, 2**19, 2**23, 2**22)
     monkeypatch.setattr("hf_mp.memory.report.largest_batch", lambda *args: found)
-    result = run("memory", saved, "--config-only", "--train", "--seq-len", 16, "--gpu", "4MiB")
+    result = run("memory", saved, "--train", "--seq-len", 16, "--gpu", "4MiB")
     assert result.exit_code == 0, result.output
     told = " ".join(result.stdout.split())
     assert "hf-mp memory: taking a training step in hf_mp fp16-lean (5 of 5) ...\n" in result.stderr
@@ -43,8 +43,8 @@ def test_all_presets_are_one_word(saved, monkeypatch):
     asked = []
     monkeypatch.setattr("hf_mp.memory.report._training_row", lambda config, preset, *_, **__: asked.append(preset))
     monkeypatch.setattr("hf_mp.memory.command.report_as_json", lambda report: {})
-    run("memory", saved, "--config-only", "--json", "--precision", "all")
-    run("memory", saved, "--config-only", "--json", "--precision", "FP16", "--precision", "bf16")
+    run("memory", saved, "--json", "--precision", "all")
+    run("memory", saved, "--json", "--precision", "FP16", "--precision", "bf16")
     assert asked == [*TRAINING_PRESETS, "fp16", "bf16"]
 
 
@@ -56,7 +56,7 @@ def test_experts_that_are_chosen_by_value_cannot_be_predicted():
 
 INSIDES = {
     "env": ("hf_mp.environment.report.examine_machine", ["env"]),
-    "memory": ("hf_mp.memory.command.gather_report", ["memory", "gpt2", "--config-only"]),
+    "memory": ("hf_mp.memory.command.gather_report", ["memory", "gpt2"]),
     "report": ("hf_mp.diagnostics.report.report_command", ["report", "."]),
 }
 

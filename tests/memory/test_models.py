@@ -208,7 +208,7 @@ USES = {
     "find_config": find_config,
     "load": hf_mp.load,
     "measure_training_memory": lambda path: hf_mp.measure_training_memory(path, "fp32", device="cpu", seq_len=4),
-    "hf-mp memory": lambda path: CliRunner().invoke(app, ["memory", path, "--config-only"], input="y\n" * 50),
+    "hf-mp memory": lambda path: CliRunner().invoke(app, ["memory", path], input="y\n" * 50),
 }
 
 

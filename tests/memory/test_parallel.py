@@ -130,7 +130,7 @@ def test_not_where_ranks_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestCommand:
-    ARGUMENTS = ("memory", "--config-only", "--seq-len", "32", "--precision", "fp32", "--ranks", "4")
+    ARGUMENTS = ("memory", "--seq-len", "32", "--precision", "fp32", "--ranks", "4")
 
     def run(self, tmp_path: object, *arguments: str) -> str:
         config().save_pretrained(str(tmp_path))
@@ -146,7 +146,6 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "sentence"),
         [
-            ("--bandwidth 450,50", "--bandwidth is gone: divide what each rank sends, which the table has, by it"),
             ("--ranks 1 --parallel ddp", "--parallel is for several ranks: say how many, as --ranks 64"),
             ("--precision int8-lora", "int8-lora is missing: parallel='fsdp2' cannot shard"),
             ("--parallel tp", "error: parallel='tp' needs a model with a tp_plan in Transformers, and GPT2LMHeadModel"),

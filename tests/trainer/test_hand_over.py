@@ -146,8 +146,3 @@ def test_a_model_of_ones_own_is_handed_over_by_name() -> None:
     runtime.detach()
     with pytest.raises(ValueError, match=r"was detached, as it is when a training ends: .*keep_attached=True"):
         working_copies(runtime)
-
-
-def test_the_way_to_a_directory_is_named() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'save_working_copies': give model.save_pretrained"):
-        hf_mp.save_working_copies  # type: ignore[attr-defined]  # noqa: B018

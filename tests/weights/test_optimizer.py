@@ -657,8 +657,6 @@ def test_a_subclass_with_a_step_of_its_own_is_stepped_as_a_whole(monkeypatch: py
 
 def test_bad_input_is_refused() -> None:
     ours = parameters([torch.ones(2)], torch.float16)
-    with pytest.raises(ValueError, match=r"layout='split' is not known: leave it out, or prepare\(model, .*lean'\)"):
-        MasterWeightOptimizer(SGD(ours), layout="split")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="MasterWeightOptimizer wraps an optimizer, not 'SGD'"):
         MasterWeightOptimizer("SGD")  # type: ignore[arg-type]
     integers = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)

@@ -27,8 +27,7 @@ from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 OWN_SCORES = 2**22  # in one call: fewer are left to torch where the CPU multiplies in 16 bits, in half of the time
 BLOCK_SCORES = 2**17  # 512 KiB in FP32: heads with fewer are taken several at once
 
-# Whether flash attention is faster in BF16 than in FP32; a torch that does not tell keeps its own.
-HAS_AMX = bool(getattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})().get("amx_bf16"))
+HAS_AMX = bool(torch.cpu.get_capabilities().get("amx_bf16"))  # whether flash attention is faster in BF16 than in FP32
 
 # torch's kernel by name: no mode and no choice of another one may come between. Without it, torch's own attention runs.
 _MATH: Any = getattr(torch.ops.aten, "_scaled_dot_product_attention_math", None)

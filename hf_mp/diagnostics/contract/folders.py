@@ -1,7 +1,7 @@
 """Reads what a folder of a model or a checkpoint holds, by headers and samples; nothing of it is run.
 
 Headers tell where each tensor lies, of which a few blocks are read. Files of ``torch.save`` are unpickled by
-``weights_only``; what it or :class:`_Metadata` does not know (DeepSpeed's classes) becomes :class:`Inert`.
+``weights_only``; what it or :class:`ShardMetadata` does not know (DeepSpeed's classes) becomes :class:`Inert`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import pickle
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, is_dataclass
-from enum import EnumType
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -38,6 +37,29 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _RUN = re.compile(r"checkpoint-(\d+)")
 # Shards name what they hold from the root of what was saved, such as optimizer.state.0.exp_avg.
 _STATE = re.compile(r"(\w+\.)?optim|.*(exp_avg|momentum_buffer)")  # how names of an optimizer's state begin
+
+
+# What the metadata of shards may name, besides constants of torch and what the module of metadata defines.
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_HARMLESS = {
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.distributed.checkpoint.filesystem._StoragePrefix",
+    "collections.OrderedDict",
+    "builtins.list",
+    "builtins.dict",
+    "builtins.set",
+    "builtins.tuple",
+    "pathlib.Path",
+    "pathlib.PosixPath",
+    "pathlib.WindowsPath",
+    "pathlib.PurePosixPath",
+    "pathlib._local.Path",  # of Python 3.13, as those that follow
+    "pathlib._local.PosixPath",
+    "pathlib._local.WindowsPath",
+    "pathlib._local.PurePosixPath",
+}
 
 
 class Inert:
@@ -166,27 +188,35 @@ def _groups_in(value: Any) -> list[Mapping[str, Any]]:
     return [value, *found] if isinstance(value, Mapping) and "lr" in value else found
 
 
-class _Metadata(pickle.Unpickler):
-    """Makes records of ``torch.distributed.checkpoint`` and constants of torch, and of all else :class:`Inert`."""
+class ShardMetadata(pickle.Unpickler):
+    """Reads the metadata of ``torch.distributed.checkpoint``; of classes and functions that it does not need, none.
+
+    Attributes:
+        refused: their names; :class:`Inert` stands for them.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.refused: set[str] = set()
 
     def find_class(self, module: str, name: str) -> Any:
+        # torch reads this file with the plain unpickler (FileSystemReader.read_metadata).
         found = getattr(sys.modules.get(module), name, None)
-        # FileSystemReader.read_metadata unpickles anything: these classes are records and enums, whose making runs no
-        # code.
-        is_record = module.startswith("torch.distributed.checkpoint.") and (
-            is_dataclass(found) or isinstance(found, EnumType)
-        )
-        is_constant = module == "torch" and (isinstance(found, torch.dtype) or found is torch.Size)
-        return found if is_record or is_constant else Inert
+        is_constant = module == "torch" and isinstance(found, (torch.dtype, torch.layout, torch.memory_format))
+        is_metadata = isinstance(found, type) and found.__module__ == module == _METADATA_MODULE
+        is_harmless = is_constant or is_metadata or f"{module}.{name}" in _HARMLESS
+        if not is_harmless:
+            self.refused.add(f"{module}.{name}")
+        # pathlib has other modules in other versions of Python.
+        return Inert if found is None or not is_harmless else found
 
 
 def _read_shards(file: Path, folder: Folder) -> None:
     """The metadata of ``torch.distributed.checkpoint``: what lies where in the files next to it."""
-    from torch.distributed.checkpoint import filesystem  # noqa: F401  whose records the metadata names
     from torch.distributed.checkpoint.utils import _create_file_view
 
     with file.open("rb") as opened:
-        found = _Metadata(opened).load()
+        found = ShardMetadata(opened).load()
     for index, place in found.storage_data.items():
         if index.offset is not None:  # a tensor, or a part of one
             with (file.parent / place.relative_path).open("rb") as shard:

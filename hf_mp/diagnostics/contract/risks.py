@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_mp.diagnostics.magnitudes import histogram, swamped
+from hf_mp.diagnostics.magnitudes import swamped
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES, spell
 
 _LOSES_MANY = 0.01  # share of updates from which on the advice is to keep masters
@@ -20,7 +19,6 @@ _STUCK = 0.5  # share of second moments
 _HARDLY_ANY = 0.01  # rows of an embedding that no token reads keep the values that they were loaded with
 _BETA2 = 0.999
 _NORM = re.compile(r"(^|\.)(\w*norm\w*|ln\w*|bn\d*)\.(weight|scale|gamma)$", re.IGNORECASE)
-_BARS = " ▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,7 @@ def _stuck_seconds(evidence: Evidence) -> Words:
     return (
         f"{_elements(narrow):,} of the second moments are bf16, and with beta2={evidence.beta2:g} a decay of "
         f"{decay:.2g} is less than half a unit in the last place: {stuck:.0%} of them stay where their "
-        f"largest gradient took them; by magnitude: {_picture_of(narrow)}",
+        "largest gradient took them",
         "keep moments in FP32: train FP32 weights, whose moments torch makes FP32, or a beta2 of 0.99 and less",
     )
 
@@ -253,16 +251,6 @@ def learning_rate_of(groups: Iterable[Mapping[str, Any]]) -> float | None:
 def beta2_of(groups: Iterable[Mapping[str, Any]]) -> float:
     """The smallest decay of second moments in an optimizer's groups, Adam's default where they name none."""
     return min((float(group["betas"][1]) for group in groups if len(group.get("betas") or ()) > 1), default=_BETA2)
-
-
-def _picture_of(held: Iterable[Held]) -> str:
-    """A histogram as one line, with a bar for each power of two."""
-    counts = histogram(torch.cat([one.values for one in held])).by_octave()
-    if not counts:  # all of them are below FP32's normal numbers
-        return ""
-    first, last, highest = min(counts), max(counts), max(counts.values())
-    bars = (_BARS[math.ceil(8 * counts.get(power, 0) / highest)] for power in range(first, last + 1))
-    return f"2^{first} {''.join(bars)} 2^{last + 1}"
 
 
 def _share_of_16_bits(values: Tensor) -> float:

@@ -48,7 +48,6 @@ def save_checkpoint(
     step: int,
     *,
     extra: Mapping[str, Any] | None = None,
-    asynchronous: bool = False,
 ) -> None:
     """Save model, optimizer and loss scale of a training loop; any number of processes can resume from it.
 
@@ -64,15 +63,11 @@ def save_checkpoint(
         step: number of optimizer steps so far.
         extra: what else to keep, values for JSON (of the first process), such as ``scheduler.state_dict()``. Random
             numbers are not saved.
-        asynchronous: gone; a checkpoint is in its place when this returns.
 
     Raises:
-        ValueError: for ``asynchronous=True``.
         CheckpointError: on all processes, naming the rank and the reason; the earlier directory is still there. Also
             for ``extra`` that JSON cannot hold, and for an optimizer's state that cannot be split over other ranks.
     """
-    if asynchronous:
-        raise ValueError("asynchronous=True is gone: leave it out, or save less often")
     target = Path(directory).absolute()
     runtime = attached_runtime(model)
     with refused_together():

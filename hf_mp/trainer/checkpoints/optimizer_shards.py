@@ -70,8 +70,8 @@ def make_room(
     here, saved = _by_group(optimizer, names), [group["params"] for group in plain["groups"]]
     if [sorted(group) for group in here] != [sorted(group) for group in saved]:
         raise CheckpointError(
-            f"the optimizer was saved with {_spelled(saved)}, and has {_spelled(here)} here: make it of the same "
-            "parameters in the same groups"
+            f"the optimizer was saved with groups of {[*map(len, saved)]} parameters, and has {[*map(len, here)]}, "
+            "or other parameters: make it of the same ones in the same groups"
         )
     if (kind := _kind_of(optimizer)) != plain["kind"]:
         raise CheckpointError(
@@ -177,9 +177,3 @@ def _like(current: Any, value: Any) -> Any:
     if isinstance(current, Tensor):
         return torch.full_like(current, value)
     return tuple(value) if isinstance(current, tuple) else value
-
-
-def _spelled(groups: list[list[str]]) -> str:
-    sizes = ", ".join(str(len(group)) for group in groups)
-    first = next((group[0] for group in groups if group), "none")
-    return f"groups of {sizes} parameters ({first}, ...)"

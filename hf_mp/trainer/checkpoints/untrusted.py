@@ -10,45 +10,21 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
 import re
 import stat
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 from safetensors import safe_open
 from torch.serialization import get_unsafe_globals_in_checkpoint
 from transformers.trainer_pt_utils import safe_globals
 
+from hf_mp.diagnostics.contract.folders import ShardMetadata
 from hf_mp.trainer.checkpoints.manifest import is_inside
 
 MAX_JSON_BYTES = 256 * 2**20  # a trainer_state.json with a million log entries has 200 MiB
-
-# What the metadata of shards may name, besides all that torch.distributed.checkpoint.metadata defines.
-_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
-_SHARD_NAMES = {
-    "torch.Size",
-    "torch.serialization._get_layout",
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-    "torch.distributed.checkpoint.filesystem._StoragePrefix",
-    "collections.OrderedDict",
-    "builtins.list",
-    "builtins.dict",
-    "builtins.set",
-    "builtins.tuple",
-    "pathlib.Path",
-    "pathlib.PosixPath",
-    "pathlib.WindowsPath",
-    "pathlib.PurePosixPath",
-    "pathlib._local.Path",  # of Python 3.13, as those that follow
-    "pathlib._local.PosixPath",
-    "pathlib._local.WindowsPath",
-    "pathlib._local.PurePosixPath",
-}
 
 
 class Hazard(ValueError):
@@ -139,25 +115,14 @@ def _check_index(path: Path) -> None:
         raise Hazard(f"names a shard outside of the checkpoint: {outside[0]!r:.200}")
 
 
-# torch reads this file with the plain unpickler (FileSystemReader.read_metadata), so what it names is looked at before.
-class _ShardMetadataReader(pickle.Unpickler):
-    """Reads the metadata of ``torch.distributed.checkpoint``, and refuses every other class or function."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        value = getattr(sys.modules.get(module), name, None)
-        is_constant = module == "torch" and isinstance(value, (torch.dtype, torch.layout, torch.memory_format))
-        is_metadata = isinstance(value, type) and value.__module__ == module == _METADATA_MODULE
-        if not (is_constant or is_metadata or f"{module}.{name}" in _SHARD_NAMES):
-            raise _runs_code([f"{module}.{name}"])
-        return super().find_class(module, name)
-
-
 def _check_shards(path: Path) -> None:
     """Look at pickled metadata and, where it says they lie, at each pickled value inside the shards."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
     with path.open("rb") as file:
-        metadata = _ShardMetadataReader(file).load()
+        metadata = (reader := ShardMetadata(file)).load()
+    if reader.refused:
+        raise _runs_code(reader.refused)
     for index, place in metadata.storage_data.items():
         if not is_inside(str(place.relative_path)):
             raise Hazard(f"names a shard outside of the checkpoint: {str(place.relative_path)!r:.200}")

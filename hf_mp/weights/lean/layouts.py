@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -152,7 +151,7 @@ def trained_with_statistics(model: nn.Module) -> dict[nn.Parameter, None]:
     return {
         parameter: None
         for module in modules_of(model)
-        if isinstance(module, _NormBase) and module.track_running_stats
+        if getattr(module, "track_running_stats", False)
         for parameter in module.parameters(recurse=False)
         if parameter.requires_grad
     }

@@ -8,7 +8,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -70,19 +70,18 @@ class MasterWeightOptimizer(Optimizer):
     Args:
         optimizer: over floating parameters; state that it has already is cast to FP32. Step this wrapper from now on,
             not it.
-        layout: ``"whole"``, as above.
 
     Raises:
         TypeError: for parameters that are not floating, for anything but an optimizer, and for a copy or a pickle.
-        ValueError: for another layout, and an optimizer that calls its closure several times (LBFGS).
+        ValueError: for an optimizer that calls its closure several times (LBFGS).
     """
 
     keeps_masters = True  # its FP16 gradients may be unscaled: they become FP32
     _step_supports_amp_scaling = False  # unlike a fused one inside: torch.amp.GradScaler unscales itself
     optimizer: Optimizer
 
-    def __init__(self, optimizer: Optimizer, *, layout: Literal["whole"] = "whole") -> None:
-        _check_wrappable(optimizer, layout)
+    def __init__(self, optimizer: Optimizer) -> None:
+        _check_wrappable(optimizer)
         # Before parameters become masters: torch would cast state to the 16 bits of what it belongs to.
         state_to_fp32(optimizer)
         self.optimizer = optimizer
@@ -365,16 +364,11 @@ def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tens
     return total
 
 
-def _check_wrappable(optimizer: Any, layout: str) -> None:
+def _check_wrappable(optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"MasterWeightOptimizer wraps an optimizer, not {optimizer!r}: give it "
             "torch.optim.AdamW(model.parameters()) or the like"
-        )
-    if layout != "whole":
-        raise ValueError(
-            f"layout={layout!r} is not known: leave it out, or prepare(model, optimizer, 'fp16-lean') for masters of "
-            "16 bits beside the weights (layout='split' of former releases)"
         )
     if isinstance(optimizer, MasterWeightOptimizer):
         raise TypeError("this optimizer is a MasterWeightOptimizer already: wrap one only once")

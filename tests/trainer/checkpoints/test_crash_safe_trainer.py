@@ -144,20 +144,9 @@ def test_a_full_disk_under_shards_is_a_failed_save(error: Exception, is_failure:
     assert saves.is_write_failure(CheckpointException("save", {1: (error, StackSummary())})) is is_failure
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"save_failure": "ignore"}, "save_failure='ignore': choose one of continue, stop"),
-        ({"save_in_background": True}, "save_in_background=True is gone: leave it out, or save less often"),
-        ({"keep_overflow_batches": True}, "keep_overflow_batches=True is gone: leave it out, or save the inputs"),
-        ({"max_fp32_share": 0.5}, "max_fp32_share=0.5 is gone: leave it out, or use precision='bf16'"),
-        ({"log_probability_gap_steps": 5}, "log_probability_gap_steps=5 is gone: .* call hf_mp.log_probability_gap"),
-    ],
-    ids=str,
-)
-def test_settings_of_saves_that_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MixedPrecisionArguments(output_dir=str(tmp_path), use_cpu=True, **settings)
+def test_an_unknown_answer_to_a_failed_save_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="save_failure='ignore': choose one of continue, stop"):
+        MixedPrecisionArguments(output_dir=str(tmp_path), use_cpu=True, save_failure="ignore")
 
 
 # Rotation

@@ -153,8 +153,6 @@ def test_after_a_kill_the_older_one_is_loaded_and_nothing_is_cleared(
 def test_what_is_refused(tmp_path: Path) -> None:
     model, optimizer = made()
     hf_mp.save_checkpoint(tmp_path / "run/checkpoint-1", model, optimizer, 1)
-    with pytest.raises(ValueError, match="asynchronous=True is gone: leave it out, or save less often"):
-        hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 1, asynchronous=True)
     with pytest.raises(hf_mp.NoCheckpointError, match=r"No valid checkpoint found in .*nowhere: .*none yet"):
         hf_mp.load_checkpoint(tmp_path / "nowhere", model, optimizer)
     with pytest.raises(TypeError, match=r"the model is of type OrderedDict: pass the nn\.Module that is trained"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,18 @@ def test_a_shard_outside_is_found(tmp_path: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     (problem,) = find_hazards(folder.parent)
     assert "names a shard outside of the checkpoint: '../../x'" in problem
+
+
+class RunsCode:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("made by a pickle",)
+
+
+def test_metadata_of_shards_that_runs_code_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps({"planner_data": RunsCode()}))
+    (problem,) = find_hazards(tmp_path)
+    assert RUNS_CODE in problem and f"{os.name}.mkdir" in problem and not Path("made by a pickle").exists()
 
 
 def test_a_link_that_leads_to_itself_is_found(tmp_path: Path) -> None:
