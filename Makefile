@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune loops memory docs test test-versions test-gpu-shapes exhaustive outside faults release tables lint clean
+.PHONY: help finetune loops memory docs test test-versions test-gpu-shapes bench-host-gpu exhaustive outside faults release tables lint clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -59,13 +59,15 @@ test-versions: $(INSTALLED) ## run the tests with the oldest and the newest torc
 	    || exit 1; \
 	done
 
-# torch's build for CUDA, of 3 GB, and a C compiler for the three answers that autograd wants of a driver. No GPU.
+# Make $$env an environment with torch's build for CUDA, and run Python there with a GPU that takes no time.
+on_fake_gpu = env=.venv-torch-2.11.0; [ -x $$env/bin/python ] || $(PYTHON) -m venv $$env || exit 1; \
+  $(call with_versions,2.11.0,5.17.0) || exit 1; OMP_NUM_THREADS=1 $$env/bin/python scripts/fake_gpu.py
+
 test-gpu-shapes: $(INSTALLED) ## compare dtypes and kernels of steps on fake CUDA tensors with what is stored (downloads 3 GB)
-	@env=.venv-torch-2.11.0; [ -x $$env/bin/python ] || $(PYTHON) -m venv $$env || exit 1; \
-	  $(call with_versions,2.11.0,5.17.0) || exit 1; \
-	  mkdir -p build/no_driver && cc -shared -fPIC -o build/no_driver/libcuda.so.1 tests/gpu/no_driver.c || exit 1; \
-	  HF_MP_NO_DRIVER=libcuda.so.1 LD_LIBRARY_PATH=$$PWD/build/no_driver LD_PRELOAD=$$PWD/build/no_driver/libcuda.so.1 \
-	  OMP_NUM_THREADS=1 $$env/bin/python -m pytest tests/gpu/test_gpu_shapes.py $(ARGS)
+	@$(on_fake_gpu) -m pytest tests/gpu/test_gpu_shapes.py tests/gpu/test_fake_gpu.py $(ARGS)
+
+bench-host-gpu: $(INSTALLED) ## time the host's part of a step on a GPU that takes no time (no GPU; downloads 3 GB)
+	@$(on_fake_gpu) scripts/bench.py host_gpu $(ARGS)
 
 faults: $(INSTALLED) ## kill, damage and starve trainings by the hundred, and store what was lost (an hour)
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/inject_faults.py $(ARGS)

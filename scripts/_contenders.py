@@ -38,6 +38,7 @@ CONTENDERS = (
     "Trainer fp32",
     *(f"Trainer {dtype}=True" for dtype in ("fp16", "bf16")),
     *(f"MixedPrecisionTrainer {preset}" for preset in mixed_presets()),
+    *(f"MixedPrecisionCallback {preset}" for preset in mixed_presets() if not preset.endswith("-lean")),
 )
 
 
@@ -53,7 +54,8 @@ class Contender(NamedTuple):
 
     Attributes:
         kind: ``""`` (plain FP32), ``"torch.autocast"``, ``"hf_mp.autocast"``, ``"hf_mp"``, ``"whole"`` (a model that is
-            in that dtype throughout, its optimizer's state included), ``"Trainer"`` or ``"MixedPrecisionTrainer"``.
+            in that dtype throughout, its optimizer's state included), ``"Trainer"``, ``"MixedPrecisionTrainer"`` or
+            ``"MixedPrecisionCallback"`` (of a stock Trainer).
         precision: a preset, or the short name of a dtype.
         extras: what follows after commas: ``"GradScaler"`` (FP16 under torch's autocast has one without a word),
             ``"bare function mode"``, ``"loss scaled"``, ``"batched_mm"`` (of experts).
@@ -80,7 +82,7 @@ class Contender(NamedTuple):
     @property
     def is_trainer(self) -> bool:
         """Whether a Trainer trains, else a plain loop."""
-        return self.kind.endswith("Trainer")
+        return self.kind.endswith(("Trainer", "Callback"))
 
     @property
     def update(self) -> int:
@@ -151,6 +153,7 @@ def make_step(
     parts: Parts | None = None,
     backend: str = "inductor",
     clips_masters: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
     **settings: Any,
 ) -> Step:
     """One update of ``model`` in a plain loop: forward, backward, clipping, fused AdamW.
@@ -163,6 +166,7 @@ def make_step(
         parts: gets the seconds of the :data:`PARTS` of each step, where the device does not run behind the host.
         backend: of a compiled contender.
         clips_masters: call the optimizer's own clipping where it has FP32 masters, as the Trainer does.
+        clock: tells the seconds of the parts.
         settings: those of :func:`hf_mp.prepare`.
     """
     contender = Contender.of(name)
@@ -177,23 +181,23 @@ def make_step(
     clips_masters = clips_masters and isinstance(optimizer, hf_mp.MasterWeightOptimizer)
 
     def step() -> None:
-        moments = [time.perf_counter()]
+        moments = [clock()]
         for _ in range(accumulation):
             with casts, around:
                 loss = forward(**inputs).loss
-            moments.append(time.perf_counter())
+            moments.append(clock())
             scaler.scale(loss if accumulation == 1 else loss / accumulation).backward()
-            moments.append(time.perf_counter())
+            moments.append(clock())
         scaler.unscale_(optimizer)
         if clips_masters:
             optimizer.clip_grad_norm_(1.0)
         else:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        moments.append(time.perf_counter())
+        moments.append(clock())
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        moments.append(time.perf_counter())
+        moments.append(clock())
         if parts is not None:
             parts.append(tuple(end - begin for begin, end in itertools.pairwise(moments)))
 
@@ -245,8 +249,10 @@ def make_trainer(name: str, workload: Workload, max_steps: int) -> Iterator[Trai
             logging_steps=10**6, report_to=[], disable_tqdm=True,
         )  # fmt: skip
         rows = [{"input_ids": row, "labels": row} for row in workload.token_ids(batch=4 * workload.batch)]
+        cls: Any = hf_mp.MixedPrecisionTrainer if contender.kind == "MixedPrecisionTrainer" else Trainer
         of_ours: dict[str, Any] = {} if stock else {"precision": contender.precision}
-        cls: Any = Trainer if stock else hf_mp.MixedPrecisionTrainer
+        if contender.kind == "MixedPrecisionCallback":
+            of_ours = {"callbacks": [hf_mp.MixedPrecisionCallback(**of_ours)]}
         trainer: Trainer = cls(workload.model(), args, train_dataset=rows, **of_ours)
         trainer.remove_callback(PrinterCallback)
         yield trainer
@@ -255,14 +261,15 @@ def make_trainer(name: str, workload: Workload, max_steps: int) -> Iterator[Trai
 class StepClock(TrainerCallback):
     """Notes when each step of a Trainer begins: when the one before has ended, logging and callbacks included."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
         self.moments: list[float] = []
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         wait_for_gpu()
-        self.moments.append(time.perf_counter())
+        self.moments.append(self.clock())
 
 
 def trainers_in_turns(
@@ -271,18 +278,20 @@ def trainers_in_turns(
     rounds: int,
     warmup: int,
     trainings: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[dict[str, list[float]]]:
     """Seconds of ``rounds`` steps of each Trainer, which is made for its number of steps.
 
     Each trains so many times, and takes its share of the steps each time: all of them in turns, and every second time
-    in reverse order. The first ``warmup`` steps of a training do not count. Yields what there is after each training.
+    in reverse order. The first ``warmup`` steps of a training do not count. ``clock`` tells the seconds. Yields what
+    there is after each training.
     """
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
     for turn in range(trainings):
         for name in list(trainers)[:: -1 if turn % 2 else 1]:
-            clock = StepClock()
+            steps = StepClock(clock)
             with trainers[name](warmup + max(1, rounds // trainings) + 1) as trainer:
-                trainer.add_callback(clock)
+                trainer.add_callback(steps)
                 trainer.train()
-            seconds[name] += [end - begin for begin, end in itertools.pairwise(clock.moments[warmup:])]
+            seconds[name] += [end - begin for begin, end in itertools.pairwise(steps.moments[warmup:])]
             yield {name: found for name, found in seconds.items() if found}

@@ -103,8 +103,10 @@ def count(step: Step) -> dict[str, int]:
     return {"python_calls": calls, "python_nodes": nodes, "kernels": kernels.kernels, "host_reads": reads}
 
 
-def rows_by_part(moments: Mapping[str, Parts]) -> dict[str, dict[str, dict[str, Any]]]:
-    """A row for each contender and part of its steps, and for the whole."""
+def rows_by_part(
+    moments: Mapping[str, Parts], peer: str | Mapping[str, str] = PEER
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """A row for each contender and part of its steps, and for the whole; ``peer`` as in :func:`rows_of`."""
     seconds = {
         contender: dict(zip((*PARTS, "step"), (*zip(*steps, strict=True), list(map(sum, steps))), strict=True))
         for contender, steps in moments.items()
@@ -112,7 +114,7 @@ def rows_by_part(moments: Mapping[str, Parts]) -> dict[str, dict[str, dict[str, 
     found: dict[str, dict[str, dict[str, Any]]] = {contender: {} for contender in moments}
     for part in (*PARTS, "step"):
         of_part = {contender: parts[part] for contender, parts in seconds.items()}
-        for contender, row in rows_of(of_part, ratio_to_torch_autocast=PEER).items():
+        for contender, row in rows_of(of_part, ratio_to_torch_autocast=peer).items():
             found[contender][part] = row
     return found
 

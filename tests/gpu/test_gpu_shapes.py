@@ -1,21 +1,23 @@
 """Dtypes, casts and copies of steps on fake tensors of a GPU, against what is stored and against ``torch.autocast``.
 
-`make test-gpu-shapes` runs them on CUDA's fake tensors; elsewhere those of the meta device stand for them.
+`make test-gpu-shapes` runs them on CUDA's fake tensors, of a GPU that is fake as well; elsewhere those of the meta
+device stand for them.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from covering import covering
-from gpu_shapes import COSTS, MODELS, NO_DRIVER, PEERS, PRESETS, STORED, counts_of, without_driver
+from gpu_shapes import COSTS, MODELS, PEERS, PRESETS, STORED, counts_of
 
-DEVICE = torch.device("cuda" if NO_DRIVER in os.environ else "meta")
+from fake_gpu import is_loaded
+
+DEVICE = torch.device("cuda" if is_loaded() else "meta")
 IS_CUDA = DEVICE.type == "cuda"
 PHASES = ("forward", "backward", "step")
 _MOVES = ("casts", "copies")
@@ -31,8 +33,7 @@ def dtypes(counts: dict[str, int]) -> dict[str, int]:
 
 @pytest.fixture
 def counted(model: str, precision: str) -> dict[str, dict[str, int]]:
-    with without_driver():
-        return counts_of(model, precision, DEVICE)
+    return counts_of(model, precision, DEVICE)
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,20 @@
 """What steps on fake tensors of a GPU launch: dtypes of products, norms and losses, casts and copies, by phase.
 
-    python tests/shared/gpu_shapes.py      # stores gpu_shapes.json; needs torch's CUDA build, as `make test-gpu-shapes`
+    python scripts/fake_gpu.py tests/shared/gpu_shapes.py   # stores gpu_shapes.json
 
-Fake tensors of the meta device stand for CUDA's in a build of torch without CUDA; the peer needs CUDA's.
+That Python is the one of `make test-gpu-shapes`, with torch for CUDA.
+
+Fake tensors of the meta device stand for CUDA's where no GPU is; the peer needs CUDA's.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import json
-import os
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from op_samples import torchs_cuda_autocast
@@ -37,11 +35,9 @@ from transformers import (
 
 import hf_mp
 from hf_mp.casting.nested import tensors_in
-from hf_mp.memory.fake_tensors import _attention
 from hf_mp.memory.training import fake_tensors
 
 STORED = Path(__file__).with_suffix(".json")
-NO_DRIVER = "HF_MP_NO_DRIVER"  # the library made of no_driver.c, which is preloaded
 PRESETS = ("fp16", "bf16", "fp16-lean", "bf16-lean")
 PEERS = {"torch.autocast fp16": torch.float16, "torch.autocast bf16": torch.bfloat16}
 _SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -104,26 +100,6 @@ class Recorder(TorchDispatchMode):
         return result
 
 
-@contextmanager
-def without_driver() -> Iterator[None]:
-    """Have autograd take fake CUDA tensors where there is no GPU: it asks the driver who uses which device."""
-    if (library := os.environ.get(NO_DRIVER)) is None:
-        yield
-        return
-    torch._C._ensureCUDADeviceGuardSet()
-    ctypes.CDLL(library).set_device_count(127)
-    attention = torch.library.Library("aten", "IMPL")  # which kernel it is depends on the GPU
-    attention.impl("scaled_dot_product_attention", _attention, "AutogradCUDA")
-    with (
-        mock.patch("torch.cuda.is_available", lambda: False),
-        mock.patch("torch.cuda.is_current_stream_capturing", lambda: False),
-        mock.patch("torch.cuda.current_stream", mock.MagicMock()),  # of which an event is recorded
-        mock.patch("torch.cuda.get_device_capability", lambda device=None: (8, 0)),
-        mock.patch("torch._C._select_conv_backend", lambda *given, **named: torch._C._ConvBackend.Cudnn),
-    ):
-        yield
-
-
 def batch_of(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
     labels = torch.zeros(2, dtype=torch.long, device=device)
     if isinstance(model, ResNetForImageClassification):
@@ -163,9 +139,8 @@ def counts_of(name: str, precision: str, device: torch.device) -> dict[str, dict
     return {phase: dict(sorted(count.items())) for phase, count in recorder.counts.items()}
 
 
-def measure(device: torch.device, contenders: tuple[str, ...] = (*PRESETS, *PEERS)) -> dict[str, Any]:
-    with without_driver():
-        return {name: {one: counts_of(name, one, device) for one in contenders} for name in MODELS}
+def measure(device: torch.device) -> dict[str, Any]:
+    return {name: {one: counts_of(name, one, device) for one in (*PRESETS, *PEERS)} for name in MODELS}
 
 
 if __name__ == "__main__":
