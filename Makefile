@@ -21,7 +21,7 @@ help: ## list these targets
 
 # CPU threads that wait for each other look GOMP_SPINCOUNT times before they sleep. With the default of hundreds of
 # thousands, a step takes up to ten times as long as soon as another program wants a core.
-finetune: $(INSTALLED) ## fine-tune a small GPT-2 in FP16, in minutes (ARGS="--help" lists every option)
+finetune: $(INSTALLED) ## fine-tune a small GPT-2 in FP16, two minutes on two cores (ARGS="--help" lists every option)
 	@GOMP_SPINCOUNT=$${GOMP_SPINCOUNT:-3000} $(BIN)/python recipes/finetune_gpt2.py $(ARGS)
 
 loops: $(INSTALLED) ## the loops of the tutorials, with torch.amp and with hf_mp (ARGS="--scale small" takes seconds)

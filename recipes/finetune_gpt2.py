@@ -119,7 +119,10 @@ class Recipe:
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Write into an --output_dir that holds files already."}
     )
-    prompt: str = field(default="The", metadata={"help": "Beginning of the text that the trained model writes."})
+    prompt: str | None = field(
+        default=None,
+        metadata={"help": "Beginning of a text that the trained model writes. Default: The, for a model that you name."},
+    )
     vocab_size: int = field(default=1024, metadata={"help": "Small GPT-2: tokens of its byte-level BPE."})
     context: int = field(default=256, metadata={"help": "Small GPT-2: tokens that it can look at."})
     width: int = field(default=256, metadata={"help": "Small GPT-2: width of its layers."})
@@ -133,6 +136,8 @@ class Recipe:
             raise ValueError("--dataset_name and --train_file are both given: train on one of them")
         if self.validation_file and not self.train_file:
             raise ValueError("--validation_file needs --train_file: a dataset brings its own split")
+        if self.prompt is None and self.model_name_or_path:
+            self.prompt = "The"  # the small GPT-2 has read too little to write a sentence
 
     @property
     def model_name(self) -> str:
@@ -155,9 +160,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(quiet=not trainer.is_world_process_zero(), highlight=False)
     console.print(f"{recipe.model_name}: {model.num_parameters():,} parameters, precision {args.precision}")
     console.print(f"{blocks}")
+    console.print("Evaluating before training")
     loss_before = trainer.evaluate()["eval_loss"]
+    console.print("Training")
     seconds, tokens = train(trainer, checkpoint)
     peak = peak_memory()
+    console.print("Evaluating after training")
     loss_after = trainer.evaluate()["eval_loss"]
     trainer.save_model()
 
@@ -183,8 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
         (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         console.print(summary_table(summary))
-        console.print(f"The model is in {output_dir}. It writes:\n", soft_wrap=True)
-        console.print(Text(write_text(output_dir, recipe.prompt, args.seed)))
+        console.print(f"The model is in {output_dir}.", soft_wrap=True)
+        if recipe.prompt:
+            console.print(Text(f"It writes:\n\n{write_text(output_dir, recipe.prompt, args.seed)}"))
         if trainer.session.contract is not None:  # a step was taken
             console.print(f"\nIn which dtype it was trained:\n{trainer.session.contract}", soft_wrap=True)
 

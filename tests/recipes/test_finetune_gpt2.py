@@ -65,7 +65,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, sample: str) -> Run:
     output_dir = tmp_path_factory.mktemp("finished") / "run"
-    return run(output_dir, *TINY_MODEL, train_file=sample)
+    return run(output_dir, *TINY_MODEL, train_file=sample, prompt="The")
 
 
 @pytest.fixture(scope="module")
