@@ -121,7 +121,9 @@ class Recipe:
     )
     prompt: str | None = field(
         default=None,
-        metadata={"help": "Beginning of a text that the trained model writes. Default: The, for a model that you name."},
+        metadata={
+            "help": "Beginning of a text that the trained model writes. Default: The, for a model that you name."
+        },
     )
     vocab_size: int = field(default=1024, metadata={"help": "Small GPT-2: tokens of its byte-level BPE."})
     context: int = field(default=256, metadata={"help": "Small GPT-2: tokens that it can look at."})
@@ -136,8 +138,6 @@ class Recipe:
             raise ValueError("--dataset_name and --train_file are both given: train on one of them")
         if self.validation_file and not self.train_file:
             raise ValueError("--validation_file needs --train_file: a dataset brings its own split")
-        if self.prompt is None and self.model_name_or_path:
-            self.prompt = "The"  # the small GPT-2 has read too little to write a sentence
 
     @property
     def model_name(self) -> str:
@@ -192,8 +192,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         console.print(summary_table(summary))
         console.print(f"The model is in {output_dir}.", soft_wrap=True)
-        if recipe.prompt:
-            console.print(Text(f"It writes:\n\n{write_text(output_dir, recipe.prompt, args.seed)}"))
+        # The small GPT-2 has read too little to write a sentence.
+        if prompt := recipe.prompt or (recipe.model_name_or_path and "The"):
+            console.print(Text(f"It writes:\n\n{write_text(output_dir, prompt, args.seed)}"))
         if trainer.session.contract is not None:  # a step was taken
             console.print(f"\nIn which dtype it was trained:\n{trainer.session.contract}", soft_wrap=True)
 

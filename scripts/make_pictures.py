@@ -24,7 +24,7 @@ ASSETS = ROOT / "docs" / "assets"
 # What matplotlib draws in, and the same on a dark page.
 PAGE, INK, NOTE, OURS, THEIRS, FLOOR = "#ffffff", "#1f2430", "#5a6275", "#1769c2", "#b9bfca", "#e08a1e"
 DARK = {PAGE: "#1b1e26", INK: "#e8eaf0", NOTE: "#a4acbd", OURS: "#5aa2f0", THEIRS: "#565e6e", FLOOR: "#eda445"}
-STYLE = {
+STYLE: Any = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "hf_mp",  # the same identifiers in each run
     "font.size": 9,

@@ -236,7 +236,7 @@ _SCALERS: dict[str, type[LossScaler[Any]]] = {
 
 
 def make_loss_scaler(
-    loss_scale: str | float | None, compute: torch.dtype = torch.float16, **settings: Any
+    loss_scale: str | float | None, compute: torch.dtype = torch.float16, /, **settings: Any
 ) -> LossScaler[Any]:
     """The scaler that a policy's ``loss_scale`` names: a rule of ``RULES``, a number, or None (1: the guard remains).
 

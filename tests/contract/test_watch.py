@@ -215,7 +215,7 @@ def test_it_is_printed_once_at_the_start_and_after_a_resume(kind, precision, tmp
 
 
 ADVISED = {
-    "bf16": "; `hf-mp env` advises bf16: This CPU multiplies BF16, which has FP32's range, so that",
+    "bf16": "; `hf-mp env` advises bf16: This CPU multiplies BF16, which has FP32's range",
     "fp32": "; `hf-mp env` advises fp32: This CPU multiplies neither FP16 nor BF16: they save memory",
     "fp16": "\n",
 }

@@ -105,7 +105,7 @@ def test_the_products_of_a_layer_are_healed_where_its_experts_overflow(kind: str
     healer = hf_mp.heal_overflows(runtime)
     assert runtime.stats.skipped_steps == 0 and loss.isfinite()
     assert runtime.remedies == rules_of(kind, implementation)
-    assert f"in module {EXPERTS!r} came to" in str(healer.healed[0])
+    assert f"in module {EXPERTS!r} reached" in str(healer.healed[0])
 
 
 @ALL

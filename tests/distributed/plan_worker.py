@@ -22,7 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedConfig
 from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
 from hf_mp.memory.parallel import CommunicationRecorder, make_mesh, shard
 from hf_mp.memory.recorder import MemoryRecorder
-from hf_mp.memory.training import make_settings, make_trainee, prepare_model, record_steps
+from hf_mp.memory.training import make_batch, make_settings, make_trainee, prepare_model, recording
 from hf_mp.ranks.parallelism import has_dtensors
 
 PRESETS = {**dict.fromkeys(("fsdp2", "hsdp", "ddp"), ("fp32", "fp16")), "tp": ("fp32", "fp16", "bf16")}
@@ -55,12 +55,14 @@ def count(folder: str, parallel: Any, kind: str, preset: str) -> dict[str, Any]:
     if kind:  # on a CPU, Transformers loads the rows of a rank as a view of the whole weight
         loaded.load_state_dict({name: p.detach().clone() for name, p in loaded.named_parameters()}, assign=True)
     model = shard(prepare_model(loaded, settings), make_mesh(settings))
-    trainee = make_trainee(model, type(loaded), settings, torch.device("cpu"))
+    trainee = make_trainee(model, settings, torch.device("cpu"))
     communication = CommunicationRecorder(NODE_SIZE)
     if parallel == "ddp":
         trainee.forward = DistributedDataParallel(model)
     with LettingGo():
-        profile = record_steps(trainee, MemoryRecorder(torch.device("cpu")), communication)
+        cpu = torch.device("cpu")
+        with recording(trainee, MemoryRecorder(cpu), communication) as profile_of:
+            profile = profile_of(make_batch(type(loaded), settings, cpu))
     return {"collectives": communication.collectives(), "peak_bytes": profile.peak_bytes}
 
 

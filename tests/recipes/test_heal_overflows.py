@@ -13,7 +13,7 @@ def test_healing_trains_as_fp32_does_and_scaling_alone_skips() -> None:
     )
     assert (fp32.skipped, skipping.skipped, healing.skipped) == (0, 4, 0)
     assert healing.losses[1:] == pytest.approx(fp32.losses[1:], rel=5e-3)
-    assert "'linear' in module 'blocks.3.up' came to" in healing.healed[0]
+    assert "'linear' in module 'blocks.3.up' reached" in healing.healed[0]
 
 
 def test_the_other_model_gets_there_while_it_trains() -> None:

@@ -111,7 +111,6 @@ def test_an_update_is_stored_with_its_floor(tiny_model, quick_rates, run, tmp_pa
         in_bf16 = "torch.amp bf16" if "bf16" in name else "torch.amp"
         peer = rows["torch.amp + AdamW8bit" if name.endswith("AdamW8bit") else in_bf16]
         assert row["ratio_to_torch"] == row["median_seconds"] / peer["median_seconds"]
-    assert "| torch.amp + AdamW8bit |" in Regions(tmp_path)("update")
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16-lean", "bf16-lean"])
@@ -142,7 +141,6 @@ def test_a_loss_is_stored_with_its_floor(quick_rates, run, tmp_path):
     assert all(row["peak_bytes"] >= result["floor_bytes"] for row in rows.values())
     # FP32 logits, their log-softmax and their gradient are in torch's peak
     assert rows["torch fp16"]["peak_bytes"] > 4 * result["floor_bytes"]
-    assert "| hf_mp bf16 |" in Regions(tmp_path)("loss")
 
 
 def test_autocast_is_stored_with_calls_casts_and_floors(shape, quick_rates, run, tmp_path):
@@ -154,7 +152,6 @@ def test_autocast_is_stored_with_calls_casts_and_floors(shape, quick_rates, run,
     assert set(result["floor_seconds"]) == {"forward_backward", "cast_all_weights"}
     assert result["forward_backward"][autocast.PEER]["ratio_to_torch_autocast"] == 1.0
     assert all(row["ratio_to_floor"] > 0 for row in result["forward_backward"].values())
-    assert "a mode that does nothing" in Regions(tmp_path)("autocast")
 
 
 # Kinds of models

@@ -281,7 +281,7 @@ def test_options_that_it_has_not() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"bf16": True}, r"bf16=True switches accelerate's mixed precision on.*say bf16=False"),
+        ({"bf16": True}, r"bf16=True switches accelerate's mixed precision on.*pass bf16=False"),
         ({"fp16_full_eval": True}, r"fp16_full_eval=True casts the FP32 masters away"),
         ({"optim": "lomo"}, r"optim='lomo' updates inside backward"),
     ],

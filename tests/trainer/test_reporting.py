@@ -106,7 +106,7 @@ def test_settings_that_json_has_no_word_for_are_told_as_text(contender: str, tmp
     ("steps", "settings", "told"),
     [
         (range(6), {}, "0 of 6 steps were taken: .* No smaller loss scale helps. Look for a division by zero"),
-        (range(6), {"explain_overflows": False}, "0 of 6 steps were taken: .* explain_overflows=False kept the reason"),
+        (range(6), {"explain_overflows": False}, "0 of 6 steps were taken: .* explain_overflows=False hid the reason"),
         (range(1, 6), {}, None),
     ],
     ids=["explained", "not explained", "one was taken"],
