@@ -52,8 +52,6 @@ def test_experts_that_are_chosen_by_value_cannot_be_predicted():
     config = config_of("Mixtral", _experts_implementation="eager")
     asked = r"depend on its data \(in aten.nonzero.default\).*measure it"
     with pytest.raises(ValueError, match=asked):
-        ValueError, match=r"shapes or decisions of the model depend on its data \(in aten.nonzero.default\).*measure it"
-    ):
         hf_mp.estimate_training_memory(config, "fp32", **STEP)
 
 
