@@ -37,10 +37,11 @@ class TransientCopies:
     def get(self, parameter: nn.Parameter) -> Tensor:
         """``parameter`` rounded to nearest, as it is now."""
         copy = parameter.detach().to(self.dtype, copy=True)
-        key = copy.untyped_storage()._cdata
-        self._transient[key] = parameter
-        # An address is used again as soon as its storage is freed.
-        weakref.finalize(copy, self._transient.pop, key)
+        storage = copy.untyped_storage()
+        self._transient[storage._cdata] = parameter
+        # An address is used again as soon as its storage is freed. torch keeps one Python object for a storage; that of
+        # the copy goes earlier, because a border gives an alias of it.
+        weakref.finalize(storage, self._transient.pop, storage._cdata)
         return copy
 
     def not_saved(self) -> AbstractContextManager[None]:
