@@ -6,6 +6,7 @@ loss scale: one all-reduce of two numbers at each step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -58,11 +59,9 @@ class Ranks:
         """The report of all processes that train ``parameters``, by a collective call; ``report`` itself on one."""
         if not is_distributed():
             return report
-        # The maxima over all are the report of all: overflow, then whether it is not the scale's; the largest gradient.
-        numbers = [
-            report.overflow * (2.0 - report.is_of_scale),
-            -1.0 if report.largest_gradient is None else report.largest_gradient,
-        ]
+        largest = -1.0 if report.largest_gradient is None else report.largest_gradient
+        # The maxima over all are the report of all: the largest gradient, and whether an overflow is not the scale's.
+        numbers = [math.inf if report.overflow else largest, float(report.overflow and not report.is_of_scale)]
         for group in [*self._groups, *mesh_groups(parameters)]:  # one after the other: the dimensions of a mesh
             # On the host, where the verdict is, if a backend of the group serves it: nothing public tells.
             choose = getattr(torch.distributed.distributed_c10d, "_get_object_coll_device", None)
@@ -70,8 +69,9 @@ class Ranks:
             sent = torch.tensor(numbers, dtype=torch.float32, device=device)
             torch.distributed.all_reduce(sent, torch.distributed.ReduceOp.MAX, group=group)
             numbers = sent.tolist()
-        overflow, largest = numbers
-        return StepReport(overflow > 0.0, largest if largest >= 0.0 and not overflow else None, overflow < 2.0)
+        largest, is_beyond_scale = numbers
+        overflow = largest == math.inf
+        return StepReport(overflow, largest if 0.0 <= largest < math.inf else None, not (overflow and is_beyond_scale))
 
     def gather(self, value: Any) -> list[Any]:
         """What each process that trains the model along has given: a collective call, with a value that pickles."""

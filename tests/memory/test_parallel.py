@@ -153,3 +153,8 @@ class TestCommand:
     )
     def test_what_ranks_cannot_do_is_told(self, tmp_path: object, arguments: str, sentence: str) -> None:
         assert sentence in self.run(tmp_path, *arguments.split())
+
+
+def test_a_planned_rank_takes_its_updates_in_fp16() -> None:
+    planned = estimate_training_memory(config(), "fp16", device="cpu", ranks=2, parallel="ddp")
+    assert planned.bytes_by_category[Category.OPTIMIZER_STATE] > 0
