@@ -85,13 +85,13 @@ def draw_losses(records: Mapping[str, Any]) -> None:
     axis.plot(stock["steps"], stock["eval_losses"], color=FLOOR, linewidth=2)
     axis.plot(floor["steps"], floor["eval_losses"], color=THEIRS, linewidth=6, solid_capstyle="round")
     axis.plot(ours["steps"], ours["eval_losses"], color=OURS, linewidth=1.6)
-    _label(axis, stock, "stock Trainer", FLOOR, above=True)
-    _label(axis, ours, "hf_mp, on FP32 (grey)", OURS, above=True)
+    _label(axis, stock, "stock Trainer", FLOOR)
+    _label(axis, ours, "hf_mp, on FP32 (grey)", OURS)
     axis.set_xlabel("step")
     axis.set_xlim(0, stock["steps"][-1])
 
 
-def _label(axis: Axes, row: Mapping[str, Any], text: str, colour: str, *, above: bool) -> None:
+def _label(axis: Axes, row: Mapping[str, Any], text: str, colour: str) -> None:
     place = (row["steps"][-1], row["eval_losses"][-1])
     axis.annotate(f"{text}: {place[1]:.2f}", place, (0, 7), textcoords="offset points", color=colour, ha="right")
 
