@@ -241,7 +241,9 @@ py::object look(const py::list& modules) {
     append(key, weight.has_storage() ? weight.storage_offset() : 0);
     if (weight.layout() == at::kStrided) append(key, weight.strides().data(), weight.dim() * sizeof(int64_t));
     append(key, weight.sizes().data(), weight.dim() * sizeof(int64_t));
-    append(key, torch::autograd::impl::hooks(weight).empty() && !torch::autograd::impl::post_acc_grad_hooks(weight));
+    // A parameter that was made with requires_grad=False, as bitsandbytes', has nothing of autograd's, which hooks() asserts.
+    append(key, !torch::autograd::impl::get_autograd_meta(weight) ||
+                    (torch::autograd::impl::hooks(weight).empty() && !torch::autograd::impl::post_acc_grad_hooks(weight)));
   });
   return found ? py::object(py::make_tuple(weights, py::bytes(key))) : py::none();
 }

@@ -84,6 +84,13 @@ def test_a_walk_equals_one_of_the_same_weights_alone(change: str) -> None:
     assert Walk(found) != before
 
 
+def test_a_weight_that_was_made_frozen_is_walked() -> None:
+    found = model()
+    # As bitsandbytes makes its own: torch has set up nothing of autograd's on it.
+    found[0].weight = nn.Parameter(torch.ones(2, 2, dtype=torch.uint8), requires_grad=False)
+    assert Walk(found) == Walk(found)
+
+
 def test_a_renamed_weight_is_seen() -> None:
     found = nn.Linear(2, 2, bias=False)
     before = Walk(found)
