@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -52,7 +53,7 @@ def _refuse_other_engines(args: TrainingArguments, policy: PrecisionPolicy) -> N
     for name in ("fp16_full_eval", "bf16_full_eval"):
         if getattr(args, name):
             raise ValueError(f"{name}=True casts the FP32 masters away: remove it, evaluation uses {policy} already")
-    if args.deepspeed is not None or _is_set("ACCELERATE_USE_DEEPSPEED"):
+    if args.deepspeed is not None or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise ValueError(
             "DeepSpeed brings its own FP16 optimizer: use the stock Trainer with DeepSpeed, or drop it here"
         )
@@ -95,11 +96,7 @@ def fsdp_version(args: TrainingArguments) -> int | None:
         default = settings.get("version", 1)
         return 0 if settings.get("xla") else int((args.fsdp_plugin_args or {}).get("fsdp_version", default))
     # What the launcher was told is in the environment alone, not in the arguments.
-    return int(os.environ.get("FSDP_VERSION", "1")) if _is_set("ACCELERATE_USE_FSDP") else None
-
-
-def _is_set(name: str) -> bool:
-    return os.environ.get(name, "false").lower() in ("1", "true")
+    return int(os.environ.get("FSDP_VERSION", "1")) if parse_flag_from_env("ACCELERATE_USE_FSDP") else None
 
 
 def refuse_lean(policy: PrecisionPolicy) -> None:
