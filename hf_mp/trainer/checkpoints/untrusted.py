@@ -22,6 +22,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from transformers.trainer_pt_utils import safe_globals
 
 from hf_mp.diagnostics.contract.folders import ShardMetadata
+from hf_mp.environment.libraries import first_line
 from hf_mp.trainer.checkpoints.manifest import is_inside
 
 MAX_JSON_BYTES = 256 * 2**20  # a trainer_state.json with a million log entries has 200 MiB
@@ -90,7 +91,7 @@ def _hazard(path: Path) -> str | None:
         except Hazard as hazard:
             return str(hazard)
         except Exception as error:  # any error that damaged or hostile bytes cause: the file is refused by name
-            return f"is no {kind} ({(str(error).splitlines() or [type(error).__name__])[0][:200]})"
+            return f"is no {kind} ({first_line(error)[:200]})"
     return None
 
 
