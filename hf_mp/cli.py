@@ -150,7 +150,3 @@ def check(
     if found.risks:
         # As linters do, so that a pipeline stops before it trains on.
         raise typer.Exit(1)
-
-
-if __name__ == "__main__":
-    app()
