@@ -223,6 +223,10 @@ API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* to, const void* 
 API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* to, unsigned, int) GIVES(*to = cudaStream_t(ANY))
 API cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* to)
     GIVES(*to = cudaStreamCaptureStatusNone)
+// torch 2.15 asks this one.
+API cudaError_t cudaStreamGetCaptureInfo(
+    cudaStream_t, cudaStreamCaptureStatus* to, unsigned long long*, cudaGraph_t*, const cudaGraphNode_t**,
+    const cudaGraphEdgeData**, size_t*) GIVES(*to = cudaStreamCaptureStatusNone)
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* to, unsigned) GIVES(*to = cudaEvent_t(ANY))
 // Of inductor, which chooses among its kernels by their time.
 API cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) GIVES(*milliseconds = 0.01f)
