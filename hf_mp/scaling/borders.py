@@ -148,17 +148,19 @@ def _unscale_uses(ctx: Any, gradients: Iterable[Tensor | None]) -> list[Tensor |
             uses.setdefault(place, []).append(gradient)
     factor = crossings.inverse_scale_on(outside[0].device, ctx, list(uses)) if uses else None
     crossings.keep_scaled(ctx, uses, factor)
-    places = [place for place, each in uses.items() for _ in each]
-    unscaled = _scale_gradients([gradient for each in uses.values() for gradient in each], factor, crossings)
-    is_ours = factor is not None and not torch.is_grad_enabled()  # products are nobody else's
     found: list[Tensor | None] = [None] * len(outside)
-    for place, product in zip(places, unscaled, strict=True):
+    products = _scale_gradients([each[0] for each in uses.values()], factor, crossings)
+    for (place, (_, *others)), product in zip(uses.items(), products, strict=True):
         # Of an activation outside that is FP16, autograd rounds the gradient.
         dtype = _OUTSIDE_DTYPE.get(outside[place].dtype, outside[place].dtype)
-        other = product if product.dtype is dtype else product.to(dtype)
-        if (total := found[place]) is not None:
-            other = total.add_(other) if is_ours and _are_plain(total, other) else total + other
-        found[place] = other
+        total = product if product.dtype is dtype else product.to(dtype)
+        for other in others:
+            # A product is nobody else's: one kernel adds to it, and makes no second FP32 tensor.
+            if factor is not None and not torch.is_grad_enabled() and _are_plain(total, other):
+                total.addcmul_(other, factor)
+            else:
+                total = total + scale_gradient(other, factor, crossings)
+        found[place] = total
     return found
 
 

@@ -157,7 +157,7 @@ def test_gpt2_without_weights_and_network(monkeypatch):
         (["gpt2", "--train", "--batch-size", "0"], "batch_size=0 is not possible"),
         (["gpt2", "--precision", "fp4"], "'fp4' is not known for training"),
         (["gpt2", "--train", "--optimizer", "x"], "optimizer='x' cannot be made"),
-        (["gpt2", "--train", "--device", "tpu"], "device='tpu' cannot be estimated"),
+        (["gpt2", "--train", "--device", "tpu"], "device='tpu' cannot be predicted for"),
     ],
     ids=["name", "decimal", "no size", "seq_len", "batch", "precision", "optimizer", "device"],
 )

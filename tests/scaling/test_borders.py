@@ -104,7 +104,24 @@ def test_what_leaves_by_one_border_leaves_in_few_launches(
     assert ops.count("_foreach_copy_") == 1
     assert ops.count("_foreach_mul_") == ops.count("_foreach_mul") == is_scaled
     assert ops.count("mul") == 2 * is_scaled  # one makes 1/S
-    assert "_to_copy" not in ops and ops.count("add_" if is_scaled else "add") == 2
+    assert "_to_copy" not in ops and ops.count("addcmul_" if is_scaled else "add") == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_two_uses_leave_is_summed_in_fp32_without_a_second_fp32_tensor(dtype: torch.dtype) -> None:
+    """A tied embedding's gradients: bit for bit each times 1/S, then the sum."""
+    least = torch.finfo(dtype).smallest_normal
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), least / 4, -least, 1.0, 65504.0])
+    by_copy, by_alias = special.repeat(9), special.repeat_interleave(9)
+    by_alias[by_alias.abs() == least] = 2e-39  # a subnormal FP32 number
+    crossings, outside = Crossings(2.0**20), nn.Parameter(torch.ones(81))
+    (alias,), (rounded,) = inward_borders([outside], [outside.detach().to(dtype)], crossings)
+    with OpLog() as log:
+        torch.autograd.backward([alias, rounded], [by_alias, by_copy.to(dtype)])
+    expected = by_alias * 2.0**-20 + by_copy.to(dtype).float() * 2.0**-20
+    assert torch.equal(outside.grad.view(torch.int32), expected.view(torch.int32))  # type: ignore[union-attr]
+    products = [op for op in log.ops if "mul" in op]
+    assert products == ["aten.mul.Tensor", "aten.mul.Tensor", "aten.addcmul_.default"]  # the first makes 1/S
 
 
 def test_an_output_may_be_changed_in_place_and_used_inside_too() -> None:
