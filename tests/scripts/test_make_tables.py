@@ -8,10 +8,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from jinja2 import meta
 
 import make_tables
 from _results import RESULTS, ROOT
-from _tables import Regions, StoredResultError
+from _tables import _JINJA, Regions, StoredResultError, _source
 from make_tables import MARKER, REGION, pages, rewritten, stale_pages
 
 
@@ -38,6 +39,35 @@ def test_the_pages_are_those_of_the_stored_results():
 def test_each_region_is_on_a_page():
     found = [match["name"] for page in pages() for match in REGION.finditer(page.read_text())]
     assert sorted(found) == sorted(Regions(RESULTS).regions)
+
+
+class Noted(dict):
+    """The records, which note the ones that are read."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> dict:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default=None):
+        self.read.add(name)
+        return super().get(name, default)
+
+
+def test_each_stored_result_is_shown_or_needed():
+    regions = Regions(RESULTS)
+    records = regions.names["records"] = Noted(regions.records)
+    needed = {
+        "bench_trace",  # the budget of tests/scripts/test_step_trace.py
+        "compare_experts",  # docs/experts.md says how far the losses are off FP32's
+    }
+    for name, parts in regions.regions.items():
+        regions(name)
+        needed |= meta.find_undeclared_variables(_JINJA.parse(_source(parts)))
+    assert not records.keys() - records.read - needed, "no page shows them: delete them"
 
 
 def test_the_page_of_benchmarks_is_written_from_results_alone():
