@@ -1,4 +1,4 @@
-"""Stored results as Markdown: the regions of the README and of docs/, which ``tables.jinja`` describes."""
+"""Stored results as Markdown: the regions of the README and of docs/, which ``tables.toml`` declares."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import json
 import re
 import statistics
 import textwrap
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError, UndefinedError
+from jinja2 import Environment, StrictUndefined, TemplateError, UndefinedError
 
 WIDTH = 120
-TEMPLATE = Path(__file__).with_name("tables.jinja")
-REGION = "region_"  # begins the name of a macro that is one
+TABLES = Path(__file__).with_name("tables.toml")
+FORMATS = Path(__file__).with_name("tables.jinja")
 
 
 class StoredResultError(ValueError):
@@ -41,16 +42,11 @@ def _without_none(values: dict[str, Any]) -> dict[str, Any]:
 class Regions:
     """The regions, made from the results in a folder."""
 
-    def __init__(self, directory: Path, template: Path = TEMPLATE) -> None:
+    def __init__(self, directory: Path, tables: Path = TABLES) -> None:
         self.records = load(directory)
         results = {name: record["result"] for name, record in self.records.items()}
-        # Macros, and not blocks: a block that is rendered alone does not see the macros around it.
-        macros = vars(_JINJA.get_template(str(template)).make_module({**results, "records": self.records}))
-        self.regions = {
-            name.removeprefix(REGION).replace("_", " "): macro
-            for name, macro in macros.items()
-            if name.startswith(REGION)
-        }
+        self.names = {**results, "records": self.records}
+        self.regions = tomllib.loads(tables.read_text(encoding="utf-8"))
 
     def __call__(self, name: str) -> str:
         """One region.
@@ -61,11 +57,26 @@ class Regions:
         if name not in self.regions:
             raise StoredResultError(f"there is no region {name!r}: use one of {', '.join(sorted(self.regions))}")
         try:
-            return "\n\n".join(_tidy(self.regions[name]()))
+            template = _JINJA.from_string(_source(self.regions[name]))
+            return "\n\n".join(_tidy(template.render(self.names)))
         except UndefinedError as error:  # a result, known by the name of its file, or what it lacks
             raise StoredResultError(f"region {name!r}: {error}: run the script that stores it") from error
         except (StoredResultError, TemplateError, TypeError) as error:
             raise StoredResultError(f"region {name!r}: {error}") from error
+
+
+def _source(parts: Sequence[Mapping[str, Any]]) -> str:
+    """The parts of a region, as ``tables.toml`` describes them, as a template."""
+    lines = [FORMATS.read_text(encoding="utf-8")]
+    for part in parts:
+        lines += [f"{{% set {name} = {value} %}}" for name, value in part.get("set", {}).items()]
+        lines += ["", part.get("text", ""), ""]
+        if "head" in part:
+            lines.append(f"| {part['head']} |")
+        for *loops, cells in part.get("rows", []):
+            lines += [*(f"{{% for {loop} %}}" for loop in loops), f"| {cells} |", *("{% endfor %}" for _ in loops)]
+        lines += ["", part.get("after", "")]
+    return "\n".join(lines)
 
 
 def _tidy(text: str) -> Iterator[str]:
@@ -75,9 +86,9 @@ def _tidy(text: str) -> Iterator[str]:
             yield textwrap.fill(" ".join(part.split()), WIDTH, break_long_words=False, break_on_hyphens=False)
             continue
         rows = [" ".join(row.split()) for row in re.split(r"(?<=\|)\n", part)]
-        if len(rows) < 3:
+        if len(rows) < 2:
             raise StoredResultError(f"the table {rows[0]} has no rows")
-        yield "\n".join(rows)
+        yield "\n".join([rows[0], "|" + "---|" * (rows[0].count("|") - 1), *rows[1:]])
 
 
 def _format(value: Any, spec: str = ".2f") -> str:
@@ -103,10 +114,8 @@ def _at(points: Sequence[tuple[float, float]], x: float) -> float:
     return float(np.interp(x, left, right))
 
 
-# At the end, because it has the functions; one for all, because it keeps what it has compiled.
-_JINJA = Environment(
-    loader=FileSystemLoader("/"), undefined=StrictUndefined, autoescape=False, trim_blocks=True, lstrip_blocks=True
-)
+# At the end, because it has the functions.
+_JINJA = Environment(undefined=StrictUndefined, autoescape=False, trim_blocks=True, lstrip_blocks=True)
 _JINJA.filters |= {
     "f": _format, "mib": lambda size: size / 2**20, "gib": lambda size: size / 2**30, "by": _by,
     "median": statistics.median, "at": _at,

@@ -3,7 +3,7 @@
     python scripts/make_pictures.py
 
 One file serves light and dark pages: its colours are variables of CSS. Its description is the text that the README has
-for readers who do not see it (the region ``pictures`` of ``tables.jinja``), which a test compares.
+for readers who do not see it (the region ``pictures`` of ``tables.toml``), which a test compares.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python scripts/make_tables.py --check     # changes nothing; fails where a page is not of these results
 
 A region lies between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``. What is in it says
-``scripts/tables.jinja``.
+``scripts/tables.toml``; a region that no page has fails with ``--check``.
 """
 
 from __future__ import annotations
@@ -48,17 +48,26 @@ def stale_pages(regions: Regions, files: Sequence[Path]) -> dict[Path, str]:
     return {file: text for file, text in fresh.items() if text != texts[file]}
 
 
+def unused_regions(regions: Regions, files: Sequence[Path]) -> list[str]:
+    """The regions that no page has."""
+    used = {found["name"] for file in files for found in REGION.finditer(file.read_text(encoding="utf-8"))}
+    return sorted(regions.regions.keys() - used)
+
+
 def main(
     check: Annotated[bool, typer.Option("--check", help="change nothing, fail where something is stale")] = False,
     results_dir: Path = RESULTS,
 ) -> None:
     """Rewrite, or check."""
     try:
-        texts = stale_pages(Regions(results_dir), pages())
+        regions = Regions(results_dir)
+        texts = stale_pages(regions, pages())
     except StoredResultError as error:
         sys.exit(f"cannot make the tables: {error}")
     stale = ", ".join(path.name for path in texts)
     if check:
+        if unused := unused_regions(regions, pages()):
+            sys.exit(f"no page has the regions {', '.join(unused)}: delete them in scripts/tables.toml")
         sys.exit(f"stale: {stale}: run `make tables`, and look at what it changes" if stale else 0)
     for file, text in texts.items():
         file.write_text(text, encoding="utf-8")

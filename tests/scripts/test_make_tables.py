@@ -8,10 +8,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from jinja2 import meta
 
 import make_tables
 from _results import RESULTS, ROOT
-from _tables import TEMPLATE, Regions, StoredResultError
+from _tables import _JINJA, Regions, StoredResultError, _source
 from make_tables import MARKER, REGION, pages, rewritten, stale_pages
 
 
@@ -38,6 +39,35 @@ def test_the_pages_are_those_of_the_stored_results():
 def test_each_region_is_on_a_page():
     found = [match["name"] for page in pages() for match in REGION.finditer(page.read_text())]
     assert sorted(found) == sorted(Regions(RESULTS).regions)
+
+
+class Noted(dict):
+    """The records, which note the ones that are read."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> dict:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default=None):
+        self.read.add(name)
+        return super().get(name, default)
+
+
+def test_each_stored_result_is_shown_or_needed():
+    regions = Regions(RESULTS)
+    records = regions.names["records"] = Noted(regions.records)
+    needed = {
+        "bench_trace",  # the budget of tests/scripts/test_step_trace.py
+        "compare_experts",  # docs/experts.md says how far the losses are off FP32's
+    }
+    for name, parts in regions.regions.items():
+        regions(name)
+        needed |= meta.find_undeclared_variables(_JINJA.parse(_source(parts)))
+    assert not records.keys() - records.read - needed, "no page shows them: delete them"
 
 
 def test_the_page_of_benchmarks_is_written_from_results_alone():
@@ -111,18 +141,19 @@ def test_a_field_that_is_missing_is_named(tmp_path):
         Regions(tmp_path)("callback")
 
 
-def described(tmp_path: Path, region: str) -> Regions:
-    """A region ``of``, described by ``region``, with the macros of the others."""
-    macros = TEMPLATE.read_text().partition("{% macro region_")[0]
-    (tmp_path / "tables.jinja").write_text(f"{macros}{{% macro region_of() %}}{region}{{% endmacro %}}")
-    return Regions(tmp_path, tmp_path / "tables.jinja")
+def described(tmp_path: Path, **part) -> Regions:
+    """A region ``of`` with one part."""
+    # A string or a list is written alike in JSON and in TOML.
+    lines = [f"{key} = {json.dumps(value)}" for key, value in part.items()]
+    (tmp_path / "tables.toml").write_text("\n".join(["[[of]]", *lines]))
+    return Regions(tmp_path, tmp_path / "tables.toml")
 
 
 @pytest.mark.parametrize(("value", "shown"), [("fast", "fast"), (True, "True"), ({"a": 1}, r"\{'a': 1\}")])
 def test_a_field_that_is_no_number_is_named(tmp_path, value, shown):
     write(tmp_path, "x", {"seconds": value})
     with pytest.raises(StoredResultError, match=rf"region 'of': {shown} is not a number"):
-        described(tmp_path, "{{ x.seconds | f }}")("of")
+        described(tmp_path, text="{{ x.seconds | f }}")("of")
 
 
 # Every field that a region reads is missed where it is not there: nothing is made up.
@@ -140,6 +171,7 @@ def test_check_changes_nothing_and_fails(regions, tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     monkeypatch.setattr(make_tables, "pages", lambda: [page])
+    monkeypatch.setattr(make_tables, "unused_regions", lambda regions, files: [])  # this page has one of them
     with pytest.raises(SystemExit, match="run `make tables`"):
         make_tables.main(check=True, results_dir=tmp_path)
     assert page.read_text() == PAGE
@@ -150,25 +182,48 @@ def test_check_changes_nothing_and_fails(regions, tmp_path, monkeypatch):
     assert ended.value.code == 0
 
 
-def test_paragraphs_are_filled_and_a_row_ends_where_its_line_ends_in_a_bar(tmp_path):
-    write(tmp_path, "x", {"many": {"a": 1.5, "b": 3, "none": None}})
-    region = """
-A first   paragraph,
-of {{ x.many | length }}.
+def test_check_fails_for_a_region_that_no_page_has(regions, tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text(rewritten(PAGE, regions, "page.md"))
+    monkeypatch.setattr(make_tables, "pages", lambda: [page])
+    with pytest.raises(SystemExit, match=r"no page has the regions architectures, .*: delete them in scripts/tables"):
+        make_tables.main(check=True, results_dir=tmp_path)
 
-| | number |
-|---|---|
-{% for name, value in x.many.items() %}
-| {{ name }}
-| {{ value | f if value > 2 }} |
-{% endfor %}
-"""
-    assert described(tmp_path, region)("of").splitlines() == [
-        "A first paragraph, of 2.", "", "| | number |", "|---|---|", "| a | |", "| b | 3.00 |",
+
+def test_a_region_has_filled_paragraphs_and_a_table_with_a_line_for_each_row(tmp_path):
+    write(tmp_path, "x", {"many": {"a": 1.5, "b": 3, "none": None}})
+    part = {
+        "text": "A first   paragraph,\nof {{ x.many | length }}.",
+        "head": "| number | times",
+        "rows": [
+            [
+                "name, value in x.many.items()",
+                "times in (1, 2)",
+                "{{ name }} | {{ value | f if value > 2 }}\n| {{ times }}",
+            ],
+            ["all | {{ x.many.values() | sum | f }} |"],
+        ],
+        "after": "The end.\n\n\nOf it.",
+    }
+    assert described(tmp_path, **part)("of").splitlines() == [
+        "A first paragraph, of 2.", "",
+        "| | number | times |", "|---|---|---|",
+        "| a | | 1 |", "| a | | 2 |", "| b | 3.00 | 1 |", "| b | 3.00 | 2 |", "| all | 4.50 | |", "",
+        "The end.", "", "Of it.",
     ]  # fmt: skip
+
+
+def test_a_part_uses_what_it_and_those_before_it_set(tmp_path):
+    write(tmp_path, "x", {"seconds": 2})
+    parts = 'set = { one = "x.seconds", two = "one * 2" }\ntext = "{{ two }}"\n[[of]]\ntext = "{{ one }}"'
+    (tmp_path / "tables.toml").write_text(f"[[of]]\n{parts}")
+    assert Regions(tmp_path, tmp_path / "tables.toml")("of") == "4\n\n2"
+
+
+def test_a_table_without_rows_is_refused(tmp_path):
     write(tmp_path, "x", {"many": {}})
-    with pytest.raises(StoredResultError, match=r"region 'of': the table \| \| number \| has no rows"):
-        described(tmp_path, region)("of")
+    with pytest.raises(StoredResultError, match=r"region 'of': the table \| number \| has no rows"):
+        described(tmp_path, head="number", rows=[["value in x.many.values()", "{{ value }}"]])("of")
 
 
 def test_conditions_that_differ_are_said(tmp_path):
@@ -176,10 +231,10 @@ def test_conditions_that_differ_are_said(tmp_path):
     device = {**record({})["device"], "CPU": "another", "CPU threads": "1 of 2"}
     write(tmp_path, "other", {"a": 1}, device=device, versions={"torch": "2.11.0", "transformers": "5.23.0"})
     text = "1{{ otherwise('%s') }}"
-    assert described(tmp_path, text % "bench_step")("of") == "1"
-    assert described(tmp_path, text % "other")("of") == "1, another, 1 of 2 threads, torch 2.11.0"
+    assert described(tmp_path, text=text % "bench_step")("of") == "1"
+    assert described(tmp_path, text=text % "other")("of") == "1, another, 1 of 2 threads, torch 2.11.0"
     (tmp_path / "bench_step.json").unlink()
-    assert described(tmp_path, text % "other")("of") == "1"
+    assert described(tmp_path, text=text % "other")("of") == "1"
 
 
 def test_gpu_results_fill_a_table_and_gaps_are_named(tmp_path):

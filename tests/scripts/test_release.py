@@ -34,6 +34,12 @@ def test_all_addresses_are_those_of_one_repository() -> None:
             assert found == owner, path
 
 
+def test_no_page_shows_an_address_that_does_not_exist() -> None:
+    for path in texts():
+        if path.suffix == ".md":
+            assert "OWNER/" not in path.read_text() and "OWNER." not in path.read_text(), path
+
+
 def test_package_site_and_readme_begin_with_the_same_sentence() -> None:
     described = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["description"]
     assert f"site_description: {described}\n" in (ROOT / "mkdocs.yml").read_text()
