@@ -37,26 +37,25 @@ class PrecisionPolicy:
     """The dtypes of a training run.
 
     After Micikevicius et al. 2017 (arXiv 1710.03740, section 3.1): weights are updated in FP32 masters, and floating
-    outputs leave the model in FP32. ``compute`` is the dtype of the products.
+    outputs leave the model in FP32. ``compute`` is the dtype of matmuls and convolutions.
 
     Attributes:
         params: dtype in which the model's own parameters are stored. ``float32`` (the default) makes them the master
             weights; ``float16``/``bfloat16`` (lean layouts) makes them the working copies.
         compute: dtype of autocast's lower-precision ops, ``float16`` by default. ``float32`` switches mixed precision
             off.
-        loss_scale: ``"headroom"`` (of the presets for FP16), ``"dynamic"`` (torch's algorithm), a positive number
-            (static), or None (the default here, and of the presets for BF16 and FP32, whose exponent range needs no
-            scaling).
-        reduce: dtype in which gradients travel between processes, scaled: ``float32`` or ``compute``; None (default):
-            ``float32``, and ``compute`` in the lean layouts. They are summed in FP32, where they arrive.
+        loss_scale: ``"headroom"`` (in the FP16 presets), ``"dynamic"`` (torch's algorithm), a positive number (static),
+            or None (the default here, and in the BF16 and FP32 presets, whose exponent range needs no scaling).
+        reduce: dtype in which scaled gradients travel between processes: ``float32`` or ``compute``. None (default)
+            means ``float32``, and ``compute`` in the lean layouts. The receiving process sums them in FP32.
         fp32_head: whether the output embedding runs in FP32, in training and in ``generate()``; default False.
         exact_generation: whether a token's log-probability has the same bits in ``generate()`` as in the training
-            forward. 16-bit products and attention are summed in FP64, whose order of summation is lost in rounding, so
-            that no bit depends on the batch around a token; positions behind padding are counted as there. Slow, for a
-            CPU; default False.
+            forward. 16-bit matmuls and attention are summed in FP64 and rounded once, so that no bit depends on the
+            order of summation, and with it on the rest of the batch; positions behind padding are counted as in
+            ``generate()``. Slow, for a CPU; default False.
 
     Raises:
-        TypeError: for a field that is no ``torch.dtype``, or a switch that is no bool.
+        TypeError: if a dtype is not a ``torch.dtype``, or a switch not a bool.
         ValueError: for a combination of dtypes that cannot train; the message names the field to change.
     """
 
@@ -123,7 +122,7 @@ class PrecisionPolicy:
                 those that are not named have the values of ``"fp16"``, or of a preset that comes first, as in
                 ``"bf16,fp32_head=true"``. ``"FP16"``, ``"float16"`` and ``torch.float16`` are ``"fp16"``. A policy is
                 returned as it is.
-            switches: of :data:`SWITCHES`, those that are on besides.
+            switches: further ones of :data:`SWITCHES` to turn on.
 
         Raises:
             TypeError: for anything but text, a dtype and a policy, and for an unknown switch.
@@ -169,7 +168,7 @@ class PrecisionPolicy:
         return replace(base or cls(), **values)
 
     def explain_change(self, saved: PrecisionPolicy) -> str:
-        """What it means to go on under this policy from a checkpoint that was saved under ``saved``, in one line."""
+        """Say in one line what changes if a run saved under ``saved`` goes on under this policy."""
         effect = "the FP32 weights and the optimizer's state go on as they were saved"
         if self.loss_scale != saved.loss_scale:
             was, now = saved.loss_scale or "none", self.loss_scale or "none"

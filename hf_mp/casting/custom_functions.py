@@ -33,9 +33,9 @@ def custom_fwd(
 
     Args:
         forward: the static method, for use as ``@custom_fwd`` without arguments.
-        device_type: for torch's signature: ours holds on every device. Default None.
-        cast_inputs: None (default) runs ``forward`` in the autocast that is active. A dtype casts the floating inputs
-            but FP64 to it, also those in dictionaries, sequences and generators, and runs ``forward`` with autocast
+        device_type: accepted as in torch and not needed: it works on every device. Default None.
+        cast_inputs: None (default) runs ``forward`` in the autocast that is active. A dtype casts floating inputs other
+            than FP64 to it, also those in dictionaries, sequences and generators, and runs ``forward`` with autocast
             off; outside of any autocast it has no effect.
 
     Raises:
@@ -69,7 +69,7 @@ def custom_bwd(backward: Callable[..., Any] | None = None, *, device_type: str |
 
     Args:
         backward: the static method, for use as ``@custom_bwd`` without arguments.
-        device_type: for torch's signature. Default None.
+        device_type: accepted as in torch and not needed. Default None.
     """
     if backward is None:
         return functools.partial(custom_bwd, device_type=device_type)

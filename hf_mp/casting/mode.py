@@ -50,7 +50,7 @@ class _Explain:
 
 
 class autocast(TorchFunctionMode, contextlib.ContextDecorator):
-    """Run each op in the dtype that suits it: products in ``dtype``, reductions and exponentials in FP32.
+    """Run each op in the dtype that suits it: matmuls in ``dtype``, reductions and exponentials in FP32.
 
     A context manager and a decorator, with the semantics of ``torch.autocast`` (torch's AMP documentation,
     "Autocast Op Reference"): floating tensors other than FP64 are cast; in-place ops, ``out=`` and calls that name a
@@ -60,15 +60,16 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     Takes the arguments of ``torch.autocast`` as well: ``autocast("cuda", torch.float16)``.
 
     Args:
-        device_type: the dtype, as in ``autocast(torch.float16)``, or, as for ``torch.autocast``, the device whose
-            default ``dtype`` and op lists to take. Tensors on other devices are cast all the same; ``"cuda"`` without
-            CUDA warns and switches autocast off, as torch's does. Default None.
+        device_type: the dtype, as in ``autocast(torch.float16)``, or a device, as in ``torch.autocast``, whose default
+            ``dtype`` and op lists are used. Tensors are cast on every device; ``"cuda"`` without CUDA warns and
+            switches autocast off, as in torch. Default None.
         dtype: ``torch.float16`` (default), ``torch.bfloat16`` or ``torch.float32`` (nothing is lowered), or a name of
             one: ``"fp16"``, ``"bfloat16"``.
         enabled: False switches autocast off inside an outer one; default True.
-        cache_enabled: False casts a trained weight anew at each use; default None: once, until it changes.
-        tables: whose documented op lists apply: ``"cuda"`` (default, on every device) or ``"cpu"``; ``"compact"`` is
-            torch's for CUDA without the FP32 copies that kernels do not need (softmax, RMSNorm in 16 bits).
+        cache_enabled: False casts a trained weight at each use; default None casts it once, and again when it changes.
+        tables: which op lists apply: those that torch documents for ``"cuda"`` (default, on every device) or ``"cpu"``,
+            or ``"compact"``: those for CUDA without the FP32 copies that kernels do not need (softmax, RMSNorm in 16
+            bits).
         rules: your own rules, by op and by module name (:func:`hf_mp.casting.rules.parse_rules`), for
             example ``{torch.softmax: "unlisted", "lm_head": "fp32"}``; default none.
         model: where the module names in ``rules`` are looked up; default none, for rules by op alone.
@@ -135,9 +136,9 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             self._ruled_modules, self._module_rules = match_modules(known.values(), model), known
 
     def add_rules(self, rules: Mapping[str, str], model: nn.Module | None) -> None:
-        """Have further rules by module hold from the next time on that this autocast is entered.
+        """Add rules by module; they apply from the next time that this autocast is entered.
 
-        A key that has a rule is given the new one. Raises as a new autocast does, and then changes nothing.
+        A key that already has a rule gets the new one. Raises as a new autocast does, and then changes nothing.
         """
         self._take_module_rules(parse_rules(rules, TABLES[self.tables])[1], model)
 
@@ -147,7 +148,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 
     @property
     def fp32_modules(self) -> list[nn.Module]:
-        """The modules that a rule has run in FP32."""
+        """The modules that run in FP32 because of a rule."""
         return [m for m, rule in self._ruled_modules if not rule.functions and rule.dtype is torch.float32]
 
     def __enter__(self) -> autocast:
@@ -181,11 +182,11 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             self._rules_in_force = []
 
     def sees_calls(self) -> bool:
-        """Whether it is a mode for torch while it is active."""
+        """Whether torch hands it every call while it is active."""
         return self.enabled
 
     def under_rules(self, module: nn.Module | None, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward`` of a module that was called before this autocast was entered, to run under the module's rules."""
+        """Have ``forward`` run under the rules of ``module``, which was called before this autocast was entered."""
         own = [rule for rule in self._rules_in_force if rule.module is module]
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -200,9 +201,9 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         return run if own else forward
 
     def shortcut(self, func: Callable[..., Any], tensors: Sequence[Any]) -> PlannedCall | None:
-        """How to make, with all modes off, the call of a function that asks in Python who takes ``tensors``.
+        """How to call ``func`` with all modes off, which saves its ``__torch_function__`` protocol in Python.
 
-        None to be asked: for functions whose calls inside a mode has to see.
+        None if a mode has to see the call, or the calls that ``func`` makes.
         """
         entry = self._plan.get(_ASKING.get(func, func)) or _LEAVES.get(func)
         if entry is None or entry.handler not in WHOLE_CALLS or self.observer is not None or not self.is_alone:
@@ -212,7 +213,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         return entry
 
     def must_see_all(self) -> bool:
-        """Whether no call may pass by this autocast."""
+        """Whether this autocast has to see every call."""
         return False
 
     @property
@@ -222,7 +223,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         return torch._C._len_torch_function_stack() == 1 and torch._C._get_function_stack_at(0) is self
 
     def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, which runs in this autocast now, to run in it again where gradient checkpointing recomputes."""
+        """Wrap ``function`` so that it runs in this autocast again when gradient checkpointing recomputes it."""
 
         def recompute(*args: Any, **kwargs: Any) -> Any:
             if active_autocast() is self:
@@ -233,7 +234,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         return recompute
 
     def island(self, module: nn.Module | None = None, dtype: torch.dtype | None = None) -> autocast:
-        """One to enter inside this one, switched off or in ``dtype``, while ``module`` runs if it is for one."""
+        """An autocast to enter inside this one, while ``module`` runs if given: in ``dtype``, or switched off."""
         if self.sums_in_fp64:  # one that is switched off would not see its products
             dtype = dtype or torch.float32
         island = autocast(dtype or self.dtype, enabled=dtype is not None, tables=self.tables)
@@ -243,7 +244,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         return island
 
     def sum_in_fp64(self) -> None:
-        """Have no bit of a product or an attention depend on how many rows there are."""
+        """Sum matmuls and attention in FP64, so that no bit depends on how many rows there are."""
         self._plan, self.sums_in_fp64 = exact_plan(self._plan, self.tables), True
 
     @uncompiled
@@ -259,7 +260,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         return entry.handler(self, entry.name, func, args, kwargs)
 
     def in_island(self, entry: PlannedCall) -> PlannedCall:
-        """What to do with a call that an autocast inside this one has decided about, and makes."""
+        """What to do with a call that comes from an autocast inside this one, which has cast its arguments."""
         return AS_GIVEN
 
     def apply(

@@ -34,18 +34,18 @@ def calibrate(
 ) -> RangeReport:
     """Find where ``model`` leaves FP16's range, and the rules that keep it in range.
 
-    Each batch runs through a forward and, where it gives a loss, a backward, with BF16 in FP16's place, which has
-    FP32's range. Then forwards alone, with the rules so far, until nothing comes within 2 doublings of 65504. Weights,
-    gradients, buffers and random generators are restored afterwards.
+    Each batch runs through a forward and, if the model returns a loss, a backward, in BF16 instead of FP16, because
+    BF16 has FP32's range. Rules are added, and the forwards repeated with them, until no value comes within 2 doublings
+    of 65504. Weights, gradients, buffers and random generators are restored afterwards.
 
     Args:
-        model: not attached; in the mode, training or evaluation, that the rules are for.
+        model: a model that is not attached, in the mode (training or evaluation) that the rules are for.
         batches: what to call it with: mappings of arguments, tuples of them, or one tensor each.
         precision: a policy that computes in FP16; default ``"fp16"``.
-        rules, tables: of the autocast that will be used; default none and ``"compact"``.
+        rules, tables: those of the autocast that you will use; default none and ``"compact"``.
 
     Returns:
-        A :class:`RangeReport`; its ``rules`` come on top of those that were given.
+        A :class:`RangeReport`; add its ``rules`` to those that you passed.
 
     Raises:
         TypeError: for anything but a module.

@@ -39,19 +39,19 @@ def compare_precisions(
     *,
     tables: TableName = "compact",
 ) -> PrecisionComparison:
-    """Measure how far the precisions of a model are from FP32, and what rules buy.
+    """Measure how far a model's outputs in other precisions are from FP32, and how much rules help.
 
     Each batch runs forward in FP32, without autocast and TF32, and in each precision, without dropout.
 
-    A rule that is worth a try keeps the head in FP32 (``{"lm_head": "fp32"}``; MiniMax-M1, arXiv 2506.13585).
+    One rule worth trying keeps the head in FP32 (``{"lm_head": "fp32"}``; MiniMax-M1, arXiv 2506.13585).
 
-    Log-probabilities are compared of the tokens (or classes) that FP32 finds most likely, where the model has an output
-    ``logits`` of several classes. Positions that ``attention_mask`` hides and logits that are masked do not count. A
-    model without ``logits`` is compared by its first floating output, as it is.
+    If the model returns ``logits`` of several classes, it compares log-probabilities of the tokens (or classes) that
+    FP32 finds most likely. Positions that ``attention_mask`` hides and masked logits do not count. Without ``logits``,
+    it compares the first floating output as it is.
 
     Args:
-        model: any module; it is not changed. An attached one is compared by a copy of its FP32 masters, without its
-            rules: pass them in ``precisions``. Weights in 16 bits are cast to FP32 while this runs.
+        model: any module; it is not changed. For an attached model, a copy with its FP32 masters is compared, without
+            its rules: pass them in ``precisions``. Weights in 16 bits are cast to FP32 while this runs.
         batches: what to call it with: mappings of arguments, tuples of them, or one tensor each.
         precisions: presets, policies or dtypes, or pairs of one and its rules (as ``rules`` of autocast); default
             ``"bf16"`` and ``"fp16"``.
@@ -62,8 +62,8 @@ def compare_precisions(
 
     Raises:
         TypeError: for anything but a module, and for a single precision instead of a sequence.
-        ValueError: without a batch or a precision, for a precision or rule that is not known,
-            and a model that is inf or NaN in FP32, or returns no floating tensor.
+        ValueError: without a batch or a precision; for an unknown precision or rule; for a model whose outputs are inf
+            or NaN in FP32, or that returns no floating tensor.
         RuntimeError: inside an autocast.
     """
     if (outer := active_autocast()) is not None and outer.enabled:

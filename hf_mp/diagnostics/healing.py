@@ -207,15 +207,16 @@ def check_healing(policy: PrecisionPolicy, *, in_backward: bool) -> None:
 
 
 def heal_overflows(model: nn.Module | MixedPrecision) -> Healer:
-    """Keep FP16's range in forward and backward, and lose no step to an overflow.
+    """Repeat a step that overflows in FP16, with a remedy, instead of skipping it.
 
-    When a step is about to be skipped, its micro-batches run once with BF16 in FP16's place. Where values of the
-    forward came out beyond 65504, the smallest remedy that keeps them in range is put in place as a rule of autocast
-    (:data:`hf_mp.diagnostics.remedies.REMEDIES`). Where the forward is in range, the loss scale is lowered to what no
-    gradient overflows at. The step runs again: none is lost. One is skipped where the scaler does not go as low (a
-    constant scale, ``min_scale``), and by a loop that changes gradients before it steps (``max_grad_norm`` of
-    :func:`prepare` is no such change) or computes its loss outside the model. A good step does nothing for it. The
-    rules are in ``state_dict()``, the stats and the log, and the same on all ranks.
+    When a step is about to be skipped, its micro-batches run once in BF16, which has FP32's range. If values of the
+    forward exceed 65504, the smallest remedy that keeps them in range becomes a rule of autocast
+    (:data:`hf_mp.diagnostics.remedies.REMEDIES`). If the forward is in range, the loss scale is lowered until no
+    gradient overflows. Then the step runs again, and its update is taken. Clean steps do no extra work. The rules are
+    in ``state_dict()``, the stats and the log, and are the same on all ranks.
+
+    A step is still skipped if the scaler cannot go that low (a constant scale, ``min_scale``), and if the loop changes
+    gradients before it steps or computes its loss outside the model. To clip, use ``max_grad_norm`` of :func:`prepare`.
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.

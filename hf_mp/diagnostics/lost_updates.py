@@ -35,8 +35,8 @@ class TrainingCheck:
     """What :func:`check_training` found; prints as sentences.
 
     Attributes:
-        parameters: those that the optimizer updates, in the order of the model: the dtype in which each one's updates
-            are summed up, and in ``lost_share`` the share of them that leaves its element as it is, bit for bit.
+        parameters: one entry for each parameter that the optimizer updates, in the model's order: the dtype in which
+            its updates are added up, and, as ``lost_share``, the share of its updates that change no bit.
         learning_rate: the largest of the optimizer's groups.
         risks: what loses bits, each a :class:`Risk` that says what to do.
         keeps_bits: whether the optimizer keeps small updates without masters, by Kahan sums or stochastic rounding.
@@ -54,13 +54,13 @@ class TrainingCheck:
 
     @property
     def lost_share(self) -> float | None:
-        """The share of all updates whose size is known that would be lost; None where none is."""
+        """The share of updates that would be lost, among those whose size is known; None if no size is known."""
         known = [(one.elements, one.lost_share) for one in self.parameters if one.lost_share is not None]
         return mean(known) if known else None
 
     @property
     def advice(self) -> str:
-        """The risks and what to do; empty where there are none."""
+        """The risks and what to do; empty if there are none."""
         return "\n".join(map(str, self.risks))
 
     def __str__(self) -> str:
@@ -78,17 +78,17 @@ class TrainingCheck:
 def check_training(model: nn.Module, optimizer: Optimizer) -> TrainingCheck:
     """Say, before training, which parameters have no FP32 masters and what share of their updates would be lost.
 
-    An update is lost that is smaller than half a unit in the last place of its weight: for a BF16 weight, 2^-9 of it,
-    or less. Nothing is changed, and no forward runs. Up to 32,768 elements of each parameter are looked at, half of
-    them as growing and half as shrinking.
+    An update is lost if it is smaller than half a unit in the last place of its weight: a BF16 weight loses all updates
+    below 2^-9 of its size. Nothing is changed, and no forward runs. Up to 32,768 elements of each parameter are
+    examined: half of them as if they grew, half as if they shrank.
 
-    The size of an update is taken to be the learning rate, which is that of Adam's and Lion's first one; later ones are
-    smaller, so that more are lost. Of SGD it is not known. Where an LR scheduler has begun at 0, the ``initial_lr``
-    that it keeps counts. An optimizer with more bits of its own is recognized by the names of its settings and its
-    state ("kahan", "stochastic"), and is no risk. Moments that are there are looked at, too.
+    The size of an update is taken to be the learning rate. Adam's and Lion's first update has that size; later ones are
+    smaller, so more of them are lost. SGD's size is not known. If an LR scheduler has begun at 0, its ``initial_lr``
+    counts. An optimizer that keeps more bits itself is recognized by the names of its settings and its state ("kahan",
+    "stochastic"), and is no risk. The dtype of moments is examined, too.
 
     Args:
-        model: any module, attached or not; sharded by FSDP2, each process tells of its part.
+        model: any module, attached or not; under FSDP2, each process reports on its shards.
         optimizer: over its parameters; torch's, accelerate's around it, or a :class:`hf_mp.MasterWeightOptimizer`.
 
     Returns:

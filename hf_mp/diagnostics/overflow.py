@@ -141,9 +141,9 @@ class OverflowExplainer(StepObserver):
 def explain_overflows(model: nn.Module | MixedPrecision) -> OverflowExplainer:
     """Explain every skipped step, except the loss scaler's ordinary search for its level.
 
-    A clean step only keeps references to its inputs until ``optimizer.step()``, and copies of the random generators'
-    states. The micro-batch of a skipped step is replayed in forward and backward, without side effects. Each new
-    culprit is logged as a warning; of consecutive skipped steps the 1st, 2nd, 4th, 8th, ... are replayed.
+    Until ``optimizer.step()``, a step keeps references to its inputs and copies of the random generators' states. If
+    the step is skipped, its micro-batch is replayed in forward and backward, without side effects. Each new culprit is
+    logged as a warning; of consecutive skipped steps the 1st, 2nd, 4th, 8th, ... are replayed.
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.

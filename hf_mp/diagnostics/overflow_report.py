@@ -16,7 +16,7 @@ Phase = Literal["input", "weight", "forward", "backward", "loss outside of the m
 class OverflowReport:
     """The origin of the first inf or NaN of a skipped step, or of a gradient of 2**64 or more.
 
-    FP32 cannot hold the square of such a gradient, and Adam's second moment would stay inf.
+    FP32 cannot hold the square of a gradient of 2**64: Adam's second moment would become inf, and stay inf.
 
     Attributes:
         step: number of the optimizer step, from 1.
@@ -34,12 +34,13 @@ class OverflowReport:
         nonfinite_gradients: names of the parameters whose gradient is inf, NaN or too large in this micro-batch.
         loss_scale: the loss scale of the step.
         smaller_scale_helps: whether the same backward is finite at a smaller loss scale; None if not tried.
-        largest_finite_scale: the largest power of two at which it is finite, by trial; None if not tried, or for none.
+        largest_finite_scale: the largest power of two at which it is finite, by trial; None if not tried, or if there
+            is none.
         smallest_scale: the smallest loss scale that overflows can lead to.
         finite_in_fp32: whether the same micro-batch is finite without autocast; None if not tried.
         finite_in_bf16: whether it is finite under autocast in BF16; None if not tried.
-        rules: rules with which the pass at fault stays in FP16's range, by trial, those that
-            ``on_overflow="heal"`` would put in place; empty where none are needed or help; None if not tried.
+        rules: the rules that ``on_overflow="heal"`` would add, by trial: with them the failing pass stays in FP16's
+            range. Empty if none is needed or none helps; None if not tried.
         notes: further observations.
     """
 
@@ -65,7 +66,7 @@ class OverflowReport:
 
     @property
     def culprit(self) -> tuple[str, str, str, str]:
-        """Equal for reports about the same origin."""
+        """A key, equal for reports about the same origin."""
         return self.phase, self.module, self.op, self.tensor
 
     @property
@@ -147,7 +148,7 @@ class OverflowReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> OverflowReport:
-        """The report of its fields as JSON has them, of ``dataclasses.asdict``."""
+        """Make a report from the fields of ``dataclasses.asdict``, as JSON has them."""
         # JSON has lists for tuples, and a report that is read equals the one that was written.
         ranges = {
             name: tuple(TensorRange(**{**found, "shape": tuple(found["shape"])}) for found in values[name])

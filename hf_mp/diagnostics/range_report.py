@@ -17,14 +17,14 @@ CLOSE_DOUBLINGS = 2.0
 
 @dataclass(frozen=True)
 class RangeReport:
-    """How the numbers of a model lie in FP16's range, op by op; prints as a table of what overflows or comes close.
+    """Where a model's values lie in FP16's range, op by op; ``print`` shows what overflows or comes close.
 
     Attributes:
         model: name of the model's class.
         precision: the policy that was asked for.
         batches: number of batches that were run.
         ops: every op by module, in the order of the forward.
-        rules: what keeps them in range with 2 doublings to spare, for ``rules=`` of anything here; empty where nothing
+        rules: they keep all ops in range with 2 doublings to spare; every ``rules=`` of hf_mp takes them. Empty if none
             is needed.
         notes: further observations.
     """
@@ -38,12 +38,12 @@ class RangeReport:
 
     @property
     def overflows(self) -> tuple[OpRange, ...]:
-        """What FP16 makes inf of."""
+        """The ops that overflow in FP16."""
         return tuple(op for op in self.ops if op.overflows)
 
     @property
     def close(self) -> tuple[OpRange, ...]:
-        """What comes within 2 doublings of FP16's end."""
+        """The ops that come within 2 doublings of FP16's largest number."""
         return tuple(op for op in self.ops if op.is_within(CLOSE_DOUBLINGS))
 
     def save(self, path: str | Path) -> Path:

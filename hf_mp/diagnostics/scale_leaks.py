@@ -32,7 +32,7 @@ _TRIES = 3  # at scales 2**8 apart, where the one in force overflows
 
 
 class ScaleLeakError(RuntimeError):
-    """Gradients change with the loss scale: some bypass a border of the model. The message names the parameters."""
+    """Gradients change with the loss scale, so they are wrong. The message names the parameters and the way out."""
 
 
 def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> None:
@@ -48,7 +48,7 @@ def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callabl
 
     Raises:
         TypeError: if ``model`` is neither.
-        ValueError: for a model that is not attached, and one that returns no loss where none is given.
+        ValueError: if the model is not attached, or returns no loss and ``loss`` is not given.
         ScaleLeakError: naming the parameters whose gradients differ.
     """
     runtime = runtime_of(model)

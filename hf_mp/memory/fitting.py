@@ -37,7 +37,8 @@ class LargestBatch:
 def largest_batch_size(
     model: ModelLike, memory: str | int, precision: str | torch.dtype = "fp16", **settings: Any
 ) -> LargestBatch:
-    """The largest batch whose training step fits in ``memory``; both it and the next one are estimated.
+    """Find the largest batch whose training step fits in ``memory``: that it fits, and the next one does not, is
+    estimated.
 
     Args:
         model: as for :func:`hf_mp.estimate_training_memory`.

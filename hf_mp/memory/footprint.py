@@ -51,9 +51,9 @@ class MemoryFootprint:
 
     Attributes:
         rows: all tensors, in the order of the modules.
-        transformers_bytes: what Transformers' ``get_memory_footprint()`` gives: parameters and buffers by their
-            elements, offloaded ones too, without the state of quantized weights.
-        by_module: bytes of each module with all that is inside of it, by its name; of the model itself that is "".
+        transformers_bytes: what Transformers' ``get_memory_footprint()`` returns: elements of parameters and buffers,
+            offloaded ones included, without the state of quantized weights.
+        by_module: bytes of each module, its submodules included, by name; the model itself is ``""``.
     """
 
     rows: tuple[TensorRow, ...]
@@ -66,7 +66,7 @@ class MemoryFootprint:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all storages, each once, without ``meta`` tensors, which accelerate leaves of offloaded ones."""
+        """Bytes of all storages, each once, without ``meta`` tensors (accelerate leaves them for offloaded weights)."""
         return sum(row.counted_bytes for row in self.rows)
 
     @property

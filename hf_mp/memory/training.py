@@ -105,8 +105,8 @@ class TrainingMemory(StepProfile):
 
     Attributes:
         model: class of the model.
-        parameters: their number.
-        settings: how it is trained.
+        parameters: number of parameters.
+        settings: the settings of the step.
         device: ``"cpu"`` or ``"cuda"``.
         measured: whether real tensors were counted.
         peak_bytes: peak of all tensors together.
@@ -163,8 +163,7 @@ def estimate_training_memory(
     update, with the autocast and the optimizer that training uses. Nothing is computed by formula.
 
     Args:
-        model: a name, a directory, a ``config.json``, a configuration or a model, of which only the configuration
-            is used.
+        model: a name, a directory, a ``config.json``, a configuration or a model; only the configuration is read.
         precision: one of :data:`hf_mp.memory.precisions.TRAINING_PRESETS`; default ``"fp16"``.
         batch_size: sequences in one forward, without padding; default 1.
         seq_len: tokens in a sequence; default: all positions that the model has, at most 1024.
@@ -176,20 +175,21 @@ def estimate_training_memory(
         device: ``"cuda"`` (default; needs no GPU) or ``"cpu"``.
         ranks: processes that train together, at most 4,096, each with ``batch_size`` sequences; default 1. The code of
             one of them runs, on torch's fake process group.
-        parallel: how they do: ``"fsdp2"`` (default), ``"ddp"``, ``"hsdp"`` (FSDP2 within a machine, replicated over
-            machines), or ``"tp"``: tensor parallel by the plan of Transformers, all ranks with the same sequences, and
-            ``"adamw_torch"`` by default, because a fused update takes no mixture of DTensors and plain tensors.
+        parallel: how the ranks share the work: ``"fsdp2"`` (default), ``"ddp"``, ``"hsdp"`` (FSDP2 within a machine,
+            replicated over machines), or ``"tp"``: tensor parallel by the plan of Transformers, all ranks with the same
+            sequences, and ``"adamw_torch"`` by default, because a fused update takes no mixture of DTensors and plain
+            tensors.
         node_size: ranks on one machine; default 8.
 
     Returns:
-        The peak by category, of the step and of each of its parts, of tensors alone: without CUDA's context, the
-        allocator's fragmentation, and workspaces of kernels.
+        The peak by category, for the whole step and for each of its parts. Only tensors count, not CUDA's context, the
+            allocator's fragmentation, or workspaces of kernels.
 
     Raises:
         ValueError: for an unknown model, precision, optimizer or device, an impossible batch, sequence or number of
             micro-batches, a precision or model that cannot be trained on these ranks, or a model whose shapes depend on
             its data.
-        RuntimeError: for several ranks in a process that is one of several itself.
+        RuntimeError: for several ranks, if this process is itself one of several (``torchrun``).
     """
     with step_of(
         find_config(model),

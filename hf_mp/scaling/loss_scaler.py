@@ -43,8 +43,8 @@ class LossScaleError(RuntimeError):
     """Training cannot go on: gradients overflow even at the smallest loss scale allowed.
 
     Raised by ``optimizer.step()``, or by ``update()`` of a scaler, after ``max_consecutive_skips`` skipped steps in a
-    row. The message names the step since which and the scale; that of an attached model some of the gradients that are
-    not finite, too.
+    row. The message names the first of these steps and the scale; for an attached model also some of the gradients that
+    are inf or NaN.
     """
 
 

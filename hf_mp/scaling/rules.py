@@ -417,7 +417,8 @@ class PrecisionStats:
         loss_scale_first: the loss scale of the first step.
         loss_scale_min: the smallest that a step used.
         loss_scale_max: the largest that a step used.
-        headroom: doublings that the scale could still take at the last clean step; None where not measured.
+        headroom: doublings of the scale that were left before an overflow, at the last clean step; None if not
+            measured.
         remedies: the rules that ``on_overflow="heal"`` put in place, as ``"module:op: rule"``.
     """
 

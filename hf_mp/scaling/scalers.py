@@ -32,7 +32,7 @@ _OF_ALL = {"max_consecutive_skips", "enabled"}  # settings that every scaler has
 
 
 class StaticLossScaler(LossScaler[StaticRule]):
-    """A constant loss scale (Micikevicius et al. 2017, section 3.2); steps that overflow are skipped all the same.
+    """A constant loss scale (Micikevicius et al. 2017, section 3.2); steps that overflow are still skipped.
 
     Args:
         scale: the loss scale; a power of two keeps scaling exact. 1 means no scaling.
@@ -57,30 +57,32 @@ class DynamicLossScaler(LossScaler[DynamicRule]):
                    if tracker == growth_interval: scale *= growth_factor; tracker = 0
 
     Args:
-        device: for the signature of ``torch.amp.GradScaler``: the scale follows each loss to its device. Default None.
+        device: accepted as in ``torch.amp.GradScaler`` and not needed: the scale follows each loss to its device.
+            Default None.
         init_scale: scale of the first step; default 2**16.
-        growth_factor: at least 1, with which the scale never grows; default 2.
+        growth_factor: at least 1; with 1 the scale never grows; default 2.
         backoff_factor: below 1; default 0.5.
         growth_interval: clean steps before the scale grows; default 2000.
-        hysteresis: overflows that it takes to lower the scale; default 1 lowers it at once. Every further one lowers
-            it too, until the scale grows: that restores the count, as in Megatron-LM (``--hysteresis``) and DeepSpeed.
+        hysteresis: number of overflows before the scale is lowered; default 1 lowers it at once. Every further overflow
+            lowers it too, until the scale grows, which restores the count, as in Megatron-LM (``--hysteresis``) and
+            DeepSpeed.
         consecutive_hysteresis: a clean step restores the count as well, so that only overflows in a row lower the
             scale, as DeepSpeed's setting of that name and NeMo's scaler do; default False.
-        growth_delay: clean steps that do not count towards growth, at the beginning and after each overflow; default
-            0. DeepSpeed leaves 1 out.
+        growth_delay: clean steps that do not count towards growth, at the beginning and after each overflow; default 0.
+            With 1, the scale grows when that of DeepSpeed does.
         min_scale: the scale is not lowered below this; default 2**-48, where FP16's largest number is a gradient of
-            2**64, which no step is taken with. With 0 only FP32 ends the fall, at 2**-126.
-        max_scale: the scale does not grow above this; default None, no bound but FP32's.
+            2**64, which no step is taken with. 0 removes the bound, except FP32's own, 2**-126.
+        max_scale: the scale does not grow above this; default None: no bound except FP32's.
         max_consecutive_skips: skipped steps in a row at ``min_scale`` after which :class:`LossScaleError` is raised;
             default 50.
-        enabled: False makes every method pass through, as with torch's.
+        enabled: False turns scaling off, as in torch: ``step`` only calls ``optimizer.step()``.
 
-    A factor or scale that is no power of two is allowed, as in torch, with a warning: scaling then rounds. A
-    ``backoff_factor`` that is not positive ends at ``min_scale``, where torch's scale turns negative.
+    A factor or scale that is not a power of two is allowed, as in torch, with a warning, because scaling then rounds. A
+    ``backoff_factor`` of 0 or less lowers the scale to ``min_scale``; torch's scale would become 0 or negative.
 
     Raises:
         ValueError: for settings outside these ranges.
-        TypeError: for a number in the place of a ``device``.
+        TypeError: if ``device`` is a number.
     """
 
     def __init__(
@@ -139,8 +141,8 @@ class DynamicLossScaler(LossScaler[DynamicRule]):
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the number of clean steps before the scale grows; at least 1.
 
-        If more steps than that were clean already, the next one lets the scale grow. (torch's would not grow again
-        until an overflow: it waits for equality.)
+        If more steps than that were clean already, the scale grows at the next one. (torch's scaler waits for equality:
+        its scale would not grow again until an overflow.)
         """
         self._take(replace(self._state, growth_interval=new_interval))
 
@@ -148,9 +150,9 @@ class DynamicLossScaler(LossScaler[DynamicRule]):
 class HeadroomLossScaler(LossScaler[HeadroomRule]):
     """A loss scale that follows the gradients instead of probing for an overflow.
 
-    The pass that looks for inf and NaN gives the largest gradient magnitude too, so the scale can be computed, such
-    that their product stays below 65504 (Micikevicius et al. 2017, section 3.2; NVIDIA's "Train With Mixed Precision"
-    guide). Here that choice is made at every step, and how much headroom gradients need is learned from them::
+    The pass that looks for inf and NaN also finds the largest gradient magnitude. At every step the scale is computed
+    from it, so that their product stays below 65504 (Micikevicius et al. 2017, section 3.2; NVIDIA's "Train With Mixed
+    Precision" guide). How much headroom the gradients need is learned from them::
 
         clean step with largest unscaled gradient g:
             if it is the first: level = g; headroom = what keeps the scale at 2**16 or below, at least 5; done
@@ -172,17 +174,18 @@ class HeadroomLossScaler(LossScaler[HeadroomRule]):
             scale *= backoff_factor, from above 1 no further than to 1
         overflow with a loss of inf or NaN, which no scale changes: all stays
 
-    A scale that is far too low after an overflow is low for one step. If the gradient that follows is larger, that
-    was the reason; a usual one tells of a spike, of a gradient of activations that is larger than any of weights, or of
-    data that no scale can help and the loss does not show. The more steps were skipped, the longer headroom is kept.
+    After an overflow the scale is far too low for one step, and the gradient of that step tells the reason. If it is
+    larger than usual, the level has risen. If not, the overflow came from a single spike, from a gradient of an
+    activation that is larger than any weight's, or from data that no scale can help. The more steps were skipped, the
+    longer headroom is kept.
 
     Args:
-        init_scale: scale of the first step, which is low, as nothing was measured yet; default 2**10.
-        headroom: doublings between the level and FP16's largest number, to begin with, at least; default 5.
+        init_scale: scale of the first step; low, because nothing has been measured yet; default 2**10.
+        headroom: smallest headroom to begin with, in doublings between the level and FP16's largest number; default 5.
             It sinks to 1 while gradients need no more.
-        half_life: steps in which the level goes half the way to another one; default 25.
+        half_life: steps in which the level moves half the way to a new one; default 25.
         backoff_factor: factor on an overflow; default 2**-20.
-        patience: steps in which the last doublings of headroom sink by one as long as no step was skipped; default 250.
+        patience: steps in which a headroom below 4.5 sinks by one doubling while no step is skipped; default 250.
         min_scale: the scale is not lowered below this; default 2**-48, where FP16's largest number is a gradient of
             2**64, which no step is taken with; 0 is no bound but FP32's.
         max_scale: the scale does not grow above this; default 2**40, None for no bound but FP32's.
@@ -191,8 +194,8 @@ class HeadroomLossScaler(LossScaler[HeadroomRule]):
             default 50.
         enabled: False makes every method pass through; default True.
 
-    The scale is a power of two from its first update on, whatever the settings are: other bounds are moved inwards to
-    the nearest one.
+    From its first update on the scale is a power of two, whatever the settings: bounds that are not powers of two are
+    moved inwards to the nearest one.
 
     Raises:
         ValueError: for settings outside their ranges.

@@ -41,7 +41,7 @@ class MixedPrecision(StepRuntime):
     """Mixed precision for one model and its optimizers: autocast, FP32 masters, loss scaling (arXiv 1710.03740).
 
     In the default layout the parameters become (or are) the FP32 masters; autocast reads FP16/BF16 working copies of
-    them; when ``backward()`` returns, ``.grad`` is FP32 and unscaled. :mod:`hf_mp.step` goes through a step.
+    them; when ``backward()`` returns, ``.grad`` is FP32 and unscaled. :mod:`hf_mp.step` describes a step.
 
     Args:
         policy: a :class:`PrecisionPolicy` or what :meth:`PrecisionPolicy.parse` takes; default ``"fp16"``.
@@ -49,17 +49,20 @@ class MixedPrecision(StepRuntime):
         tables, rules: as for :class:`hf_mp.autocast`; default ``"compact"`` and none.
         free_gradients: when the lean layouts free a gradient: ``"step"`` (default), or ``"backward"``: parameters are
             updated inside ``backward()`` (:mod:`hf_mp.step.optimizer_in_backward`).
-        max_grad_norm: clip to this global 2-norm in ``optimizer.step()``, where a kernel multiplies what it reads
-            anyway; ``inf`` only measures it (``grad_norm``); default None: neither. A gradient that is written
-            through ``.data`` or NumPy after the backward is not seen then. For ``free_gradients="backward"``, with it
-            and where the loss is scaled, the backward runs twice.
-        layout: how the weights are stored; default: what the policy says.
+        max_grad_norm: clip gradients to this global 2-norm inside ``optimizer.step()``, in the kernel that reads them
+            anyway; ``inf`` only measures the norm (``grad_norm``); default None: neither. A gradient that you write
+            through ``.data`` or NumPy after the backward is then not seen. With ``free_gradients="backward"``, clipping
+            (like a loss scale) runs the backward twice.
+        layout: how the weights are stored; default: the policy's layout.
         on_overflow: ``"skip"`` (default) or ``"heal"`` (:func:`hf_mp.heal_overflows`).
         switches: ``fp32_head=True``, ``exact_generation=True``, as in :class:`PrecisionPolicy`.
 
     Attributes:
-        policy, scaler, stats: the :class:`PrecisionStats`; step_was_skipped: whether the last step was.
-        grad_norm: that of the last step, with ``max_grad_norm``: before clipping, FP32 of shape (), not read yet.
+        policy, scaler: the policy and the loss scaler in use.
+        stats: the :class:`PrecisionStats` so far.
+        step_was_skipped: whether the last step was skipped.
+        grad_norm: with ``max_grad_norm``, the norm of the last step's gradients before clipping: an FP32 tensor of
+            shape () on the device.
 
     Raises TypeError or ValueError for an unknown policy, ``free_gradients`` without effect or a bad ``max_grad_norm``.
     """
@@ -121,13 +124,13 @@ class MixedPrecision(StepRuntime):
         return model
 
     def control_by(self, controller: StepController | None) -> None:
-        """Have ``controller`` decide about steps, and look on."""
+        """Let ``controller`` decide whether a step is taken, and observe it."""
         if controller is not None:
             self.controller = controller
             self.observers.append(controller)
 
     def add_rules(self, rules: Mapping[str, str]) -> None:
-        """Have rules by module (``remedies``) hold too, and be saved; a ValueError for names that match no module."""
+        """Add rules by module, which are saved as ``remedies``; raises ValueError for a name that matches no module."""
         # The region refuses names that match no module; then nothing else has changed.
         self.region.add_rules(rules if self.model else {}, self.model)
         self.rules, self.remedies = {**self.rules, **rules}, {**self.remedies, **rules}
@@ -194,9 +197,9 @@ class MixedPrecision(StepRuntime):
         return {**state, **{name: value for name, value in others.items() if value}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave, but for the scale of another kind of loss scaling.
+        """Load what :meth:`state_dict` returned, except the scale of another kind of loss scaling.
 
-        A warning says what changes where it was saved in another precision.
+        If it was saved in another precision, a warning says what changes.
 
         Raises TypeError or ValueError for anything else.
         """
@@ -223,13 +226,15 @@ def prepare(
 ) -> tuple[nn.Module, Optimizer]:
     """Mixed precision for a plain loop: attach a policy to a model and its optimizer.
 
-    The loop stays as for FP32; ``optimizer.step_was_skipped`` tells an LR scheduler; :func:`hf_mp.detach` ends it.
+    The loop stays as it is in FP32. Step an LR scheduler only if ``optimizer.step_was_skipped`` is False. To undo it,
+    call :func:`hf_mp.detach`.
 
     Args:
-        model, optimizer: any ``nn.Module``, one loaded in FP16/BF16 is given FP32 masters; one over its parameters.
+        model: any ``nn.Module``; one loaded in FP16/BF16 gets FP32 masters.
+        optimizer: an optimizer over its parameters.
         precision, settings: as for :class:`MixedPrecision`; ``"fp32"`` changes nothing.
 
-    Returns the same model, and the optimizer to use from now on: :meth:`MixedPrecision.attach_optimizer`'s.
+    Returns the same model, and the optimizer to use from now on (see :meth:`MixedPrecision.attach_optimizer`).
     Raises TypeError for anything but a module and an optimizer, and as ``attach`` and ``attach_optimizer`` do."""
     runtime = MixedPrecision(precision, **settings)  # first: a misspelt precision is told whatever else is wrong
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):

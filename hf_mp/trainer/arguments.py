@@ -17,13 +17,13 @@ from hf_mp.trainer.settings import PrecisionOptions, SessionSettings
 
 @dataclass
 class MixedPrecisionArguments(PrecisionOptions, TrainingArguments):
-    """``TrainingArguments`` plus precision; for ``HfArgumentParser``, from a command line or a YAML/JSON file.
+    """``TrainingArguments`` plus precision; ``HfArgumentParser`` reads them from a command line or a YAML/JSON file.
 
     Raises:
         ValueError: for an unknown precision or loss scale, settings that the loss scaler does not have, and settings
-            that switch another mixed precision on (``fp16``, ``bf16``, ``ACCELERATE_MIXED_PRECISION``). From the
-            ``train()`` of a Trainer that would train in FP32 all the same: neither a :class:`MixedPrecisionTrainer`,
-            nor with a :class:`MixedPrecisionCallback`.
+            that switch on another mixed precision (``fp16``, ``bf16``, ``ACCELERATE_MIXED_PRECISION``). Also from
+            ``train()`` of a Trainer that would ignore the precision: it is no :class:`MixedPrecisionTrainer` and has no
+            :class:`MixedPrecisionCallback`.
     """
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [  # type: ignore[misc]
@@ -54,7 +54,7 @@ class MixedPrecisionArguments(PrecisionOptions, TrainingArguments):
 
     @property
     def device(self) -> torch.device:
-        """As the stock property, which every training reads: one that would not be in mixed precision ends here."""
+        """The stock property. Every training reads it, so a Trainer that would ignore ``precision`` is stopped here."""
         # A stock Trainer reads no precision and calls no hook of its arguments but this property, in each train().
         caller = sys._getframe(1).f_locals.get("self")
         # The attribute is set late in Trainer.__init__, which reads the device before.

@@ -46,14 +46,14 @@ _OPTIONS = {option.name for option in fields(PrecisionOptions)} - {
 
 
 class MixedPrecisionCallback(OfSession, TrainerCallback):
-    """Mixed precision, ``"fp16"`` by default, for a Trainer that is stock, subclassed, or of another library.
+    """Mixed precision, ``"fp16"`` by default, for any Trainer: the stock one, your subclass, or another library's.
 
-    Its code stays as it is: ``Trainer(..., callbacks=[MixedPrecisionCallback("fp16")])`` trains as
+    The Trainer's code does not change: ``Trainer(..., callbacks=[MixedPrecisionCallback("fp16")])`` trains as
     :class:`MixedPrecisionTrainer` does, bit for bit. The model is attached when the Trainer is made, before its
-    optimizer; a reference model in the Trainer's ``ref_model`` (TRL) when training begins. Each checkpoint has the
-    state of the loss scale in ``mixed_precision.json``, training logs have ``loss_scale``, ``skipped_steps`` and
-    ``headroom``. When training ends, the models are ordinary ones; after an error, or to take the callback off a
-    Trainer, call :meth:`detach`.
+    optimizer; a reference model in the Trainer's ``ref_model`` (TRL) is attached when training begins. Each checkpoint
+    has the state of the loss scale in ``mixed_precision.json``; training logs have ``loss_scale``, ``skipped_steps``
+    and ``headroom``. When training ends, the models are ordinary FP32 models. After an error, or to take the callback
+    off a Trainer, call :meth:`detach`.
 
     SIGTERM and SIGUSR1 end the run without a checkpoint; :class:`MixedPrecisionTrainer` saves one.
 
@@ -63,18 +63,17 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         tables, rules: as for :class:`hf_mp.autocast`; default ``"compact"`` and none.
         keep_attached: leave the model attached after ``train()``, so that evaluation and ``generate`` run under
             autocast; default False.
-        options: by name, those of :class:`MixedPrecisionArguments` that say nothing of how the Trainer steps:
+        options: these options of :class:`MixedPrecisionArguments`, which do not change how the Trainer steps:
             ``loss_scaler_settings``, ``fp32_head``, ``exact_generation``, ``on_overflow``, ``save_failure``,
             ``explain_overflows``, ``check_gradients``, ``histogram_steps``, ``precision_report``,
-            ``precision_contract``, ``save_dtype``.
-            Default, or None: what the Trainer's arguments say, else as there.
+            ``precision_contract``, ``save_dtype``. Default, or None: what the Trainer's arguments say, else the default
+            there.
 
     Raises:
         ValueError, TypeError: when made, for an unknown precision, a lean preset and unknown options. When the Trainer
             is made, for settings that the loss scaler does not have, a second mixed precision, and models that hide
             their forward.
-        CheckpointError: from ``train``, before anything is loaded, for a checkpoint that is missing, damaged or could
-            do harm.
+        CheckpointError: from ``train``, before anything is loaded, for a checkpoint that is missing, damaged or unsafe.
         ScaleLeakError: from the first backward, if gradients change with the loss scale.
     """
 
@@ -170,7 +169,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         loaded_state.check_optimizer(checkpoint, optimizer)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse to do nothing, where training had begun before this callback was added."""
+        """Raise if training began before this callback was added: it would have no effect."""
         if self._trains_with is not args and self._session_for(args).runtime is not None:
             raise ValueError(
                 f"MixedPrecisionCallback was added after step {state.global_step} of a training that had begun without "
@@ -180,7 +179,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
             self.session.on_step_begin(args, state, control, **kwargs)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Show the contract after the first step."""
+        """Print the precision contract after the first step."""
         if self.session is not None:
             self.session.on_optimizer_step(args, state, control, **kwargs)
 

@@ -15,7 +15,7 @@ _OF_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of activation ch
 
 
 def working_copies(model: nn.Module | MixedPrecision) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter of an attached model in FP16 or BF16, as its forward reads it, to synchronise an engine with.
+    """Yield the parameters in FP16 or BF16, as the forward reads them, to send them to an inference engine.
 
     With TRL's client of a vLLM server::
 
@@ -23,21 +23,22 @@ def working_copies(model: nn.Module | MixedPrecision) -> Iterator[tuple[str, Ten
                     for name, copy in hf_mp.working_copies(model)]
         client.update_named_params(metadata, hf_mp.working_copies(model))
 
-    As a directory: ``model.save_pretrained(folder, state_dict=dict(hf_mp.working_copies(model)))``. Buffers that a
-    model saves (of BatchNorm, the router's bias of DeepSeek-V3) are not among them: add those of
-    ``model.state_dict()``. Transformers ignores ``state_dict`` where it has distributed the model itself.
+    As a directory: ``model.save_pretrained(folder, state_dict=dict(hf_mp.working_copies(model)))``. Saved buffers
+    (BatchNorm's, the router's bias of DeepSeek-V3) are not included: add them from ``model.state_dict()``. Transformers
+    ignores ``state_dict`` if it has distributed the model itself.
 
-    A copy that the forward keeps, or the parameter of a lean layout, comes as it is: read it before the next step, and
-    do not write to it. What the forward reads in FP32 (norms, embeddings, modules of an ``"fp32"`` rule) is rounded for
-    the moment, to nearest. No FP32 copy is made. Under FSDP2 every process must iterate, and gets whole parameters,
-    gathered in 16 bits. An adapter is not merged: call its ``merge_adapter()`` before.
+    A tensor may be the very copy that the forward uses: read it before the next step, and do not write to it. What the
+    forward reads in FP32 (norms, embeddings, modules of an ``"fp32"`` rule) is rounded to nearest. No FP32 copy is
+    made. Under FSDP2 every process must iterate; each gets whole parameters, gathered in 16 bits. Adapters are not
+    merged: call ``merge_adapter()`` first.
 
     Args:
         model: attached, or its :class:`hf_mp.MixedPrecision`.
 
     Yields:
-        Names as in ``named_parameters()``, without those of wrappers, tied weights once; detached tensors of the
-        parameter's shape, on its device. Quantized weights come as they are, and what is beyond FP16's range as inf.
+        Pairs of a name, as in ``named_parameters()`` of the model without wrappers, and a detached tensor of the
+        parameter's shape, on its device; tied weights once. Quantized weights are unchanged; values beyond FP16's range
+        become inf.
 
     Raises:
         TypeError: if ``model`` is neither.

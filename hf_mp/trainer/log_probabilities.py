@@ -21,16 +21,17 @@ _SEEN = ("input_ids", "attention_mask", "labels")  # by generation
 
 @dataclass(frozen=True)
 class LogProbabilityGap:
-    """The differences log r of tokens' log-probabilities: training's minus generation's.
+    """How tokens' log-probabilities differ: log r = log-probability in training - log-probability in generation.
 
     Attributes:
-        tokens: how many were compared.
-        mean: of their magnitudes.
-        rms: root of the mean square.
-        maximum: the largest magnitude.
-        alpha, beta: log r = alpha + beta * log-probability in generation, by least squares; NaN where all of these are
-            equal.
-        clipped_share: of tokens whose ratio r leaves 1 - clip .. 1 + clip by this alone; NaN if a difference is NaN.
+        tokens: number of tokens that were compared.
+        mean: mean magnitude of log r.
+        rms: root mean square of log r.
+        maximum: largest magnitude of log r.
+        alpha, beta: least-squares fit of log r = alpha + beta * log-probability in generation; NaN if all of these
+            log-probabilities are equal.
+        clipped_share: share of tokens whose ratio r lies outside of 1 - clip .. 1 + clip by this difference alone; NaN
+            if a difference is NaN.
     """
 
     tokens: int
@@ -54,30 +55,30 @@ def log_probability_gap(
 ) -> LogProbabilityGap:
     """Compare the log-probabilities of a policy's training forward with those that its generator computed.
 
-    In reinforcement learning the difference acts as a wrong importance ratio: tokens are clipped, or weighted, for
+    In reinforcement learning the difference acts as a wrong importance ratio: it clips or weights tokens because of
     rounding alone (arXiv 2510.26788).
 
     Args:
         model: a causal model of Transformers, attached or not. It runs in evaluation mode, without dropout.
         batch: ``input_ids`` of shape (B, T), and ``attention_mask`` where they are padded on the left. With ``labels``
-            of the same shape, the tokens that have one (not -100) are compared: the training forward is given the
-            whole batch as it is, TRL's ``fused_lm_head`` included, and generation the tokens one by one.
+            of the same shape, tokens with a label (not -100) are compared: the training forward gets the whole batch
+            unchanged, TRL's ``fused_lm_head`` included, and generation gets the tokens one by one.
         generated: log-probabilities of the last N tokens of ``input_ids``, of shape (B, N), as an inference engine
             returned them; NaN for a token that does not count. Default None: the model itself generates.
-        new_tokens: how many are drawn after each prompt in ``batch``, where it has no ``labels``; default 32. They are
-            sampled one by one from all tokens, with a KV cache, and the global random state is as before afterwards.
+        new_tokens: number of tokens to sample after each prompt if ``batch`` has no ``labels``; default 32. They are
+            sampled one by one from the whole vocabulary, with a KV cache; the global random state is restored
+            afterwards.
         clip: half the range of the ratio in which PPO and GRPO do not clip; default 0.2.
-        temperature: that TRL's ``fused_lm_head`` divides the logits by; default 1.
+        temperature: the one by which TRL's ``fused_lm_head`` divides the logits; default 1.
 
     Returns:
         A :class:`LogProbabilityGap`.
 
     Raises:
-        ValueError: for ``new_tokens`` where nothing is drawn; for log-probabilities of another shape,
-            positive or infinite ones, and where no token counts; for a ``batch`` with labels of another shape, or with
-            tensors that generation does not see (images, and ``position_ids`` other than those that the mask gives, as
-            of packed sequences).
-        TypeError: for ``generated`` that is no tensor, such as another model.
+        ValueError: for ``new_tokens`` if nothing is sampled; for log-probabilities of another shape, and positive or
+            infinite ones; if no token counts; for a ``batch`` with labels of another shape, or with tensors that
+            generation does not read (images; ``position_ids`` other than the mask's, as packed sequences have).
+        TypeError: if ``generated`` is not a tensor.
     """
     if not isinstance(generated, Tensor | None):
         raise TypeError(

@@ -27,27 +27,28 @@ from hf_mp.trainer.settings import DEFAULT_PRECISION, SessionSettings
 
 
 class MixedPrecisionTrainer(OfSession, CrashSafe):
-    """A ``Trainer`` in our mixed precision, ``"fp16"`` by default; with ``"fp32"`` it is the stock one, bit for bit.
+    """A ``Trainer`` in mixed precision, ``"fp16"`` by default; with ``"fp32"`` it is the stock Trainer, bit for bit.
 
-    The model is attached while ``train()`` runs, and an ordinary FP32 model afterwards, also when it raises.
+    The model is attached while ``train()`` runs. Afterwards it is an ordinary FP32 model, also after an error.
     ``evaluate()`` and ``predict()`` run in autocast at any time, with the weights as they are. A reference model in the
-    attribute ``ref_model`` (TRL) runs in the same autocast during training. A checkpoint is whole, or marked as
+    attribute ``ref_model`` (TRL) runs in the same autocast during training. A checkpoint is either whole or marked as
     unfinished (:class:`CrashSafe`).
 
-    All arguments of ``Trainer``, and:
+    It takes all arguments of ``Trainer``, and:
 
     Args:
         precision: a preset, a spelled-out policy or a :class:`PrecisionPolicy`; default: what ``args`` say
             (:class:`MixedPrecisionArguments`), else ``"fp16"``.
         tables: whose op lists autocast applies, as for :class:`hf_mp.MixedPrecision`; default ``"compact"``.
-        rules: own rules of autocast by op and by module name, as for :class:`hf_mp.autocast`; default none.
+        rules: your own rules by op and by module name, as for :class:`hf_mp.autocast`; default none.
 
     Attributes:
         session: the :class:`TrainerSession`, with the ``contract`` of the run.
 
     Raises:
         ValueError: before anything is written, for an unknown precision, and for ``fp16=True``, ``bf16=True`` or
-            ``ACCELERATE_MIXED_PRECISION`` together with ours. From ``train()``, for a model that cannot be attached.
+            ``ACCELERATE_MIXED_PRECISION`` with a mixed precision. From ``train()``, for a model that cannot be
+            attached.
         ScaleLeakError: from ``train()``, if gradients of its first backward change with the loss scale.
     """
 
@@ -80,7 +81,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe):
     # Begin and end
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the stock Trainer's; lets go of the model and the optimizer at its end."""
+        """As in the stock Trainer; the model and the optimizer are detached at its end."""
         forget_prepared(self)
         try:
             if has_process_group() and self.args.parallel_mode is ParallelMode.DISTRIBUTED:
@@ -124,14 +125,14 @@ class MixedPrecisionTrainer(OfSession, CrashSafe):
         return super()._inner_training_loop(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
-        """As the stock Trainer's, over FP32 masters and with a guarded ``step``."""
+        """As in the stock Trainer, over FP32 masters; a step with inf or NaN in its gradients is skipped."""
         self._attach()
         # super() gives accelerate's wrapper of the first training back in a second train().
         self.optimizer = self.session.take_optimizer(super().create_optimizer(*args, **kwargs))
         return self.optimizer
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the stock Trainer's, in autocast."""
+        """As in the stock Trainer, in autocast."""
         with self.session.evaluating(cast(nn.Module, self.model)):
             return super().evaluation_loop(*args, **kwargs)
 
@@ -150,7 +151,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe):
         return super()._get_grad_norm(model, grad_norm)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the stock Trainer's; training logs also carry ``loss_scale`` and ``skipped_steps``."""
+        """As in the stock Trainer; training logs also have ``loss_scale`` and ``skipped_steps``."""
         super().log({**logs, **self.session.log_entries(logs)}, *args, **kwargs)
 
     # Checkpoints

@@ -36,14 +36,14 @@ def runtimes_of(model: nn.Module) -> list[Any]:
 
 
 def detach(model: _Module) -> _Module:
-    """Take back what attached mixed precision to ``model``: ``prepare``, ``attach``, a Trainer, or a deep copy.
+    """Remove mixed precision from ``model``: what ``prepare``, ``attach``, a Trainer or a deep copy attached.
 
     Afterwards it is an ordinary FP32 model, and its optimizers are as they were: no hook, wrapper or copy stays. In a
-    lean layout, step the optimizer that you made, and no longer the one that ``prepare`` gave.
+    lean layout, step your own optimizer from then on, no longer the one that ``prepare`` returned.
 
     Args:
-        model: any module. What is attached to a model inside it, or to a larger one of which it is the Transformers
-            model, is taken back as well; where nothing is attached, nothing happens.
+        model: any module. Mixed precision of a model inside it, or of a wrapper around this Transformers model, is
+            removed as well. If nothing is attached, nothing happens.
 
     Returns:
         The same model.

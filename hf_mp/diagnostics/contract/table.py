@@ -48,7 +48,7 @@ class ContractRow:
 
 @dataclass(frozen=True)
 class PrecisionContract:
-    """What a training stores, computes, sums and saves in which dtype; ``print`` shows a table.
+    """The dtypes in which a training stores, computes, sums and saves; ``print`` shows a table.
 
     Attributes:
         rows: one for each kind of parameter and treatment, the largest first.
@@ -58,7 +58,7 @@ class PrecisionContract:
 
     @classmethod
     def of(cls, rows: Iterable[ContractRow]) -> PrecisionContract:
-        """Rows of single parameters, those that are alike put together."""
+        """Make it from rows of single parameters, which it merges where they are alike."""
         # A model has hundreds of parameters and a handful of treatments: those are what a reader compares.
         elements: Counter[tuple[str, ...]] = Counter()
         for row in rows:
@@ -68,11 +68,11 @@ class PrecisionContract:
 
     @property
     def lacks_masters(self) -> bool:
-        """Whether 16-bit weights are trained that have no FP32 master."""
+        """Whether any 16-bit weight is trained without an FP32 master."""
         return any(row.stored in ("fp16", "bf16") and row.kind != "frozen" for row in self.rows)
 
     def cells(self) -> list[tuple[str, ...]]:
-        """The rows to show, in the order of :data:`HEADER`: kinds that are treated alike together."""
+        """The rows to show, in the order of :data:`HEADER`; kinds that are treated alike share one."""
         # Kinds that are treated alike share a line, or an FP32 run would say one thing five times.
         together: dict[tuple[str, ...], list[ContractRow]] = {}
         for row in self.rows:

@@ -130,11 +130,11 @@ def precision_contract(
     *,
     run: Callable[[], Any] | None = None,
 ) -> PrecisionContract:
-    """What a training stores, computes, sums and saves in which dtype: any training, attached or not.
+    """Show the dtypes in which a training stores, computes, sums and saves: any training, attached or not.
 
-    It is read from the tensors that are there. What only a step shows (in what modules compute, what travels between
-    processes) is taken while ``run`` runs; else it is ``"?"``, as gradients are before the first backward. Moments are
-    ``"-"`` before the first step, which makes them.
+    It is read from the tensors that exist. What only a step shows (the dtypes of computation, and of what travels
+    between processes) is read while ``run`` runs, and is ``"?"`` without it. Gradients are ``"?"`` before the first
+    backward, moments ``"-"`` before the first step.
 
     Args:
         model: any module, under DDP or FSDP2 too.

@@ -51,18 +51,18 @@ def save_checkpoint(
 ) -> None:
     """Save model, optimizer and loss scale of a training loop; any number of processes can resume from it.
 
-    All processes call it, each writes its own shards (safetensors), the first one the rest (JSON) and the manifest with
-    the size and checksum of every file. Until then it says that it is unfinished, and an older one of that name is
-    kept, which is loaded after a kill. Weights are saved in FP32, in the lean layouts too: a checkpoint resumes in any
-    layout, under DDP, FSDP2 or neither.
+    All processes call it. Each writes its own shards (safetensors); the first one writes the rest (JSON) and, at the
+    end, the manifest with the size and checksum of every file. Until then the checkpoint is marked as unfinished, and
+    an older one of the same name is kept, to be loaded after a kill. Weights are saved in FP32, in the lean layouts
+    too: a checkpoint resumes in any layout, under DDP, FSDP2 or neither.
 
     Args:
         directory: of this checkpoint, as in ``f"run/checkpoint-{step}"``, on a file system that all processes share.
         model: attached; wrapped in DDP or by ``fully_shard``, or not.
         optimizer: as ``hf_mp.prepare`` or ``attach_optimizer`` returned it.
         step: number of optimizer steps so far.
-        extra: what else to keep, values for JSON (of the first process), such as ``scheduler.state_dict()``. Random
-            numbers are not saved.
+        extra: further values to save, such as ``scheduler.state_dict()``: any that JSON can hold, from the first
+            process. The state of random generators is not saved.
 
     Raises:
         CheckpointError: on all processes, naming the rank and the reason; the earlier directory is still there. Also
@@ -100,14 +100,14 @@ def save_checkpoint(
 def load_checkpoint(
     directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer
 ) -> tuple[int, dict[str, Any]]:
-    """Load what :func:`save_checkpoint` saved, bit for bit, on this number of processes and in this layout.
+    """Load a checkpoint of :func:`save_checkpoint`, bit for bit, on any number of processes and in any layout.
 
     All processes call it, after ``hf_mp.prepare`` (or ``attach`` and ``attach_optimizer``) and after wrapping. Before
     anything is loaded, every file is checked against the manifest; the processes share this work.
 
     Args:
-        directory: of a checkpoint; or of a run, whose newest whole ``checkpoint-STEP`` is loaded, with a warning that
-            names the newer ones that were passed over.
+        directory: a checkpoint, or a run, of which the newest whole ``checkpoint-STEP`` is loaded. A warning names
+            newer ones that are not whole.
         model, optimizer: as for :func:`save_checkpoint`, of the same parameters in the same groups.
 
     Returns:

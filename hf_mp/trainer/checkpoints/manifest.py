@@ -32,7 +32,7 @@ class CheckpointError(ValueError):
 
 
 class NoCheckpointError(CheckpointError):
-    """A directory to resume from has no checkpoint at all, as before the first save: train from the start."""
+    """The directory to resume from has no checkpoint yet: train from the start."""
 
 
 class FileEntry(NamedTuple):

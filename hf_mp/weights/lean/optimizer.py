@@ -58,21 +58,22 @@ class MasterWeightOptimizer(Optimizer):
         optimizer.step()
 
     Hyperparameters stay in ``param_groups``, where LR schedulers find them; ``param_groups`` and ``state`` name the
-    model's parameters. What is written into a parameter from outside wins over its master. FP32 parameters among the
-    others are updated as they are.
+    model's parameters. If you write into a parameter, its master takes the new value. FP32 parameters are updated
+    directly.
 
     With loss scaling in the explicit style (``scaler.unscale_``, ``scaler.step``), gradients become FP32 when they are
     unscaled.
 
-    Each FP16/BF16 parameter has an FP32 tensor for its master. Those of a model in a lean layout have 16 bits more
-    instead (:mod:`hf_mp.kernels.split`), and their masters are put together for the step, a block at a time.
+    Each FP16/BF16 parameter has an FP32 tensor as its master. In a lean layout it has 16 further bits instead
+    (:mod:`hf_mp.kernels.split`), and the step joins both into the master, a block at a time.
 
     Args:
-        optimizer: over floating parameters; state that it has already is cast to FP32. Step this wrapper from now on,
-            not it.
+        optimizer: an optimizer over floating parameters; state that it already has is cast to FP32. From now on step
+            the wrapper, not the optimizer itself.
 
     Raises:
-        TypeError: for parameters that are not floating, for anything but an optimizer, and for a copy or a pickle.
+        TypeError: for parameters that are not floating, and for anything but an optimizer; when the wrapper is copied
+            or pickled.
         ValueError: for an optimizer that calls its closure several times (LBFGS).
     """
 
@@ -185,7 +186,7 @@ class MasterWeightOptimizer(Optimizer):
 
     @on_stored_values
     def free_gradients(self) -> None:
-        """Let go of the gradients of split masters, which a step that the device may skip has left."""
+        """Free the gradients in a lean layout that a step with ``found_inf`` has kept."""
         for parameter in optimizer_parameters(self):
             if isinstance(parameter, SplitParameter):
                 parameter.grad = None
@@ -193,8 +194,8 @@ class MasterWeightOptimizer(Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the global 2-norm of the gradients to ``max_norm``; ``inf`` only measures.
 
-        As ``torch.nn.utils.clip_grad_norm_`` (``error_if_nonfinite=False``), without FP32 copies of gradients that are
-        still scaled: those keep the factor, for their readers. Gives the unscaled norm before: FP32, of shape ().
+        As ``torch.nn.utils.clip_grad_norm_`` (``error_if_nonfinite=False``), but gradients that are still scaled get no
+        FP32 copies: what reads them applies the factor. Returns the unscaled norm before clipping: FP32, of shape ().
         """
         return clip_grad_norm_(optimizer_parameters(self), max_norm)
 
@@ -202,8 +203,8 @@ class MasterWeightOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the masters, and the parameters with them.
 
-        In a lean layout, gradients are freed as they are used, unless a ``found_inf`` tells the device to skip.
-        ``closure`` recomputes the loss and calls ``backward``: once, before the update; its result is returned.
+        In a lean layout, gradients are freed as they are used, unless the device decides by ``found_inf`` whether to
+        skip. ``closure`` recomputes the loss and calls ``backward``: once, before the update; its result is returned.
         """
         # The closure runs a backward, and step() is under no_grad.
         loss = None if closure is None else torch.enable_grad()(closure)()
@@ -212,10 +213,10 @@ class MasterWeightOptimizer(Optimizer):
 
     @torch.no_grad()
     def step_on(self, parameters: list[nn.Parameter], found_inf: Tensor | None = None) -> None:
-        """Update these parameters alone; hooks of the step are not called, :meth:`step` does that.
+        """Update only these parameters; the hooks of a step are called by :meth:`step`, not here.
 
-        Where ``found_inf`` is not 0 the device skips, also torch's fused step of what no kernel has; gradients stay,
-        for reports of an overflow.
+        If ``found_inf`` is not 0, the device skips the update, in torch's fused step as well; gradients are kept for
+        overflow reports.
         """
         with as_stored():
             stepped = fused_step_split(self.optimizer, parameters, self._updates, found_inf)
@@ -318,11 +319,11 @@ class MasterWeightOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` gave, bit for bit.
+        """Load what :meth:`state_dict` returned, bit for bit.
 
-        The model's weights may be loaded before or after: until the first step, a master comes into force where the
-        parameter is its rounding; in a lean layout at once, so that the weights go before. The state of the wrapped
-        optimizer alone is taken as well: the parameters are then their own masters.
+        The model's weights may be loaded before or after: at the first step, a loaded master is used if the parameter
+        is its rounding. In a lean layout masters take effect at once, so load the weights first. A state of the wrapped
+        optimizer alone is accepted, too: the masters are then taken from the parameters.
 
         Raises:
             ValueError: for masters of another shape or dtype, and as ``torch.optim.Optimizer.load_state_dict``.
