@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_mp.casting.columns import aligned
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import Rules
@@ -62,19 +63,6 @@ class Explanation:
         for module, calls in itertools.groupby(zip(self.ops, lines, strict=True), key=lambda pair: pair[0].module):
             shown += [module or "outside of any module", *(line for _, line in calls)]
         return "\n".join(shown)
-
-
-def aligned(lines: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> str:
-    """Lines of cells as text in columns, of which those at the places ``numbers`` end at the right."""
-    # Not rich: a training prints a table before anything else needs it, and logs keep no boxes.
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if place in numbers else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
 
 
 def _shortly(dtypes: Dtypes) -> str:

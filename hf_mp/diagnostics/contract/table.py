@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
-from hf_mp.casting.explain import aligned
+from hf_mp.casting.columns import aligned
 
 HEADER = ("parameters", "elements", "stored", "computed", "gradient", "reduced", "moments", "saved")
 NOT_SEEN, NONE = "?", "-"
