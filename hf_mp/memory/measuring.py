@@ -12,7 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_mp.memory.models import ModelLike, find_config, load, model_class
 from hf_mp.memory.precisions import parse_precision, parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
-from hf_mp.memory.training import TrainingMemory, make_batch, make_settings, make_trainee, prepare_model, recording
+from hf_mp.memory.settings import make_settings
+from hf_mp.memory.training import TrainingMemory, make_batch, make_trainee, prepare_model, recording
 
 
 def measure_training_memory(

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -22,14 +22,11 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from hf_mp.casting.nested import tensors_in
+from hf_mp.memory.settings import TrainingSettings
 from hf_mp.ranks.parallelism import check_heads, has_dtensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from hf_mp.memory.training import TrainingSettings
-
-Parallel = Literal["ddp", "fsdp2", "hsdp", "tp"]
 
 
 @dataclass(frozen=True)

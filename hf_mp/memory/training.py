@@ -7,7 +7,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast, get_args
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -24,7 +24,6 @@ from transformers.utils import import_utils
 from hf_mp.casting.experts import has_stacked_experts
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.nested import tensors_in
-from hf_mp.dtypes import spell
 from hf_mp.environment.libraries import quiet_bitsandbytes
 from hf_mp.memory.fake_tensors import STAND_IN, AnswerAsIfAllWentWell, kernels_of_a_gpu
 from hf_mp.memory.ledger import Category, Phase, StepProfile, profile_step
@@ -32,7 +31,6 @@ from hf_mp.memory.models import ModelLike, find_config, replace_tensors, skeleto
 from hf_mp.memory.parallel import (
     Collective,
     CommunicationRecorder,
-    Parallel,
     make_tensor_parallel,
     one_rank_of,
     reduce_gradients,
@@ -40,63 +38,17 @@ from hf_mp.memory.parallel import (
 )
 from hf_mp.memory.precisions import parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
+from hf_mp.memory.settings import Parallel, TrainingSettings, make_settings
 from hf_mp.memory.sizes import largest_first, readable
-from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import is_dtensor
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.step.observers import FreeGradients, check_options
+from hf_mp.step.observers import FreeGradients
 from hf_mp.weights.lean.optimizer import MasterWeightOptimizer
 
-_MOST_RANKS = 4096
 _MAX_GRAD_NORM = 1.0  # TrainingArguments'
 _RECORDED_UPDATES = 2  # the first creates the optimizer's state, the second is like all others
 _MOST_STEPS = 40  # a real run skips steps at first, until the loss scale has come down
 _RECORDED_MICRO_BATCHES = 2  # the second adds to the gradients of the first, like all others
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingSettings:
-    """How a training step is taken. Each rank has ``batch_size`` sequences, all ranks of ``"tp"`` the same ones."""
-
-    ranks: int = 1  # processes that train together
-    parallel: Parallel = "fsdp2"  # how they do
-    node_size: int = 8  # ranks on one machine
-    precision: str  # one of hf_mp.memory.precisions.TRAINING_PRESETS
-    seq_len: int  # tokens in a sequence
-    batch_size: int = 1  # sequences in one forward
-    accumulation_steps: int = 1  # micro-batches in one update
-    gradient_checkpointing: bool = False  # whether blocks are recomputed in backward
-    optimizer: str = "adamw_torch_fused"  # as in TrainingArguments(optim=...), whose default this is
-    free_gradients: FreeGradients = "step"  # as for MixedPrecision
-
-    def __post_init__(self) -> None:
-        _check_count("ranks", self.ranks, 1, _MOST_RANKS)
-        for name, least in {"node_size": 1, "batch_size": 1, "accumulation_steps": 1, "seq_len": 2}.items():
-            _check_count(name, getattr(self, name), least)
-        if self.parallel not in get_args(Parallel):
-            raise ValueError(f"parallel={self.parallel!r} is not known: use one of {', '.join(get_args(Parallel))}")
-        if self.parallel == "hsdp" and self.ranks % self.node_size:
-            raise ValueError(
-                f"hsdp shards within a machine and replicates over machines: ranks={self.ranks} is not a multiple of "
-                f"node_size={self.node_size}"
-            )
-        if self.free_gradients == "backward" and self.accumulation_steps > 1:
-            raise ValueError(
-                f"accumulation_steps={self.accumulation_steps} adds gradients up, and free_gradients='backward' leaves "
-                "none: use 1 of them"
-            )
-
-    def __str__(self) -> str:
-        text = f"{self.batch_size} x {self.seq_len} tokens"
-        text += f", {self.accumulation_steps} micro-batches" if self.accumulation_steps > 1 else ""
-        text += ", gradient checkpointing" if self.gradient_checkpointing else ""
-        return text + (f", one of {self.ranks} ranks, {self.parallel}" if self.ranks > 1 else "")
-
-
-def _check_count(name: str, value: Any, least: int, most: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or value > (most or value):
-        end = "on" if most is None else f"to {most}"
-        raise ValueError(f"{name}={value!r} is not possible: use a whole number from {least} {end}")
 
 
 @dataclass(frozen=True, repr=False)
@@ -288,41 +240,6 @@ def fake_tensors(device: torch.device) -> Iterator[None]:
                 f"shapes or decisions of the model depend on its data (in {error.func}), so its memory cannot be "
                 "predicted: measure it (hf_mp.measure_training_memory)"
             ) from error
-
-
-def make_settings(
-    config: PreTrainedConfig,
-    precision: str | torch.dtype,
-    *,
-    seq_len: int | None = None,
-    optimizer: str | None = None,
-    **settings: Any,
-) -> TrainingSettings:
-    """Validate the arguments and fill in defaults."""
-    preset = parse_preset(precision)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if seq_len is None:
-        seq_len = min(positions or 1024, 1024)
-    # A fused update takes no mixture of DTensors and plain tensors.
-    default = "adamw_torch" if settings.get("parallel") == "tp" else TrainingSettings.optimizer
-    asked = TrainingSettings(
-        precision=spell(precision),
-        seq_len=seq_len,
-        optimizer=optimizer or preset.optimizer or default,
-        **settings,
-    )
-    # An embedding of fake tensors takes any position: only a real step would fail.
-    if positions is not None and seq_len > positions:
-        raise ValueError(
-            f"seq_len={seq_len} is longer than the {positions} positions that the model has: use at most {positions}"
-        )
-    if preset.optimizer not in (None, asked.optimizer):
-        raise ValueError(
-            f"precision={precision!r} sets optimizer={preset.optimizer!r}: leave optimizer out, or choose another "
-            "precision"
-        )
-    check_options(PrecisionPolicy.parse(preset.policy or "fp32"), asked.free_gradients)
-    return asked
 
 
 def prepare_model(model: PreTrainedModel, settings: TrainingSettings) -> nn.Module:

@@ -15,7 +15,7 @@ import typer
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
 import hf_mp
-from hf_mp.memory.parallel import Parallel
+from hf_mp.memory.settings import Parallel
 
 NAME = "plan_scaling"
 LLAMA_70B: dict[str, Any] = {

@@ -22,7 +22,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedConfig
 from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
 from hf_mp.memory.parallel import CommunicationRecorder, make_mesh, shard
 from hf_mp.memory.recorder import MemoryRecorder
-from hf_mp.memory.training import make_batch, make_settings, make_trainee, prepare_model, recording
+from hf_mp.memory.settings import make_settings
+from hf_mp.memory.training import make_batch, make_trainee, prepare_model, recording
 from hf_mp.ranks.parallelism import has_dtensors
 
 PRESETS = {**dict.fromkeys(("fsdp2", "hsdp", "ddp"), ("fp32", "fp16")), "tp": ("fp32", "fp16", "bf16")}

@@ -18,6 +18,7 @@ from hf_mp.memory.footprint import memory_footprint
 from hf_mp.memory.ledger import Category
 from hf_mp.memory.models import skeleton
 from hf_mp.memory.precisions import TRAINING_PRESETS
+from hf_mp.memory.settings import make_settings
 
 STEP: dict[str, Any] = {"batch_size": 2, "seq_len": 32}
 USUAL = ("fp16", "bf16-lean", "nf4-lora")
@@ -72,7 +73,7 @@ def test_every_routing_takes_the_memory_that_is_predicted(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_leave_experts_in_16_bits(kind: str) -> None:
-    settings = training.make_settings(small(kind), "nf4-lora", **STEP)
+    settings = make_settings(small(kind), "nf4-lora", **STEP)
     prepared = training.prepare_model(skeleton(small(kind), "nf4"), settings)
     experts = [p for module in prepared.modules() if has_stacked_experts(module) for p in module.parameters()]
     assert experts and {weight.dtype for weight in experts} == {torch.float16}

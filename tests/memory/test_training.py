@@ -14,6 +14,7 @@ from _tensor_memory import peak_tensor_bytes
 from hf_mp.memory import training
 from hf_mp.memory.ledger import Category, Phase
 from hf_mp.memory.precisions import TRAINING_PRESETS
+from hf_mp.memory.settings import make_settings
 from hf_mp.memory.training import estimate_training_memory
 
 from .conftest import CONFIGS
@@ -160,7 +161,7 @@ def test_the_recorder_agrees_with_torchs_own_tracker():
     ours = estimate(device="cpu")
     planned = training.skeleton(config, "fp32")
     cpu = torch.device("cpu")
-    settings = training.make_settings(config, "fp32", **STEP)
+    settings = make_settings(config, "fp32", **STEP)
     prepared = training.prepare_model(planned, settings)
     with FakeTensorMode(allow_non_fake_inputs=True):
         training.replace_tensors(prepared, cpu)
