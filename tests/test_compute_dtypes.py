@@ -20,8 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # safetensors and bitsandbytes; a risk of FP16 moments; documentation.
 NAMES_FP16 = {
     *("dtypes.py", "policy.py", "scaling/scalers.py"),
-    *("casting/mode.py", "diagnostics/magnitudes.py"),
-    *("casting/explain.py", "weights/layout.py"),
+    *("casting/mode.py", "casting/explain.py", "weights/layout.py"),
     *("diagnostics/values.py", "diagnostics/contract/risks.py"),
     *("diagnostics/contract/folders.py", "memory/precisions.py"),
     *("kernels/registry.py", "kernels/split.py", "kernels/tensors.py"),

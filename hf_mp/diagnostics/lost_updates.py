@@ -9,17 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from hf_mp.diagnostics.contract.risks import (
-    Evidence,
-    Held,
-    Risk,
-    beta2_of,
-    find_risks,
-    learning_rate_of,
-    mean,
-    role_of,
-    share_lost_at,
-)
+from hf_mp.diagnostics.contract.risks import Evidence, Held, Risk, beta2_of, find_risks, learning_rate_of, mean, role_of
+from hf_mp.diagnostics.contract.swamped import share_lost_at
 from hf_mp.diagnostics.magnitudes import sample
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.ranks.parallelism import local_part

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.uncompiled import is_compiled
 from hf_mp.casting.watching import watching
-from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride, swamped
+from hf_mp.diagnostics.contract.swamped import swamped
+from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
 from hf_mp.ranks.parallelism import is_sharded, local_part
 from hf_mp.step.mixed_precision import MixedPrecision

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,31 +64,6 @@ def histogram(values: Tensor) -> Histogram:
     """
     bits = real_values(values.detach()).to(torch.float32).reshape(-1).contiguous().view(torch.int32) & _MAGNITUDE_BITS
     return Histogram(tuple(torch.bincount(bits >> _MANTISSA_BITS, minlength=BINS).tolist()))
-
-
-class Swamped(NamedTuple):
-    """The number of updates that are too small for their weights, and of all finite nonzero ones."""
-
-    swamped: int
-    updates: int
-
-    @property
-    def share(self) -> float:
-        """0 to 1; 0 without updates."""
-        return self.swamped / max(self.updates, 1)
-
-
-@torch.no_grad()
-def swamped(weights: Tensor, updates: Tensor, dtype: torch.dtype = torch.float16) -> Swamped:
-    """The number of updates that leave a weight stored in ``dtype`` as it is, bit for bit, once they are added.
-
-    About those below half a unit in its last place: Micikevicius et al. 2017 (arXiv 1710.03740), section 3.1.
-    """
-    # In FP64, which holds the sum of a weight and its update, so that there is one rounding as in an optimizer.
-    working, changes = weights.detach().to(dtype), updates.detach().double()
-    counted = (changes != 0.0) & changes.isfinite() & working.isfinite()
-    is_lost = (working.double() + changes).to(dtype) == working
-    return Swamped(int((counted & is_lost).sum()), int(counted.sum()))
 
 
 def sample(tensor: Tensor, limit: int = SAMPLE_ELEMENTS) -> Tensor:

@@ -10,8 +10,9 @@ from pathlib import Path
 import jinja2
 
 from hf_mp.diagnostics import report_charts as charts
+from hf_mp.diagnostics.contract.swamped import Swamped
 from hf_mp.diagnostics.contract.table import HEADER
-from hf_mp.diagnostics.magnitudes import Histogram, Swamped
+from hf_mp.diagnostics.magnitudes import Histogram
 from hf_mp.diagnostics.report_charts import percent
 from hf_mp.diagnostics.run_log import RunRecords, read_run
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_mp.diagnostics.magnitudes import BINS, Histogram, Swamped
+from hf_mp.diagnostics.contract.swamped import Swamped
+from hf_mp.diagnostics.magnitudes import BINS, Histogram
 
 _COUNT = np.dtype("<u4")
 

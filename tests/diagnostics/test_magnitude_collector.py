@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from hf_mp import MixedPrecision, StaticLossScaler, record_precision
 from hf_mp.diagnostics import magnitude_collector
+from hf_mp.diagnostics.contract.swamped import swamped
 from hf_mp.diagnostics.magnitude_collector import COMPILED
-from hf_mp.diagnostics.magnitudes import histogram, swamped
+from hf_mp.diagnostics.magnitudes import histogram
 from hf_mp.diagnostics.precision_recorder import PrecisionRecorder
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, as_record, from_record
 from hf_mp.weights.lean.split_parameter import SplitParameter, master_value

@@ -11,13 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_mp.diagnostics.magnitudes import (
-    Histogram,
-    histogram,
-    sample,
-    sampling_stride,
-    swamped,
-)
+from hf_mp.diagnostics.contract.swamped import swamped
+from hf_mp.diagnostics.magnitudes import Histogram, histogram, sample, sampling_stride
 from hf_mp.kernels.gradient_scan import real_values
 
 INF, NAN = float("inf"), float("nan")
@@ -103,7 +98,7 @@ def test_what_rounds_to_zero_in_fp16_is_lost_and_the_next_number_is_not() -> Non
 def test_shares_of_nothing_are_zero(values: list[float]) -> None:
     found = histogram(torch.tensor(values))
     assert found.share_underflowed() == 0.0
-    assert swamped(torch.tensor(values), torch.tensor(values)).share == 0.0
+    assert swamped(torch.tensor(values), torch.tensor(values), torch.float16).share == 0.0
 
 
 # Swamped updates
@@ -117,8 +112,8 @@ def test_updates_up_to_half_a_unit_in_the_last_place_are_swamped(dtype: torch.dt
 
 
 def test_updates_that_are_zero_or_not_finite_do_not_count() -> None:
-    assert swamped(torch.ones(5), torch.tensor([0.0, NAN, INF, 1e-9, 1.0])) == (1, 2)
-    assert swamped(torch.tensor([NAN, 1e9, 1.0]), torch.full((3,), 1e-9)) == (1, 1)
+    assert swamped(torch.ones(5), torch.tensor([0.0, NAN, INF, 1e-9, 1.0]), torch.float16) == (1, 2)
+    assert swamped(torch.tensor([NAN, 1e9, 1.0]), torch.full((3,), 1e-9), torch.float16) == (1, 1)
 
 
 # Samples

@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 import hf_mp
 from hf_mp.cli import app
 from hf_mp.diagnostics import report_charts as charts
-from hf_mp.diagnostics.magnitudes import Swamped, histogram
+from hf_mp.diagnostics.contract.swamped import Swamped
+from hf_mp.diagnostics.magnitudes import histogram
 from hf_mp.diagnostics.report import (
     OPEN_ROWS,
     PAGE_NAME,

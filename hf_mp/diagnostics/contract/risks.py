@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_mp.diagnostics.magnitudes import swamped
+from hf_mp.diagnostics.contract.swamped import swamped
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES, spell
 
 _LOSES_MANY = 0.01  # share of updates from which on the advice is to keep masters
@@ -218,14 +218,6 @@ RULES: dict[str, Callable[[Evidence], Words]] = {
 
 
 # What the rules are made of
-
-
-def share_lost_at(weight: Tensor, rate: float) -> float:
-    """The share of updates of this size, as Adam's and Lion's first one is, that rounding drops: half up, half down."""
-    # Below a power of two the spacing halves, so that updates down survive where those up do not.
-    size = torch.full_like(weight, rate, dtype=torch.float64)
-    return (swamped(weight, size, weight.dtype).share + swamped(weight, -size, weight.dtype).share) / 2
-
 
 _ROLES = {
     # First match wins: "fp32_groups" of DeepSpeed would else be read by the words below.
