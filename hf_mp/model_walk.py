@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.native import native
 
+_OF_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of activation checkpointing and torch.compile
 # The modules of each model, held weakly, and the key of what they have inside.
 _WALKS: weakref.WeakKeyDictionary[nn.Module, tuple[list[weakref.ref[nn.Module]], Any]] = weakref.WeakKeyDictionary()
 
@@ -76,6 +77,13 @@ def model_parameters(model: nn.Module) -> list[nn.Parameter]:
     found = [p for module in modules_of(model) for p in module._parameters.values() if p is not None]
     # A tied weight once; parameters are compared by identity, since == compares their values.
     return list({id(parameter): parameter for parameter in found}.values())
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter without those of wrappers."""
+    for wrapper in _OF_WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -24,7 +24,6 @@ from hf_mp.trainer.calling_trainer import (
 )
 from hf_mp.trainer.checkpoints import inspection, loaded_state
 from hf_mp.trainer.checkpoints.resuming import best_beside, choose_checkpoint, clear_up
-from hf_mp.trainer.checkpoints.saves import Saves
 from hf_mp.trainer.refusals import (
     refuse_late_masters,
     refuse_lean,
@@ -33,6 +32,7 @@ from hf_mp.trainer.refusals import (
     refuse_other_precision,
 )
 from hf_mp.trainer.save_dtype import extend_save
+from hf_mp.trainer.saves import Saves
 from hf_mp.trainer.session import OfSession, TrainerSession
 from hf_mp.trainer.settings import DEFAULT_PRECISION, PrecisionOptions, SessionSettings
 

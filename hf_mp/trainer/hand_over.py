@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from hf_mp.diagnostics.overflow import runtime_of
+from hf_mp.model_walk import plain_name
 from hf_mp.ranks.parallelism import is_dtensor
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.lean.outside_reads import on_stored_values
-
-_OF_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of activation checkpointing and torch.compile
 
 
 def working_copies(model: nn.Module | MixedPrecision) -> Iterator[tuple[str, Tensor]]:
@@ -51,13 +50,6 @@ def working_copies(model: nn.Module | MixedPrecision) -> Iterator[tuple[str, Ten
             "before, or have MixedPrecisionCallback(keep_attached=True)"
         )
     return ((plain_name(name), _copy_of(runtime, one)) for name, one in runtime.model.named_parameters())
-
-
-def plain_name(name: str) -> str:
-    """The name of a parameter without those of wrappers."""
-    for wrapper in _OF_WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 @on_stored_values

@@ -19,7 +19,7 @@ from hf_mp.ranks.agreement import compare_settings
 from hf_mp.ranks.parallelism import has_process_group
 from hf_mp.trainer.arguments import MixedPrecisionArguments
 from hf_mp.trainer.calling_trainer import forget_prepared, refuse_compiled_whole
-from hf_mp.trainer.checkpoints.crash_safe_trainer import CrashSafe
+from hf_mp.trainer.crash_safe_trainer import CrashSafe
 from hf_mp.trainer.refusals import refuse_other_precision
 from hf_mp.trainer.save_dtype import extend_save
 from hf_mp.trainer.session import OfSession, TrainerSession

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_mp.model_walk import plain_name
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
-from hf_mp.trainer.hand_over import plain_name
 
 _PREFIX = "model/"
 

@@ -19,7 +19,7 @@ from hf_mp.trainer.checkpoints import inspection, loaded_state, resuming
 from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, CheckpointError
 from hf_mp.trainer.checkpoints.preemption import Preempted, PreemptionCallback
-from hf_mp.trainer.checkpoints.saves import Saves, largest
+from hf_mp.trainer.saves import Saves, largest
 from hf_mp.trainer.session import TrainerSession
 
 logger = logging.get_logger(__name__)

@@ -28,7 +28,8 @@ from transformers.utils import logging
 
 import hf_mp.trainer.checkpoints.in_place as in_place
 from hf_mp import CheckpointError, LossScaleError, MixedPrecisionArguments, Preempted
-from hf_mp.trainer.checkpoints import lock, saves
+from hf_mp.trainer import saves
+from hf_mp.trainer.checkpoints import lock
 from hf_mp.trainer.checkpoints.inspection import find_problems, list_checkpoints
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from hf_mp.trainer.checkpoints.preemption import PREEMPTED_EXIT_CODE, SIGNALS, PreemptionCallback
