@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from hf_mp.trainer.log_probabilities import LogProbabilityGap, log_probability_gap
     from hf_mp.trainer.trainer import MixedPrecisionTrainer
     from hf_mp.weights.attachable import detach
-    from hf_mp.weights.lean.optimizer import MasterWeightOptimizer
+    from hf_mp.weights.master_weight_optimizer import MasterWeightOptimizer
 
 _HOME = {
     "autocast": "hf_mp.casting.mode",
@@ -78,7 +78,7 @@ _HOME = {
     "HeadroomLossScaler": "hf_mp.scaling.scalers",
     "LossScaleError": "hf_mp.scaling.scalers",
     "StaticLossScaler": "hf_mp.scaling.scalers",
-    "MasterWeightOptimizer": "hf_mp.weights.lean.optimizer",
+    "MasterWeightOptimizer": "hf_mp.weights.master_weight_optimizer",
     "LargestBatch": "hf_mp.memory.fitting",
     "largest_batch_size": "hf_mp.memory.fitting",
     "MemoryFootprint": "hf_mp.memory.footprint",

@@ -45,7 +45,7 @@ from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import is_dtensor
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.step.observers import FreeGradients, check_options
-from hf_mp.weights.lean.optimizer import MasterWeightOptimizer
+from hf_mp.weights.master_weight_optimizer import MasterWeightOptimizer
 
 _MOST_RANKS = 4096
 _MAX_GRAD_NORM = 1.0  # TrainingArguments'

@@ -116,7 +116,7 @@ class MixedPrecision(StepRuntime):
             self._take_model(model)
             install_replacements(model, self._tables)  # before FSDP is told which weights travel in FP32
             self.spread(list(model.parameters()), parallelism)
-            self.weights.layout.make_masters(model)
+            self.weights.make_masters(model)
             self.wrap_forwards()
         except BaseException:
             self.detach()

@@ -27,11 +27,11 @@ from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, norm_of
 from hf_mp.model_walk import optimizer_parameters
 from hf_mp.scaling.borders import accumulating
 from hf_mp.scaling.rules import StepReport
+from hf_mp.step.gradients import largest_unscaled_magnitude
 from hf_mp.step.observers import StepController
 from hf_mp.weights.fused_adamw import clip_factor
-from hf_mp.weights.layout import largest_unscaled_magnitude
-from hf_mp.weights.lean.optimizer import clip_grad_norm_, steps_by_parameter
-from hf_mp.weights.lean.split_parameter import (
+from hf_mp.weights.master_weight_optimizer import clip_grad_norm_, steps_by_parameter
+from hf_mp.weights.split_parameter import (
     SplitParameter,
     gradient_and_factor,
     has_gradient,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hf_mp.diagnostics.overflow import runtime_of
 from hf_mp.ranks.parallelism import is_dtensor
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.lean.outside_reads import on_stored_values
+from hf_mp.weights.outside_reads import on_stored_values
 
 _OF_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of activation checkpointing and torch.compile
 
@@ -62,11 +62,5 @@ def plain_name(name: str) -> str:
 
 @on_stored_values
 def _copy_of(runtime: MixedPrecision, parameter: nn.Parameter) -> Tensor:
-    layout = runtime.weights.layout
-    if layout.keeps_copies and parameter in layout.copies:
-        return layout.copies.get(parameter)
-    copy = parameter.detach()
-    if copy.is_floating_point():
-        # One at a time: a generator holds no second copy of the model.
-        copy = copy.to(runtime.policy.compute)
+    copy = runtime.weights.copy_of(parameter)  # one at a time: a generator holds no second copy of the model
     return copy.full_tensor() if is_dtensor(copy) else copy  # type: ignore[attr-defined]

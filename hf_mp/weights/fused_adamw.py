@@ -18,7 +18,7 @@ from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, Room, adamw_, is_sm
 from hf_mp.kernels.registry import VARIABLE, kernel_for
 from hf_mp.kernels.tensors import is_on_host, is_ordinary, traits_of
 from hf_mp.model_walk import optimizer_parameters
-from hf_mp.weights.lean.split_parameter import SplitParameter, current_remainders, gradient_and_factor
+from hf_mp.weights.split_parameter import SplitParameter, current_remainders, gradient_and_factor
 from hf_mp.weights.working_copies import WorkingCopies
 
 
@@ -154,7 +154,7 @@ def can_skip(optimizer: Optimizer, replaced_step: Callable[..., Any] | None) -> 
     """Whether the step of ``optimizer`` skips by itself where its ``found_inf`` is 1, and nobody hears of a step.
 
     ``replaced_step`` is what stood in the place of its class's ``step`` before it was guarded. Of a
-    :class:`~hf_mp.weights.lean.optimizer.MasterWeightOptimizer`, the wrapped one skips.
+    :class:`~hf_mp.weights.master_weight_optimizer.MasterWeightOptimizer`, the wrapped one skips.
     """
     if replaced_step is None and hasattr(optimizer, "keeps_masters") and not has_hooks(optimizer):
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]

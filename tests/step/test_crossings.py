@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_mp
 from hf_mp import MixedPrecision
-from hf_mp.weights.slots import _border_groups
+from hf_mp.weights.forward_weights import _border_groups
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(3))
 every_kind = pytest.mark.parametrize("precision", ["fp16", "fp16-lean", "bf16"])

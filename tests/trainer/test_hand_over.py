@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import hf_mp
 from hf_mp.trainer.hand_over import working_copies
-from hf_mp.weights.lean.split_parameter import SplitParameter
+from hf_mp.weights.split_parameter import SplitParameter
 
 PRESETS = ("fp16", "bf16", "fp16-lean", "bf16-lean")
 

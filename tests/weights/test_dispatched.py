@@ -31,6 +31,7 @@ from transformers import (
 import hf_mp
 from hf_mp.casting import dispatched
 from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.weights.attached_autocast import AttachedAutocast
 from hf_mp.weights.region import Region
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
@@ -107,7 +108,7 @@ def test_training_and_reading_are_those_of_the_mode(kind: str, precision: str, m
 
 def test_a_known_forward_asks_no_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     model = attached(lambda m, x: F.softmax(m.layer(x), -1))
-    monkeypatch.setattr(Region, "__torch_function__", None)
+    monkeypatch.setattr(AttachedAutocast, "__torch_function__", None)
     assert model(X).dtype is torch.float32
     assert torch._C._len_torch_function_stack() == 0
 

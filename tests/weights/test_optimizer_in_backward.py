@@ -12,7 +12,7 @@ from trainer_runs import arguments, tiny_gpt2, token_rows
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_mp
-from hf_mp.weights.lean.split_parameter import gradient_and_factor, master_value
+from hf_mp.weights.split_parameter import gradient_and_factor, master_value
 
 SETTINGS: dict[str, Any] = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "use_cache": False}
 CONFIG = GPT2Config(

@@ -22,8 +22,8 @@ from hf_mp.model_walk import optimizer_parameters
 from hf_mp.weights.attachable import check_closure
 from hf_mp.weights.early_state import optimizers_in, state_to_fp32
 from hf_mp.weights.fused_adamw import KeptUpdates, clip_factor, fused_step_split, replaces_step, skipping
-from hf_mp.weights.lean.outside_reads import as_stored, on_stored_values
-from hf_mp.weights.lean.split_parameter import (
+from hf_mp.weights.outside_reads import as_stored, on_stored_values
+from hf_mp.weights.split_parameter import (
     SplitParameter,
     gradient_and_factor,
     has_gradient,

@@ -22,9 +22,9 @@ from hf_mp.model_walk import model_parameters, modules_of, widen_buffers
 from hf_mp.ranks.parallelism import Parallelism, is_distributed
 from hf_mp.ranks.wire import Runtime
 from hf_mp.weights.layout import WeightLayout
-from hf_mp.weights.lean.optimizer import MasterWeightOptimizer, clip_grad_norm_
-from hf_mp.weights.lean.outside_reads import on_stored_values
-from hf_mp.weights.lean.split_parameter import (
+from hf_mp.weights.master_weight_optimizer import MasterWeightOptimizer, clip_grad_norm_
+from hf_mp.weights.outside_reads import on_stored_values
+from hf_mp.weights.split_parameter import (
     SplitParameter,
     check_splittable,
     copy_gradient_factors,
