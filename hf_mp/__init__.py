@@ -41,7 +41,8 @@ if TYPE_CHECKING:
         LossScaleError,
         StaticLossScaler,
     )
-    from hf_mp.step.mixed_precision import MixedPrecision, PrecisionStats, prepare
+    from hf_mp.step.mixed_precision import MixedPrecision, PrecisionStats
+    from hf_mp.step.prepare import prepare
     from hf_mp.trainer.arguments import MixedPrecisionArguments
     from hf_mp.trainer.callback import MixedPrecisionCallback
     from hf_mp.trainer.checkpoints.loops import load_checkpoint, save_checkpoint
@@ -90,7 +91,7 @@ _HOME = {
     "PrecisionPolicy": "hf_mp.policy",
     "MixedPrecision": "hf_mp.step.mixed_precision",
     "PrecisionStats": "hf_mp.step.mixed_precision",
-    "prepare": "hf_mp.step.mixed_precision",
+    "prepare": "hf_mp.step.prepare",
     "detach": "hf_mp.weights.attachable",
     "load_checkpoint": "hf_mp.trainer.checkpoints.loops",
     "save_checkpoint": "hf_mp.trainer.checkpoints.loops",

@@ -34,7 +34,7 @@ from hf_mp.step.gradients import GradientCheck, Verdict, too_large
 from hf_mp.step.observers import StepController, StepObserver
 from hf_mp.weights.attachable import rules_for
 from hf_mp.weights.region import Region
-from hf_mp.weights.source import ForwardWeights, WeightLayout, WeightSource
+from hf_mp.weights.source import ForwardWeights, WeightLayout, WeightSource, make_layout
 from hf_mp.weights.value_clipping import VALUE_PATCHES
 
 
@@ -52,14 +52,14 @@ class StepRuntime:
         self,
         policy: PrecisionPolicy,
         scaler: LossScaler[Any],
-        layout: WeightLayout,
+        layout: WeightLayout | None,
         *,
         tables: TableName,
         rules: Rules,
         max_grad_norm: float | None,
     ) -> None:
         self.policy, self.scaler, self.rules, self._tables = policy, scaler, rules, tables
-        self.weights, self.ranks = WeightSource(layout, self), Ranks(self._settings)
+        self.weights, self.ranks = WeightSource(layout or make_layout(policy), self), Ranks(self._settings)
         self.check = GradientCheck(self.backward_ended, self.weights, self.ranks, self._parameters_to_check)
         self._max_grad_norm, self.grad_norm = max_grad_norm, None if max_grad_norm is None else torch.zeros(())
         self.check.measures_norm = max_grad_norm is not None

@@ -19,7 +19,8 @@ from hf_mp.scaling.rules import StepReport
 from hf_mp.step.gradients import Verdict
 from hf_mp.step.profiling import profiled
 from hf_mp.step.runtime import StepRuntime
-from hf_mp.weights.accelerated import tell_accelerate
+from hf_mp.weights.accelerated import as_accelerated, tell_accelerate
+from hf_mp.weights.attachable import check_optimizer
 from hf_mp.weights.fused_adamw import KeptUpdates, can_skip, skipping
 
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"
@@ -167,7 +168,14 @@ class StepGuard:
 
 
 def guard_steps(optimizer: Optimizer, runtime: StepRuntime) -> Optimizer:
-    """Guard the steps of ``optimizer`` for the model of ``runtime``; gives the optimizer to step from now on."""
+    """Guard the steps of ``optimizer`` for the model of ``runtime``; gives the optimizer to step from now on.
+
+    Of accelerate's, the one inside is guarded. Raises as :meth:`MixedPrecision.attach_optimizer`.
+    """
+    if (accelerated := as_accelerated(optimizer)) is not None:
+        accelerated.optimizer = guard_steps(accelerated.optimizer, runtime)
+        return optimizer
+    check_optimizer(optimizer, runtime.model)
     runtime.spread(optimizer_parameters(optimizer), parallelism_of(runtime.model))
     optimizer = runtime.weights.take_optimizer(optimizer)
     for observer in runtime.observers:
