@@ -96,7 +96,9 @@ class Recipe:
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "Model on the Hub, or directory. Default: a small GPT-2, from scratch."}
     )
-    tokenizer_name: str | None = field(default=None, metadata={"help": "Its tokenizer, where that lies elsewhere."})
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "Tokenizer on the Hub, or directory. Default: the model's own."}
+    )
     dtype: str = field(
         default="auto",
         metadata={
@@ -107,8 +109,8 @@ class Recipe:
     dataset_name: str | None = field(
         default=None, metadata={"help": "Dataset on the Hub, or directory. Default: the documentation of this Python."}
     )
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration."})
-    text_column: str = field(default="text", metadata={"help": "Its column with the text."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of --dataset_name."})
+    text_column: str = field(default="text", metadata={"help": "Column of --dataset_name that has the text."})
     train_file: str | None = field(default=None, metadata={"help": "UTF-8 text file to train on."})
     validation_file: str | None = field(
         default=None, metadata={"help": "UTF-8 text file to evaluate on. Default: the last tenth of --train_file."}
@@ -122,11 +124,11 @@ class Recipe:
     prompt: str | None = field(
         default=None,
         metadata={
-            "help": "Beginning of a text that the trained model writes. Default: The, for a model that you name."
+            "help": "Beginning of a text that the trained model writes. Default: 'The' with --model_name_or_path."
         },
     )
-    vocab_size: int = field(default=1024, metadata={"help": "Small GPT-2: tokens of its byte-level BPE."})
-    context: int = field(default=256, metadata={"help": "Small GPT-2: tokens that it can look at."})
+    vocab_size: int = field(default=1024, metadata={"help": "Small GPT-2: tokens in its byte-level BPE vocabulary."})
+    context: int = field(default=256, metadata={"help": "Small GPT-2: context length, in tokens."})
     width: int = field(default=256, metadata={"help": "Small GPT-2: width of its layers."})
     layers: int = field(default=3, metadata={"help": "Small GPT-2: number of its layers."})
     heads: int = field(default=4, metadata={"help": "Small GPT-2: attention heads of a layer."})

@@ -7,6 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_mp import __version__, cli
+from hf_mp.memory.precisions import SHOWN_PRESETS
+from hf_mp.memory.training import TrainingSettings
 
 
 def run(*arguments):
@@ -33,6 +35,12 @@ def test_flags_are_shown_without_a_type(command):
     flags = [line for line in shown.splitlines() if re.search(r"--(?!help)", line)]  # which is typer's own
     assert "--help" in shown and not any("bool" in line.lower() for line in flags)
     assert ("<int>" in shown) is (command == ["memory"])
+
+
+def test_the_help_of_memory_names_its_defaults():
+    shown = " ".join(run("memory", "--help").output.replace("│", " ").split())
+    assert f"Default: {', '.join(SHOWN_PRESETS)}." in shown
+    assert f"Default: {TrainingSettings.optimizer}; for tp: adamw_torch." in shown
 
 
 @pytest.fixture
