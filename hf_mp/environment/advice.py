@@ -20,9 +20,9 @@ def advise(device: str, *, fp16: bool, bf16: bool) -> dict[str, str]:
         ``preset``, for :meth:`hf_mp.PrecisionPolicy.parse`; ``reason``; ``otherwise``: when to choose another one.
     """
     if bf16:
-        reason = f"{device} multiplies BF16, which has FP32's range: it needs no loss scale."
+        reason = f"{device} multiplies BF16, which needs no loss scale."
         return {"preset": "bf16", "reason": reason, "otherwise": _IN_BF16}
     if fp16:
         return {"preset": "fp16", "reason": f"{device} multiplies FP16, but not BF16.", "otherwise": _IN_FP16}
-    reason = f"{device} multiplies neither FP16 nor BF16: they save memory, but no time."
-    return {"preset": "fp32", "reason": reason, "otherwise": "fp16 if memory is short."}
+    reason = f"{device} multiplies neither FP16 nor BF16."
+    return {"preset": "fp32", "reason": reason, "otherwise": "fp16 if memory is short: it saves no time."}

@@ -37,7 +37,12 @@ FP16, BF16 = torch.float16, torch.bfloat16
 @pytest.mark.parametrize(
     ("planted", "preset", "reason", "otherwise"),
     [
-        ({"gpus": [A100], "bf16": ["NVIDIA A100"]}, "bf16", "NVIDIA A100 multiplies BF16, which has", "fp16 if the"),
+        (
+            {"gpus": [A100], "bf16": ["NVIDIA A100"]},
+            "bf16",
+            "NVIDIA A100 multiplies BF16, which needs no",
+            "fp16 if the",
+        ),
         ({"gpus": [T4], "cpu": [BF16]}, "fp16", "Tesla T4 multiplies FP16, but not BF16", "fp32 if the model was"),
         ({"gpus": [A100, T4], "bf16": ["NVIDIA A100"]}, "fp16", "Tesla T4 multiplies FP16", "fp16-lean if memory"),
         ({"gpus": [PASCAL]}, "fp32", "GTX 1080 multiplies neither FP16 nor BF16", "fp16 if memory is short"),
