@@ -48,7 +48,7 @@ def machine(monkeypatch):
     planted = {
         "versions": {"torch": "2.13.0"},
         "hardware": {"CPU": "a fast one"},
-        "advice": {"preset": "bf16", "reason": "It is fast.", "otherwise": "fp16."},
+        "advice": {"preset": "bf16", "reason": "It is fast.", "otherwise": "Use fp16. Or fp32."},
     }
     monkeypatch.setattr("hf_mp.environment.report.examine_machine", lambda: planted)
     return planted
@@ -58,7 +58,7 @@ def test_env_prints_what_the_machine_has(machine):
     result = run("env")
     assert result.exit_code == 0
     assert result.stdout.startswith("torch  2.13.0\nCPU    a fast one\n\n")
-    assert "Advice: precision='bf16'. It is fast. Otherwise fp16." in result.stdout
+    assert result.stdout.endswith("\n\nAdvice: precision='bf16'\n  It is fast.\n  Use fp16.\n  Or fp32.\n")
     assert json.loads(run("env", "--json").stdout) == machine
 
 

@@ -48,7 +48,7 @@ FP16, BF16 = torch.float16, torch.bfloat16
         ({"gpus": [PASCAL]}, "fp32", "GTX 1080 multiplies neither FP16 nor BF16", "fp16 if memory is short"),
         ({"gpus": [("MI300", (9, 4))], "hip": "6", "bf16": ["MI300"]}, "bf16", "MI300 multiplies BF16", "bf16-lean"),
         ({"gpus": [("MI25", (9, 0))], "hip": "6"}, "fp16", "MI25 multiplies FP16, but not BF16", "fp16-lean"),
-        ({"cpu": [BF16]}, "bf16", "This CPU multiplies BF16", "3 more bits"),
+        ({"cpu": [BF16]}, "bf16", "This CPU multiplies BF16", "higher loss"),
         ({"cpu": [FP16, BF16]}, "bf16", "This CPU multiplies BF16", "bf16-lean"),
         ({"cpu": [FP16]}, "fp16", "This CPU multiplies FP16, but not BF16", "fp16-lean"),
         ({}, "fp32", "This CPU multiplies neither FP16 nor BF16", "fp16 if memory is short"),
