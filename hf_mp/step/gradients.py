@@ -190,9 +190,9 @@ class GradientCheck:
         is_used = any(versions.get(weight, seen) != seen for weight, seen in self._versions.items())
         if is_used:
             self.warn_once(
-                "this model is attached to a MixedPrecision, and an optimizer that it does not know updates its "
-                "weights: updates that overflow are not skipped, and the loss scale stands still. Call "
-                "attach_optimizer(optimizer), or hf_mp.detach(model)"
+                "an optimizer that was not attached updates the weights of an attached model: its steps are taken even "
+                "when gradients overflow, and the loss scale stays as it is. Call attach_optimizer(optimizer), or "
+                "hf_mp.detach(model)"
             )
         if is_used or not self.gradients(parameters):
             self.forget()

@@ -194,8 +194,8 @@ def _check_step(optimizer: Any, runtimes: list[StepRuntime]) -> None:
     """Raise a RuntimeError for a step by a ``torch.amp.GradScaler``, or inside of a backward."""
     if any([runtime.check.backwards.forget_failed() and runtime.check.is_scaled for runtime in runtimes]):
         raise RuntimeError(
-            "optimizer.step() was called in a backward, of which the other gradients would be divided by the next loss "
-            "scale: use free_gradients='backward' in a lean layout, or a precision that scales nothing (bf16)"
+            "optimizer.step() was called during a backward, whose remaining gradients would be divided by the next "
+            "loss scale: use free_gradients='backward' in a lean layout, or a precision that scales nothing (bf16)"
         )
     # torch.amp.GradScaler leaves found_inf on the guarded optimizer, and calls its step in any case.
     if vars(optimizer).get("found_inf") is not None:

@@ -47,8 +47,8 @@ def working_copies(model: nn.Module | MixedPrecision) -> Iterator[tuple[str, Ten
     runtime = runtime_of(model)
     if runtime.model is None:
         raise ValueError(
-            "working_copies: the mixed precision of this model was detached, as it is when a training ends: call it "
-            "before, or have MixedPrecisionCallback(keep_attached=True)"
+            "working_copies: mixed precision was detached from this model, as it is when a training ends: call it "
+            "before, or pass MixedPrecisionCallback(keep_attached=True)"
         )
     return ((plain_name(name), _copy_of(runtime, one)) for name, one in runtime.model.named_parameters())
 

@@ -193,8 +193,8 @@ class ForwardWeights:
         is_torchs = isinstance(error, RuntimeError | None) or type(error).__module__ == "torch.utils.checkpoint"
         if written is not None and is_torchs:
             raise RuntimeError(
-                f"a forward wrote into {written} in place, which the first of its kind did not, so that its 16-bit "
-                "copy was written and not the weight: write weights between forwards"
+                f"a forward wrote into {written} in place, which the first of its kind did not: only its 16-bit copy "
+                "was written, not the weight. Write weights between forwards"
             )
 
     def data_of(self, tensor: Tensor) -> list[Tensor]:

@@ -382,8 +382,8 @@ def _warn_of_own_parameters(optimizer: Optimizer) -> None:
         is_list = isinstance(held, (list, tuple)) and all(held is not group for group in groups)
         if is_list and any(isinstance(one, nn.Parameter) and _needs_master(one) for one in held):
             warn_caller(
-                f"{type(optimizer).__name__}.{name} lists 16-bit parameters. Their FP32 masters and gradients are in "
-                "param_groups while it steps, and a step by a list of its own changes nothing: have it read "
+                f"{type(optimizer).__name__}.{name} lists 16-bit parameters, and updates made through it are lost: "
+                "during a step, only param_groups has the FP32 masters and their gradients. Have the optimizer read "
                 "param_groups, or use 'fp16' or 'bf16'"
             )
 

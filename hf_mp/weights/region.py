@@ -51,7 +51,7 @@ class Region:
         if set(self._threads) - {threading.get_ident()}:
             raise RuntimeError(
                 "a forward with gradients began while another thread ran one of the same attached model, and a module "
-                "holds the 16-bit weights of one forward: run them one after the other, or give the other thread a "
+                "can hold the 16-bit weights of only one: run them one after the other, or give the other thread a "
                 "copy.deepcopy of the model"
             )
 

@@ -251,7 +251,7 @@ def _spread_layout(layout: WeightLayout, parameters: Iterable[Tensor], paralleli
         return TransientLayout(policy)
     if policy.is_lean:
         raise ValueError(
-            f"precision={str(policy)!r} keeps the rest of each master next to a whole weight, and this "
-            f"model is tensor parallel: use {str(policy).removesuffix('-lean')!r}"
+            f"precision={str(policy)!r} needs whole weights, and this model is tensor parallel: use "
+            f"{str(policy).removesuffix('-lean')!r}"
         )
     return TensorParallelLayout(policy)

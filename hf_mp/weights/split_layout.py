@@ -56,8 +56,8 @@ class SplitLayout(WeightLayout):
     ) -> None:
         if is_distributed() and parallelism.fsdp:
             raise ValueError(
-                f"precision={str(self.policy)!r} learned that FSDP shards this {type(model).__name__} when a forward "
-                "ran already: call attach_optimizer before the first forward"
+                f"precision={str(self.policy)!r} must know before the first forward that FSDP shards this "
+                f"{type(model).__name__}: call attach_optimizer earlier"
             )
         super().join_ranks(model, parallelism, runtime, in_fp32)
 
@@ -196,9 +196,9 @@ def _refuse_unwrapped_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         # Every step of any optimizer comes here: no call for ordinary parameters.
         if any([type(p) not in _ORDINARY and not getattr(p, "has_optimizer", True) for p in group["params"]]):
             raise RuntimeError(
-                f"this {type(optimizer).__name__} would round its updates to the 16 bits in which a lean layout stores "
-                "weights: step what attach_optimizer(optimizer) or prepare(model, optimizer, ...) returns, or call "
-                "hf_mp.detach(model)"
+                f"this {type(optimizer).__name__} was not attached, and would round its updates to the 16 bits in "
+                "which a lean layout stores weights: step what attach_optimizer(optimizer) or prepare(model, "
+                "optimizer, ...) returns, or call hf_mp.detach(model)"
             )
 
 
