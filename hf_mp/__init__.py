@@ -41,7 +41,8 @@ if TYPE_CHECKING:
         LossScaleError,
         StaticLossScaler,
     )
-    from hf_mp.step.mixed_precision import MixedPrecision, PrecisionStats, prepare
+    from hf_mp.step.mixed_precision import MixedPrecision, PrecisionStats
+    from hf_mp.step.prepare import prepare
     from hf_mp.trainer.arguments import MixedPrecisionArguments
     from hf_mp.trainer.callback import MixedPrecisionCallback
     from hf_mp.trainer.checkpoints.loops import load_checkpoint, save_checkpoint
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from hf_mp.trainer.log_probabilities import LogProbabilityGap, log_probability_gap
     from hf_mp.trainer.trainer import MixedPrecisionTrainer
     from hf_mp.weights.attachable import detach
-    from hf_mp.weights.lean.optimizer import MasterWeightOptimizer
+    from hf_mp.weights.master_weight_optimizer import MasterWeightOptimizer
 
 _HOME = {
     "autocast": "hf_mp.casting.mode",
@@ -78,7 +79,7 @@ _HOME = {
     "HeadroomLossScaler": "hf_mp.scaling.scalers",
     "LossScaleError": "hf_mp.scaling.scalers",
     "StaticLossScaler": "hf_mp.scaling.scalers",
-    "MasterWeightOptimizer": "hf_mp.weights.lean.optimizer",
+    "MasterWeightOptimizer": "hf_mp.weights.master_weight_optimizer",
     "LargestBatch": "hf_mp.memory.fitting",
     "largest_batch_size": "hf_mp.memory.fitting",
     "MemoryFootprint": "hf_mp.memory.footprint",
@@ -90,7 +91,7 @@ _HOME = {
     "PrecisionPolicy": "hf_mp.policy",
     "MixedPrecision": "hf_mp.step.mixed_precision",
     "PrecisionStats": "hf_mp.step.mixed_precision",
-    "prepare": "hf_mp.step.mixed_precision",
+    "prepare": "hf_mp.step.prepare",
     "detach": "hf_mp.weights.attachable",
     "load_checkpoint": "hf_mp.trainer.checkpoints.loops",
     "save_checkpoint": "hf_mp.trainer.checkpoints.loops",

@@ -19,7 +19,7 @@ app = typer.Typer(
 )
 
 WithTraceback = Annotated[
-    bool, typer.Option("--traceback", metavar="", help="If something fails, show the traceback, not a sentence.")
+    bool, typer.Option("--traceback", metavar="", help="Show the traceback of an error, not one sentence.")
 ]
 
 
@@ -86,9 +86,16 @@ def memory(
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", metavar="", help="Recompute blocks.")
     ] = False,
-    optimizer: Annotated[str | None, typer.Option(help="As in TrainingArguments(optim=...).")] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(help="As in TrainingArguments(optim=...). Default: adamw_torch_fused; for tp: adamw_torch."),
+    ] = None,
     precision: Annotated[
-        list[str] | None, typer.Option(help="Preset to train in. Repeat it for several, or say all. Default: five.")
+        list[str] | None,
+        typer.Option(
+            help="Preset to train in. Repeat it for several, or say all. Default: fp32, trainer-fp16, fp16, bf16, "
+            "fp16-lean."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="Device to predict for: cuda or cpu; needs neither here.")] = "cuda",
     gpu: Annotated[
@@ -133,7 +140,7 @@ def check(
         float | None, typer.Option(help="Learning rate at which to count lost updates. Default: the checkpoint's.")
     ] = None,
     keeps_bits: Annotated[
-        bool, typer.Option("--keeps-bits", metavar="", help="The optimizer rounds stochastically.")
+        bool, typer.Option("--keeps-bits", metavar="", help="The optimizer rounds stochastically, or keeps Kahan sums.")
     ] = False,
     base: Annotated[
         Path | None, typer.Option(help="Folder of the model that training began from: shows which weights never moved.")

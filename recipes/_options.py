@@ -26,7 +26,7 @@ def parse_options(kind: type[Options], arguments: Sequence[str] | None) -> Optio
 def check_training(seeds: int, learning_rate: float) -> None:
     """Raise a ValueError without a seed, or for a learning rate that is not positive."""
     if seeds < 1:
-        raise ValueError(f"--seeds {seeds}: train under one seed at least, under two to see their spread")
+        raise ValueError(f"--seeds {seeds}: use at least 1 seed, and 2 to see their spread")
     if learning_rate <= 0:
         raise ValueError(f"--learning_rate {learning_rate} must be positive")
 

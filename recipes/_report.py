@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 import hf_mp
 from hf_mp.environment.libraries import first_line
+from hf_mp.scaling.rules import scale_text
 
 MIB = 2**20
 
@@ -27,6 +28,21 @@ def quiet_libraries() -> None:
     """Leave one progress bar, that of the training."""
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
+
+
+def log_line(step: int, logs: Entry) -> str:
+    """A log of the Trainer in at most 80 columns; empty for the summary at the end of a training."""
+    words = {
+        "loss": "loss {:.3f}",
+        "eval_loss": "evaluation loss {:.3f}",
+        "loss_scale": "loss scale {:>6}",
+        "learning_rate": "learning rate {:.1e}",
+        "skipped_steps": "skipped {:,}",
+    }
+    if "loss_scale" in logs:
+        logs = {**logs, "loss_scale": scale_text(logs["loss_scale"])}
+    shown = [text.format(logs[name]) for name, text in words.items() if name in logs]
+    return "  ".join([f"step {step:>5,}", *shown]) if shown else ""
 
 
 def loss_scale_of_run(trainer: hf_mp.MixedPrecisionTrainer) -> Entry | None:
@@ -69,9 +85,6 @@ def measure_footprints(saved: Path) -> dict[str, Entry]:
 
 def summary_table(s: Entry) -> Table:
     """What ``summary.json`` holds, for reading."""
-    scale = s["loss_scale"] and (
-        "{first:,.0f} first, {last:,.0f} last, from {lowest:,.0f} to {highest:,.0f}".format(**s["loss_scale"])
-    )
     speed = f"({s['train_tokens']:,} in {s['train_seconds']:,.1f} s on {s['device']})"
     rows = [
         ("evaluation loss", f"{s['eval_loss_before']:.3f} before, {s['eval_loss_after']:.3f} after"),
@@ -79,7 +92,7 @@ def summary_table(s: Entry) -> Table:
         ("  of the unigram distribution", f"{s['unigram_perplexity']:,.1f} (from token counts alone)"),
         ("tokens per second", f"{s['tokens_per_second']:,.0f} {speed}"),
         ("precision", s["precision"]),
-        ("loss scale", scale or "none"),
+        ("loss scale", loss_scale_words(s["loss_scale"])),
         ("steps", f"{s['steps']:,}, {s['skipped_steps']:,} of them skipped for an overflow"),
         ("peak memory", f"{in_mib(s['peak_memory']['mib'])} {s['peak_memory']['of']}"),
         *(
@@ -91,6 +104,18 @@ def summary_table(s: Entry) -> Table:
     for name, value in rows:
         table.add_row(name, Text(value))
     return table
+
+
+def loss_scale_words(scale: Entry | None) -> str:
+    """The scale at both ends of a run, and where it was lower or higher between them."""
+    if scale is None:
+        return "none"
+    words = [f"{scale[name]:,.0f} {name}" for name in ("first", "last")]
+    if scale["lowest"] < min(scale["first"], scale["last"]):
+        words.append(f"{scale['lowest']:,.0f} lowest")
+    if scale["highest"] > max(scale["first"], scale["last"]):
+        words.append(f"{scale['highest']:,.0f} highest")
+    return ", ".join(words)
 
 
 def in_mib(size: float | None) -> str:

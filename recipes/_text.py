@@ -142,7 +142,9 @@ def hub_text(name: str, config: str | None, column: str, seed: int) -> DatasetDi
         ) from error
     if "train" not in splits or column not in splits["train"].column_names:
         columns = {split: rows.column_names for split, rows in splits.items()}
-        raise ValueError(f"{name} has no column {column!r} in a split 'train', but {columns}: see --text_column")
+        raise ValueError(
+            f"{name} has no column {column!r} in a split 'train', but {columns}: name one with --text_column"
+        )
     held_out = next((split for split in ("validation", "test") if split in splits), None)
     if held_out is not None:
         train, validation = splits["train"], splits[held_out]

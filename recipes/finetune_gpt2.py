@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 from torch.nn import functional
+from tqdm.auto import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -36,6 +37,8 @@ from transformers import (
     HfArgumentParser,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PrinterCallback,
+    ProgressCallback,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -45,6 +48,7 @@ from transformers import (
 )
 
 from _report import (
+    log_line,
     loss_scale_of_run,
     measure_footprints,
     peak_memory,
@@ -96,7 +100,9 @@ class Recipe:
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "Model on the Hub, or directory. Default: a small GPT-2, from scratch."}
     )
-    tokenizer_name: str | None = field(default=None, metadata={"help": "Its tokenizer, where that lies elsewhere."})
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "Tokenizer on the Hub, or directory. Default: the model's own."}
+    )
     dtype: str = field(
         default="auto",
         metadata={
@@ -107,8 +113,8 @@ class Recipe:
     dataset_name: str | None = field(
         default=None, metadata={"help": "Dataset on the Hub, or directory. Default: the documentation of this Python."}
     )
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration."})
-    text_column: str = field(default="text", metadata={"help": "Its column with the text."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of --dataset_name."})
+    text_column: str = field(default="text", metadata={"help": "Column of --dataset_name that has the text."})
     train_file: str | None = field(default=None, metadata={"help": "UTF-8 text file to train on."})
     validation_file: str | None = field(
         default=None, metadata={"help": "UTF-8 text file to evaluate on. Default: the last tenth of --train_file."}
@@ -122,11 +128,11 @@ class Recipe:
     prompt: str | None = field(
         default=None,
         metadata={
-            "help": "Beginning of a text that the trained model writes. Default: The, for a model that you name."
+            "help": "Beginning of a text that the trained model writes. Default: 'The' with --model_name_or_path."
         },
     )
-    vocab_size: int = field(default=1024, metadata={"help": "Small GPT-2: tokens of its byte-level BPE."})
-    context: int = field(default=256, metadata={"help": "Small GPT-2: tokens that it can look at."})
+    vocab_size: int = field(default=1024, metadata={"help": "Small GPT-2: tokens in its byte-level BPE vocabulary."})
+    context: int = field(default=256, metadata={"help": "Small GPT-2: context length, in tokens."})
     width: int = field(default=256, metadata={"help": "Small GPT-2: width of its layers."})
     layers: int = field(default=3, metadata={"help": "Small GPT-2: number of its layers."})
     heads: int = field(default=4, metadata={"help": "Small GPT-2: attention heads of a layer."})
@@ -195,8 +201,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # The small GPT-2 has read too little to write a sentence.
         if prompt := recipe.prompt or (recipe.model_name_or_path and "The"):
             console.print(Text(f"It writes:\n\n{write_text(output_dir, prompt, args.seed)}"))
-        if trainer.session.contract is not None:  # a step was taken
-            console.print(f"\nIn which dtype it was trained:\n{trainer.session.contract}", soft_wrap=True)
 
 
 # Arguments
@@ -369,6 +373,48 @@ class TokenCount(TrainerCallback):
         self.tokens = int(state.num_input_tokens_seen - self._before)
 
 
+class Progress(TrainerCallback):
+    """Progress bars with names, and each log of the Trainer as one short line."""
+
+    _training: tqdm[Any]
+    _evaluation: tqdm[Any] | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._training = progress_bar("training", state.max_steps, args, state)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._training.update(state.global_step - self._training.n)  # a resumed run begins at its checkpoint
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._training.close()
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._evaluation is None:
+            self._evaluation = progress_bar("evaluating", len(kwargs["eval_dataloader"]), args, state)
+        self._evaluation.update()
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._evaluation is not None:
+            self._evaluation.close()
+        self._evaluation = None
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        line = log_line(state.global_step, kwargs["logs"])
+        if line and state.is_world_process_zero:
+            tqdm.write(line)  # above the bar
+
+
+def progress_bar(name: str, total: int, args: TrainingArguments, state: TrainerState) -> tqdm[Any]:
+    is_hidden = args.disable_tqdm or not state.is_world_process_zero
+    return tqdm(total=total, desc=name, leave=False, dynamic_ncols=True, disable=is_hidden)
+
+
 def block_losses(logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
     """The loss of each block of an evaluation; one by one, as all logits in FP32 may not fit into memory."""
     logits = logits[0] if isinstance(logits, tuple) else logits
@@ -390,7 +436,7 @@ def make_trainer(
 ) -> MixedPrecisionTrainer:
     # GPT-2 does not say so itself; the Trainer then divides by one token a block too many and shows too low a loss.
     model.loss_type = model.loss_type or "ForCausalLM"
-    return MixedPrecisionTrainer(
+    trainer = MixedPrecisionTrainer(
         model=model,
         args=args,
         train_dataset=blocks.train,
@@ -400,6 +446,9 @@ def make_trainer(
         preprocess_logits_for_metrics=block_losses,
         compute_metrics=None if args.batch_eval_metrics else mean_block_loss,
     )
+    trainer.remove_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
+    trainer.add_callback(Progress)
+    return trainer
 
 
 def train(trainer: MixedPrecisionTrainer, checkpoint: str | bool | None) -> tuple[float, int]:

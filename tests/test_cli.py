@@ -7,6 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_mp import __version__, cli
+from hf_mp.memory.precisions import SHOWN_PRESETS
+from hf_mp.memory.training import TrainingSettings
 
 
 def run(*arguments):
@@ -35,12 +37,18 @@ def test_flags_are_shown_without_a_type(command):
     assert ("<int>" in shown) is (command == ["memory"])
 
 
+def test_the_help_of_memory_names_its_defaults():
+    shown = " ".join(run("memory", "--help").output.replace("│", " ").split())
+    assert f"Default: {', '.join(SHOWN_PRESETS)}." in shown
+    assert f"Default: {TrainingSettings.optimizer}; for tp: adamw_torch." in shown
+
+
 @pytest.fixture
 def machine(monkeypatch):
     planted = {
         "versions": {"torch": "2.13.0"},
         "hardware": {"CPU": "a fast one"},
-        "advice": {"preset": "bf16", "reason": "It is fast.", "otherwise": "fp16."},
+        "advice": {"preset": "bf16", "reason": "It is fast.", "otherwise": "Use fp16. Or fp32."},
     }
     monkeypatch.setattr("hf_mp.environment.report.examine_machine", lambda: planted)
     return planted
@@ -50,7 +58,7 @@ def test_env_prints_what_the_machine_has(machine):
     result = run("env")
     assert result.exit_code == 0
     assert result.stdout.startswith("torch  2.13.0\nCPU    a fast one\n\n")
-    assert "Advice: precision='bf16'. It is fast. Otherwise fp16." in result.stdout
+    assert result.stdout.endswith("\n\nAdvice: precision='bf16'\n  It is fast.\n  Use fp16.\n  Or fp32.\n")
     assert json.loads(run("env", "--json").stdout) == machine
 
 

@@ -38,7 +38,6 @@ ALLOWED = {
 # Faults that are left, by name: a line that is mended goes, and none may come.
 FOLDERS_THAT_IMPORT_EACH_OTHER = {
     frozenset({"casting", "casting/cpu"}),
-    frozenset({"weights", "weights/lean"}),
 }
 MAY_IMPORT_TRANSFORMERS = {"trainer", "diagnostics", "memory"}
 
@@ -114,6 +113,15 @@ def test_sub_folders_are_layers(modules: dict[str, set[str]]) -> None:
     }
     mutual = {frozenset(pair) for pair in pairs if pair[::-1] in pairs}
     assert mutual == FOLDERS_THAT_IMPORT_EACH_OTHER
+
+
+def test_nobody_outside_names_a_part_of_the_owner_of_the_weights(modules: dict[str, set[str]]) -> None:
+    parts = ("forward_weights", "gathered_weights", "layout", "reading_layout", "spread_layouts", "working_copies")
+    hidden = {f"hf_mp.weights.{name}" for name in parts} | {"hf_mp.weights.product_uses.ProductUses"}
+    for module, imported in modules.items():
+        assert module.startswith("hf_mp.weights.") or not imported & hidden, module
+    for path in ROOT.rglob("*.py"):
+        assert "weights" in path.parts or "weights.layout" not in path.read_text().replace("hf_mp.weights.layout", "")
 
 
 def test_a_circle_is_found_also_through_imports_for_type_checkers() -> None:

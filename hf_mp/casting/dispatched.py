@@ -78,7 +78,7 @@ def _key() -> Any:
             raise AttributeError("torch._C has no _dispatch_tls_set_dispatch_key_included")
         _library("_").fallback(torch.library.fallthrough_kernel)  # of all namespaces
     except (AttributeError, RuntimeError) as error:
-        lost = "forwards ask about each torch call, a microsecond each"
+        lost = "autocast intercepts every torch call in Python, which takes a microsecond each"
         warn_caller(f"torch {torch.__version__} takes no kernels for the key {_KEY} ({error}): {lost}")
         return None
     return _passed_by_higher_order_ops(found)

@@ -31,7 +31,7 @@ def exact_plan(plan: Plan, tables: TableName) -> Plan:
         entry = plan[func]
         if entry.rule not in _HANDLERS:
             raise ValueError(
-                f"exact_generation=True sums {name} in FP64, and a rule has it run as it is called: leave that "
+                f"exact_generation=True sums {name} in FP64, and a rule keeps the dtypes it is called with: leave that "
                 "rule out, or make it 'fp32'"
             )
         found[func] = entry._replace(handler=_refuse_grouped if name in _GROUPED else _HANDLERS[entry.rule])
@@ -56,7 +56,7 @@ def sum_in_fp64(
 
 def _refuse_grouped(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     raise ValueError(
-        "exact_generation=True sums products in FP64, and grouped products of experts have no such kernel: load the "
+        "exact_generation=True sums matmuls in FP64, and grouped matmuls of experts have no FP64 kernel: load the "
         "model with experts_implementation='eager'"
     )
 

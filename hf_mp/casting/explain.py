@@ -92,7 +92,7 @@ def explain(
     """
     model = function if isinstance(function, nn.Module) else None
     attached = getattr(getattr(function, "forward", None), "runtime", None)
-    mode = autocast(dtype, tables=tables, rules=rules, model=model) if attached is None else attached.region
+    mode = autocast(dtype, tables=tables, rules=rules, model=model) if attached is None else attached.region.autocast
     recorder = _Recorder()
     # An attached model enters its region itself.
     modules = {} if model is None else dict(model.named_modules())

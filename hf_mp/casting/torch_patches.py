@@ -247,13 +247,13 @@ TABLE: tuple[Patch, ...] = (
     ),
     Patch((f"{_CHECKPOINT}CheckpointFunction",), _checkpoint_function, "gradient checkpointing recomputes in FP32"),
     *(Patch((f"torch:{name}",), _asks(lambda ours, *_, **__: ours.enabled),
-            "models that ask for autocast take it for disabled")
+            "models that ask whether autocast is enabled are told that it is not")
       for name in ("is_autocast_enabled", "is_autocast_cpu_enabled")),
     *(Patch((f"torch:{name}",), _asks(lambda ours, *_, **__: ours.dtype),
-            "models that ask for autocast's dtype get torch's")
+            "models that ask for autocast's dtype are told torch.autocast's")
       for name in ("get_autocast_dtype", "get_autocast_gpu_dtype", "get_autocast_cpu_dtype")),
     Patch(("torch:_C._is_any_autocast_enabled",), _asks(lambda ours: ours.enabled),
-          "nn.LSTM and its kin refuse mixed dtypes"),
+          "nn.LSTM, nn.GRU and nn.RNN refuse mixed dtypes"),
     Patch(("torch:autocast.__enter__",), _enter_torch_autocast, _ISLANDS),
     Patch(("torch:autocast.__exit__",), _leave_torch_autocast, _ISLANDS),
     Patch(("torch._dynamo.variables.ctx_manager:AutocastModeVariable.enter",), _enter_traced_autocast, _TRACED_ISLANDS),

@@ -20,7 +20,7 @@ from hf_mp._warnings import warn_caller
 try:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 except ImportError:
-    lost = "where compiled code breaks off under autocast, the compiler may compile autocast itself, and fail"
+    lost = "after a graph break under autocast, torch.compile may compile autocast itself, and fail"
     warn_caller(f"torch {torch.__version__} has no set_code_exec_strategy: {lost}")
 
     def _pass_by(function: FunctionType, *, with_calls: bool) -> None:

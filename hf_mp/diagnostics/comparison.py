@@ -84,7 +84,7 @@ def compare_precisions(
 def _notes(output: str, errors: Iterable[PrecisionError]) -> tuple[str, ...]:
     notes = []
     if output != "logits":
-        notes.append(f"The model returns no logits: compared is its first floating output, {output!r}.")
+        notes.append(f"The model returns no logits: its first floating output, {output!r}, is compared.")
     if not all(math.isfinite(one.logits_rms) for one in errors):
         notes.append("Where FP16 gives inf or NaN, hf_mp.calibrate finds the rules that keep the model in range.")
     return tuple(notes)

@@ -49,7 +49,7 @@ def run_in_fp32(model: nn.Module, batch: Any, number: int) -> Reference:
         name, logits = logits_of(call(model, batch))
     if logits.isnan().any() or (logits == math.inf).any():
         raise ValueError(
-            f"{type(model).__name__} is inf or NaN in FP32 for batch {number}, so that no precision can be compared "
+            f"{type(model).__name__} returns inf or NaN in FP32 for batch {number}, so no precision can be compared "
             "with it: the cause is the model or its data, look for weights that are not finite"
         )
     return Reference(name, logits, _what_counts(model, logits, batch))
@@ -59,7 +59,7 @@ def logits_of(outputs: Any) -> tuple[str, Tensor]:
     """The logits, or the first floating output that is no loss, of shape (positions, classes), with its name."""
     named = [(name, t) for name, t in named_tensors(outputs) if t.is_floating_point() and t.dim()]
     if not named:
-        raise ValueError("the model returns no floating tensor besides a loss: there is nothing to compare")
+        raise ValueError("the model returns no floating tensor except a loss: there is nothing to compare")
     name, logits = next((one for one in named if one[0] == "logits"), named[0])
     return name, logits.detach().reshape(-1, logits.shape[-1] if logits.dim() > 1 else 1)
 

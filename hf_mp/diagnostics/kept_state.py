@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from hf_mp.casting.nested import named_tensors
 from hf_mp.diagnostics.values import finiteness
-from hf_mp.weights.lean.split_parameter import SplitParameter
+from hf_mp.weights.split_parameter import SplitParameter
 
 _Result = TypeVar("_Result")
 _GRAD: Any = Tensor.grad  # the property itself, which split parameters override

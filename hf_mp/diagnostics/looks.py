@@ -62,7 +62,7 @@ def run_again(
     assert model is not None  # it was called
     # A rule in FP32 would only say again what autocast does there.
     in_force = None if dtype is torch.float32 else {**runtime.rules, **(rules or {})}
-    mode = autocast(dtype, tables=runtime.region.tables, rules=in_force, model=model)
+    mode = autocast(dtype, tables=runtime.region.autocast.tables, rules=in_force, model=model)
 
     def make(call: KeptCall, args: Any, kwargs: Any) -> Any:
         args, kwargs = apply_to_tensors(_entered, (args, kwargs))

@@ -15,7 +15,7 @@ from hf_mp.diagnostics.magnitudes import sample
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.ranks.parallelism import local_part
 from hf_mp.weights.accelerated import as_accelerated
-from hf_mp.weights.lean.split_parameter import SplitParameter
+from hf_mp.weights.split_parameter import SplitParameter
 
 # What optimizers call their own way to keep small updates: optimi kahan_sum, torchao bf16_stochastic_round.
 _KEEPS_BITS = re.compile("kahan|stochastic")

@@ -18,7 +18,7 @@ from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
 from hf_mp.ranks.parallelism import is_sharded, local_part
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.lean.split_parameter import gradient_and_factor, master_sample
+from hf_mp.weights.split_parameter import gradient_and_factor, master_sample
 
 COMPILED = "activations and their gradients: the model is compiled, and its modules are not seen from outside"
 SHARDED = "weights, weight gradients and updates: FSDP gathers and shards the parameters meanwhile"

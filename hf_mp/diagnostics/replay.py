@@ -88,7 +88,7 @@ def _difference(backward: KeptBackward, outputs: list[Tensor]) -> str:
         if loss is not None and bool(finiteness(loss)) != bool(finiteness(again)):
             return (
                 f"the output {incoming.output!r} was {loss.item():g} and came to {again.item():g} in the replay: "
-                "the forward depends on something besides its inputs, weights and random generators"
+                "the forward depends on more than its inputs, weights and random generators"
             )
     return ""
 

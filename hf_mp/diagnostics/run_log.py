@@ -93,7 +93,7 @@ def read_run(directory: Path) -> RunRecords:
     # A run directory may be somebody else's: the page is not to show what lies elsewhere.
     if not path.is_file() or not path.resolve().is_relative_to(directory.resolve()):
         raise ValueError(
-            f"{directory} holds no run: no file {LOG_NAME} is in it. precision_report=True, of "
+            f"{directory} holds no run: it has no file {LOG_NAME}. precision_report=True of "
             "MixedPrecisionArguments or MixedPrecisionCallback, or hf_mp.record_precision(model, RUN_DIR) writes one"
         )
     run, lines = RunRecords(directory), [line for line in path.read_bytes().splitlines() if line.strip()]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 _IN_BF16 = (
-    "fp16 if the model was trained in FP16, or if bf16 ends at a higher loss: FP16 has 3 more bits; bf16-lean if "
-    "memory is short."
+    "Use fp16 if the model was trained in FP16, or if bf16 ends at a higher loss. Use bf16-lean if memory is short."
 )
-_IN_FP16 = "fp32 if the model was trained in BF16 and overflows in FP16; fp16-lean if memory is short."
+_IN_FP16 = "Use fp32 if the model was trained in BF16 and overflows in FP16. Use fp16-lean if memory is short."
 
 
 def advise(device: str, *, fp16: bool, bf16: bool) -> dict[str, str]:
@@ -14,15 +13,15 @@ def advise(device: str, *, fp16: bool, bf16: bool) -> dict[str, str]:
 
     Args:
         device: what computes, as a reader knows it: ``"Tesla T4"`` or ``"This CPU"``.
-        fp16, bf16: whether it has instructions for products of that dtype.
+        fp16, bf16: whether it has instructions for matmuls of that dtype.
 
     Returns:
         ``preset``, for :meth:`hf_mp.PrecisionPolicy.parse`; ``reason``; ``otherwise``: when to choose another one.
     """
     if bf16:
-        reason = f"{device} multiplies BF16, which has FP32's range: it needs no loss scale."
+        reason = f"{device} multiplies BF16, which needs no loss scale."
         return {"preset": "bf16", "reason": reason, "otherwise": _IN_BF16}
     if fp16:
         return {"preset": "fp16", "reason": f"{device} multiplies FP16, but not BF16.", "otherwise": _IN_FP16}
-    reason = f"{device} multiplies neither FP16 nor BF16: they save memory, but no time."
-    return {"preset": "fp32", "reason": reason, "otherwise": "fp16 if memory is short."}
+    reason = f"{device} multiplies neither FP16 nor BF16."
+    return {"preset": "fp32", "reason": reason, "otherwise": "Use fp16 if memory is short: it saves no time."}

@@ -46,7 +46,7 @@ def describe_hardware() -> dict[str, str]:
             [torch.backends.cpu.get_cpu_capability(), *(flag for flag in _CPU_FLAGS_16_BIT if flag in flags)]
         ),
         **{
-            f"{entry.label} products on the CPU": "native" if runs_natively(entry.dtype, "cpu") else "through FP32"
+            f"{entry.label} matmuls on the CPU": "native" if runs_natively(entry.dtype, "cpu") else "through FP32"
             for entry in LOWER_PRECISION_DTYPES.values()
         },
         "CPU threads": f"{torch.get_num_threads()} of {cpus}",

@@ -42,5 +42,13 @@ def screen(machine: Mapping[str, Mapping[str, str]]) -> str:
     found = [item for part in ("versions", "hardware") for item in machine[part].items()]
     # Lines, not a table of boxes: this is pasted into bug reports.
     width = max(len(label) for label, _ in found)
-    advice = "Advice: precision={preset!r}. {reason} Otherwise {otherwise}".format_map(machine["advice"])
-    return "\n".join((*(f"{label:{width}}  {value}" for label, value in found), "", advice))
+    advice = machine["advice"]
+    sentences = (advice["reason"], *advice["otherwise"].replace(". ", ".\n").splitlines())
+    return "\n".join(
+        (
+            *(f"{label:{width}}  {value}" for label, value in found),
+            "",
+            f"Advice: precision={advice['preset']!r}",
+            *(f"  {sentence}" for sentence in sentences),
+        )
+    )

@@ -211,8 +211,9 @@ void append(std::string& key, Value value) {
 // hf_mp/model_walk.py has the references. None where a module keeps what it has in no dictionary.
 template <class Function>
 bool for_each_entry(const py::list& modules, const char* attribute, Function function) {
+  const py::str name_of_entries(attribute);  // once: a string that is made for each module costs as much as its look-up
   for (py::handle module : modules) {
-    py::object entries = module.attr(attribute);
+    py::object entries = py::getattr(module, name_of_entries);
     if (!PyDict_Check(entries.ptr())) return false;
     PyObject *name, *value;
     for (Py_ssize_t at = 0; PyDict_Next(entries.ptr(), &at, &name, &value);) function(name, value);

@@ -50,7 +50,7 @@ def native() -> ModuleType | None:
     except (OSError, ImportError, TimeoutError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         warn_caller(
-            f"hf_mp's casts in C++ are not used, and small models train slower ({VARIABLE}=0 is silent): {said}"
+            f"hf_mp's casts in C++ are not used, and small models train slower ({VARIABLE}=0 silences this): {said}"
         )
         return None
     return module

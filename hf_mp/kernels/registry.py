@@ -87,6 +87,7 @@ def launcher(name: str) -> Any:
     return getattr(module_of(name), KERNELS[name])
 
 
+@functools.cache
 def module_of(name: str) -> Any:
     """Where the kernel ``name`` and its comparison are."""
     return importlib.import_module(f".triton_{name}", __package__)

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import typer
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
@@ -34,14 +33,14 @@ def run(
         raise ValueError("--parallel is for several ranks: say how many, as --ranks 64")
     # Their remarks would stand between the tables.
     quiet_libraries()
-    report = gather_report(
-        model,
-        gpu_bytes=None if gpu is None else parse_size(gpu),
-        presets=precision or (SHOWN_PRESETS if train or gpu or settings["ranks"] > 1 else ()),
-        # Lines, not one that is redrawn: a file or a pipe would get each state of it.
-        progress=lambda step: typer.echo(f"hf-mp memory: {step} ...", err=True),
-        **settings,
-    )
+    with Console(stderr=True).status("") as line:  # redrawn in a terminal; a file or a pipe gets nothing
+        report = gather_report(
+            model,
+            gpu_bytes=None if gpu is None else parse_size(gpu),
+            presets=precision or (SHOWN_PRESETS if train or gpu or settings["ranks"] > 1 else ()),
+            progress=lambda step: line.update(f"{step} ..."),
+            **settings,
+        )
     if as_json:
         return json.dumps(report_as_json(report), indent=2, allow_nan=False) + "\n"
     console = Console(file=io.StringIO())

@@ -29,7 +29,7 @@ from hf_mp.kernels.gradient_scan import Scan
 from hf_mp.ranks.parallelism import has_dtensors
 from hf_mp.step import gradients
 from hf_mp.weights import product_uses
-from hf_mp.weights.lean.split_parameter import SPLIT_CLASSES, SplitParameter
+from hf_mp.weights.split_parameter import SPLIT_CLASSES, SplitParameter
 
 STAND_IN = torch.device("meta")
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_mp.memory.sizes import largest_first, readable
-from hf_mp.weights.lean.split_parameter import SplitParameter
+from hf_mp.weights.split_parameter import SplitParameter
 
 _GRAD: Any = Tensor.grad  # the property itself, which split parameters override
 

@@ -75,9 +75,9 @@ def _fetch(model: str | Path, from_pretrained: Callable[..., Any], **settings: A
                 f"that name ({first_line(reason).rstrip('.')})"
             )
         raise ValueError(
-            f"{why}. Give a directory that save_pretrained wrote, or the name of a model on the Hub or in its cache; "
-            f"to `hf-mp memory`, which needs no weights, also a config.json, or one of {', '.join(BUILT_IN)}; and of a "
-            "model with code of its own, which does not run here, its PreTrainedConfig from from_pretrained"
+            f"{why}. Give a directory that save_pretrained wrote, or the name of a model on the Hub or in its cache. "
+            f"`hf-mp memory`, which needs no weights, also takes a config.json, or one of {', '.join(BUILT_IN)}. hf_mp "
+            "does not run a model's own code: load such a model's config with from_pretrained, and give that"
         ) from error
 
 

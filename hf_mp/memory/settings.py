@@ -46,7 +46,7 @@ class TrainingSettings:
         if self.free_gradients == "backward" and self.accumulation_steps > 1:
             raise ValueError(
                 f"accumulation_steps={self.accumulation_steps} adds gradients up, and free_gradients='backward' leaves "
-                "none: use 1 of them"
+                "none: use accumulation_steps=1"
             )
 
     def __str__(self) -> str:

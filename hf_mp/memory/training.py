@@ -43,7 +43,7 @@ from hf_mp.memory.sizes import largest_first, readable
 from hf_mp.ranks.parallelism import is_dtensor
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.step.observers import FreeGradients
-from hf_mp.weights.lean.optimizer import MasterWeightOptimizer
+from hf_mp.weights.master_weight_optimizer import MasterWeightOptimizer
 
 _MAX_GRAD_NORM = 1.0  # TrainingArguments'
 _RECORDED_UPDATES = 2  # the first creates the optimizer's state, the second is like all others

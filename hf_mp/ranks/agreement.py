@@ -111,16 +111,15 @@ def check_ddp(ddp: Any) -> None:
     now = {_DTYPES_OF_DDP[dtype] for dtype in dtypes & _DTYPES_OF_DDP.keys()}
     if held and now and held != now:
         raise ValueError(
-            f"DistributedDataParallel holds parameters of {', '.join(sorted(held))}, and they are "
-            f"{', '.join(sorted(now))} since mixed precision was attached, so that it would reduce no gradients: "
-            "attach it to the model first, and wrap it then"
+            f"DistributedDataParallel was made for parameters of {', '.join(sorted(held))}, and they are "
+            f"{', '.join(sorted(now))} now, so it would reduce no gradients: attach mixed precision first, then wrap "
+            "the model"
         )
     for hook, _ in getattr(ddp, "_comm_hooks", ()):
         if getattr(hook, "__name__", "").startswith("fp16_compress"):
             raise ValueError(
-                f"{hook.__name__} rounds gradients to FP16 that are unscaled already, so that small ones become 0: "
-                "leave register_comm_hook out, or have the policy send scaled ones, as in 'fp16,reduce=fp16' and "
-                "'bf16,reduce=bf16'"
+                f"{hook.__name__} rounds unscaled gradients to FP16, and small ones become 0: leave register_comm_hook "
+                "out, or have hf_mp send scaled ones with precision='fp16,reduce=fp16' or 'bf16,reduce=bf16'"
             )
 
 

@@ -130,8 +130,8 @@ def check_parallelism(model: nn.Module, parallelism: Parallelism) -> None:
     """Raise a ValueError where ``model`` is spread over processes in a way that mixed precision cannot follow."""
     if parallelism.is_flattened:
         raise ValueError(
-            "FSDP1 (FullyShardedDataParallel) flattens parameters, and there is nothing left to give a working copy: "
-            "use FSDP2 (fsdp_version 2, torch.distributed.fsdp.fully_shard)"
+            "FSDP1 (FullyShardedDataParallel) joins weights into flat parameters, which hf_mp cannot give 16-bit "
+            "copies: use FSDP2 (fsdp_version 2, torch.distributed.fsdp.fully_shard)"
         )
     for module in parallelism.fsdp:
         policy = module._get_fsdp_state()._mp_policy

@@ -6,7 +6,7 @@ Outside, every gradient is FP32 and true; inside, every FP16 gradient is S times
 (Micikevicius et al. 2017, arXiv 1710.03740, section 3.2). S is that of the time of the backward.
 
 Others multiply by S or 1/S where a gradient crosses by another way: products on a CPU (``casting/cpu/products.py``),
-split parameters (``weights/lean/split_parameter.py``), and what travels in 16 bits (``ranks/``).
+split parameters (``weights/split_parameter.py``), and what travels in 16 bits (``ranks/``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Function
 
 from hf_mp._warnings import warn_caller
@@ -199,8 +200,12 @@ def _are_plain(*gradients: Tensor) -> bool:
     """Whether multi-tensor calls take them all, and sums in place."""
     # is_grads_batched=True gives batched tensors; a product with the factor, of shape (1,), has a dimension.
     is_batched = torch._C._functorch.is_legacy_batchedtensor
+    # A class is asked for before a function is called (is_ordinary, inlined): every gradient comes here.
     return all(
-        [type(one) is Tensor and one.layout is torch.strided and one.dim() and not is_batched(one) for one in gradients]
+        [
+            (type(one) is Tensor or is_fake(one)) and one.layout is torch.strided and one.dim() and not is_batched(one)
+            for one in gradients
+        ]
     )
 
 

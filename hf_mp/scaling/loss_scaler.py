@@ -253,7 +253,7 @@ class LossScaler(Generic[Rule]):
     # As torch's: reports are keyed by the identity of optimizers, which a pickle does not keep.
     def __getstate__(self) -> dict[str, Any]:
         if self._reports:
-            raise RuntimeError("a loss scaler is pickled between update() and the next unscale_() or step() only")
+            raise RuntimeError("pickle a loss scaler only between update() and the next unscale_() or step()")
         self.finish_pending_step()
         return {**self.__dict__, "_tensors": {}, "users": None}
 
@@ -329,7 +329,7 @@ class LossScaler(Generic[Rule]):
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs:
-            raise RuntimeError("closures are not supported: which of the backwards in it overflowed cannot be undone")
+            raise RuntimeError("closures are not supported: a backward in one that overflows cannot be undone")
         self._check_scaled("step")
         if id(optimizer) in self._stepped:
             raise RuntimeError("step() has already been called since the last update()")

@@ -5,13 +5,14 @@ Files of this folder first, then the others of ``hf_mp`` that do the stage's wor
 1. Attach: :meth:`MixedPrecision.attach` gives the model FP32 masters and puts :class:`AttachedForward` in the place of
    ``model.forward`` (``mixed_precision.py``, ``forward.py``); :meth:`~MixedPrecision.attach_optimizer` puts a
    :class:`StepGuard` in front of ``optimizer.step`` (``update.py``).
-   Masters: ``weights/layout.py``; of a lean layout ``weights/lean/``.
+   Masters: ``weights/layout.py``; of a lean layout ``weights/split_layout.py``.
 2. Forward: ``AttachedForward`` makes an ``_AttachedCall``. :meth:`StepRuntime.begin_forward` asks the
    owner of the weights, :class:`WeightSource` (``weights/source.py``), for the working copies that products use, behind
    inward borders, of which small weights share one. The region puts them into their slots, and the call runs the
    model's own forward in it.
    How the model is spread: ``ranks/parallelism.py``; which weights products use: ``weights/product_uses.py``;
-   copies: ``working_copies.py``; slots: ``slots.py``; borders: ``scaling/borders.py``; region: ``weights/region.py``.
+   copies: ``working_copies.py``; the weights of one forward: ``forward_weights.py``; borders: ``scaling/borders.py``;
+   region: ``weights/region.py``.
    Casts of each call: ``casting/handlers.py``, on a CPU ``casting/cpu/``, called by ``casting/dispatched.py`` or
    ``casting/mode.py``; what is put in the place of parts of the model: ``casting/replacements/``; losses:
    ``loss_handlers.py``; caches of keys and values: ``kv_cache.py``.
@@ -20,7 +21,7 @@ Files of this folder first, then the others of ``hf_mp`` that do the stage's wor
 4. Backward: the borders ask :class:`StepRuntime` (``runtime.py``). A gradient that enters through an output border is
    multiplied by the loss scale S (``loss_scale_on``), and ``GradientCheck.gradient_entered`` takes note; one that
    leaves through an inward border is multiplied by 1/S in FP32 (``inverse_scale_on``), unless a lean layout keeps it as
-   it is (``keep_scaled``; ``weights/lean/split_parameter.py``).
+   it is (``keep_scaled``; ``weights/split_parameter.py``).
 5. Check: when the backward has ended, ``GradientCheck`` measures what it left in ``.grad`` (``gradients.py``).
    What it left: ``weights/layout.py``; the pass over it: ``kernels/gradient_scan.py``; one verdict for all ranks:
    ``ranks/agreement.py``.
@@ -28,7 +29,8 @@ Files of this folder first, then the others of ``hf_mp`` that do the stage's wor
    (``StepGuard._finish``): it skips the update on an overflow, or lets the optimizer write the masters and the
    layout refresh the working copies.
    One kernel for both: ``weights/fused_adamw.py``, ``kernels/adamw.py`` (which of the two runs: ``registry.py``). Lean:
-   ``weights/lean/optimizer.py``; halves of a master: ``kernels/split.py``; reads of them: ``outside_reads.py``.
+   ``weights/master_weight_optimizer.py``; halves of a master: ``kernels/split.py``; reads of them:
+   ``outside_reads.py``.
 7. Next scale: ``StepRuntime.finish_step`` tells the observers (``step/observers.py``), and the loss scaler, which
    sets the next S: ``scaling/loss_scaler.py``, ``scaling/rules.py``.
 

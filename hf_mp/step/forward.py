@@ -19,8 +19,8 @@ from hf_mp.casting.uncompiled import outside_of_graphs
 from hf_mp.scaling.borders import output_border
 from hf_mp.step.profiling import profiled
 from hf_mp.step.runtime import StepRuntime
-from hf_mp.weights.lean.outside_reads import as_stored
-from hf_mp.weights.region import Region
+from hf_mp.weights.attached_autocast import AttachedAutocast
+from hf_mp.weights.outside_reads import as_stored
 
 
 class AttachedForward(ReplacedForward):
@@ -36,7 +36,7 @@ class AttachedForward(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Nested in another attached forward, this one belongs to its graph: the borders are the outer one's.
-        is_nested = any([isinstance(mode, Region) for mode in autocasts.active])
+        is_nested = any([isinstance(mode, AttachedAutocast) for mode in autocasts.active])
         return self.inner_forward(*args, **kwargs) if is_nested else self._run(args, kwargs)
 
     # torch.compile leaves this frame alone and compiles the model's own forward, in the region, as one graph.
@@ -62,27 +62,27 @@ class _AttachedCall:
     def __init__(self, forward: AttachedForward, model: nn.Module, args: Any, kwargs: Any) -> None:
         self._runtime = runtime = forward.runtime
         with as_stored():
-            self._slots = slots = runtime.begin_forward(model, forward)
-        has_grad = slots is not None and slots.has_grad
+            self._weights = weights = runtime.begin_forward(model, forward)
+        has_grad = weights is not None and weights.has_grad
         observers = runtime.observers if has_grad else []
         self._output_hooks = [hook for one in observers if (hook := one.forward_began(forward, args, kwargs))]
         self._crossings = runtime if has_grad else None
-        if slots is not None and slots.has_borders:
-            args, kwargs = apply_to_tensors(slots.bring_in_argument, (args, kwargs))
+        if weights is not None and weights.has_borders:
+            args, kwargs = apply_to_tensors(weights.bring_in_argument, (args, kwargs))
         self.args, self.kwargs, self._attached = args, kwargs, forward
-        self._inside = runtime.region.running(slots)
+        self._inside = runtime.region.running(weights)
 
     @torch.compiler.disable
     def __enter__(self) -> _AttachedCall:
         self._inside.__enter__()
-        self.forward = self._runtime.region.under_rules(self._attached.module(), self._attached.inner_forward)
+        self.forward = self._runtime.region.autocast.under_rules(self._attached.module(), self._attached.inner_forward)
         return self
 
     @torch.compiler.disable
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         self._inside.__exit__(kind, error, traceback)
-        if self._slots is not None:
-            self._runtime.weights.note_nodes(self._slots)
+        if self._weights is not None:
+            self._runtime.weights.note_nodes(self._weights)
 
     @torch.compiler.disable
     def bring_out(self, outputs: Any) -> Any:
@@ -96,9 +96,9 @@ class _AttachedCall:
             return crossed[-1]
 
         outputs = apply_to_tensors(cross, outputs, objects=True)
-        if self._slots is not None:
+        if self._weights is not None:
             # Here and not in __exit__(): a forward that raised has not shown all of its calls.
-            self._slots.finish(crossed)
+            self._weights.finish(crossed)
         for hook in self._output_hooks:
             hook(outputs)
         return outputs

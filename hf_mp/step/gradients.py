@@ -23,8 +23,7 @@ from hf_mp.ranks.parallelism import is_distributed, local_parts
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.profiling import profiled
 from hf_mp.weights.fused_adamw import Clipping
-from hf_mp.weights.layout import largest_unscaled_magnitude
-from hf_mp.weights.lean.outside_reads import as_stored
+from hf_mp.weights.outside_reads import as_stored
 from hf_mp.weights.source import WeightSource
 
 _SKIP_BY_THEMSELVES = ("cuda",)  # devices whose fused optimizers skip on found_inf, so that the host need not wait
@@ -191,9 +190,9 @@ class GradientCheck:
         is_used = any(versions.get(weight, seen) != seen for weight, seen in self._versions.items())
         if is_used:
             self.warn_once(
-                "this model is attached to a MixedPrecision, and an optimizer that it does not know updates its "
-                "weights: updates that overflow are not skipped, and the loss scale stands still. Call "
-                "attach_optimizer(optimizer), or hf_mp.detach(model)"
+                "an optimizer that was not attached updates the weights of an attached model: its steps are taken even "
+                "when gradients overflow, and the loss scale stays as it is. Call attach_optimizer(optimizer), or "
+                "hf_mp.detach(model)"
             )
         if is_used or not self.gradients(parameters):
             self.forget()
@@ -209,11 +208,11 @@ class GradientCheck:
 
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """The gradients that ``parameters`` have, as backward left them."""
-        return [gradient for gradient, _ in self._weights.layout.gradients_and_factors(parameters)]
+        return [gradient for gradient, _ in self._weights.gradients_and_factors(parameters)]
 
     def measure(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """The largest magnitude of what a backward left; None for nothing (FSDP accumulates without reducing)."""
-        if not (found := self._weights.layout.gradients_and_factors(parameters)):
+        if not (found := self._weights.gradients_and_factors(parameters)):
             return None
         gradients, norm = [gradient for gradient, _ in found], None
         are_dense_fp32 = self.measures_norm and all(
@@ -299,3 +298,27 @@ def _versions_of(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
     """By identity the version counters of those that are trained."""
     with as_stored():
         return {id(parameter): parameter._version for parameter in parameters if parameter.requires_grad}
+
+
+def largest_unscaled_magnitude(found: Iterable[tuple[Tensor, Tensor | None]]) -> Tensor:
+    """The largest magnitude of gradients, at least one, times their factors (None for 1), FP32 of shape ()."""
+    # A fused scan takes gradients of one factor together.
+    by_factor: dict[Tensor | None, list[Tensor]] = {}
+    for gradient, factor in found:
+        by_factor.setdefault(factor, []).append(gradient)
+    largest: list[Tensor] = []
+    for factor, gradients in by_factor.items():
+        magnitude = largest_magnitude(local_parts(gradients))
+        largest.append(magnitude if factor is None else magnitude * factor.squeeze())
+    first, *others = largest
+    return torch.stack([first, *[one.to(first.device) for one in others]]).max() if others else first
+
+
+def too_large(weights: WeightSource, model: nn.Module | None) -> list[str]:
+    """The parameters whose gradients make a step be skipped, by name."""
+    named = () if model is None else model.named_parameters()
+    # One read of the device for each parameter: only the error that ends a training asks.
+    gradients = {name: weights.gradients_and_factors([one]) for name, one in named}
+    largest = {name: largest_unscaled_magnitude(one).item() for name, one in gradients.items() if one}
+    found = {name: value for name, value in largest.items() if not value < SQUARES_BELOW}
+    return [f"{name} ({value:g} squared)" if math.isfinite(value) else name for name, value in found.items()]

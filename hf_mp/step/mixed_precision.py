@@ -30,9 +30,8 @@ from hf_mp.step.observers import (
 )
 from hf_mp.step.runtime import StepRuntime
 from hf_mp.step.update import guard_steps
-from hf_mp.weights.accelerated import as_accelerated
-from hf_mp.weights.attachable import RUNTIMES, check_attachable, check_optimizer
-from hf_mp.weights.source import WeightLayout, make_layout
+from hf_mp.weights.attachable import RUNTIMES, check_attachable
+from hf_mp.weights.source import WeightLayout
 
 STATE_VERSION = 1  # of state_dict()
 
@@ -85,7 +84,7 @@ class MixedPrecision(StepRuntime):
         super().__init__(
             policy,
             loss_scaler or make_loss_scaler(policy.loss_scale, policy.compute),
-            layout or make_layout(policy),
+            layout,
             tables=tables,
             rules=rules or {},
             max_grad_norm=max_grad_norm,
@@ -116,7 +115,7 @@ class MixedPrecision(StepRuntime):
             self._take_model(model)
             install_replacements(model, self._tables)  # before FSDP is told which weights travel in FP32
             self.spread(list(model.parameters()), parallelism)
-            self.weights.layout.make_masters(model)
+            self.weights.make_masters(model)
             self.wrap_forwards()
         except BaseException:
             self.detach()
@@ -155,10 +154,6 @@ class MixedPrecision(StepRuntime):
             return optimizer
         if self._model is None:
             raise ValueError("attach a model before its optimizer: MixedPrecision(...).attach(model)")
-        if (accelerated := as_accelerated(optimizer)) is not None:
-            accelerated.optimizer = self.attach_optimizer(accelerated.optimizer)
-            return optimizer
-        check_optimizer(optimizer, self.model)
         return guard_steps(optimizer, self)
 
     def detach(self) -> None:
@@ -219,32 +214,3 @@ class MixedPrecision(StepRuntime):
         stats = PrecisionStats.resumed(self.scaler.state)
         self.stats = replace(stats, skipped_steps=stats.skipped_steps + state_dict.get("other_skips", 0))
         self.add_rules(state_dict.get("remedies", {}))
-
-
-def prepare(
-    model: nn.Module, optimizer: Optimizer, precision: PrecisionPolicy | torch.dtype | str = "fp16", **settings: Any
-) -> tuple[nn.Module, Optimizer]:
-    """Mixed precision for a plain loop: attach a policy to a model and its optimizer.
-
-    The loop stays as it is in FP32. Step an LR scheduler only if ``optimizer.step_was_skipped`` is False. To undo it,
-    call :func:`hf_mp.detach`.
-
-    Args:
-        model: any ``nn.Module``; one loaded in FP16/BF16 gets FP32 masters.
-        optimizer: an optimizer over its parameters.
-        precision, settings: as for :class:`MixedPrecision`; ``"fp32"`` changes nothing.
-
-    Returns the same model, and the optimizer to use from now on (see :meth:`MixedPrecision.attach_optimizer`).
-    Raises TypeError for anything but a module and an optimizer, and as ``attach`` and ``attach_optimizer`` do."""
-    runtime = MixedPrecision(precision, **settings)  # first: a misspelt precision is told whatever else is wrong
-    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"prepare takes a model and its optimizer, not {type(model).__name__} and {type(optimizer).__name__}; "
-            "without an optimizer, or with several: MixedPrecision(...).attach(model), then "
-            "attach_optimizer(optimizer) for each"
-        )
-    try:
-        return runtime.attach(model), runtime.attach_optimizer(optimizer)
-    except BaseException:
-        runtime.detach()
-        raise

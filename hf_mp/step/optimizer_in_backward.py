@@ -27,11 +27,11 @@ from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, norm_of
 from hf_mp.model_walk import optimizer_parameters
 from hf_mp.scaling.borders import accumulating
 from hf_mp.scaling.rules import StepReport
+from hf_mp.step.gradients import largest_unscaled_magnitude
 from hf_mp.step.observers import StepController
 from hf_mp.weights.fused_adamw import clip_factor
-from hf_mp.weights.layout import largest_unscaled_magnitude
-from hf_mp.weights.lean.optimizer import clip_grad_norm_, steps_by_parameter
-from hf_mp.weights.lean.split_parameter import (
+from hf_mp.weights.master_weight_optimizer import clip_grad_norm_, steps_by_parameter
+from hf_mp.weights.split_parameter import (
     SplitParameter,
     gradient_and_factor,
     has_gradient,
@@ -75,9 +75,9 @@ class OptimizerInBackward(StepController):
             raise ValueError("free_gradients='backward' works with one optimizer: give it all parameters as groups")
         if not steps_by_parameter(optimizer.optimizer):
             raise ValueError(
-                f"free_gradients='backward' updates parameter by parameter, and whether a "
-                f"{type(optimizer.optimizer).__name__} may be stepped so is not known: use one of torch.optim or "
-                "bitsandbytes, or free_gradients='step'"
+                f"free_gradients='backward' steps one parameter at a time, and hf_mp does not know whether "
+                f"{type(optimizer.optimizer).__name__} allows that: use an optimizer of torch.optim or bitsandbytes "
+                "(in the Trainer: optim='adamw_torch'), or free_gradients='step'"
             )
         self._optimizer = optimizer
 
@@ -167,8 +167,8 @@ class OptimizerInBackward(StepController):
         if backward.phase != "discard":
             if parameter in backward.done:
                 raise RuntimeError(
-                    "a parameter was given gradients at two times of one backward, and free_gradients='backward' has "
-                    "used the first: checkpoint with use_reentrant=False "
+                    "a parameter got gradients twice in one backward, and free_gradients='backward' has used the "
+                    "first: checkpoint with use_reentrant=False "
                     "(gradient_checkpointing_kwargs={'use_reentrant': False}), or use free_gradients='step'"
                 )
             # In both passes: a hook may make the second one's gradients others than those that were measured.

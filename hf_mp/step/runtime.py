@@ -30,13 +30,11 @@ from hf_mp.ranks.parallelism import (
 from hf_mp.scaling.borders import accumulating
 from hf_mp.scaling.loss_scaler import LossScaler
 from hf_mp.scaling.rules import PrecisionStats, StepReport
-from hf_mp.step.gradients import GradientCheck, Verdict
+from hf_mp.step.gradients import GradientCheck, Verdict, too_large
 from hf_mp.step.observers import StepController, StepObserver
 from hf_mp.weights.attachable import rules_for
-from hf_mp.weights.layout import WeightLayout, too_large
 from hf_mp.weights.region import Region
-from hf_mp.weights.slots import Slots
-from hf_mp.weights.source import WeightSource
+from hf_mp.weights.source import ForwardWeights, WeightLayout, WeightSource, make_layout
 from hf_mp.weights.value_clipping import VALUE_PATCHES
 
 
@@ -45,7 +43,7 @@ class StepRuntime:
 
     Attributes:
         weights: their one owner.
-        region: the autocast that forwards run in.
+        region: what forwards run in.
         check: of the gradients.
         observers: look at each step; ``controller``, one of them, may decide about it.
     """
@@ -54,14 +52,14 @@ class StepRuntime:
         self,
         policy: PrecisionPolicy,
         scaler: LossScaler[Any],
-        layout: WeightLayout,
+        layout: WeightLayout | None,
         *,
         tables: TableName,
         rules: Rules,
         max_grad_norm: float | None,
     ) -> None:
         self.policy, self.scaler, self.rules, self._tables = policy, scaler, rules, tables
-        self.weights, self.ranks = WeightSource(layout, self), Ranks(self._settings)
+        self.weights, self.ranks = WeightSource(layout or make_layout(policy), self), Ranks(self._settings)
         self.check = GradientCheck(self.backward_ended, self.weights, self.ranks, self._parameters_to_check)
         self._max_grad_norm, self.grad_norm = max_grad_norm, None if max_grad_norm is None else torch.zeros(())
         self.check.measures_norm = max_grad_norm is not None
@@ -110,7 +108,7 @@ class StepRuntime:
 
     # Forward
 
-    def begin_forward(self, model: nn.Module, forward: Any) -> Slots | None:
+    def begin_forward(self, model: nn.Module, forward: Any) -> ForwardWeights | None:
         """The weights of ``forward``, attached to ``model`` or a part of it, which is about to run; masters come first.
 
         None in a transform of functorch.
@@ -136,14 +134,14 @@ class StepRuntime:
         """Follow how ``parameters``, of the model or of its optimizer, are spread over processes now."""
         if is_distributed() or parallelism.is_tensor_parallel:  # a mesh may be of one process
             self.ranks.compare(mesh_groups(parameters))
-            self.weights.spread(self.model, parameters, parallelism, self.region.fp32_modules)
+            self.weights.spread(self.model, parameters, parallelism, self.region.autocast.fp32_modules)
 
     def _settings(self) -> str:
         """What must match on all ranks that train one model."""
         return f"precision={self.policy}, loss_scaler={self.scaler.state}"
 
     def _parameters_to_check(self) -> list[nn.Parameter]:
-        return self.weights.layout.parameters_to_check(self.model, [guard.optimizer for guard in self.guards])
+        return self.weights.parameters_to_check(self.model, [guard.optimizer for guard in self.guards])
 
     # Backward: what the borders ask
 
@@ -154,7 +152,7 @@ class StepRuntime:
     def inverse_scale_on(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
         if not self.check.is_scaled:
             return None
-        if self.check.backwards.open and not self.region.thread.is_recomputing:
+        if self.check.backwards.open and not self.region.autocast.thread.is_recomputing:
             return self.scaler.scale_and_inverse(device).inverse
         if accumulating(node, places):
             self.check.warn_once(
@@ -173,9 +171,7 @@ class StepRuntime:
             observer.gradient_entered(node, gradient)
 
     def keep_scaled(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
-        if self.weights.layout.keeps_scaled_gradients:
-            weights = {place: node.outside[place] for place in accumulating(node, uses)}
-            self.weights.layout.keep_scaled_gradients(weights, uses, inverse)
+        self.weights.keep_scaled(node, uses, inverse)
 
     def backward_ended(self, largest: Tensor | None) -> None:
         """Tell the observers; ``largest`` as for :meth:`StepObserver.backward_ended`."""
@@ -211,14 +207,14 @@ class StepRuntime:
         knows it; None if torch's own function must do it.
         """
         # A lean layout has them still scaled in 16 bits, where nobody else can clip them.
-        norm = self.weights.layout.clip_grad_norm(optimizer_parameters(optimizer), max_norm)
+        norm = self.weights.clip_grad_norm(optimizer, max_norm)
         if norm is None and (norm := self.check.norm(parameters)) is not None:
             self.check.clip(parameters, max_norm, norm)
         return norm
 
     def before_next_scale(self) -> None:
         """The scaler is about to change S: gradients that are kept scaled keep the S that they have."""
-        self.weights.layout.before_next_scale(self.check.parameters)
+        self.weights.before_next_scale(self.check.parameters)
 
     def finish_step(self, report: StepReport, *, was_skipped: bool) -> None:
         """Take in that a step was applied or skipped; sets the next loss scale."""
@@ -229,7 +225,7 @@ class StepRuntime:
         for observer in self.observers:
             observer.stepped(report)
         try:
-            self.scaler.update_scale(report, lambda: too_large(self.weights.layout, self.model), self._last_words)
+            self.scaler.update_scale(report, lambda: too_large(self.weights, self.model), self._last_words)
         finally:
             # Also for the step that ends the training, so that the log has its numbers.
             self._stats = self._stats.with_step(used_scale, self.scaler.get_scale(), report)

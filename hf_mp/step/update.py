@@ -19,9 +19,9 @@ from hf_mp.scaling.rules import StepReport
 from hf_mp.step.gradients import Verdict
 from hf_mp.step.profiling import profiled
 from hf_mp.step.runtime import StepRuntime
-from hf_mp.weights.accelerated import tell_accelerate
-from hf_mp.weights.early_state import state_to_fp32
-from hf_mp.weights.fused_adamw import KeptUpdates, can_skip, fused_step_whole, skipping
+from hf_mp.weights.accelerated import as_accelerated, tell_accelerate
+from hf_mp.weights.attachable import check_optimizer
+from hf_mp.weights.fused_adamw import KeptUpdates, can_skip, skipping
 
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"
 
@@ -138,11 +138,9 @@ class StepGuard:
 
     def _update(self, runtimes: list[StepRuntime], found_inf: Tensor | None) -> None:
         """Write the masters and what follows them, where ``found_inf``, FP32 of shape (), is None or 0."""
-        layout = runtimes[0].weights.layout
-        given = self._replaced_step, layout.copies, self._updates, runtimes[0].check.clipping, found_inf
+        given = self._replaced_step, self._updates, runtimes[0].check.clipping, found_inf
         with profiled("update"):
-            is_whole = len(runtimes) == 1 and not layout.keeps_scaled_gradients  # a lean optimizer has its own kernel
-            if is_whole and fused_step_whole(self.optimizer, *given):
+            if len(runtimes) == 1 and runtimes[0].weights.update(self.optimizer, *given):
                 return
             checks = [runtime.check for runtime in runtimes if runtime.check.clipping is not None]
             for check in checks[:1]:  # each of several models has the norm of all gradients of the optimizer: one clips
@@ -170,10 +168,16 @@ class StepGuard:
 
 
 def guard_steps(optimizer: Optimizer, runtime: StepRuntime) -> Optimizer:
-    """Guard the steps of ``optimizer`` for the model of ``runtime``; gives the optimizer to step from now on."""
+    """Guard the steps of ``optimizer`` for the model of ``runtime``; gives the optimizer to step from now on.
+
+    Of accelerate's, the one inside is guarded. Raises as :meth:`MixedPrecision.attach_optimizer`.
+    """
+    if (accelerated := as_accelerated(optimizer)) is not None:
+        accelerated.optimizer = guard_steps(accelerated.optimizer, runtime)
+        return optimizer
+    check_optimizer(optimizer, runtime.model)
     runtime.spread(optimizer_parameters(optimizer), parallelism_of(runtime.model))
-    optimizer = runtime.weights.layout.wrap(optimizer)
-    state_to_fp32(optimizer)
+    optimizer = runtime.weights.take_optimizer(optimizer)
     for observer in runtime.observers:
         observer.take_optimizer(optimizer)
     # A copied optimizer has the guard of the one that it was copied from.
@@ -190,8 +194,8 @@ def _check_step(optimizer: Any, runtimes: list[StepRuntime]) -> None:
     """Raise a RuntimeError for a step by a ``torch.amp.GradScaler``, or inside of a backward."""
     if any([runtime.check.backwards.forget_failed() and runtime.check.is_scaled for runtime in runtimes]):
         raise RuntimeError(
-            "optimizer.step() was called in a backward, of which the other gradients would be divided by the next loss "
-            "scale: use free_gradients='backward' in a lean layout, or a precision that scales nothing (bf16)"
+            "optimizer.step() was called during a backward, whose remaining gradients would be divided by the next "
+            "loss scale: use free_gradients='backward' in a lean layout, or a precision that scales nothing (bf16)"
         )
     # torch.amp.GradScaler leaves found_inf on the guarded optimizer, and calls its step in any case.
     if vars(optimizer).get("found_inf") is not None:

@@ -46,7 +46,7 @@ def _options(module: nn.Module) -> Iterator[CellType]:
             if _OPTION not in code.co_freevars:
                 raise ValueError(
                     "fp32_head=True: this version of TRL multiplies by the head's weight itself, and has no "
-                    f"{_OPTION} to have that done in FP32: use TRL 1.16, or leave fp32_head out"
+                    f"{_OPTION} to do that in FP32: use TRL 1.16, or leave fp32_head out"
                 )
             yield function.__closure__[code.co_freevars.index(_OPTION)]
         forward = getattr(forward, "original", None) or getattr(function, "__wrapped__", None)

@@ -10,7 +10,7 @@ from hf_mp.diagnostics.overflow import runtime_of
 from hf_mp.model_walk import plain_name
 from hf_mp.ranks.parallelism import is_dtensor
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.lean.outside_reads import on_stored_values
+from hf_mp.weights.outside_reads import on_stored_values
 
 
 def working_copies(model: nn.Module | MixedPrecision) -> Iterator[tuple[str, Tensor]]:
@@ -46,19 +46,13 @@ def working_copies(model: nn.Module | MixedPrecision) -> Iterator[tuple[str, Ten
     runtime = runtime_of(model)
     if runtime.model is None:
         raise ValueError(
-            "working_copies: the mixed precision of this model was detached, as it is when a training ends: call it "
-            "before, or have MixedPrecisionCallback(keep_attached=True)"
+            "working_copies: mixed precision was detached from this model, as it is when a training ends: call it "
+            "before, or pass MixedPrecisionCallback(keep_attached=True)"
         )
     return ((plain_name(name), _copy_of(runtime, one)) for name, one in runtime.model.named_parameters())
 
 
 @on_stored_values
 def _copy_of(runtime: MixedPrecision, parameter: nn.Parameter) -> Tensor:
-    layout = runtime.weights.layout
-    if layout.keeps_copies and parameter in layout.copies:
-        return layout.copies.get(parameter)
-    copy = parameter.detach()
-    if copy.is_floating_point():
-        # One at a time: a generator holds no second copy of the model.
-        copy = copy.to(runtime.policy.compute)
+    copy = runtime.weights.copy_of(parameter)  # one at a time: a generator holds no second copy of the model
     return copy.full_tensor() if is_dtensor(copy) else copy  # type: ignore[attr-defined]

@@ -87,8 +87,7 @@ def log_probability_gap(
         )
     if new_tokens is not None and ("labels" in batch or generated is not None):
         raise ValueError(
-            "new_tokens would have no effect: nothing is drawn where batch has labels, or generated has "
-            "log-probabilities; leave it out"
+            "new_tokens has no effect where batch has labels or generated is given, as nothing is drawn: leave it out"
         )
     with untouched(model):
         model.eval()
@@ -178,13 +177,12 @@ def _counted(batch: Mapping[str, Any]) -> Tensor:
             others.remove("position_ids")
     if others:
         raise ValueError(
-            f"batch has {', '.join(others)}, of which generation token by token knows nothing: sequences packed into "
-            "one row must be unpacked (packing=False, padding_free=False), and models of more than text are not "
-            "measured"
+            f"batch has {', '.join(others)}, which generation token by token does not take: unpack sequences that "
+            "share a row (packing=False, padding_free=False); models of more than text are not measured"
         )
     counts: Tensor = (labels != IGNORED) & (torch.arange(labels.shape[1], device=labels.device) > 0)
     if not counts.any():
-        raise ValueError(f"labels are {IGNORED}, or generated is NaN, throughout: no token counts")
+        raise ValueError(f"all labels are {IGNORED}, or all of generated is NaN: no token counts")
     return counts
 
 

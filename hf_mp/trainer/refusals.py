@@ -47,21 +47,23 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
 def _refuse_other_engines(args: TrainingArguments, policy: PrecisionPolicy) -> None:
     if (version := fsdp_version(args)) not in (None, 2):
         raise ValueError(
-            f"FSDP version {version} flattens parameters, and there is nothing left to give a working copy: use "
+            f"FSDP version {version} joins weights into flat parameters, which hf_mp cannot give 16-bit copies: use "
             "FSDP2 (fsdp_config={'version': 2}, or `accelerate launch --fsdp_version 2`)"
         )
     for name in ("fp16_full_eval", "bf16_full_eval"):
         if getattr(args, name):
             raise ValueError(f"{name}=True casts the FP32 masters away: remove it, evaluation uses {policy} already")
     if args.deepspeed is not None or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        setting = "ACCELERATE_USE_DEEPSPEED from the environment" if args.deepspeed is None else "deepspeed"
         raise ValueError(
-            "DeepSpeed brings its own FP16 optimizer: use the stock Trainer with DeepSpeed, or drop it here"
+            f"DeepSpeed brings its own FP16 optimizer, which hf_mp cannot work with: remove {setting}, or use the "
+            "stock Trainer"
         )
     # DataParallel copies modules in each forward, without what ours has put on instances.
     if args.n_gpu > 1:
         raise ValueError(
-            f"{args.n_gpu} GPUs in one process make the Trainer use DataParallel, which replicates the model behind "
-            "our back: start with `torchrun --nproc_per_node N`, or show one GPU with CUDA_VISIBLE_DEVICES"
+            f"{args.n_gpu} GPUs in one process make the Trainer use DataParallel, whose replicas bypass mixed "
+            "precision: start with `torchrun --nproc_per_node N`, or show one GPU with CUDA_VISIBLE_DEVICES"
         )
 
 
@@ -70,7 +72,9 @@ _OF_BITSANDBYTES = re.compile("bnb|paged|lion_|ademamix|^(?!.*torch).*8bit")  # 
 
 def _refuse_optimizer(optim: str, args: TrainingArguments) -> None:
     if optim.endswith("layerwise") or "lomo" in optim:
-        raise ValueError(f"optim={optim!r} updates inside backward, where an overflow cannot be skipped: use another")
+        raise ValueError(
+            f"optim={optim!r} updates inside backward, where an overflow cannot be skipped: use optim='adamw_torch'"
+        )
     if fsdp_version(args) == 2 and _OF_BITSANDBYTES.search(optim):
         raise ValueError(
             f"optim={optim!r} of bitsandbytes updates plain tensors, and under FSDP2 parameters are DTensors: use "
@@ -153,7 +157,7 @@ def refuse_late_masters(model: nn.Module, args: TrainingArguments, *, resumed: b
     if dtypes and (resumed or args.world_size > 1):
         reason = "loading the checkpoint rounded its FP32 weights" if resumed else "DDP has laid out its buckets"
         raise ValueError(
-            f"the model came to be in {', '.join(map(str, dtypes))} after the Trainer was made, and {reason} before it "
+            f"the model became {', '.join(map(str, dtypes))} after the Trainer was made, and {reason} before it "
             "could be given FP32 masters: have model_init return it in FP32 (dtype=torch.float32), and give the "
             "callback to the Trainer when it is made"
         )

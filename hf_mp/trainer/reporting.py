@@ -76,7 +76,7 @@ def _precision_of(settings: SessionSettings, device: str) -> str:
     if not isinstance(settings.precision, Default):
         return str(settings.policy)
     advice = advise_here(device)
-    other = "; `hf-mp env` advises {preset}: {reason}".format_map(advice)
+    other = "\n`hf-mp env` advises {preset}: {reason}".format_map(advice)
     return f"{settings.precision} (default){other if advice['preset'] != settings.precision else ''}"
 
 

@@ -33,7 +33,7 @@ from hf_mp.trainer.fused_head import keep_fused_heads_in_fp32
 from hf_mp.trainer.reporting import end_recording, show_contract, start_recording, warn_of_no_step
 from hf_mp.trainer.settings import OF_MIXED, SAVE_DTYPES, SessionSettings
 from hf_mp.weights.attachable import runtimes_of
-from hf_mp.weights.reading_layout import ReadingLayout
+from hf_mp.weights.source import make_reading_layout
 
 if TYPE_CHECKING:  # what not every training asks for is imported where it does
     from hf_mp.diagnostics.overflow_report import OverflowReport
@@ -147,7 +147,7 @@ class TrainerSession(TrainerCallback):
             policy,
             tables=settings.tables,
             rules=rules,
-            layout=ReadingLayout(settings.policy, trained_alone=trained_alone),
+            layout=make_reading_layout(settings.policy, trained_alone=trained_alone),
         )
         runtime.attach(model)
         at_end.callback(runtime.detach)

@@ -86,7 +86,7 @@ class PrecisionOptions:
         "save tries again) or stop.",
         choices=SAVE_FAILURES,
     )
-    handle_preemption: bool = _option(True, "Have SIGTERM and SIGUSR1 end the run in a checkpoint, with exit code 75.")
+    handle_preemption: bool = _option(True, "On SIGTERM and SIGUSR1, save a checkpoint and exit with code 75.")
     # On by default: good steps pay nothing for it, and the need for it shows only after the overflow.
     explain_overflows: bool = _option(
         True, "Replay the micro-batch of a skipped step and log which module made the first inf or NaN."
@@ -98,8 +98,8 @@ class PrecisionOptions:
     )
     histogram_steps: int = _option(
         0,
-        "Every how many steps to record the magnitudes of activations, gradients, weights and updates of each layer in "
-        "OUTPUT_DIR/precision_log.jsonl. 50 is a good number; 0 means never.",
+        "Record the magnitudes of activations, gradients, weights and updates of each layer in "
+        "OUTPUT_DIR/precision_log.jsonl each time this many steps were taken, such as 50. 0 means never.",
     )
     precision_report: bool = _option(
         False, "Record each step's loss scale, and write OUTPUT_DIR/precision_report.html at the end."

@@ -18,7 +18,7 @@ from hf_mp.casting.replacements.base import ReplacedForward
 from hf_mp.casting.rules import Rules
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import Parallelism, check_parallelism, check_updates
-from hf_mp.weights.lean.split_parameter import SplitParameter
+from hf_mp.weights.split_parameter import SplitParameter
 
 RUNTIMES: weakref.WeakSet[Any] = weakref.WeakSet()  # each MixedPrecision there is; a model is found by what it says
 _Module = TypeVar("_Module", bound=nn.Module)

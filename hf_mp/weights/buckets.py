@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.wire import Runtime, sum_parts
-from hf_mp.weights.lean.split_parameter import SplitParameter, follow_first_rank
+from hf_mp.weights.split_parameter import SplitParameter, follow_first_rank
 
 
 class Buckets:

@@ -18,7 +18,7 @@ from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, Room, adamw_, is_sm
 from hf_mp.kernels.registry import VARIABLE, kernel_for
 from hf_mp.kernels.tensors import is_on_host, is_ordinary, traits_of
 from hf_mp.model_walk import optimizer_parameters
-from hf_mp.weights.lean.split_parameter import SplitParameter, current_remainders, gradient_and_factor
+from hf_mp.weights.split_parameter import SplitParameter, current_remainders, gradient_and_factor
 from hf_mp.weights.working_copies import WorkingCopies
 
 
@@ -35,6 +35,38 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
+class _Batch(NamedTuple):
+    """What one step of a kernel updates, parameter by parameter."""
+
+    optimizer: Optimizer
+    parameters: Sequence[nn.Parameter]
+    counts: Sequence[int]  # of parameters in each group
+    gradients: Sequence[Tensor]
+    others: Sequence[Tensor | None]  # their working copies or, of split ones, their remainders
+
+    def look(self) -> Any:
+        """All that an update is made for, but for where the gradients are; None where there is no state."""
+        states = [self.optimizer.state.get(parameter, {}) for parameter in self.parameters]
+        try:
+            moments = [state[name] for name in ("exp_avg", "exp_avg_sq", "step") for state in states]
+        except KeyError:
+            return None
+        # Somebody may have set `.data` of any of them, of a parameter also to a view of itself.
+        written = traits_of([*moments, *self.parameters, *[other for other in self.others if other is not None]])
+        return os.environ.get(VARIABLE), self.counts, written, traits_of(self.gradients)[1:]
+
+    def make_update(self) -> Any:
+        """The kernel for this batch; None where it cannot take all of it."""
+        if kernel_for("adamw", [*self.parameters, *self.gradients]) is None:  # before any state is made
+            return None
+        tensors_of = functools.partial(_tensors_of, self.optimizer)
+        found = list(map(tensors_of, self.parameters, self.gradients, self.others))
+        given = [tensors for tensors in found if tensors is not None]
+        # Asked again with the state, which a checkpoint may have brought in another dtype or order.
+        kernel = kernel_for("adamw", [one for tensors in given for one in tensors[:-1] if one is not None])
+        return None if kernel is None or len(given) < len(found) else kernel(given, self.counts)
+
+
 class KeptUpdates:
     """What the steps of one optimizer share: room for those of a CPU, and on a GPU the kernel's tables of its tensors.
 
@@ -45,59 +77,16 @@ class KeptUpdates:
         self.room = Room()
         self._kept: dict[int, tuple[list[Any], Any]] = {}  # by the identity of the first parameter
 
-    def of(
-        self,
-        optimizer: Optimizer,
-        parameters: Sequence[nn.Parameter],
-        counts: Sequence[int],
-        gradients: Sequence[Tensor],
-        others: Sequence[Tensor | None],
-    ) -> Any:
-        """The kernel for a step of ``parameters`` from ``gradients``; None where it cannot take them all.
-
-        ``counts``: of parameters in each group. ``others``: their working copies or, of split ones, their remainders.
-        """
-        look, update = self._kept.pop(id(parameters[0]), (None, None))
-        if look is None or look != _look(optimizer, parameters, counts, gradients, others):
-            update = _update_of(optimizer, parameters, counts, gradients, others)
-            look = _look(optimizer, parameters, counts, gradients, others)
+    def of(self, batch: _Batch) -> Any:
+        """The kernel for a step of ``batch``; None where it cannot take all of it."""
+        key = id(batch.parameters[0])
+        look, update = self._kept.pop(key, (None, None))
+        if look is None or look != batch.look():
+            update = batch.make_update()
+            look = batch.look()
         if update is not None:
-            self._kept[id(parameters[0])] = look, update
+            self._kept[key] = look, update
         return update
-
-
-def _look(
-    optimizer: Optimizer,
-    parameters: Sequence[nn.Parameter],
-    counts: Sequence[int],
-    gradients: Sequence[Tensor],
-    others: Sequence[Tensor | None],
-) -> Any:
-    """All that an update was made for, but for where the gradients are; None where there is no state."""
-    states = [optimizer.state.get(parameter, {}) for parameter in parameters]
-    try:
-        moments = [state[name] for name in ("exp_avg", "exp_avg_sq", "step") for state in states]
-    except KeyError:
-        return None
-    # Somebody may have set `.data` of any of them, of a parameter also to a view of itself.
-    written = traits_of([*moments, *parameters, *[other for other in others if other is not None]])
-    return os.environ.get(VARIABLE), counts, written, traits_of(gradients)[1:]
-
-
-def _update_of(
-    optimizer: Optimizer,
-    parameters: Sequence[nn.Parameter],
-    counts: Sequence[int],
-    gradients: Sequence[Tensor],
-    others: Sequence[Tensor | None],
-) -> Any:
-    if kernel_for("adamw", [*parameters, *gradients]) is None:  # before any state is made
-        return None
-    found = list(map(functools.partial(_tensors_of, optimizer), parameters, gradients, others))
-    given = [tensors for tensors in found if tensors is not None]
-    # Asked again with the state, which a checkpoint may have brought in another dtype or order.
-    kernel = kernel_for("adamw", [one for tensors in given for one in tensors[:-1] if one is not None])
-    return None if kernel is None or len(given) < len(found) else kernel(given, counts)
 
 
 def fused_step_split(
@@ -150,7 +139,7 @@ def _update_split(
             return set()
         adamw_([tensors for _, tensors in found], settings, factor, found_inf, updates.room)
         parameters = [parameter for parameter, _ in found]
-    elif update := updates.of(optimizer, parameters, [len(batch)], gradients, current_remainders(parameters)):
+    elif update := updates.of(_Batch(optimizer, parameters, [len(batch)], gradients, current_remainders(parameters))):
         update(gradients, [settings], factor, found_inf)
     else:
         return set()  # the optimizer itself steps what no kernel takes
@@ -165,7 +154,7 @@ def can_skip(optimizer: Optimizer, replaced_step: Callable[..., Any] | None) -> 
     """Whether the step of ``optimizer`` skips by itself where its ``found_inf`` is 1, and nobody hears of a step.
 
     ``replaced_step`` is what stood in the place of its class's ``step`` before it was guarded. Of a
-    :class:`~hf_mp.weights.lean.optimizer.MasterWeightOptimizer`, the wrapped one skips.
+    :class:`~hf_mp.weights.master_weight_optimizer.MasterWeightOptimizer`, the wrapped one skips.
     """
     if replaced_step is None and hasattr(optimizer, "keeps_masters") and not has_hooks(optimizer):
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
@@ -207,7 +196,7 @@ def fused_step_whole(
     if sum(counts) < len(stepping):
         return False
     gradients = [parameter.grad for parameter in stepping]
-    update = updates.of(optimizer, stepping, counts, gradients, copies.copies_of(stepping))
+    update = updates.of(_Batch(optimizer, stepping, counts, gradients, copies.copies_of(stepping)))
     if update is None:
         return False
     factor = None if clipping is None else clip_factor(clipping.norm, clipping.max_norm)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,10 +12,9 @@ from torch.optim import Optimizer
 
 from hf_mp._warnings import warn_caller
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
-from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude
 from hf_mp.model_walk import model_parameters, optimizer_parameters, widen_buffers
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.ranks.parallelism import Parallelism, is_distributed, is_dtensor, local_parts
+from hf_mp.ranks.parallelism import Parallelism, is_distributed, is_dtensor
 from hf_mp.ranks.wire import Runtime
 from hf_mp.weights.buckets import Buckets
 from hf_mp.weights.working_copies import WorkingCopies
@@ -116,27 +114,3 @@ def _to_fp32(parameter: nn.Parameter) -> None:
     whole = nn.Parameter(parameter.detach().float())  # `.data` of a DTensor leaves its shard as it is
     vars(whole).update(vars(parameter))
     torch.utils.swap_tensors(parameter, whole)
-
-
-def largest_unscaled_magnitude(found: Iterable[tuple[Tensor, Tensor | None]]) -> Tensor:
-    """The largest magnitude of gradients, at least one, times their factors (None for 1), FP32 of shape ()."""
-    # A fused scan takes gradients of one factor together.
-    by_factor: dict[Tensor | None, list[Tensor]] = {}
-    for gradient, factor in found:
-        by_factor.setdefault(factor, []).append(gradient)
-    largest: list[Tensor] = []
-    for factor, gradients in by_factor.items():
-        magnitude = largest_magnitude(local_parts(gradients))
-        largest.append(magnitude if factor is None else magnitude * factor.squeeze())
-    first, *others = largest
-    return torch.stack([first, *[one.to(first.device) for one in others]]).max() if others else first
-
-
-def too_large(layout: WeightLayout, model: nn.Module | None) -> list[str]:
-    """The parameters whose gradients make a step be skipped, by name."""
-    named = () if model is None else model.named_parameters()
-    # One read of the device for each parameter: only the error that ends a training asks.
-    gradients = {name: layout.gradients_and_factors([one]) for name, one in named}
-    largest = {name: largest_unscaled_magnitude(one).item() for name, one in gradients.items() if one}
-    found = {name: value for name, value in largest.items() if not value < SQUARES_BELOW}
-    return [f"{name} ({value:g} squared)" if math.isfinite(value) else name for name, value in found.items()]

@@ -67,7 +67,7 @@ class ProductUses:
         for module in ruled:
             self._decided[module] = dict.fromkeys(vars(module).get("_parameters", ()), False)
         # By the kinds of forwards that have ended, whether a mode has to watch their calls: they use what came from
-        # outside, or read `.data` of a weight, or a dtype to cast by it (Slots.dtype_of).
+        # outside, or read `.data` of a weight, or a dtype to cast by it (ForwardWeights.dtype_of).
         self.is_watched: dict[Hashable, bool] = {}
 
     def find_slots(self, model: nn.Module) -> list[Slot]:

@@ -12,7 +12,7 @@ from hf_mp.kernels.split import split
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import is_dtensor
 from hf_mp.weights.layout import WeightLayout
-from hf_mp.weights.lean.layouts import trained_with_statistics
+from hf_mp.weights.split_layout import trained_with_statistics
 
 
 class ReadingLayout(WeightLayout):

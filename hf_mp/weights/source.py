@@ -13,14 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_mp.model_walk import Walk
+from hf_mp.model_walk import Walk, optimizer_parameters
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import Parallelism, is_dtensor
-from hf_mp.weights.gathered_slots import GatheredSlots
+from hf_mp.scaling.borders import accumulating
+from hf_mp.weights.early_state import state_to_fp32
+from hf_mp.weights.forward_weights import BorderSet, ForwardWeights
+from hf_mp.weights.fused_adamw import Clipping, KeptUpdates, fused_step_whole
+from hf_mp.weights.gathered_weights import GatheredWeights
 from hf_mp.weights.layout import WeightLayout
-from hf_mp.weights.lean.layouts import SplitLayout
 from hf_mp.weights.product_uses import ProductUses
-from hf_mp.weights.slots import BorderSet, Slots
+from hf_mp.weights.reading_layout import ReadingLayout
+from hf_mp.weights.split_layout import SplitLayout
 from hf_mp.weights.spread_layouts import TensorParallelLayout, TransientLayout
 
 _MOST_SETS = 4  # kept for the forwards of one kind: so many in one backward cost no new borders
@@ -58,6 +62,7 @@ class WeightSource:
 
     ``layout`` says how masters and copies are stored, ``uses`` which weights products use. A forward is given its
     weights by :meth:`for_forward`; an update tells :meth:`after_update`; :meth:`restore` leaves ordinary parameters.
+    Nobody outside of this folder knows the layout.
     """
 
     def __init__(self, layout: WeightLayout, crossings: Any) -> None:
@@ -85,7 +90,7 @@ class WeightSource:
             borders.walk = None
             borders.by_kind.clear()
 
-    def for_forward(self, model: nn.Module, forward: Entry, is_scaled: bool, shares_borders: bool) -> Slots:
+    def for_forward(self, model: nn.Module, forward: Entry, is_scaled: bool, shares_borders: bool) -> ForwardWeights:
         """The weights of ``forward``, which is about to run: a context that puts what is inside into the slots.
 
         ``is_scaled``: whether the loss is; ``shares_borders``: whether several weights may have one border.
@@ -100,12 +105,12 @@ class WeightSource:
             borders.walk, borders.has_masters = Walk(model), True
         kind = id(forward), has_grad, model.training
         if not self.layout.keeps_copies:
-            return GatheredSlots(self, kind, model, is_scaled=is_scaled, shares_borders=shares_borders)
-        slots = Slots(self, kind, model, is_scaled=is_scaled, shares_borders=shares_borders)
+            return GatheredWeights(self, kind, model, is_scaled=is_scaled, shares_borders=shares_borders)
+        slots = ForwardWeights(self, kind, model, is_scaled=is_scaled, shares_borders=shares_borders)
         slots.fill_from(self._border_set(slots, borders))
         return slots
 
-    def _border_set(self, slots: Slots, borders: LastingBorders) -> BorderSet:
+    def _border_set(self, slots: ForwardWeights, borders: LastingBorders) -> BorderSet:
         """The borders that a forward takes: a set that is kept and free, or else a new one."""
         # What the first forward of any kind does decides about slots.
         key = slots.kind, slots.has_borders, slots.shares_borders, len(self.uses.is_watched)
@@ -125,7 +130,7 @@ class WeightSource:
             sets.append(made)
         return made
 
-    def note_nodes(self, slots: Slots) -> None:
+    def note_nodes(self, slots: ForwardWeights) -> None:
         """Note which autograd nodes a forward has made: a later one may be given its results."""
         made = self._made.nodes
         if slots.has_grad and (last := torch.autograd._get_sequence_nr()) > slots.first_node:
@@ -158,9 +163,67 @@ class WeightSource:
         if model is not None:
             layout.join_ranks(model, parallelism, self.crossings, in_fp32)
 
+    def make_masters(self, model: nn.Module) -> None:
+        """Give trainable 16-bit parameters of ``model`` FP32 masters."""
+        self.layout.make_masters(model)
+
+    # Backward
+
+    def keep_scaled(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
+        """Take from ``uses``, by place in the border ``node``, the gradients that are kept still scaled."""
+        if self.layout.keeps_scaled_gradients:
+            weights = {place: node.outside[place] for place in accumulating(node, uses)}
+            self.layout.keep_scaled_gradients(weights, uses, inverse)
+
+    def parameters_to_check(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+        """The parameters whose gradients a backward of ``model`` may leave, each once."""
+        return self.layout.parameters_to_check(model, optimizers)
+
+    def gradients_and_factors(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
+        """The existing gradients, as backward left them, each with the FP32 factor that unscales it (None for 1)."""
+        return self.layout.gradients_and_factors(parameters)
+
+    def before_next_scale(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
+        """The loss scale is about to change: gradients that are still scaled keep the scale that they have."""
+        self.layout.before_next_scale(parameters)
+
+    # Update
+
+    def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer to step from now on; its state becomes FP32, as the masters are."""
+        optimizer = self.layout.wrap(optimizer)
+        state_to_fp32(optimizer)
+        return optimizer
+
+    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor | None:
+        """Clip gradients that are still scaled; their 2-norm before, FP32 of shape (). None: torch can clip them."""
+        return self.layout.clip_grad_norm(optimizer_parameters(optimizer), max_norm)
+
+    def update(
+        self,
+        optimizer: Optimizer,
+        replaced_step: Callable[..., Any] | None,
+        updates: KeptUpdates,
+        clipping: Clipping | None,
+        found_inf: Tensor | None,
+    ) -> bool:
+        """Write masters and working copies in one launch (:func:`fused_step_whole`); False: ``optimizer`` has to step.
+
+        The optimizer of a lean layout has a kernel of its own.
+        """
+        given = optimizer, replaced_step, self.layout.copies, updates, clipping, found_inf
+        return not self.layout.keeps_scaled_gradients and fused_step_whole(*given)
+
     def after_update(self, optimizer: Optimizer) -> None:
         """Round what ``optimizer`` has written into the working copies."""
         self.layout.refresh_working_copies(optimizer)
+
+    def copy_of(self, parameter: nn.Parameter) -> Tensor:
+        """``parameter`` in 16 bits, as the forward reads it: the working copy itself where one is kept."""
+        layout, copy = self.layout, parameter.detach()
+        if layout.keeps_copies and parameter in layout.copies:
+            return layout.copies.get(parameter)
+        return copy.to(layout.policy.compute) if copy.is_floating_point() else copy
 
     def restore(self, model: nn.Module | None) -> None:
         """Leave ordinary FP32 parameters, and no copy."""
@@ -173,6 +236,11 @@ def make_layout(policy: PrecisionPolicy) -> WeightLayout:
     return SplitLayout(policy) if policy.is_lean else WeightLayout(policy)
 
 
+def make_reading_layout(policy: PrecisionPolicy, *, trained_alone: bool) -> WeightLayout:
+    """The layout of a model that is read and not trained, as :class:`ReadingLayout`."""
+    return ReadingLayout(policy, trained_alone=trained_alone)
+
+
 def _spread_layout(layout: WeightLayout, parameters: Iterable[Tensor], parallelism: Parallelism) -> WeightLayout:
     # Plain tensors need no other layout: DDP holds whole weights.
     if isinstance(layout, TransientLayout) or not any(map(is_dtensor, parameters)):
@@ -183,7 +251,7 @@ def _spread_layout(layout: WeightLayout, parameters: Iterable[Tensor], paralleli
         return TransientLayout(policy)
     if policy.is_lean:
         raise ValueError(
-            f"precision={str(policy)!r} keeps the rest of each master next to a whole weight, and this "
-            f"model is tensor parallel: use {str(policy).removesuffix('-lean')!r}"
+            f"precision={str(policy)!r} needs whole weights, and this model is tensor parallel: use "
+            f"{str(policy).removesuffix('-lean')!r}"
         )
     return TensorParallelLayout(policy)

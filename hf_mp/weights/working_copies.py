@@ -65,9 +65,7 @@ def let_optimizers_be_fast(kind: type[nn.Parameter]) -> None:
     """Have torch's optimizers use their multi-tensor implementations for parameters of ``kind`` as well."""
     types = getattr(optimizers, "_foreach_supported_types", None)
     if types is None:
-        warn_caller(
-            "torch.optim names its _foreach_supported_types no more: optimizers update tensor by tensor, slower"
-        )
+        warn_caller("torch.optim has no _foreach_supported_types: optimizers update tensor by tensor, which is slower")
     elif kind not in types:
         types.append(kind)
 

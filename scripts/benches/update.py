@@ -29,7 +29,7 @@ import hf_mp
 from _benchmarks import DEFAULT_DEVICE, Workload, copy_bytes_per_second, rounded_copies, update_bytes
 from _contenders import LEAN_UPDATE, MIXED_UPDATE, Step
 from _results import in_turns, rows_of
-from hf_mp.weights.lean.split_parameter import SplitParameter
+from hf_mp.weights.split_parameter import SplitParameter
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 _LR = 1e-5

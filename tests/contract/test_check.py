@@ -178,7 +178,7 @@ def test_a_base_that_has_none_of_the_weights_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     save_file({"weight": torch.ones(3)}, other / "model.safetensors")
-    says = f"no weight in {model} has the name and the size of one in {other}, both in one part: pass the model that"
+    says = f"no weight of {model} has the name and the size of one in {other}: pass the model that"
     with pytest.raises(ValueError, match=re.escape(says)):
         check_folder(model, base=other)
     assert run(str(model), "--base", str(tmp_path / "nowhere"))[0] == 2
@@ -246,7 +246,7 @@ def test_a_file_that_ends_early_is_named(missing: int, tmp_path: Path) -> None:
     file = next(model.glob("*.safetensors"))
     os.truncate(file, file.stat().st_size - missing)
     with pytest.raises(
-        ValueError, match=re.escape(f"{file} cannot be read: it is damaged (it ends before its tensors do")
+        ValueError, match=re.escape(f"{file} cannot be read: it is damaged (it ends before its last tensor")
     ):
         check_folder(model)
 

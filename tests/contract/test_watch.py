@@ -215,8 +215,8 @@ def test_it_is_printed_once_at_the_start_and_after_a_resume(kind, precision, tmp
 
 
 ADVISED = {
-    "bf16": "; `hf-mp env` advises bf16: This CPU multiplies BF16, which has FP32's range",
-    "fp32": "; `hf-mp env` advises fp32: This CPU multiplies neither FP16 nor BF16: they save memory",
+    "bf16": "\n`hf-mp env` advises bf16: This CPU multiplies BF16, which needs no loss scale.\n",
+    "fp32": "\n`hf-mp env` advises fp32: This CPU multiplies neither FP16 nor BF16.\n",
     "fp16": "\n",
 }
 

@@ -118,7 +118,7 @@ class TestWhatCounts:
     def test_a_model_without_logits(self) -> None:
         found = compare_precisions(nn.Linear(4, 3), [torch.randn(2, 4)], ["fp16"])
         assert found.positions == 2 and found.errors[0].kl is None
-        assert "compared is its first floating output, ''" in found.notes[0]
+        assert "its first floating output, '', is compared" in found.notes[0]
 
 
 def test_what_overflows_is_said() -> None:
@@ -180,7 +180,7 @@ def test_a_model_that_is_nan_in_fp32_is_refused() -> None:
     model = Gated()
     with torch.no_grad():
         model.gate.weight[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="Gated is inf or NaN in FP32 for batch 1"):
+    with pytest.raises(ValueError, match="Gated returns inf or NaN in FP32 for batch 1"):
         compare_precisions(model, batches(1))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
@@ -217,5 +217,5 @@ def test_a_model_that_returns_a_loss_alone_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).mean()
 
-    with pytest.raises(ValueError, match="returns no floating tensor besides a loss"):
+    with pytest.raises(ValueError, match="returns no floating tensor except a loss"):
         compare_precisions(Loss(2, 2), [torch.ones(1, 2)])

@@ -21,7 +21,7 @@ from hf_mp.diagnostics.magnitude_collector import COMPILED
 from hf_mp.diagnostics.magnitudes import histogram
 from hf_mp.diagnostics.precision_recorder import PrecisionRecorder
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, as_record, from_record
-from hf_mp.weights.lean.split_parameter import SplitParameter, master_value
+from hf_mp.weights.split_parameter import SplitParameter, master_value
 
 PRECISIONS = ["fp16", "bf16", "fp16-lean", "bf16-lean"]
 

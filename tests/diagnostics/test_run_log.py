@@ -138,7 +138,9 @@ def test_damaged_records_are_left_out_and_counted(line: str, tmp_path: Path) -> 
 
 
 def test_no_run_is_an_error_that_names_what_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no run: no file precision_log.jsonl .*record_precision.* writes one"):
+    with pytest.raises(
+        ValueError, match=r"holds no run: it has no file precision_log.jsonl.*record_precision.* writes one"
+    ):
         read_run(tmp_path)
 
 
@@ -147,7 +149,7 @@ def test_nothing_outside_of_the_run_directory_is_read(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / LOG_NAME).symlink_to(tmp_path / "other" / LOG_NAME)
-    with pytest.raises(ValueError, match=f"holds no run: no file {LOG_NAME}"):
+    with pytest.raises(ValueError, match=f"holds no run: it has no file {LOG_NAME}"):
         read_run(run)
 
 

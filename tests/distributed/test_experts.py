@@ -60,7 +60,7 @@ def test_routers_read_fp32_weights_where_others_travel_in_16_bits(two: Results, 
     ("case", "said"),
     [
         ("with_fsdp", "ValueError: .*experts.gate_up_proj is placed as .*expert parallelism work alone.* FSDP2 alone"),
-        ("lean", "ValueError: precision='fp16-lean' keeps .*this model is tensor parallel: use 'fp16'"),
+        ("lean", "ValueError: precision='fp16-lean' needs whole weights.*this model is tensor parallel: use 'fp16'"),
     ],
 )
 def test_what_cannot_work_is_refused(two: Results, case: str, said: str) -> None:

@@ -113,7 +113,7 @@ def test_the_trainer_saves_a_whole_model(folder: Path, two: Results) -> None:
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("lean", "ValueError: precision='fp16-lean' keeps .*this model is tensor parallel: use 'fp16'"),
+        ("lean", "ValueError: precision='fp16-lean' needs whole weights.*this model is tensor parallel: use 'fp16'"),
         ("lean_callback", r"ValueError: precision='fp16-lean' keeps .*Use MixedPrecisionCallback\('fp16'\)"),
         ("fused", "ValueError: AdamW updates .*DTensors and plain tensors .* optim='adamw_torch'"),
     ],
@@ -126,7 +126,7 @@ def test_what_cannot_pass_a_front_door_is_refused_by_all(two: Results, case: str
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("lean", "ValueError: precision='bf16-lean' keeps .*this model is tensor parallel: use 'bf16'"),
+        ("lean", "ValueError: precision='bf16-lean' needs whole weights.*this model is tensor parallel: use 'bf16'"),
         ("with_fsdp", "ValueError: model.* is placed as .*work alone.*leave FSDP2 and other dimensions out"),
         ("two_dimensions", "ValueError: 0.weight is placed as .*work alone, over a mesh of one dimension"),
         (

@@ -37,13 +37,18 @@ FP16, BF16 = torch.float16, torch.bfloat16
 @pytest.mark.parametrize(
     ("planted", "preset", "reason", "otherwise"),
     [
-        ({"gpus": [A100], "bf16": ["NVIDIA A100"]}, "bf16", "NVIDIA A100 multiplies BF16, which has", "fp16 if the"),
+        (
+            {"gpus": [A100], "bf16": ["NVIDIA A100"]},
+            "bf16",
+            "NVIDIA A100 multiplies BF16, which needs no",
+            "fp16 if the",
+        ),
         ({"gpus": [T4], "cpu": [BF16]}, "fp16", "Tesla T4 multiplies FP16, but not BF16", "fp32 if the model was"),
         ({"gpus": [A100, T4], "bf16": ["NVIDIA A100"]}, "fp16", "Tesla T4 multiplies FP16", "fp16-lean if memory"),
         ({"gpus": [PASCAL]}, "fp32", "GTX 1080 multiplies neither FP16 nor BF16", "fp16 if memory is short"),
         ({"gpus": [("MI300", (9, 4))], "hip": "6", "bf16": ["MI300"]}, "bf16", "MI300 multiplies BF16", "bf16-lean"),
         ({"gpus": [("MI25", (9, 0))], "hip": "6"}, "fp16", "MI25 multiplies FP16, but not BF16", "fp16-lean"),
-        ({"cpu": [BF16]}, "bf16", "This CPU multiplies BF16", "3 more bits"),
+        ({"cpu": [BF16]}, "bf16", "This CPU multiplies BF16", "higher loss"),
         ({"cpu": [FP16, BF16]}, "bf16", "This CPU multiplies BF16", "bf16-lean"),
         ({"cpu": [FP16]}, "fp16", "This CPU multiplies FP16, but not BF16", "fp16-lean"),
         ({}, "fp32", "This CPU multiplies neither FP16 nor BF16", "fp16 if memory is short"),

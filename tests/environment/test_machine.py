@@ -42,11 +42,11 @@ def test_a_package_that_is_missing_is_said_to_be(monkeypatch):
     assert environment.package_versions()["bitsandbytes"] == "not installed"
 
 
-def test_cpu_products_are_what_autocast_goes_by(monkeypatch):
+def test_cpu_matmuls_are_what_autocast_goes_by(monkeypatch):
     monkeypatch.setattr(environment, "runs_natively", lambda dtype, device_type: dtype is torch.bfloat16)
     rows = describe_hardware()
-    assert rows["FP16 products on the CPU"] == "through FP32"
-    assert rows["BF16 products on the CPU"] == "native"
+    assert rows["FP16 matmuls on the CPU"] == "through FP32"
+    assert rows["BF16 matmuls on the CPU"] == "native"
 
 
 @pytest.mark.parametrize(

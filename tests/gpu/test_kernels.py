@@ -36,7 +36,7 @@ from hf_mp.kernels.gradient_scan import (
 )
 from hf_mp.kernels.split import split
 from hf_mp.kernels.tensors import traits_of
-from hf_mp.weights.lean.split_parameter import gradient_and_factor
+from hf_mp.weights.split_parameter import gradient_and_factor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from triton.language import bfloat16

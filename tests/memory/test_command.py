@@ -25,18 +25,26 @@ def run(*arguments):
 
 
 def test_the_command_shows_five_ways_to_train(saved, monkeypatch):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
     found = LargestBatch(7, 2**19, 2**23, 2**22)
     monkeypatch.setattr("hf_mp.memory.report.largest_batch", lambda *args: found)
     result = run("memory", saved, "--train", "--seq-len", 16, "--gpu", "4MiB")
     assert result.exit_code == 0, result.output
     told = " ".join(result.stdout.split())
-    assert "hf-mp memory: taking a training step in hf_mp fp16-lean (5 of 5) ...\n" in result.stderr
+    assert result.stderr == ""  # no terminal
     assert "largest batch 7 7 7 7 7 its peak, KiB 512.00 512.00" in told
     assert "in 4.00 MiB fits fits fits fits fits" in told and "bf16" in SHOWN_PRESETS
     for words in ("Loaded", "INT8", "The peak of a training step on a GPU", "Predicted for a GPU"):
         assert words in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert all(TRAINING_PRESETS[name].label.split()[0] in told for name in SHOWN_PRESETS)
+
+
+def test_a_terminal_shows_progress_in_one_line_that_goes(saved, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes any stream for a terminal
+    monkeypatch.setenv("TERM", "xterm")
+    shown = run("memory", saved, "--seq-len", 16, "--precision", "fp32").stderr
+    assert "taking a training step in FP32 (1 of 1) ..." in shown and shown.endswith("\x1b[2K")
 
 
 def test_all_presets_are_one_word(saved, monkeypatch):

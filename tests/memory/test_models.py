@@ -69,7 +69,7 @@ def test_an_unknown_name_tells_the_ways_out(no_network):
 def test_loading_without_weights_tells_the_way_out(no_network, monkeypatch):
     monkeypatch.chdir("/")
     with pytest.raises(
-        ValueError, match=r"'gpt2-xl' is neither a directory.*to `hf-mp memory`, which needs no weights"
+        ValueError, match=r"'gpt2-xl' is neither a directory.*`hf-mp memory`, which needs no weights, also takes"
     ):
         hf_mp.load("gpt2-xl")
 
@@ -236,9 +236,9 @@ def test_code_beside_a_configuration_does_not_run(use, model_with_code, tmp_path
         USES[use](str(model_with_code))
     elif use == "hf-mp memory":
         result = USES[use](str(model_with_code))
-        assert result.exit_code == 2 and "code of its own, which does not run here" in result.stderr
+        assert result.exit_code == 2 and "does not run a model's own code" in result.stderr
     else:
-        with pytest.raises(ValueError, match=r"custom code.*code of its own, which does not run here"):
+        with pytest.raises(ValueError, match=r"custom code.*does not run a model's own code"):
             USES[use](str(model_with_code))
     assert not (tmp_path / "touched").exists()
 

@@ -94,7 +94,10 @@ def test_tensor_parallel_ranks_share_weights_and_send_activations(monkeypatch: p
     ("settings", "message"),
     [
         ({"model": config()}, r"needs a model with a tp_plan in .*, and GPT2LMHeadModel has none: use 'fsdp2'"),
-        ({"precision": "bf16-lean"}, r"precision='bf16-lean' keeps .* this model is tensor parallel: use 'bf16'"),
+        (
+            {"precision": "bf16-lean"},
+            r"precision='bf16-lean' needs whole weights.* this model is tensor parallel: use 'bf16'",
+        ),
         ({"ranks": 8}, r"ranks=8 cannot share the 4 key and value heads of LlamaForCausalLM .* that divides 4"),
         ({"precision": "int8-lora"}, r"parallel='tp' cannot shard quantized weights of precision='int8-lora'"),
     ],

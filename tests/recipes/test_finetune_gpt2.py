@@ -88,8 +88,34 @@ def test_the_run_ends_in_a_table_that_a_person_can_read(finished):
     rows += ("skipped", "peak memory", "saved model in FP32", "saved model in FP16", "saved model in INT8")
     assert [words for words in rows if words not in finished.printed] == []
     assert "The" in finished.printed.split("It writes:")[1]  # the text that the model writes begins with the prompt
-    contract = finished.printed.split("In which dtype it was trained:\n")[1].splitlines()
-    assert contract[0].split()[:3] == ["parameters", "elements", "stored"] and "fp32" in contract[1].split()
+    contract = finished.printed.split("precision contract of this run: ")
+    assert len(contract) == 2 and "\nparameters" in contract[1]
+    steps = re.findall(
+        r"^step +\d+  loss [\d.]+  loss scale +\d+  learning rate \S+  skipped 0$", finished.printed, re.MULTILINE
+    )
+    assert [int(line.split()[1]) for line in steps] == [2, 4, 6] and "{" not in finished.printed
+
+
+def test_bars_are_named_and_logs_keep_to_80_columns(sample, tmp_path, capsys):
+    run(tmp_path / "run", *TINY_MODEL, train_file=sample, disable_tqdm=False, eval_strategy="steps", eval_steps=4)
+    bars = re.findall(r"(\S*) +\d+%\|", capsys.readouterr().err)
+    assert {"training:", "evaluating:"} == set(bars)
+    logs = {"loss": 10.98, "loss_scale": 2.0**19, "learning_rate": 1e-5, "skipped_steps": 99, "grad_norm": 1.0}
+    assert len(_report.log_line(99_999, logs)) <= 80
+    assert _report.log_line(6, {"eval_loss": 1.25, "epoch": 1}) == "step     6  evaluation loss 1.250"
+    assert _report.log_line(6, {"train_loss": 1.25}) == ""
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "lowest", "highest", "words"),
+    [
+        (1024, 131072, 1024, 131072, "1,024 first, 131,072 last"),
+        (1024, 4096, 512, 8192, "1,024 first, 4,096 last, 512 lowest, 8,192 highest"),
+    ],
+)
+def test_the_loss_scale_of_a_run_says_nothing_twice(first, last, lowest, highest, words):
+    found = {"first": first, "last": last, "lowest": lowest, "highest": highest}
+    assert _report.loss_scale_words(found) == words
 
 
 def test_the_summary_holds_the_numbers_of_the_run(finished):

@@ -12,10 +12,10 @@ from _options import parse_options
 @pytest.mark.parametrize(
     ("recipe", "flags", "message"),
     [
-        ("ablate_precision", ["--seeds", "0"], "train under one seed at least"),
+        ("ablate_precision", ["--seeds", "0"], "use at least 1 seed"),
         ("ablate_precision", ["--learning_rate", "-1"], "must be positive"),
         ("ablate_precision", ["--variants", "fp8"], "invalid choice: 'fp8'"),
-        ("grpo_fp16", ["--seeds=0"], "--seeds 0: train under one seed"),
+        ("grpo_fp16", ["--seeds=0"], "--seeds 0: use at least 1 seed"),
         ("grpo_fp16", ["--learning_rate=0"], "must be positive"),
         ("plain_loops", ["--scale", "huge"], "invalid choice: 'huge'"),
         ("plain_loops", ["--loops", "mlp", "swimming"], "invalid choice: 'swimming'"),

@@ -308,7 +308,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "step before scale": (["plain backward", "step"], NOT_SCALED.format("step")),
     "update before scale": (["plain backward", "update"], NOT_SCALED.format("update")),
     "a closure": (["backward", "step by closure"], r"(?i)closure.* not (currently )?supported"),
-    "pickling within an iteration": (["backward", "unscale_", "pickle"], "pickled"),
+    "pickling within an iteration": (["backward", "unscale_", "pickle"], "pickle"),
     "a backward through a stale scale": (
         ["backward", "new scale", "first backward"],
         "modified by an inplace operation",

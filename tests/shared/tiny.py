@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_mp
-from hf_mp.weights.lean.split_parameter import make_split
+from hf_mp.weights.split_parameter import make_split
 
 
 class Using(nn.Module):

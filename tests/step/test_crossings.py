@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_mp
 from hf_mp import MixedPrecision
-from hf_mp.weights.slots import _border_groups
+from hf_mp.weights.forward_weights import _border_groups
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(3))
 every_kind = pytest.mark.parametrize("precision", ["fp16", "fp16-lean", "bf16"])
@@ -472,7 +472,7 @@ def test_a_step_in_the_middle_of_a_scaled_backward_is_refused() -> None:
     model: Any = body()
     model, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16")
     handle = model.second.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
-    with pytest.raises(RuntimeError, match=r"step\(\) was called in a backward.*free_gradients='backward'"):
+    with pytest.raises(RuntimeError, match=r"step\(\) was called during a backward.*free_gradients='backward'"):
         squared(model(X)).backward()
     handle.remove()
     model.zero_grad()

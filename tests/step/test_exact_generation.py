@@ -93,7 +93,7 @@ def test_mixtures_of_experts_have_no_gap(kind: str, implementation: str, precisi
 def test_grouped_products_of_experts_are_refused() -> None:
     model = make("Mixtral", "grouped_mm")
     hf_mp.MixedPrecision("fp16", exact_generation=True).attach(model)
-    with pytest.raises(ValueError, match=r"grouped products of experts have no such kernel: load .*'eager'"):
+    with pytest.raises(ValueError, match=r"grouped matmuls of experts have no FP64 kernel: load .*'eager'"):
         model(input_ids=prompts())
 
 
@@ -212,7 +212,7 @@ def test_what_cannot_be_exact_is_named() -> None:
         with pytest.raises(ValueError, match=message):
             hf_mp.MixedPrecision("fp16", exact_generation=True).attach(model)
         assert [parameter.dtype for parameter in model.parameters()] == before
-    with pytest.raises(ValueError, match="sums matmul in FP64, and a rule has it run as it is called"):
+    with pytest.raises(ValueError, match="sums matmul in FP64, and a rule keeps the dtypes it is called with"):
         hf_mp.MixedPrecision("fp16", exact_generation=True, rules={torch.matmul: "unlisted"})
     with pytest.raises(ValueError, match="exact_generation=True with compute=fp32 is not allowed"):
         hf_mp.MixedPrecision("fp32", exact_generation=True)

@@ -18,7 +18,7 @@ from transformers import GPT2LMHeadModel
 
 import hf_mp
 from hf_mp import MixedPrecision
-from hf_mp.weights.lean.split_parameter import SplitParameter
+from hf_mp.weights.split_parameter import SplitParameter
 
 Batch = dict[str, Tensor]
 PRESETS = ["fp16", "bf16", "fp16-lean", "bf16-lean"]

@@ -27,7 +27,7 @@ from hf_mp.step.gradients import Verdict
 from hf_mp.step.observers import StepObserver
 from hf_mp.weights import fused_adamw
 from hf_mp.weights.fused_adamw import _tensors_of as tensors_of
-from hf_mp.weights.lean.split_parameter import has_gradient
+from hf_mp.weights.split_parameter import has_gradient
 from hf_mp.weights.working_copies import is_master
 
 Make = Callable[[Any], torch.optim.Optimizer]

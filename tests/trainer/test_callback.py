@@ -222,7 +222,7 @@ def test_settings_of_the_scaler_the_tables_and_the_rules(tmp_path: Path, contend
     assert not lower_precision_products(trainer, "evaluate")
     trainer.train()
     assert logged(trainer, "loss_scale") == [64.0, 128.0, 128.0, 256.0]
-    assert ours.mixed_precision.region.tables == "cpu"
+    assert ours.mixed_precision.region.autocast.tables == "cpu"
 
 
 def test_what_the_arguments_of_the_trainer_say_is_used(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_no_precision_is_refused_with_those_that_there_are(kind: Any) -> None:
 
 def test_options_that_it_has_not() -> None:
     with pytest.raises(
-        TypeError, match=r"handle_preemption is no option .*has check_gradients.*up to MixedPrecisionTrainer"
+        TypeError, match=r"handle_preemption is no option .*has check_gradients.*others need MixedPrecisionTrainer"
     ):
         MixedPrecisionCallback("fp16", handle_preemption=False)
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import hf_mp
 from hf_mp.trainer.hand_over import working_copies
-from hf_mp.weights.lean.split_parameter import SplitParameter
+from hf_mp.weights.split_parameter import SplitParameter
 
 PRESETS = ("fp16", "bf16", "fp16-lean", "bf16-lean")
 
@@ -144,5 +144,7 @@ def test_a_model_of_ones_own_is_handed_over_by_name() -> None:
     )
     runtime = layer.forward.runtime  # type: ignore[attr-defined]
     runtime.detach()
-    with pytest.raises(ValueError, match=r"was detached, as it is when a training ends: .*keep_attached=True"):
+    with pytest.raises(
+        ValueError, match=r"was detached from this model, as it is when a training ends: .*keep_attached=True"
+    ):
         working_copies(runtime)

@@ -119,7 +119,7 @@ def test_the_slope() -> None:
         (torch.zeros(3), r"generated has shape \(3,\)"),
         (torch.ones(3, 2), "values above 0 or infinite"),
         (torch.full((3, 2), -math.inf), "values above 0 or infinite"),
-        (torch.full((3, 2), math.nan), "generated is NaN, throughout"),
+        (torch.full((3, 2), math.nan), "all of generated is NaN"),
     ],
 )
 def test_what_is_no_log_probability(found: Tensor, message: str) -> None:
@@ -177,7 +177,7 @@ def test_positions_that_only_say_where_padding_ends(kind: str) -> None:
         assert hf_mp.log_probability_gap(tiny(kind), batch).maximum < 1e-5
     whole = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(7)[None]}
     assert hf_mp.log_probability_gap(tiny(kind), whole).maximum < 1e-5
-    with pytest.raises(ValueError, match="batch has position_ids, of which generation token by token knows nothing"):
+    with pytest.raises(ValueError, match="batch has position_ids, which generation token by token does not take"):
         hf_mp.log_probability_gap(tiny(kind), {**batch, "position_ids": torch.arange(7)[None]})
 
 
@@ -189,14 +189,14 @@ def test_a_part_in_evaluation_mode_stays_there() -> None:
     assert not any(module.training for module in model.transformer.h[0].modules())
 
 
-NOTHING_DRAWN = "new_tokens would have no effect: nothing is drawn where batch has labels"
+NOTHING_DRAWN = "new_tokens has no effect where batch has labels or generated is given"
 
 
 @pytest.mark.parametrize(
     ("labels", "asked", "message"),
     [
         ([1, 1, 1], {}, r"labels have shape \(3,\), and input_ids \(3, 7\): one label for each token"),
-        ([[-100] * 7] * 3, {}, r"labels are -100, or generated is NaN, throughout"),
+        ([[-100] * 7] * 3, {}, "all labels are -100"),
         ([[2] * 7] * 3, {"new_tokens": 4}, NOTHING_DRAWN),
         (None, {"generated": torch.zeros(3, 2), "new_tokens": 4}, NOTHING_DRAWN),
     ],

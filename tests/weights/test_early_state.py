@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 import hf_mp
 from hf_mp import MasterWeightOptimizer
-from hf_mp.weights.lean.split_parameter import SplitParameter
+from hf_mp.weights.split_parameter import SplitParameter
 
 LOADED = [torch.float16, torch.bfloat16, torch.float32]
 LAYOUTS = ["fp16", "bf16", "fp16-lean", "bf16-lean", "whole"]

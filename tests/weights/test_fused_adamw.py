@@ -13,8 +13,8 @@ from torch.optim import Adam, AdamW, Optimizer
 
 import hf_mp
 from hf_mp.weights import fused_adamw
+from hf_mp.weights import master_weight_optimizer as module
 from hf_mp.weights.fused_adamw import KeptUpdates, fused_step_split, fused_step_whole
-from hf_mp.weights.lean import optimizer as module
 from hf_mp.weights.working_copies import WorkingCopies
 
 DTYPES = [torch.float16, torch.bfloat16]

@@ -23,8 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_mp import DynamicLossScaler, MasterWeightOptimizer
 from hf_mp.kernels.split import split
-from hf_mp.weights.lean.optimizer import steps_by_parameter
-from hf_mp.weights.lean.split_parameter import SplitParameter
+from hf_mp.weights.master_weight_optimizer import steps_by_parameter
+from hf_mp.weights.split_parameter import SplitParameter
 
 DTYPES = [torch.float16, torch.bfloat16]
 LAYOUTS = ["whole", "split"]
@@ -180,7 +180,7 @@ def test_equals_the_optimizer_on_fp32(name: str, layout: str, dtype: torch.dtype
 @every_layout
 @pytest.mark.parametrize("name", ["Adagrad", "AdamW", "AdamW fused", "SGD momentum", "bnb AdamW8bit", "RAdam"])
 def test_parts_of_a_step_are_a_step(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_mp.weights.lean.optimizer._BUCKET_ELEMENTS", 20)
+    monkeypatch.setattr("hf_mp.weights.master_weight_optimizer._BUCKET_ELEMENTS", 20)
     test_equals_the_optimizer_on_fp32(name, layout, torch.float16)
 
 
@@ -383,7 +383,7 @@ def test_clipping_does_not_outlive_the_gradients_it_clipped() -> None:
 @every_layout
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_fire_once_a_step_and_see_the_parameters(layout: Any, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_mp.weights.lean.optimizer._BUCKET_ELEMENTS", 20)  # in several parts
+    monkeypatch.setattr("hf_mp.weights.master_weight_optimizer._BUCKET_ELEMENTS", 20)  # in several parts
     ours = parameters(shapes(), torch.float16)
     inner: Optimizer = AdamW(ours)
     calls: list[str] = []
@@ -633,7 +633,7 @@ def test_module_overrides_of_bitsandbytes_are_found(layout: Any) -> None:
 
 
 def test_a_subclass_with_a_step_of_its_own_is_stepped_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_mp.weights.lean.optimizer._BUCKET_ELEMENTS", 1)
+    monkeypatch.setattr("hf_mp.weights.master_weight_optimizer._BUCKET_ELEMENTS", 1)
     counts: list[int] = []
 
     class Renamed(SGD):

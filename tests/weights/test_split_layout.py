@@ -19,8 +19,8 @@ from transformers import GPT2LMHeadModel
 import hf_mp
 from hf_mp import DynamicLossScaler, MasterWeightOptimizer
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.lean.layouts import restore_parameters, split_trainable_parameters
-from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor, master_value
+from hf_mp.weights.split_layout import restore_parameters, split_trainable_parameters
+from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, master_value
 
 every_lean = pytest.mark.parametrize("precision", ["fp16-lean", "bf16-lean"])
 Batch = dict[str, Tensor]

@@ -87,8 +87,8 @@ def test_threads_share_a_model_only_to_read_it(precision: str) -> None:
         if threading.current_thread().name == "reader":
             began.set()
             assert go.wait(30)
-            region = m.forward.runtime.region
-            assert region.thread.is_reading  # another thread's forward has ended meanwhile
+            mode = m.forward.runtime.region.autocast
+            assert mode.thread.is_reading  # another thread's forward has ended meanwhile
         return m.layer(x)
 
     model = attached(use, precision)

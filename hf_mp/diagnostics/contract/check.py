@@ -112,7 +112,7 @@ def _unchanged(weights: Iterable[Held], path: Path, base: Path) -> dict[str, flo
             shares[".".join(kind)].append((one.elements, one.unchanged_share))
     if not shares:
         raise ValueError(
-            f"no weight in {path} has the name and the size of one in {base}, both in one part: pass the model that "
-            "training began from, and if it is in shards of several ranks, write it by save_pretrained first"
+            f"no weight of {path} has the name and the size of one in {base}: pass the model that training began from. "
+            "If shards of several ranks hold it, save it with save_pretrained first"
         )
     return dict(sorted(((kind, mean(found)) for kind, found in shares.items()), key=lambda entry: -entry[1]))

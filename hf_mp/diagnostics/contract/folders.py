@@ -94,7 +94,7 @@ class Folder:
         """Note a part of a tensor."""
         # Found when a block is read, it would not name the file; who has half a download needs to know which it is.
         if part.first + part.elements * part.dtype.itemsize > part.file.stat().st_size:
-            raise EOFError("it ends before its tensors do: copy it anew")
+            raise EOFError("it ends before its last tensor: copy it again")
         # Step counters and token masks have no precision to lose.
         if part.elements and part.dtype.is_floating_point:
             self.parts.setdefault(name, []).append(part)

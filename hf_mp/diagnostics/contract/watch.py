@@ -20,8 +20,8 @@ from hf_mp.ranks.parallelism import is_distributed, local_part
 from hf_mp.step.observers import StepObserver
 from hf_mp.weights.accelerated import as_accelerated
 from hf_mp.weights.attachable import runtimes_of
-from hf_mp.weights.lean.outside_reads import on_stored_values
-from hf_mp.weights.lean.split_parameter import SplitParameter
+from hf_mp.weights.outside_reads import on_stored_values
+from hf_mp.weights.split_parameter import SplitParameter
 
 # By which gradients travel: DDP's hooks and FSDP2 call these. DDP's own reduction, in C++, sends gradients as they are.
 _COLLECTIVES = ("all_reduce", "all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_single")

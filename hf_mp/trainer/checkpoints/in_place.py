@@ -88,7 +88,7 @@ def restore(checkpoint: Path) -> None:
     # A link in a stranger's directory leads to a checkpoint of another run, which stays there.
     if aside.is_dir() and not aside.is_symlink() and not checkpoint.exists():
         os.rename(aside, checkpoint)
-        logger.warning(f"{checkpoint} is put back: the save that was to replace it did not come to its end")
+        logger.warning(f"{checkpoint} is put back: the save that would have replaced it was interrupted")
     _discard(aside)
 
 

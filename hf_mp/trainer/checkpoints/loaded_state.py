@@ -44,7 +44,7 @@ def check_weights_file(path: Path, model: nn.Module) -> None:
     if names and expected and not names & expected:
         raise CheckpointError(
             f"{path} has no tensor of this {type(model).__name__}: it has {str(sorted(names)[:3])[1:-1]:.300}, "
-            f"sought are {str(sorted(expected)[:3])[1:-1]}: load it into the model that was saved"
+            f"the model has {str(sorted(expected)[:3])[1:-1]}: load it into the model that was saved"
         )
 
 

@@ -35,7 +35,7 @@ def lock_directory(directory: Path) -> Iterator[None]:
             f"it, end it (`fuser {LOCK_NAME}` names its process), or choose another output_dir"
         ) from error
     except (OSError, NotImplementedError) as error:
-        logger.warning(f"{directory} cannot be locked ({error}): a second run is not kept from writing there")
+        logger.warning(f"{directory} cannot be locked ({error}): nothing stops a second run from writing there")
     try:
         yield
     finally:

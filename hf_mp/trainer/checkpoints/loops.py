@@ -136,11 +136,11 @@ def load_checkpoint(
         if runtime is not None and saved["mixed_precision"] is not None:
             runtime.load_state_dict(saved["mixed_precision"])
     if (runtime is None) != (saved["mixed_precision"] is None):
-        told = "it was saved without mixed precision, so the loss scale is not taken over"
+        told = "it was saved without mixed precision, so the loss scale starts anew"
         if runtime is None:
             told = (
-                "no mixed precision is attached, so the loss scale is not taken over, and 16-bit parameters keep only "
-                "the rounding of the saved FP32 weights: call hf_mp.prepare first"
+                "no mixed precision is attached, so the loss scale is not restored, and 16-bit parameters round the "
+                "saved FP32 weights: call hf_mp.prepare first"
             )
         warn_caller(f"{checkpoint}: {told}")
     return saved["step"], saved["extra"]
@@ -158,7 +158,7 @@ def _as_json(values: Mapping[str, Any]) -> str:
     try:
         return json.dumps(values, indent=2)
     except TypeError as error:
-        raise CheckpointError(f"extra, or a setting of the optimizer, is no value for JSON: {error}") from error
+        raise CheckpointError(f"extra, or a setting of the optimizer, cannot be written as JSON: {error}") from error
 
 
 def _with_str_keys(value: Any) -> Any:

@@ -48,8 +48,8 @@ def compare(tensors: Mapping[str, Tensor], layout: Mapping[str, Any]) -> None:
     if saved != tensors.keys():
         missing, unknown = sorted(tensors.keys() - saved)[:3], sorted(saved - tensors.keys())[:3]
         raise CheckpointError(
-            f"weights of another model: it lacks {missing} and has {unknown} besides; load it into the model that was "
-            "saved"
+            f"these are weights of another model: missing {missing}, unexpected {unknown}; load them into the model "
+            "that was saved"
         )
     for name, tensor in tensors.items():
         stored = layout[name]

@@ -70,8 +70,8 @@ def make_room(
     here, saved = _by_group(optimizer, names), [group["params"] for group in plain["groups"]]
     if [sorted(group) for group in here] != [sorted(group) for group in saved]:
         raise CheckpointError(
-            f"the optimizer was saved with groups of {[*map(len, saved)]} parameters, and has {[*map(len, here)]}, "
-            "or other parameters: make it of the same ones in the same groups"
+            f"the optimizer was saved with groups of {[*map(len, saved)]} parameters, and this one has groups of "
+            f"{[*map(len, here)]}, or other parameters: make it from the same parameters in the same groups"
         )
     if (kind := _kind_of(optimizer)) != plain["kind"]:
         raise CheckpointError(
@@ -130,7 +130,7 @@ def _by_group(optimizer: Any, names: Mapping[str, nn.Parameter]) -> list[list[st
         if unknown := [p for p in group["params"] if id(p) not in known]:
             raise CheckpointError(
                 f"group {number} of the optimizer has a parameter of shape {tuple(unknown[0].shape)} that the model "
-                "does not have: give both as they are trained together"
+                "does not have: pass the model and the optimizer that train together"
             )
     return [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
@@ -162,7 +162,7 @@ def _empty(name: str, like: Any, stored: TensorStorageMetadata) -> Tensor:
             return torch.empty_like(like, dtype=dtype)
         raise CheckpointError(
             f"a state of {name} has shape {tuple(stored.size)}, and the parameter {tuple(like.shape)} is sharded "
-            "here: resume with the optimizer that was saved, and without FSDP2 if that was"
+            "here: resume with the optimizer that was saved, and without FSDP2 if it was saved without"
         )
     # A counter stays on the CPU, as optimizers make it, until they move it themselves.
     return torch.empty(stored.size, dtype=dtype, device=like.device if stored.size else "cpu")

@@ -90,7 +90,7 @@ def best_beside(resumed: Path, said: str | None) -> str | None:
     beside = resumed.parent / Path(said).name
     if inspection.step_of(beside) is not None and beside.is_dir():
         return str(beside)
-    logger.warning(f"{said!r}, the best checkpoint, is not next to {resumed}: the best is sought anew")
+    logger.warning(f"{said!r}, the best checkpoint, is not next to {resumed}: the search for the best starts anew")
     return None
 
 

@@ -157,7 +157,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         hf_mp.load_checkpoint(tmp_path / "nowhere", model, optimizer)
     with pytest.raises(TypeError, match=r"the model is of type OrderedDict: pass the nn\.Module that is trained"):
         hf_mp.save_checkpoint(tmp_path / "c", model.state_dict(), optimizer, 1)  # type: ignore[arg-type]
-    with pytest.raises(hf_mp.CheckpointError, match="extra, or a setting of the optimizer, is no value for JSON"):
+    with pytest.raises(hf_mp.CheckpointError, match="extra, or a setting of the optimizer, cannot be written as JSON"):
         hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 1, extra={"loss": torch.ones(1)})
     with pytest.raises(hf_mp.CheckpointError, match=r"group 0 of the optimizer has a parameter of shape .* not have"):
         hf_mp.save_checkpoint(tmp_path / "c", model, torch.optim.SGD([torch.zeros(3, requires_grad=True)]), 1)
@@ -246,7 +246,7 @@ def test_of_a_strangers_nothing_runs_and_a_header_takes_no_memory(tmp_path: Path
 
 def test_a_scale_that_is_not_taken_over_is_told(tmp_path: Path) -> None:
     hf_mp.save_checkpoint(tmp_path / "c", *made("fp16"), 1)
-    told = "no mixed precision is attached, so the loss scale is not taken over, .*16-bit .*: call hf_mp.prepare first"
+    told = "no mixed precision is attached, so the loss scale is not restored, .*16-bit .*: call hf_mp.prepare first"
     with pytest.warns(UserWarning, match=told):
         hf_mp.load_checkpoint(tmp_path / "c", *made("fp32"))
 

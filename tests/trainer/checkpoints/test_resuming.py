@@ -144,7 +144,7 @@ def test_where_a_save_was_to_replace_one_that_one_is_resumed_from(run: Path, tol
     assert trainer.begun.step == 6
     assert [line.rpartition(" is ")[2] for line in told] == [
         "removed",
-        "put back: the save that was to replace it did not come to its end",
+        "put back: the save that would have replaced it was interrupted",
     ]
 
 

@@ -22,8 +22,8 @@ from hf_mp.model_walk import optimizer_parameters
 from hf_mp.weights.attachable import check_closure
 from hf_mp.weights.early_state import optimizers_in, state_to_fp32
 from hf_mp.weights.fused_adamw import KeptUpdates, clip_factor, fused_step_split, replaces_step, skipping
-from hf_mp.weights.lean.outside_reads import as_stored, on_stored_values
-from hf_mp.weights.lean.split_parameter import (
+from hf_mp.weights.outside_reads import as_stored, on_stored_values
+from hf_mp.weights.split_parameter import (
     SplitParameter,
     gradient_and_factor,
     has_gradient,
@@ -382,8 +382,8 @@ def _warn_of_own_parameters(optimizer: Optimizer) -> None:
         is_list = isinstance(held, (list, tuple)) and all(held is not group for group in groups)
         if is_list and any(isinstance(one, nn.Parameter) and _needs_master(one) for one in held):
             warn_caller(
-                f"{type(optimizer).__name__}.{name} lists 16-bit parameters. Their FP32 masters and gradients are in "
-                "param_groups while it steps, and a step by a list of its own changes nothing: have it read "
+                f"{type(optimizer).__name__}.{name} lists 16-bit parameters, and updates made through it are lost: "
+                "during a step, only param_groups has the FP32 masters and their gradients. Have the optimizer read "
                 "param_groups, or use 'fp16' or 'bf16'"
             )
 

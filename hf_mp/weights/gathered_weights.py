@@ -1,4 +1,4 @@
-"""``GatheredSlots``: the weights of one forward where FSDP2 gathers them while it runs, or products take DTensors."""
+"""``GatheredWeights``: the weights of one forward where FSDP2 gathers them while it runs, or products take DTensors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.utils.hooks import RemovableHandle
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.ranks.parallelism import fsdp_modules, is_dtensor
 from hf_mp.scaling.borders import BorderUse
+from hf_mp.weights.forward_weights import ForwardWeights
 from hf_mp.weights.product_uses import Slot
-from hf_mp.weights.slots import Slots
 from hf_mp.weights.spread_layouts import TensorParallelLayout
 
 
-class GatheredSlots(Slots):
-    """Slots that are filled when their weights have been gathered, and emptied when these are freed.
+class GatheredWeights(ForwardWeights):
+    """ForwardWeights that are filled when their weights have been gathered, and emptied when these are freed.
 
     FSDP has its own weights in ``_parameters``, so that a slot is an entry of the module's ``__dict__``; a DTensor that
     products take is in ``_parameters``.

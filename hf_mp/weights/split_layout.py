@@ -22,9 +22,9 @@ from hf_mp.model_walk import model_parameters, modules_of, widen_buffers
 from hf_mp.ranks.parallelism import Parallelism, is_distributed
 from hf_mp.ranks.wire import Runtime
 from hf_mp.weights.layout import WeightLayout
-from hf_mp.weights.lean.optimizer import MasterWeightOptimizer, clip_grad_norm_
-from hf_mp.weights.lean.outside_reads import on_stored_values
-from hf_mp.weights.lean.split_parameter import (
+from hf_mp.weights.master_weight_optimizer import MasterWeightOptimizer, clip_grad_norm_
+from hf_mp.weights.outside_reads import on_stored_values
+from hf_mp.weights.split_parameter import (
     SplitParameter,
     check_splittable,
     copy_gradient_factors,
@@ -56,8 +56,8 @@ class SplitLayout(WeightLayout):
     ) -> None:
         if is_distributed() and parallelism.fsdp:
             raise ValueError(
-                f"precision={str(self.policy)!r} learned that FSDP shards this {type(model).__name__} when a forward "
-                "ran already: call attach_optimizer before the first forward"
+                f"precision={str(self.policy)!r} must know before the first forward that FSDP shards this "
+                f"{type(model).__name__}: call attach_optimizer earlier"
             )
         super().join_ranks(model, parallelism, runtime, in_fp32)
 
@@ -196,9 +196,9 @@ def _refuse_unwrapped_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         # Every step of any optimizer comes here: no call for ordinary parameters.
         if any([type(p) not in _ORDINARY and not getattr(p, "has_optimizer", True) for p in group["params"]]):
             raise RuntimeError(
-                f"this {type(optimizer).__name__} would round its updates to the 16 bits in which a lean layout stores "
-                "weights: step what attach_optimizer(optimizer) or prepare(model, optimizer, ...) returns, or call "
-                "hf_mp.detach(model)"
+                f"this {type(optimizer).__name__} was not attached, and would round its updates to the 16 bits in "
+                "which a lean layout stores weights: step what attach_optimizer(optimizer) or prepare(model, "
+                "optimizer, ...) returns, or call hf_mp.detach(model)"
             )
 
 

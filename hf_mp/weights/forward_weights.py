@@ -1,4 +1,4 @@
-"""``Slots``: the weights of one forward, each in its module's slot, and the rule for all else from outside."""
+"""``ForwardWeights``: the weights of one forward, each in its module's slot, and the rule for all else from outside."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_mp._warnings import module_of_frame
 from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.scaling.borders import BorderUse, Crossings, add_late_borders, inward_borders, leads_inside, outside_of
 from hf_mp.weights.layout import WeightLayout
-from hf_mp.weights.lean.outside_reads import OF_THE_TENSOR_ITSELF
+from hf_mp.weights.outside_reads import OF_THE_TENSOR_ITSELF
 from hf_mp.weights.product_uses import Notes, ProductUses, Slot
 
 # Weights share a border, one autograd node instead of many, up to so many elements: their gradients leave together.
@@ -74,7 +74,7 @@ class BorderSet:
         return all([one.grad_fn in nodes and not one._backward_hooks and not one.retains_grad for one in behind])
 
 
-class Slots:
+class ForwardWeights:
     """The weights of one forward, and the rule for everything else that comes from outside.
 
     While the forward runs, the slot of a weight that products use holds its working copy in 16 bits, behind its border,
@@ -193,8 +193,8 @@ class Slots:
         is_torchs = isinstance(error, RuntimeError | None) or type(error).__module__ == "torch.utils.checkpoint"
         if written is not None and is_torchs:
             raise RuntimeError(
-                f"a forward wrote into {written} in place, which the first of its kind did not, so that its 16-bit "
-                "copy was written and not the weight: write weights between forwards"
+                f"a forward wrote into {written} in place, which the first of its kind did not: only its 16-bit copy "
+                "was written, not the weight. Write weights between forwards"
             )
 
     def data_of(self, tensor: Tensor) -> list[Tensor]:

@@ -1,0 +1,214 @@
+"""``AttachedAutocast``: autocast of an attached model, which asks the weights of the forward that runs."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.compiler import is_dynamo_compiling
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from hf_mp.casting.active import active_autocast, is_compiling_or_transforming, state
+from hf_mp.casting.calls import Plan, PlannedCall
+from hf_mp.casting.cpu.handlers import training_plan
+from hf_mp.casting.dispatched import register, undispatched
+from hf_mp.casting.handlers import AS_GIVEN, widened
+from hf_mp.casting.kv_cache import CACHE_WRITES
+from hf_mp.casting.loss_handlers import planned_losses
+from hf_mp.casting.mode import ALWAYS_HELD, autocast
+from hf_mp.casting.nested import apply_to_tensors
+from hf_mp.casting.tables import CastRule
+from hf_mp.casting.uncompiled import uncompiled
+from hf_mp.weights.forward_weights import UNASKED, ForwardWeights
+from hf_mp.weights.working_copies import WatchedParameter
+
+# Runs what a checkpoint computes again, with these weights.
+Rerun = Callable[[ForwardWeights | None], AbstractContextManager[None]]
+
+
+class RunningForward(threading.local):
+    """What is known of the forward that runs in one thread."""
+
+    def __init__(self) -> None:
+        self.weights: ForwardWeights | None = None  # None also in a transform of functorch
+        self.is_reading = False  # whether it began without gradients, and nobody observes its calls
+        self.is_dispatched = False  # whether kernels make its calls
+        self.lowers_caches = False  # whether it gives Transformers' caches 16 bits
+        self.is_recomputing = False  # whether a backward runs a piece of it, whose own gradients are not scaled
+
+
+class AttachedAutocast(autocast):
+    """Autocast in the forwards of an attached model: lets no gradient out but through a border.
+
+    Args:
+        rerun: gives the context in which a checkpoint computes a piece of a forward again.
+        dtype, settings: as for :class:`autocast`.
+    """
+
+    puts_on_patches = False  # the attached model keeps them on
+    plain_types = autocast.plain_types | {WatchedParameter}
+    native_plan: Any = None
+
+    def __init__(self, rerun: Rerun, dtype: torch.dtype, **settings: Any) -> None:
+        super().__init__(dtype, **settings)
+        self._rerun = weakref.WeakMethod(rerun)  # of an object that holds this one
+        self._plan = {**training_plan(self._plan), **_CALLS_OF_WEIGHTS, **CACHE_WRITES, **planned_losses(self._plan)}
+        self.thread = RunningForward()
+
+    def lowers(self, op: Callable[..., Any] | None) -> bool:
+        """Whether ``op`` runs in 16 bits."""
+        return op is not None and (entry := self._plan.get(op)) is not None and entry.rule is CastRule.LOWER_PRECISION
+
+    def ruled(self) -> Iterator[nn.Module]:
+        """The modules of whose weights a rule decides: of one about an op, those that make the call."""
+        for module, rule in self._ruled_modules:
+            yield from [module] if rule.functions else module.modules()
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether somebody's rules, or sums in FP64, change what the tables say."""
+        return bool(self.has_op_rules or self._ruled_modules or self.sums_in_fp64)
+
+    def keeps_attention(self) -> bool:
+        """Whether rules leave attention as the tables have it."""
+        return not self.has_op_rules and not any([rule.functions for _, rule in self._ruled_modules])
+
+    def make_kernels(self) -> None:
+        """Have a kernel for each op of the tables."""
+        self.native_plan = register(self._plan, self.dtype)
+
+    def sees_calls(self) -> bool:
+        return not self.thread.is_dispatched or self.must_see_all()
+
+    def planned(self, func: Callable[..., Any]) -> PlannedCall:
+        """What to do with a call of ``func`` in the forward that runs."""
+        entry = self._plan.get(func, AS_GIVEN)
+        if entry.rule not in ALWAYS_HELD and state.active[-1] is not self:
+            entry = self.in_island(entry)
+        if self.thread.is_reading and torch.is_grad_enabled() and func not in UNASKED:
+            return entry._replace(handler=functools.partial(_with_gradients, entry.handler))
+        return entry
+
+    def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        # A graph may outlive the model: it holds what computes its pieces again.
+        weights, rerun = self.thread.weights, self._rerun()
+        assert rerun is not None
+
+        def recompute(*args: Any, **kwargs: Any) -> Any:
+            if active_autocast() is self:
+                return function(*args, **kwargs)
+            in_another_thread = nullcontext() if weights is None else weights.recomputing(args)
+            with rerun(weights), in_another_thread:
+                self.thread.is_recomputing = True
+                return function(*args, **kwargs)
+
+        return recompute
+
+    @uncompiled
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # Dynamo traces this function: it reads a plan, but nothing of a thread.
+        if is_dynamo_compiling():
+            return super().__torch_function__(func, types, args, kwargs)
+        entry = self.planned(func)
+        make = self.apply if self.observer is None or entry.rule is CastRule.COMPOSITE else self.observer
+        return make(entry, func, args, kwargs or {})
+
+    def apply(
+        self, entry: PlannedCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        thread = None if is_dynamo_compiling() else self.thread
+        if thread is not None and thread.weights is not None and thread.weights.is_watched and func not in UNASKED:
+            args, kwargs = _as_used(thread.weights, entry, func, args, kwargs)
+        if thread is None or not thread.is_dispatched or entry.rule in ALWAYS_HELD:
+            return super().apply(entry, func, args, kwargs)
+        if not is_compiling_or_transforming():
+            return func(*args, **kwargs)  # a kernel makes the call
+        with undispatched():
+            return super().apply(entry, func, args, kwargs)
+
+    def in_island(self, entry: PlannedCall) -> PlannedCall:
+        # Compiled code teaches nothing: a 16-bit weight may be met there by an FP32 activation.
+        return _IN_ISLAND if entry.rule is CastRule.LOWER_PRECISION else AS_GIVEN
+
+    def must_see_all(self) -> bool:
+        weights = self.thread.weights
+        return weights is not None and weights.is_watched
+
+
+_IN_ISLAND = PlannedCall(CastRule.WIDEST, "", widened)
+_SELECTIONS = frozenset({Tensor.__getitem__, Tensor.transpose})
+
+
+def _as_used(
+    weights: ForwardWeights, entry: PlannedCall, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """The arguments of a call, those from outside through a border; the first forward teaches what weights are for."""
+    if weights.records_uses and entry.rule is not CastRule.COMPOSITE:  # the calls inside of that one come here, too
+        by_product = entry.rule is CastRule.LOWER_PRECISION
+        args, kwargs = weights.as_used(args, kwargs, by_product=by_product, by_selection=func in _SELECTIONS)
+    if is_compiling_or_transforming():  # of torch.func, which sees no cast that a kernel makes; its tensors are inside
+        weights.must_be_watched = True
+        return args, kwargs
+    if not weights.is_scaled or not weights.has_outside((*args, *kwargs.values())):
+        return args, kwargs
+    weights.must_be_watched = True  # also without grad: a checkpoint may compute this call again
+    # A dispatch mode, which records memory or counts FLOPs, makes calls that autograd has recorded.
+    if isinstance(func, OpOverload) and is_in_torch_dispatch_mode():
+        return args, kwargs
+    return apply_to_tensors(weights.bring_in, (args, dict(kwargs)))
+
+
+def _with_gradients(
+    handler: Callable[..., Any], mode: AttachedAutocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """A call of a forward that began without gradients, in a part that has switched them on."""
+    if (weights := mode.thread.weights) is not None:
+        weights.must_be_watched = True  # also where kernels make the calls of the next one: products of experts
+        args, kwargs = apply_to_tensors(weights.with_grad, (args, dict(kwargs)))
+    return handler(mode, name, func, args, kwargs)
+
+
+# Calls in a forward that mean a weight itself: ``.data``, ``.dtype``, and gradients that are asked for there.
+
+
+def _read_or_set_data(mode: AttachedAutocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """``weight.data``, of which the parameter outside must know."""
+    weights = mode.thread.weights
+    # What is read from one alias and written through it must reach the others, which autograd sees as separate tensors.
+    first, *others = [args[0]] if weights is None else weights.data_of(args[0])
+    for other in others:
+        func(other, *args[1:])
+    return func(first, *args[1:])
+
+
+def _read_dtype(mode: AttachedAutocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    weights = None if is_dynamo_compiling() else mode.thread.weights
+    return func(*args) if weights is None else weights.dtype_of(args[0])
+
+
+def _take_gradients(mode: AttachedAutocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if (weights := mode.thread.weights) is None:
+        return func(*args, **kwargs)
+    weights.must_be_watched = True  # so that later forwards are asked as well
+    # Products may use another alias of a weight, and some of a CPU write the gradient of the weight itself.
+    outputs, inputs = args
+    return func(outputs, [weights.outside_of(one) if isinstance(one, Tensor) else one for one in inputs], **kwargs)
+
+
+_CALLS_OF_WEIGHTS: Plan = {
+    **dict.fromkeys(
+        (Tensor.data.__get__, Tensor.data.__set__),  # type: ignore[attr-defined]
+        PlannedCall(CastRule.UNLISTED, "data", _read_or_set_data),
+    ),
+    Tensor.dtype.__get__: PlannedCall(CastRule.UNLISTED, "dtype", _read_dtype),  # type: ignore[attr-defined]
+    torch.autograd.grad: PlannedCall(CastRule.UNLISTED, "grad", _take_gradients),
+}
