@@ -1,4 +1,4 @@
-"""What is at work in a thread: autocasts, transforms, checkpoints.
+"""Which autocasts are active in a thread.
 
 Functions that torch.compile traces, with side effects that it knows.
 """
@@ -6,8 +6,6 @@ Functions that torch.compile traces, with side effects that it knows.
 from __future__ import annotations
 
 import threading
-
-import torch
 
 from hf_mp.casting.calls import Mode
 
@@ -58,15 +56,3 @@ def enter_island(enabled: bool) -> bool:
 def leave_island() -> None:
     """Leave the island that :func:`enter_island` entered."""
     state.active[-1].__exit__(None, None, None)
-
-
-def is_compiling_or_transforming() -> bool:
-    """Whether only differentiable torch ops may be used: torch.compile decides itself what it saves for backward, and
-    torch.func's transforms take neither saved-tensor hooks nor autograd functions of the ordinary form."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-
-
-def is_saving_elsewhere() -> bool:
-    """Whether a checkpoint or an offload takes what autograd saves."""
-    # saved_tensors_hooks can be set by a public class, but not asked for.
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

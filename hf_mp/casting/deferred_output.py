@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_mp.casting.nested import map_tensors
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
+from hf_mp.kernels.nested import map_tensors
 from hf_mp.kernels.tensors import is_ordinary
 
 DEFERRED_ELEMENTS = 2**20  # smaller outputs are cast at once

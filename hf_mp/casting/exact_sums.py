@@ -11,8 +11,8 @@ import torch
 from hf_mp.casting.calls import Mode, Plan
 from hf_mp.casting.cpu.upcast import run_through_fp32
 from hf_mp.casting.handlers import CASTABLE, as_given, cast_all
-from hf_mp.casting.nested import map_tensors, tensors_in
 from hf_mp.casting.tables import OPS, CastRule, TableName
+from hf_mp.kernels.nested import map_tensors, tensors_in
 
 _GROUPED = ("_grouped_mm", "grouped_mm_fallback")  # products of stacked experts, of torch and of Transformers
 

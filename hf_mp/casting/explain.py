@@ -15,11 +15,11 @@ from torch import nn
 
 from hf_mp.casting.columns import aligned
 from hf_mp.casting.mode import autocast
-from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import CastRule, TableName, op_name
 from hf_mp.casting.watching import WatchedCall, watching
 from hf_mp.dtypes import spell
+from hf_mp.kernels.nested import tensors_in
 
 Dtypes = tuple[str, ...]
 

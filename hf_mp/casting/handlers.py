@@ -12,8 +12,8 @@ from torch.compiler import is_dynamo_compiling
 
 from hf_mp.casting.calls import Mode, Plan, PlannedCall
 from hf_mp.casting.composites import COMPOSITES, PYTHON_METHODS
-from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.tables import TABLES, CastRule
+from hf_mp.kernels.nested import tensors_in
 
 # Not FP64: torch's autocast leaves it alone, and a person who computes in it wants its bits.
 CASTABLE = frozenset(

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_mp.casting.active import is_compiling_or_transforming, is_saving_elsewhere
 from hf_mp.casting.calls import PlannedCall
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.tables import CastRule
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.cross_entropy import FEW_ELEMENTS, cross_entropy
 from hf_mp.kernels.tensors import is_ordinary
+from hf_mp.kernels.transforms import is_compiling_or_transforming, is_saving_elsewhere
 
 _FUNCTION = torch._C._nn.cross_entropy_loss  # of F.cross_entropy, and of nn.CrossEntropyLoss
 _REDUCTIONS = {1: "mean", 2: "sum"}  # by torch's numbers

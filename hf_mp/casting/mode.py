@@ -21,13 +21,13 @@ from hf_mp.casting.dispatched import note_innermost
 from hf_mp.casting.exact_sums import exact_plan
 from hf_mp.casting.handlers import AS_GIVEN, CASTABLE, WHOLE_CALLS, is_shape
 from hf_mp.casting.module_rules import InForce, put_on
-from hf_mp.casting.nested import map_tensors
 from hf_mp.casting.plans import plan_for, with_rules
 from hf_mp.casting.rules import ModuleRule, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import TABLES, CastRule, TableName
 from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
 from hf_mp.casting.uncompiled import uncompiled
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES, named_dtype
+from hf_mp.kernels.nested import map_tensors
 from hf_mp.kernels.tensors import version_of
 
 ALLOWED_DTYPES = (*LOWER_PRECISION_DTYPES, torch.float32)

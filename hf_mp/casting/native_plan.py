@@ -10,9 +10,9 @@ from torch._ops import OpOverload
 
 from hf_mp.casting.calls import Plan, PlannedCall
 from hf_mp.casting.cpu.attention import ATTENTION
-from hf_mp.casting.cpu.handlers import native_attention, native_product, through_fp32
 from hf_mp.casting.cpu.products import OWN_ELEMENTS
 from hf_mp.casting.cpu.upcast import SMALL_ELEMENTS
+from hf_mp.casting.cpu_handlers import native_attention, native_product, through_fp32
 from hf_mp.casting.handlers import AS_GIVEN, as_given, fp32, fp32_output, lower_precision, widest
 from hf_mp.kernels.native import native
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_mp.casting.nested import named_tensors
+from hf_mp.kernels.nested import named_tensors
 
 
 def checked(batches: Iterable[Any]) -> list[Any]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from hf_mp.casting.nested import named_tensors
 from hf_mp.diagnostics.values import finiteness
+from hf_mp.kernels.nested import named_tensors
 from hf_mp.weights.split_parameter import SplitParameter
 
 _Result = TypeVar("_Result")

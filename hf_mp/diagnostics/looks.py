@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.mode import autocast
-from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.diagnostics.kept_state import (
     KeptBackward,
     KeptCall,
@@ -22,6 +21,7 @@ from hf_mp.diagnostics.kept_state import (
 from hf_mp.diagnostics.ranges import STAND_IN, OpRange, RangeRecorder
 from hf_mp.diagnostics.values import finiteness
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude
+from hf_mp.kernels.nested import apply_to_tensors
 from hf_mp.step.mixed_precision import MixedPrecision
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.uncompiled import is_compiled
 from hf_mp.casting.watching import watching
 from hf_mp.diagnostics.contract.swamped import swamped
 from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
+from hf_mp.kernels.nested import tensors_in
 from hf_mp.ranks.parallelism import is_sharded, local_part
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.split_parameter import gradient_and_factor, master_sample

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from hf_mp.casting.mode import autocast
-from hf_mp.casting.nested import named_tensors, tensors_in
 from hf_mp.casting.watching import WatchedCall, watching
 from hf_mp.diagnostics.overflow_report import Phase
 from hf_mp.diagnostics.values import UNINITIALISED, Finiteness, TensorRange, finiteness, ranges_of
+from hf_mp.kernels.nested import named_tensors, tensors_in
 
 # These write -inf on purpose, to mask positions in a softmax; so does a call that is given no tensor.
 _MASKING = frozenset({"full_like", "new_full", "masked_fill", "masked_fill_", "where", "fill_", "setitem"})

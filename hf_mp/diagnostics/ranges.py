@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import WITH_WEIGHTS, Product
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.watching import WatchedCall, watching
 from hf_mp.diagnostics.values import UNINITIALISED
 from hf_mp.kernels.gradient_scan import largest_magnitude, real_values
+from hf_mp.kernels.nested import tensors_in
 from hf_mp.scaling.rules import FP16_MAX
 
 STAND_IN = torch.bfloat16  # for FP16

@@ -22,10 +22,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.amp import autocast_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_mp.casting.nested import tensors_in
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels import registry
 from hf_mp.kernels.gradient_scan import Scan
+from hf_mp.kernels.nested import tensors_in
 from hf_mp.ranks.parallelism import has_dtensors
 from hf_mp.step import gradients
 from hf_mp.weights import product_uses

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from hf_mp.casting.nested import tensors_in
+from hf_mp.kernels.nested import tensors_in
 from hf_mp.memory.settings import TrainingSettings
 from hf_mp.ranks.parallelism import check_heads, has_dtensors
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_mp.casting.nested import tensors_in
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
+from hf_mp.kernels.nested import tensors_in
 from hf_mp.memory.footprint import Kind, gradients_of, tensors_of
 from hf_mp.memory.ledger import Category, Ledger, Phase
 from hf_mp.ranks.parallelism import local_parts

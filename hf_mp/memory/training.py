@@ -23,8 +23,8 @@ from transformers.utils import import_utils
 
 from hf_mp.casting.experts import has_stacked_experts
 from hf_mp.casting.mode import autocast
-from hf_mp.casting.nested import tensors_in
 from hf_mp.environment.libraries import quiet_bitsandbytes
+from hf_mp.kernels.nested import tensors_in
 from hf_mp.memory.fake_tensors import STAND_IN, AnswerAsIfAllWentWell, kernels_of_a_gpu
 from hf_mp.memory.ledger import Category, Phase, StepProfile, profile_step
 from hf_mp.memory.models import ModelLike, find_config, replace_tensors, skeleton

@@ -17,7 +17,7 @@ Files of this folder first, then the others of ``hf_mp`` that do the stage's wor
    ``casting/mode.py``; what is put in the place of parts of the model: ``casting/replacements/``; losses:
    ``loss_handlers.py``; caches of keys and values: ``kv_cache.py``.
 3. Out: each output passes an output border, to FP32: ``scaling/borders.py``.
-   Outputs in a structure: ``casting/nested.py``; logits that perhaps nobody reads: ``deferred_output.py``.
+   Outputs in a structure: ``kernels/nested.py``; logits that perhaps nobody reads: ``deferred_output.py``.
 4. Backward: the borders ask :class:`StepRuntime` (``runtime.py``). A gradient that enters through an output border is
    multiplied by the loss scale S (``loss_scale_on``), and ``GradientCheck.gradient_entered`` takes note; one that
    leaves through an inward border is multiplied by 1/S in FP32 (``inverse_scale_on``), unless a lean layout keeps it as

@@ -15,17 +15,18 @@ from torch._ops import OpOverload
 from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from hf_mp.casting.active import active_autocast, is_compiling_or_transforming, state
+from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.calls import Plan, PlannedCall
-from hf_mp.casting.cpu.handlers import training_plan
+from hf_mp.casting.cpu_handlers import training_plan
 from hf_mp.casting.dispatched import register, undispatched
 from hf_mp.casting.handlers import AS_GIVEN, widened
 from hf_mp.casting.kv_cache import CACHE_WRITES
 from hf_mp.casting.loss_handlers import planned_losses
 from hf_mp.casting.mode import ALWAYS_HELD, autocast
-from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.uncompiled import uncompiled
+from hf_mp.kernels.nested import apply_to_tensors
+from hf_mp.kernels.transforms import is_compiling_or_transforming
 from hf_mp.weights.forward_weights import UNASKED, ForwardWeights
 from hf_mp.weights.working_copies import WatchedParameter
 

@@ -7,8 +7,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_mp.casting.nested import tensors_in
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
+from hf_mp.kernels.nested import tensors_in
 
 
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:

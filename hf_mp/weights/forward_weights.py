@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp._warnings import module_of_frame
-from hf_mp.casting.nested import apply_to_tensors
+from hf_mp.kernels.nested import apply_to_tensors
 from hf_mp.scaling.borders import BorderUse, Crossings, add_late_borders, inward_borders, leads_inside, outside_of
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.outside_reads import OF_THE_TENSOR_ITSELF

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_mp.casting.active import state as autocasts
-from hf_mp.casting.nested import apply_to_tensors, tensors_in
+from hf_mp.kernels.nested import apply_to_tensors, tensors_in
 from hf_mp.kernels.split import Split, merge, split_into
 
 DATA: Any = Tensor.data  # the property itself, which the classes below override

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-from hf_mp.casting.active import is_saving_elsewhere
+from hf_mp.kernels.transforms import is_saving_elsewhere
 from hf_mp.model_walk import optimizer_parameters
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import Parallelism, is_dtensor

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from hf_mp.casting.mode import active_autocast, autocast
-from hf_mp.casting.nested import apply_to_tensors
+from hf_mp.kernels.nested import apply_to_tensors
 from hf_mp.step.mixed_precision import MixedPrecision
 
 FP16 = torch.float16

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tiny import saved_tensors
 from torch import Tensor, nn
 
+from hf_mp.casting import cpu_handlers as handlers
 from hf_mp.casting import plans
-from hf_mp.casting.cpu import blockwise, handlers
+from hf_mp.casting.cpu import blockwise
 from hf_mp.casting.cpu.products import multiply
 from hf_mp.casting.cpu.upcast import run_through_fp32
 from hf_mp.casting.mode import autocast

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GPT2Config
 
 import hf_mp
-from hf_mp.casting.nested import tensors_in
+from hf_mp.kernels.nested import tensors_in
 from hf_mp.memory import training
 from hf_mp.memory.fake_tensors import STAND_IN, AnswerAsIfAllWentWell
 

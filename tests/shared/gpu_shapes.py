@@ -34,7 +34,7 @@ from transformers import (
 )
 
 import hf_mp
-from hf_mp.casting.nested import tensors_in
+from hf_mp.kernels.nested import tensors_in
 from hf_mp.memory.training import fake_tensors
 
 STORED = Path(__file__).with_suffix(".json")

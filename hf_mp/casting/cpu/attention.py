@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Function
 from torch.nn.attention import SDPBackend
 
-from hf_mp.casting.active import is_compiling_or_transforming
 from hf_mp.casting.cpu.upcast import is_dense
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
+from hf_mp.kernels.transforms import is_compiling_or_transforming
 
 OWN_SCORES = 2**22  # in one call: fewer are left to torch where the CPU multiplies in 16 bits, in half of the time
 BLOCK_SCORES = 2**17  # 512 KiB in FP32: heads with fewer are taken several at once

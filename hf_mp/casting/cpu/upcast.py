@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_mp.casting.active import is_compiling_or_transforming
-from hf_mp.casting.nested import map_tensors, tensors_in
 from hf_mp.dtypes import compute_dtype, compute_dtypes
+from hf_mp.kernels.nested import map_tensors, tensors_in
+from hf_mp.kernels.transforms import is_compiling_or_transforming
 
 SMALL_ELEMENTS = 2**16  # of all operands of an op: to keep fewer in 16 bits for backward costs more than it saves
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from hf_mp.casting.nested import named_tensors
 from hf_mp.diagnostics.contract.risks import Evidence, Held, beta2_of, learning_rate_of, role_of
 from hf_mp.diagnostics.contract.swamped import share_lost_at
 from hf_mp.environment.libraries import first_line
+from hf_mp.kernels.nested import named_tensors
 
 BLOCKS, BLOCK = 4, 1024  # of a tensor in a file: how many are read, and their elements
 # Others of safetensors (8 bits, integers) belong to quantized weights, which nobody trains.

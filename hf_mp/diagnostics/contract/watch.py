@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_mp.casting.nested import tensors_in
 from hf_mp.diagnostics.contract.table import NONE, NOT_SEEN, ContractRow, PrecisionContract
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES, spell
+from hf_mp.kernels.nested import tensors_in
 from hf_mp.memory.footprint import gradients_of
 from hf_mp.ranks.parallelism import is_distributed, local_part
 from hf_mp.step.observers import StepObserver

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_mp.casting.active import is_compiling_or_transforming
 from hf_mp.casting.calls import Mode, Plan
 from hf_mp.casting.cpu import attention, upcast
 from hf_mp.casting.cpu.attention import ATTENTION, attend, has_flash, read_attention, score_count
 from hf_mp.casting.cpu.products import OWN_ELEMENTS, PRODUCTS, Product, multiply, read_product
 from hf_mp.casting.cpu.upcast import are_small, run_through_fp32
 from hf_mp.casting.handlers import cast_all, lower_precision
-from hf_mp.casting.nested import tensors_in
+from hf_mp.kernels.nested import tensors_in
+from hf_mp.kernels.transforms import is_compiling_or_transforming
 
 
 def through_fp32(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
