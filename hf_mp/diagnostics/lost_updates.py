@@ -13,8 +13,8 @@ from hf_mp.diagnostics.contract.risks import Evidence, Held, Risk, beta2_of, fin
 from hf_mp.diagnostics.contract.swamped import share_lost_at
 from hf_mp.diagnostics.magnitudes import sample
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
+from hf_mp.integrations.accelerated import as_accelerated
 from hf_mp.ranks.parallelism import local_part
-from hf_mp.weights.accelerated import as_accelerated
 from hf_mp.weights.split_parameter import SplitParameter
 
 # What optimizers call their own way to keep small updates: optimi kahan_sum, torchao bf16_stochastic_round.

@@ -175,7 +175,7 @@ void register_op(const std::string& name_space, const std::string& name, size_t 
 }
 
 // Whether the graph behind `results` leaves a forward, whose nodes have numbers from `first` on, by inward borders alone.
-// False also where only Python can tell: hf_mp/scaling/borders.py, add_late_borders.
+// False also where only Python can tell: hf_mp/borders.py, add_late_borders.
 bool leaves_by_borders(const std::vector<Tensor>& results, uint64_t first, uint64_t at_once, py::handle border) {
   std::vector<torch::autograd::Node*> todo;
   std::unordered_set<torch::autograd::Node*> seen;

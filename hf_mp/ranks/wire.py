@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from hf_mp.casting.replacements.routers import is_fp32_router
+from hf_mp.models.routers import is_fp32_router
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import fsdp_modules
 from hf_mp.scaling.scalers import LossScaler

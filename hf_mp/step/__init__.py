@@ -11,12 +11,12 @@ Files of this folder first, then the others of ``hf_mp`` that do the stage's wor
    inward borders, of which small weights share one. The region puts them into their slots, and the call runs the
    model's own forward in it.
    How the model is spread: ``ranks/parallelism.py``; which weights products use: ``weights/product_uses.py``;
-   copies: ``working_copies.py``; the weights of one forward: ``forward_weights.py``; borders: ``scaling/borders.py``;
+   copies: ``working_copies.py``; the weights of one forward: ``forward_weights.py``; borders: ``borders.py``;
    region: ``weights/region.py``.
    Casts of each call: ``casting/handlers.py``, on a CPU ``casting/cpu/``, called by ``casting/dispatched.py`` or
-   ``casting/mode.py``; what is put in the place of parts of the model: ``casting/replacements/``; losses:
+   ``casting/mode.py``; what is put in the place of parts of the model: ``models/``; losses:
    ``loss_handlers.py``; caches of keys and values: ``kv_cache.py``.
-3. Out: each output passes an output border, to FP32: ``scaling/borders.py``.
+3. Out: each output passes an output border, to FP32: ``borders.py``.
    Outputs in a structure: ``kernels/nested.py``; logits that perhaps nobody reads: ``deferred_output.py``.
 4. Backward: the borders ask :class:`StepRuntime` (``runtime.py``). A gradient that enters through an output border is
    multiplied by the loss scale S (``loss_scale_on``), and ``GradientCheck.gradient_entered`` takes note; one that

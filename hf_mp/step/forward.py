@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_mp.borders import output_border
 from hf_mp.casting.active import state as autocasts
 from hf_mp.casting.deferred_output import DeferredOutput, can_be_deferred, may_stay_unread
-from hf_mp.casting.replacements.base import ReplacedForward
-from hf_mp.casting.replacements.positions import counting_positions
 from hf_mp.casting.uncompiled import outside_of_graphs
 from hf_mp.kernels.nested import apply_to_tensors
-from hf_mp.scaling.borders import output_border
+from hf_mp.models.base import ReplacedForward
+from hf_mp.models.positions import counting_positions
 from hf_mp.step.profiling import profiled
 from hf_mp.step.runtime import StepRuntime
 from hf_mp.weights.attached_autocast import AttachedAutocast

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hf_mp._warnings import warn_caller
-from hf_mp.casting.replacements import install_replacements, remove_replacements
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
+from hf_mp.models import install_replacements, remove_replacements
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import parallelism_of
 from hf_mp.scaling.rules import PrecisionStats

@@ -12,10 +12,12 @@ from torch.autograd import profiler
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from hf_mp.borders import accumulating
 from hf_mp.casting.kv_cache import cache_patches
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.casting.torch_patches import PATCHES, acquire
+from hf_mp.integrations.value_clipping import VALUE_PATCHES
 from hf_mp.model_walk import optimizer_parameters
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.agreement import Ranks
@@ -27,7 +29,6 @@ from hf_mp.ranks.parallelism import (
     mesh_groups,
     parallelism_of,
 )
-from hf_mp.scaling.borders import accumulating
 from hf_mp.scaling.loss_scaler import LossScaler
 from hf_mp.scaling.rules import PrecisionStats, StepReport
 from hf_mp.step.gradients import GradientCheck, Verdict, too_large
@@ -35,11 +36,10 @@ from hf_mp.step.observers import StepController, StepObserver
 from hf_mp.weights.attachable import rules_for
 from hf_mp.weights.region import Region
 from hf_mp.weights.source import ForwardWeights, WeightLayout, WeightSource, make_layout
-from hf_mp.weights.value_clipping import VALUE_PATCHES
 
 
 class StepRuntime:
-    """One model under a policy, step by step: the borders' :class:`~hf_mp.scaling.borders.Crossings`, and the verdict.
+    """One model under a policy, step by step: the borders' :class:`~hf_mp.borders.Crossings`, and the verdict.
 
     Attributes:
         weights: their one owner.

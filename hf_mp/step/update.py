@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hf_mp.integrations.accelerated import as_accelerated, tell_accelerate
 from hf_mp.model_walk import optimizer_parameters
 from hf_mp.ranks.parallelism import parallelism_of
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.gradients import Verdict
 from hf_mp.step.profiling import profiled
 from hf_mp.step.runtime import StepRuntime
-from hf_mp.weights.accelerated import as_accelerated, tell_accelerate
 from hf_mp.weights.attachable import check_optimizer
 from hf_mp.weights.fused_adamw import KeptUpdates, can_skip, skipping
 

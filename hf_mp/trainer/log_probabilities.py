@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_mp.casting.replacements.positions import positions_of
 from hf_mp.diagnostics.kept_state import untouched
+from hf_mp.models.positions import positions_of
 
 IGNORED = -100  # of Transformers and torch: a label that does not count
 CLIP_RANGE = 0.2  # of the ratio in PPO and in TRL's GRPO

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hf_mp.casting.experts import has_stacked_experts
-from hf_mp.casting.replacements.base import ReplacedForward
 from hf_mp.casting.rules import Rules
+from hf_mp.models.base import ReplacedForward
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import Parallelism, check_parallelism, check_updates
 from hf_mp.weights.split_parameter import SplitParameter

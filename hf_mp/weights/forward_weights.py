@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp._warnings import module_of_frame
+from hf_mp.borders import BorderUse, Crossings, add_late_borders, inward_borders, leads_inside, outside_of
 from hf_mp.kernels.nested import apply_to_tensors
-from hf_mp.scaling.borders import BorderUse, Crossings, add_late_borders, inward_borders, leads_inside, outside_of
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.outside_reads import OF_THE_TENSOR_ITSELF
 from hf_mp.weights.product_uses import Notes, ProductUses, Slot

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from hf_mp.borders import BorderUse
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.ranks.parallelism import fsdp_modules, is_dtensor
-from hf_mp.scaling.borders import BorderUse
 from hf_mp.weights.forward_weights import ForwardWeights
 from hf_mp.weights.product_uses import Slot
 from hf_mp.weights.spread_layouts import TensorParallelLayout

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hf_mp.borders import accumulating
 from hf_mp.model_walk import Walk, optimizer_parameters
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import Parallelism, is_dtensor
-from hf_mp.scaling.borders import accumulating
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.forward_weights import BorderSet, ForwardWeights
 from hf_mp.weights.fused_adamw import Clipping, KeptUpdates, fused_step_whole

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.activations import AccurateGELUActivation, FastGELUActivation, NewGELUActivation, QuickGELUActivation
 
-from hf_mp.casting.replacements.activations import GELUS, TANH_GELUS, TanhGELU
+from hf_mp.models.activations import GELUS, TANH_GELUS, TanhGELU
 from hf_mp.scaling.scalers import StaticLossScaler
 from hf_mp.step.mixed_precision import MixedPrecision
 

@@ -10,8 +10,8 @@ from crossings import Crossings
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_mp.borders import output_border
 from hf_mp.casting.deferred_output import DeferredOutput
-from hf_mp.scaling.borders import output_border
 
 
 class Square(torch.autograd.Function):

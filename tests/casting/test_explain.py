@@ -7,8 +7,8 @@ from transformers import GPT2LMHeadModel
 
 from hf_mp.casting.explain import ExplainedOp, Explanation
 from hf_mp.casting.mode import active_autocast, autocast
-from hf_mp.casting.replacements import lm_losses
 from hf_mp.casting.watching import WatchedCall, watching
+from hf_mp.models import lm_losses
 from hf_mp.scaling.scalers import StaticLossScaler
 from hf_mp.step.mixed_precision import MixedPrecision
 

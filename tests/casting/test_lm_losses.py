@@ -17,8 +17,8 @@ from transformers import (
 )
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
-from hf_mp.casting.replacements import lm_losses
-from hf_mp.casting.replacements.lm_losses import LMLoss
+from hf_mp.models import lm_losses
+from hf_mp.models.lm_losses import LMLoss
 from hf_mp.scaling.scalers import StaticLossScaler
 from hf_mp.step.mixed_precision import MixedPrecision
 
@@ -145,7 +145,7 @@ def test_compiled_models_and_transforms_use_the_original(monkeypatch: pytest.Mon
     model = gpt2()
     MixedPrecision("bf16").attach(model)
     plain = model(input_ids=IDS, labels=IDS).loss
-    monkeypatch.setattr("hf_mp.casting.replacements.lm_losses.cross_entropy", None)  # not to be called
+    monkeypatch.setattr("hf_mp.models.lm_losses.cross_entropy", None)  # not to be called
     compiled = torch.compile(model, backend="eager")
     # Attention is torch's own there, in BF16.
     torch.testing.assert_close(compiled(input_ids=IDS, labels=IDS).loss, plain, rtol=1e-4, atol=0)

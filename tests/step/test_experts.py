@@ -20,7 +20,7 @@ from transformers import MixtralForCausalLM
 from transformers.models.llama4.modeling_llama4 import Llama4Router
 
 import hf_mp
-from hf_mp.casting.replacements.routers import is_router
+from hf_mp.models.routers import is_router
 
 BF16 = torch.bfloat16
 

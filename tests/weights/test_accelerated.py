@@ -180,7 +180,7 @@ def test_detached_it_is_an_ordinary_optimizer(order: str) -> None:
 
 def test_accelerate_that_is_imported_later_is_told() -> None:
     """The wrapper is patched at a step where it was not there when the optimizer was guarded."""
-    import hf_mp.weights.accelerated as accelerated
+    import hf_mp.integrations.accelerated as accelerated
 
     model = nn.Linear(5, 5)
     with pytest.MonkeyPatch.context() as patch:

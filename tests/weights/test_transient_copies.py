@@ -13,7 +13,7 @@ from tiny import saved_tensors
 from torch import Tensor, nn
 
 import hf_mp
-from hf_mp.scaling.borders import inward_borders
+from hf_mp.borders import inward_borders
 from hf_mp.weights.spread_layouts import TransientCopies
 from hf_mp.weights.working_copies import WorkingCopies
 

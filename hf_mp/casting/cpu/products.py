@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from hf_mp.borders import Behind, behind_border, scale_gradient
 from hf_mp.casting.cpu.blockwise import blocks, blockwise_product
 from hf_mp.casting.cpu.upcast import is_dense, run_through_fp32
 from hf_mp.kernels.transforms import is_compiling_or_transforming
-from hf_mp.scaling.borders import Behind, behind_border, scale_gradient
 
 OWN_ELEMENTS = 2**21  # of a weight: smaller ones are left to torch where it has the product, which costs the host less
 

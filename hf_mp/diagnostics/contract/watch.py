@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from hf_mp.diagnostics.contract.table import NONE, NOT_SEEN, ContractRow, PrecisionContract
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES, spell
+from hf_mp.integrations.accelerated import as_accelerated
 from hf_mp.kernels.nested import tensors_in
 from hf_mp.memory.footprint import gradients_of
 from hf_mp.ranks.parallelism import is_distributed, local_part
 from hf_mp.step.observers import StepObserver
-from hf_mp.weights.accelerated import as_accelerated
 from hf_mp.weights.attachable import runtimes_of
 from hf_mp.weights.outside_reads import on_stored_values
 from hf_mp.weights.split_parameter import SplitParameter

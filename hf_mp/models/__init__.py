@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from hf_mp.casting.replacements.activations import TANH_GELUS
-from hf_mp.casting.replacements.base import ModelReplacement
-from hf_mp.casting.replacements.lm_losses import LMLossReplacement
-from hf_mp.casting.replacements.routers import FP32_ROUTERS
 from hf_mp.casting.tables import TableName
+from hf_mp.models.activations import TANH_GELUS
+from hf_mp.models.base import ModelReplacement
+from hf_mp.models.lm_losses import LMLossReplacement
+from hf_mp.models.routers import FP32_ROUTERS
 
 REPLACEMENTS: tuple[ModelReplacement, ...] = (LMLossReplacement(), TANH_GELUS, FP32_ROUTERS)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_mp.casting.replacements.base import ReplacedForward
+from hf_mp.models.base import ReplacedForward
 
 
 def positions_of(mask: Tensor) -> Tensor:

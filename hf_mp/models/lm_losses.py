@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_mp.casting.replacements.base import ModelReplacement
 from hf_mp.kernels.cross_entropy import FEW_ELEMENTS, cross_entropy
 from hf_mp.kernels.tensors import is_ordinary
 from hf_mp.kernels.transforms import is_compiling_or_transforming
+from hf_mp.models.base import ModelReplacement
 
 
 class LMLoss:

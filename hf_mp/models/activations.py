@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_mp.casting.replacements.base import ForwardReplacement, ReplacedForward
+from hf_mp.models.base import ForwardReplacement, ReplacedForward
 
 GELUS = ("NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation")
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_mp.casting.active import active_autocast
-from hf_mp.casting.replacements.base import ForwardReplacement, ReplacedForward
+from hf_mp.models.base import ForwardReplacement, ReplacedForward
 
 
 class FP32Router(ReplacedForward):
