@@ -22,12 +22,15 @@ Files of this folder first, then the others of ``hf_mp`` that do the stage's wor
    multiplied by the loss scale S (``loss_scale_on``), and ``GradientCheck.gradient_entered`` takes note; one that
    leaves through an inward border is multiplied by 1/S in FP32 (``inverse_scale_on``), unless a lean layout keeps it as
    it is (``keep_scaled``; ``weights/split_parameter.py``).
-5. Check: when the backward has ended, ``GradientCheck`` measures what it left in ``.grad`` (``gradients.py``).
+5. Check: when the backward has ended, ``GradientCheck`` measures what it left in ``.grad``, for the next loss scale
+   (``gradients.py``). The update reads the gradients again, unless ``max_grad_norm`` is set: a loop may have clipped.
    What it left: ``weights/layout.py``; the pass over it: ``kernels/gradient_scan.py``; one verdict for all ranks:
    ``ranks/agreement.py``.
-6. Update: ``optimizer.step()`` asks :meth:`StepRuntime.verdict`, and with it the check; the guard acts on it
-   (``StepGuard._finish``): it skips the update on an overflow, or lets the optimizer write the masters and the
-   layout refresh the working copies.
+6. Update: ``optimizer.step()`` asks :meth:`StepRuntime.verdict`, and with it the check; the guard acts on it.
+   ``StepGuard._finish`` reads the verdict and skips the update on an overflow, or lets the optimizer write the masters
+   and their owner refresh the working copies. With torch's fused Adam on a GPU the host does not wait:
+   ``StepGuard._update_unless`` queues an update that the device skips, and ``_finish`` runs when the next backward asks
+   for S.
    One kernel for both: ``weights/fused_adamw.py``, ``kernels/adamw.py`` (which of the two runs: ``registry.py``). Lean:
    ``weights/master_weight_optimizer.py``; halves of a master: ``kernels/split.py``; reads of them:
    ``outside_reads.py``.

@@ -129,7 +129,10 @@ class Verdict:
 
 
 class GradientCheck:
-    """Measures the gradients when a backward ends, before anyone clips them, and tells whether to skip a step.
+    """Measures the gradients, for the loss scale when a backward ends and for the verdict when an optimizer steps.
+
+    Both, because somebody may clip or write them in between; with ``measures_norm`` the verdict trusts what was
+    measured when the backward ended.
 
     Args:
         on_ended: called when a backward has ended, with the largest unscaled magnitude (None where not measured).
@@ -314,7 +317,7 @@ def largest_unscaled_magnitude(found: Iterable[tuple[Tensor, Tensor | None]]) ->
     return torch.stack([first, *[one.to(first.device) for one in others]]).max() if others else first
 
 
-def too_large(weights: WeightSource, model: nn.Module | None) -> list[str]:
+def names_of_overflowing(weights: WeightSource, model: nn.Module | None) -> list[str]:
     """The parameters whose gradients make a step be skipped, by name."""
     named = () if model is None else model.named_parameters()
     # One read of the device for each parameter: only the error that ends a training asks.

@@ -123,7 +123,7 @@ class MixedPrecision(StepRuntime):
         return model
 
     def control_by(self, controller: StepController | None) -> None:
-        """Let ``controller`` decide whether a step is taken, and observe it."""
+        """Let ``controller`` overrule the verdicts on steps, and observe them; by default nobody does."""
         if controller is not None:
             self.controller = controller
             self.observers.append(controller)

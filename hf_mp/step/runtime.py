@@ -31,7 +31,7 @@ from hf_mp.ranks.parallelism import (
 )
 from hf_mp.scaling.loss_scaler import LossScaler
 from hf_mp.scaling.rules import PrecisionStats, StepReport
-from hf_mp.step.gradients import GradientCheck, Verdict, too_large
+from hf_mp.step.gradients import GradientCheck, Verdict, names_of_overflowing
 from hf_mp.step.observers import StepController, StepObserver
 from hf_mp.weights.attachable import rules_for
 from hf_mp.weights.region import Region
@@ -146,7 +146,7 @@ class StepRuntime:
     # Backward: what the borders ask
 
     def loss_scale_on(self, device: torch.device) -> Tensor | None:
-        self.scaler.finish_pending_step()  # the last step sets this S
+        self.scaler.finish_pending_step()  # the verdict on the last step may be unread, and sets this S
         return self.scaler.scale_and_inverse(device).scale if self.check.is_scaled else None
 
     def inverse_scale_on(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
@@ -225,7 +225,7 @@ class StepRuntime:
         for observer in self.observers:
             observer.stepped(report)
         try:
-            self.scaler.update_scale(report, lambda: too_large(self.weights, self.model), self._last_words)
+            self.scaler.update_scale(report, lambda: names_of_overflowing(self.weights, self.model), self._last_words)
         finally:
             # Also for the step that ends the training, so that the log has its numbers.
             self._stats = self._stats.with_step(used_scale, self.scaler.get_scale(), report)

@@ -105,7 +105,7 @@ class StepGuard:
         sent = verdict.sent_to_host()
         optimizer = self.optimizer
         self._update([runtime], verdict.found_inf())
-        take_in = functools.partial(self._finish, [runtime], [sent], is_updated=True)
+        take_in = functools.partial(self._finish, [runtime], [sent], is_queued=True)
         if runtime.observers or runtime.scaler.skips_once_too_often():  # these must hear of an overflow at once
             take_in()
         else:
@@ -120,7 +120,7 @@ class StepGuard:
             optimizer.free_gradients()
 
     def _finish(
-        self, runtimes: list[StepRuntime], verdicts: Sequence[Verdict | StepReport], *, is_updated: bool = False
+        self, runtimes: list[StepRuntime], verdicts: Sequence[Verdict | StepReport], *, is_queued: bool = False
     ) -> None:
         """Read the verdicts, skip the update or make it, unless that was done, and set the next loss scale."""
         optimizer = self.optimizer
@@ -129,9 +129,9 @@ class StepGuard:
         if len(runtimes) == 1 and reports[0].overflow and (controller := runtimes[0].controller) is not None:
             again = controller.overflowed(optimizer)  # which may run the forwards of one model again
             if again is not None:
-                reports, is_updated = [again], False
+                reports, is_queued = [again], False
         optimizer.step_was_skipped = was_skipped = any([report.overflow for report in reports])
-        if not is_updated and not was_skipped:
+        if not is_queued and not was_skipped:
             self._update(runtimes, None)
         for runtime, report in zip(runtimes, reports, strict=True):
             runtime.finish_step(report, was_skipped=was_skipped)

@@ -81,9 +81,9 @@ class ForwardWeights:
     and the slot of any other trained weight an alias of it, behind the same border where gradients are scaled. A slot
     is an entry of a module's ``_parameters``: so calls that no torch function mode sees, such as custom autograd
     functions, cross the border as well. What comes in by another way (a closure, an attribute, an object) was made
-    outside if its autograd node is older than the forward, or if it is a leaf. The first forward of a kind gives it its
-    border at its first use, and so do all others of this kind if it met any. What comes later for the first time gets
-    its border when the forward has ended: see :meth:`add_late_borders`.
+    outside if its autograd node is older than the forward, or if it is a leaf. A forward whose calls are watched gives
+    it a border where a call first uses it: the first forward of each kind, and all later ones if the first met any.
+    Any other forward adds the border when it has ended: see :func:`add_late_borders`.
 
     Args:
         owner: of the weights.

@@ -92,7 +92,7 @@ class WeightLayout:
         return optimizer
 
     def refresh_working_copies(self, optimizer: Optimizer) -> None:
-        """Round what ``optimizer`` has written into the working copies."""
+        """Refresh the working copies of the masters that ``optimizer`` has written."""
         self.copies.refresh_all(
             [parameter for parameter in optimizer_parameters(optimizer) if parameter.grad is not None]
         )

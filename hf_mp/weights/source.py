@@ -215,7 +215,7 @@ class WeightSource:
         return not self.layout.keeps_scaled_gradients and fused_step_whole(*given)
 
     def after_update(self, optimizer: Optimizer) -> None:
-        """Round what ``optimizer`` has written into the working copies."""
+        """Refresh the working copies of the masters that ``optimizer`` has written."""
         self.layout.refresh_working_copies(optimizer)
 
     def copy_of(self, parameter: nn.Parameter) -> Tensor:

@@ -100,7 +100,7 @@ class _Entry:
 
 
 class WorkingCopies:
-    """One working copy per parameter, FP16/BF16, made at its first use and refreshed when the parameter has changed.
+    """One FP16/BF16 copy per parameter, made when a forward first asks for it and refreshed when the parameter changed.
 
     Outside of ``optimizer.step()``, a copy that :meth:`get` returns equals its parameter rounded to nearest, whatever
     wrote the parameter. Tied weights have one copy. A copy is released with its parameter.

@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_mp
 from hf_mp.casting import cpu_handlers as handlers
-from hf_mp.casting import plans, upcast
+from hf_mp.casting import plans
 from hf_mp.casting.cpu import attention as module
+from hf_mp.casting.cpu import upcast
 from hf_mp.casting.cpu.attention import Attention, attend, read_attention
 from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
 
