@@ -21,7 +21,7 @@ from torch._C._dynamo import eval_frame
 import hf_mp
 from hf_mp.casting import torch_patches, uncompiled
 from hf_mp.casting.torch_patches import PATCHES, TABLE, Patch, Patches
-from hf_mp.weights import accelerated
+from hf_mp.integrations import accelerated
 
 
 def attributes() -> dict[tuple[str, str], Any]:

@@ -14,8 +14,8 @@ from op_log import OpLog
 from tiny import Dispatched, assert_true, attached, gradients_of
 from torch import Tensor, nn
 
+from hf_mp import borders
 from hf_mp.borders import inward_borders, output_border
-from hf_mp.scaling import borders
 from hf_mp.step.mixed_precision import MixedPrecision
 
 SCALE = 2.0**20
