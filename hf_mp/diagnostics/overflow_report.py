@@ -122,10 +122,10 @@ class OverflowReport:
     def _way_out(self) -> str:
         """The ways out of FP16's range that were not tried in vain."""
         rules = {self.module: "fp32"} if self.rules is None else self.rules
-        found = f"Give it rules={rules}" if rules else "Let on_overflow='heal' keep it in range"
+        found = f"Pass rules={rules}" if rules else "Let on_overflow='heal' keep it in range"
         # A weight above FP16's end was not tried: any dtype with FP32's exponents holds it.
         if self.finite_in_bf16 or self.phase == "weight":
-            found += " or train in bf16"
+            found += ", or train in bf16"
         return f"{found}. In BF16 it is not finite." if self.finite_in_bf16 is False else f"{found}."
 
     @property

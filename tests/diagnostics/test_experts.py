@@ -87,7 +87,7 @@ def rules_of(kind: str, implementation: str) -> dict[str, str]:
 def test_a_rule_for_the_product_of_the_layer_is_proposed(implementation: str) -> None:
     report = skipped("Mixtral", implementation, lambda layer: beyond_fp16(layer, 1, 2))
     assert report.rules == rules_of("Mixtral", implementation)
-    assert f"Give it rules={report.rules} or train in bf16." in str(report)
+    assert f"Pass rules={report.rules}, or train in bf16." in str(report)
 
 
 @ALL

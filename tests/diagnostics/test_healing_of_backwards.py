@@ -161,5 +161,5 @@ def test_a_mask_that_rounds_to_minus_inf() -> None:
     run = Run(Masked(), 2, on_overflow="heal")
     report = run.explainer.reports[0]
     assert run.lost == 2 and (report.finite_in_fp32, report.finite_in_bf16, report.rules) == (True, False, None)
-    assert "Give it rules={'': 'fp32'}. In BF16 it is not finite." in str(report)
+    assert "Pass rules={'': 'fp32'}. In BF16 it is not finite." in str(report)
     assert Run(Masked(), 2, rules={"": "fp32"}).lost == 0

@@ -236,7 +236,7 @@ def test_the_rules_that_are_proposed_are_all_that_it_takes() -> None:
     put("act", lambda x: (x + 300) * (x + 300))(loop.model)
     loop.step(vectors(0))
     (report,) = loop.reports
-    assert report.finite_in_fp32 and report.finite_in_bf16 and f"Give it rules={report.rules}" in str(report)
+    assert report.finite_in_fp32 and report.finite_in_bf16 and f"Pass rules={report.rules}" in str(report)
     assert report.rules and {key.partition(":")[0] for key in report.rules} == {"act", "last"}
     assert not loop.model(**vectors(0)).isfinite().all()
     loop.runtime.add_rules(report.rules)
@@ -252,7 +252,7 @@ def test_lean_layouts_are_tried_in_fp32_with_their_masters() -> None:
         (report,) = loop.reports
         assert (report.phase, report.finite_in_fp32) == ("forward", finite)
         advice = (
-            "In FP32 the same micro-batch is finite. Give it rules=" if finite else "the cause is the model or its data"
+            "In FP32 the same micro-batch is finite. Pass rules=" if finite else "the cause is the model or its data"
         )
         assert advice in str(report)
 

@@ -35,8 +35,8 @@ def test_the_text_names_place_culprit_ranges_and_way_out() -> None:
         "  in:  input 0 (float16, 2×4): magnitudes 0.5 to 2",
         "  out: output 0 (float16, 2×8): magnitudes 1 to 60000, 3 inf",
         "  spoiled gradients: h.0.weight, h.1.weight, h.2.weight, h.3.weight, h.4.weight and 2 more",
-        "  No smaller loss scale helps. In FP32 the same micro-batch is finite. Give it "
-        "rules={'h.0.mlp': 'fp32'} or train in bf16.",
+        "  No smaller loss scale helps. In FP32 the same micro-batch is finite. Pass "
+        "rules={'h.0.mlp': 'fp32'}, or train in bf16.",
     ]
 
 
