@@ -192,5 +192,5 @@ def suspects_of(backwards: list[KeptBackward]) -> list[KeptBackward]:
     if all(backward.largest is not None for backward in backwards):
         bad = [b for b in backwards if b.largest is not None and not b.largest.item() < SQUARES_BELOW]
         return bad[:1] or backwards
-    # Where nothing has measured them, as at a loss scale of 1: a bad loss is the likeliest.
+    # Where nothing has measured them, as at a loss scale of 1 without healing: a bad loss is the likeliest.
     return sorted(backwards, key=KeptBackward.has_bad_loss, reverse=True)

@@ -154,7 +154,7 @@ class GradientCheck:
         # Whether the 2-norm is measured as well, for norm(), and the step trusts what was measured. Else it reads the
         # gradients again: a plain loop may have written them past their version counters (`.data`, NumPy).
         self.measures_norm = False
-        self.compares_gradients = False  # whether measured_of() is asked without that
+        self.compares_gradients = False  # whether measured_of() is asked without that, as healing does
         self._losses: list[Tensor | None] = []  # of the backwards since the last step, as the model computed them
         self._versions: dict[int, int] = {}  # of the weights, at the end of the last backward
         self._warned: set[str] = set()
@@ -202,7 +202,7 @@ class GradientCheck:
 
     def _backward_ended(self) -> None:
         largest = None
-        if self.is_scaled or self.measures_norm:
+        if self.is_scaled or self.measures_norm or self.compares_gradients:
             with profiled("gradients"):
                 parameters = self.parameters()
                 largest = self.measure(parameters)

@@ -116,6 +116,12 @@ def test_no_step_is_lost(precision: str, warned: list[str]) -> None:
     assert skipping.skipped == [True] * 3
 
 
+def test_a_step_is_healed_without_a_loss_scale_as_well() -> None:
+    loop = Loop("params=fp32,compute=fp16,loss_scale=1")
+    loop.run(3)
+    assert loop.skipped == [False] * 3 and loop.runtime.remedies == RULES
+
+
 @pytest.mark.parametrize("is_in_place", [False, True])
 def test_the_loss_that_a_loop_holds_is_that_of_the_healed_step(is_in_place: bool, warned: list[str]) -> None:
     loop, plain, ids = Loop(), make(), batches(1)[0]["ids"].chunk(2)
