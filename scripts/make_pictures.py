@@ -80,20 +80,20 @@ def draw_losses(records: Mapping[str, Any]) -> None:
     """Held-out losses of a fine-tuning, ours over those of FP32."""
     rows = records["compare_loading"]["result"]["contenders"]
     _, axis = plt.subplots(figsize=(4.2, 3.15), layout="constrained")
-    axis.set_title("Held-out loss, fine-tuning a BF16 checkpoint (CPU)")
+    axis.set_title("Held-out loss of a BF16 checkpoint (CPU)")
     stock, floor, ours = (rows[name] for name in (STOCK, FP32, CALLBACK))
     axis.plot(stock["steps"], stock["eval_losses"], color=FLOOR, linewidth=2)
     axis.plot(floor["steps"], floor["eval_losses"], color=THEIRS, linewidth=6, solid_capstyle="round")
     axis.plot(ours["steps"], ours["eval_losses"], color=OURS, linewidth=1.6)
-    _label(axis, stock, "stock Trainer", FLOOR)
-    _label(axis, ours, "hf_mp, on FP32 (grey)", OURS)
+    _label(axis, stock, "stock Trainer", FLOOR, above=7)
+    _label(axis, ours, "hf_mp, on FP32 (grey)", OURS, above=30)  # clear of the curve
     axis.set_xlabel("step")
     axis.set_xlim(0, stock["steps"][-1])
 
 
-def _label(axis: Axes, row: Mapping[str, Any], text: str, colour: str) -> None:
+def _label(axis: Axes, row: Mapping[str, Any], text: str, colour: str, above: int) -> None:
     place = (row["steps"][-1], row["eval_losses"][-1])
-    axis.annotate(f"{text}: {place[1]:.2f}", place, (0, 7), textcoords="offset points", color=colour, ha="right")
+    axis.annotate(f"{text}: {place[1]:.2f}", place, (0, above), textcoords="offset points", color=colour, ha="right")
 
 
 PICTURES: dict[str, Callable[[Mapping[str, Any]], None]] = {"memory": draw_memory, "losses": draw_losses}
