@@ -3,9 +3,10 @@
     python scripts/fake_gpu.py scripts/bench.py host_gpu        # or any other program in Python, and its options
 
 Compiles ``tests/gpu/fake_cuda.cpp`` and starts Python with it in the place of CUDA's driver, runtime and cuBLAS:
-``torch.cuda`` has one device of 80 GiB, whose memory reads as zeros and is never written. Launches, allocations and the
-host's time are those of a GPU; values mean nothing. Needs torch for CUDA 13 (``make bench-host-gpu`` makes an
-environment), a C++ compiler and ``nm``. A function that gives something back, and that the source lacks, fails.
+``torch.cuda`` has one device of 80 GiB (``FAKE_GPU_GIB=192``: another size), whose memory reads as zeros and is never
+written. Launches, allocations and the host's time are those of a GPU; values mean nothing. Needs torch for CUDA 13
+(``make bench-host-gpu`` makes an environment), a C++ compiler and ``nm``. A function that gives something back, and
+that the source lacks, fails.
 """
 
 from __future__ import annotations

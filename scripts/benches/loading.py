@@ -56,7 +56,7 @@ def with_callback(**given: Any) -> Trainer:
     return Trainer(**given, callbacks=[hf_mp.MixedPrecisionCallback("bf16", precision_contract=False)])
 
 
-LEAN = {"precision": "bf16-lean", "precision_contract": False}
+LEAN = {"precision_contract": False, "precision": "bf16-lean"}
 CONTENDERS = {
     "loaded in FP32, stock Trainer": Contender(torch.float32),
     "loaded in BF16, stock Trainer": Contender("auto"),

@@ -2,6 +2,7 @@
 
     python scripts/bench.py memory_gpu
     python scripts/bench.py memory_gpu --models gpt2,mixtral --no-commands
+    FAKE_GPU_GIB=192 python scripts/fake_gpu.py scripts/bench.py memory_gpu      # no GPU
 
 Takes a GPU with room for the models (Llama 7B: 114 GiB), or a CUDA driver whose kernels compute nothing, on which
 torch's allocator is the same; the result says which. Without either, the commands alone are timed.

@@ -34,7 +34,8 @@ std::atomic<unsigned long long> fake_counts[KINDS];
 
 namespace {
 
-constexpr size_t TOTAL_BYTES = 80ull << 30, PAGE_BYTES = 2 << 20;
+const char* const GIB = std::getenv("FAKE_GPU_GIB");
+const size_t TOTAL_BYTES = (GIB == nullptr ? 80ull : std::strtoull(GIB, nullptr, 10)) << 30, PAGE_BYTES = 2 << 20;
 
 struct Range {
   char* begin;
