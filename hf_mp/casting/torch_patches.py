@@ -161,7 +161,8 @@ def _make_cross_entropy(original: Any, self: Any, tx: Any, args: list[Any], kwar
 
 @around
 def _call_user_compiler(original: Any, self: Any, /, graph: Any, inputs: list[Any]) -> Any:
-    if (mode := active_autocast()) is None:  # a graph compiled outside any is not run inside one
+    """Compile ``graph``, and run it with modes off; a ValueError for sums in FP64."""
+    if (mode := active_autocast()) is None:  # a graph compiled outside any autocast is not run inside one
         return original(self, graph, inputs)
     # A graph is called with the modes active that were traced into it: a backend that runs op by op would cast twice.
     if mode.sums_in_fp64:
@@ -318,6 +319,7 @@ class Patches:
                 _warn_of_lack(patch)
 
     def _replace(self, place: str, replace: Callable[[Any], Any]) -> bool:
+        """Replace the attribute at ``place`` and note what it was; False if this torch has no such attribute."""
         module, _, path = place.partition(":")
         *owners, name = path.split(".")
         try:
@@ -332,6 +334,7 @@ class Patches:
         return True
 
     def _take_off(self) -> None:
+        """Give each attribute back what it was, unless somebody has replaced it since."""
         while self._replaced:
             owner, name, own, replacement = self._replaced.pop()
             if vars(owner).get(name) is not replacement:
