@@ -187,6 +187,7 @@ def _has_no_values(tensor: Tensor) -> bool:
 
 
 def _scalar(tensor: Tensor) -> bool | float:
+    """The value that a fake tensor pretends to have; a ValueError for one by which only data can decide."""
     if tensor.dtype is torch.bool:
         # Training asks whether all gradients are finite, or whether no token is padding.
         return True

@@ -139,6 +139,7 @@ class TrainerSession(TrainerCallback):
             self._attach_to_read(model, self._at_detach, trained_alone=False)
 
     def _attach_to_read(self, model: nn.Module, at_end: ExitStack, *, trained_alone: bool) -> None:
+        """Attach a precision to ``model``, which is not trained, until ``at_end``."""
         settings = self.settings
         # Nothing is trained in it, and a scale would be one more state that has to agree.
         policy = replace(settings.policy, loss_scale=None)
