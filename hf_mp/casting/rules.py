@@ -65,7 +65,7 @@ def parse_divisor(rule: Any) -> int | None:
 
 
 class ModuleRule(NamedTuple):
-    """A rule for modules, or for one op of theirs."""
+    """A rule for modules, or for one op that they call."""
 
     key: str  # as it was given
     pattern: str  # of modules' names

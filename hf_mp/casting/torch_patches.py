@@ -70,8 +70,8 @@ def _checkpoint_function(original: Any) -> Any:
     return CheckpointFunction
 
 
-# Questions about autocast, and FP32 islands (`with torch.autocast(device, enabled=False)`), which speak of ours inside
-# of it. Of torch's own code only these modules ask on behalf of a model; the others mean torch's own state.
+# Questions about autocast, and FP32 islands (`with torch.autocast(device, enabled=False)`), which speak of hf_mp's
+# autocast inside of it. Of torch's own code only these modules ask on behalf of a model; the others mean torch's own state.
 
 _ASK_FOR_MODELS = ("torch.amp.autocast_mode", "torch.nn.modules.")
 
@@ -136,7 +136,7 @@ def _enter_traced_autocast(original: Any, self: Any, tx: Any) -> Any:
     self._hf_mp_island = _trace(tx, enter_island, [enabled]).as_python_constant()
     if not self._hf_mp_island:
         return original(self, tx)
-    # A graph that ends inside would leave torch's context, not ours: such a function is not compiled.
+    # A graph that ends inside would leave torch's context, not the island: such a function is not compiled.
     tx.active_generic_context_managers.append(self)
     return VariableTracker.build(tx, None)
 
@@ -338,7 +338,7 @@ class Patches:
         while self._replaced:
             owner, name, own, replacement = self._replaced.pop()
             if vars(owner).get(name) is not replacement:
-                continue  # somebody has patched over it: without an active autocast, ours does what it replaced
+                continue  # somebody has patched over it; outside of autocasts a replacement does what it replaced
             if own is _MISSING:
                 delattr(owner, name)
             else:

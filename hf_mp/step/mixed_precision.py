@@ -94,7 +94,7 @@ class MixedPrecision(StepRuntime):
         self.uses_up_gradients = free_gradients == "backward"
         self.control_by(controller_for(FREE_GRADIENTS, free_gradients, self, max_grad_norm))
         self.control_by(controller_for(ON_OVERFLOW, on_overflow, self))
-        # A library may put its own forward over ours; detach() then finds the runtime here.
+        # A library may put its own forward over the attached one; detach() then finds the runtime here.
         RUNTIMES.add(self)
         self.scaler.users.add(self)
 

@@ -1,4 +1,4 @@
-"""The saves of one Trainer, stock or ours: in place, marked until they have a manifest, taken back where they fail."""
+"""The saves of one Trainer: in place, marked until they have a manifest, taken back where they fail."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class TrainerSession(TrainerCallback):
         self.runtime.check.measures_norm = measures_norm
         self._observe(self.runtime, model)
         self.recorder = start_recording(self.runtime, self.settings, self.args)
-        # TRL and PEFT may have put forwards of their own over ours since.
+        # TRL and PEFT may have put forwards of their own over the attached ones since.
         self.runtime.wrap_forwards()
         self._keep_head(model, self._at_detach)
 
@@ -269,7 +269,7 @@ class TrainerSession(TrainerCallback):
             (checkpoint / STATE_NAME).write_text(text + "\n", encoding="utf-8")
 
     def load(self, checkpoint: Path) -> None:
-        """Take over the loss scale from a checkpoint of ours, or from one of a Trainer with ``fp16=True``.
+        """Take over the loss scale from a checkpoint of hf_mp, or from one of a Trainer with ``fp16=True``.
 
         A warning says what changes where it was saved in another precision; with FP32, nothing is taken over.
 

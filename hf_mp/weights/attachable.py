@@ -29,7 +29,7 @@ def runtimes_of(model: nn.Module) -> list[Any]:
     modules = list(model.modules())
     # An attached forward lies in the instance; the class has the model's own.
     forwards = [module.__dict__.get("forward") for module in modules]
-    # A library may have put its own forward over ours, with a copy of its attributes.
+    # A library may have put its own forward over the attached one, with a copy of its attributes.
     of_forwards = [one.runtime for one in forwards if isinstance(one, ReplacedForward) and hasattr(one, "runtime")]
     within = set(map(id, modules))
     return list(dict.fromkeys([*of_forwards, *(one for one in RUNTIMES if id(one.model) in within)]))

@@ -213,7 +213,7 @@ def fused_step_whole(
 def _is_torchs_adam(optimizer: Any, replaced_step: Callable[..., Any] | None) -> bool:
     if type(optimizer) not in (Adam, AdamW) or replaces_step(replaced_step):
         return False
-    # A step that somebody patched into torch's class does more than ours would.
+    # A step that somebody patched into torch's class does more than the kernel would.
     return inspect.unwrap(type(optimizer).step).__module__ == Adam.__module__
 
 

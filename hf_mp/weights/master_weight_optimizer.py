@@ -110,7 +110,7 @@ class MasterWeightOptimizer(Optimizer):
         )
 
     def _refuse_direct_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # A model that was detached has no masters any more; in a step of ours FP32 masters are in their places.
+        # A model that was detached has no masters any more; in the wrapper's step FP32 masters are in their places.
         if optimizer is self.optimizer and any(map(_needs_master, optimizer_parameters(self))):
             raise RuntimeError(
                 f"this {type(optimizer).__name__} was stepped itself, but its masters are in a MasterWeightOptimizer: "
@@ -425,5 +425,5 @@ def _needs_master(parameter: Tensor) -> bool:
 def steps_by_parameter(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` is known to treat each parameter by itself."""
     theirs: Any = next(kind for kind in type(optimizer).__mro__ if kind.__module__.startswith(_STEP_BY_PARAMETER))
-    # A subclass with a step of its own may look at all parameters together; the last of theirs is Optimizer itself.
+    # A subclass with a step of its own may look at all parameters together; at the latest, torch's Optimizer is found.
     return inspect.unwrap(type(optimizer).step) is inspect.unwrap(theirs.step)

@@ -211,7 +211,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         return nn.Parameter(self.fp32_value(), self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # What people have set on the parameter goes along; what is ours would name halves that are not there.
+        # What people have set on the parameter goes along; hf_mp's attributes would name halves that are not there.
         plain = nn.Parameter(master_value(self), self.requires_grad)
         plain.__dict__.update({k: v for k, v in self.__dict__.items() if k not in SplitParameter.__annotations__})
         return plain.__reduce_ex__(protocol)
@@ -237,7 +237,7 @@ def _noticed(name: str) -> Callable[..., Any]:
     return write
 
 
-# In a forward torch asks no __torch_function__ of ours, and these methods are what still tells which elements change.
+# In a forward torch asks no __torch_function__ of parameters, and only these methods tell which elements change.
 _NOT_WRITERS = {
     "requires_grad_", "share_memory_", "retain_grad_", "rename_", "__index__", "__int__", "__invert__", "__iter__"
 }  # fmt: skip
@@ -253,7 +253,7 @@ def make_split(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     unwatch(parameter)
     halves = split(parameter.detach().float(), dtype)
     parameter.data = halves.working
-    # torch.optim takes its multi-tensor path for exact types only, and ours is none of those that it lists.
+    # torch.optim takes its multi-tensor path for exact types only, and lists no SplitParameter.
     let_optimizers_be_fast(SplitParameter)
     # In place: the model, its optimizer and tied layers hold this very object.
     parameter.__class__ = SPLIT_CLASSES[type(parameter)]
