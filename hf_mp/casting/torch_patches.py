@@ -71,7 +71,8 @@ def _checkpoint_function(original: Any) -> Any:
 
 
 # Questions about autocast, and FP32 islands (`with torch.autocast(device, enabled=False)`), which speak of hf_mp's
-# autocast inside of it. Of torch's own code only these modules ask on behalf of a model; the others mean torch's own state.
+# autocast inside of it. Of torch's own code only these modules ask on behalf of a model; the others mean torch's own
+# state.
 
 _ASK_FOR_MODELS = ("torch.amp.autocast_mode", "torch.nn.modules.")
 
