@@ -1,4 +1,4 @@
-"""Warnings that point at the user's own line, whichever library called ours."""
+"""Warnings that point at the user's own line, whichever library called hf_mp."""
 
 from __future__ import annotations
 

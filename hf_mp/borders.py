@@ -34,15 +34,15 @@ class Crossings(Protocol):
         """S, FP32 of shape (1,); None where nothing is scaled."""
 
     def inverse_scale_on(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
-        """1/S, FP32 of shape (1,), for what ``node`` hands on by its inputs ``places``; None where it is not scaled."""
+        """1/S, FP32 of shape (1,), for gradients that ``node`` hands on by its inputs ``places``; None if unscaled."""
 
     def gradient_entered(self, node: Any, gradient: Tensor) -> None:
         """A gradient goes in through the autograd node ``node``, before anything of the model's backward runs."""
 
     def keep_scaled(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
-        """Take from ``uses``, the gradients that ``node`` hands on by its inputs, what autograd is not to accumulate.
+        """Remove from ``uses``, gradients that ``node`` hands on, by input, those that autograd must not accumulate.
 
-        They are still scaled: ``inverse`` is what they would be multiplied with.
+        They are still scaled; ``inverse`` unscales them.
         """
 
 
@@ -91,7 +91,7 @@ def scale_gradient(gradient: Tensor, factor: Tensor | None, crossings: Crossings
 
 
 def accumulating(node: Any, indices: Iterable[int]) -> list[int]:
-    """Those of ``indices`` by which the backward of ``node`` leads into ``.grad``, and not to ``autograd.grad``."""
+    """The ``indices`` of edges by which the backward of ``node`` fills ``.grad``; none in ``autograd.grad``."""
     if torch.is_grad_enabled():  # create_graph=True
         return []
     functions = node.next_functions  # made anew at each look
@@ -105,8 +105,8 @@ def accumulating(node: Any, indices: Iterable[int]) -> list[int]:
 _OUTSIDE_DTYPE = dict.fromkeys(LOWER_PRECISION_DTYPES, torch.float32)  # of the dtypes that change at a border
 
 
-# Of a gradient that is cast on a GPU together with others. Two calls for all take 8 bytes an element more than one call
-# for each, and from here on these take longer than a launch.
+# The largest gradient that is cast on a GPU together with others. Two calls for all move 8 bytes an element more than
+# one call for each, and for a larger gradient these bytes take longer than a launch.
 _JOINED_ELEMENTS = 2**20
 
 
@@ -166,7 +166,7 @@ def _unscale_uses(ctx: Any, gradients: Iterable[Tensor | None]) -> list[Tensor |
 
 
 def _scale_gradients(gradients: list[Tensor], factor: Tensor | None, crossings: Crossings) -> list[Tensor]:
-    """:func:`scale_gradient` of each; of several plain ones in few calls, on a GPU in FP32 also without a factor."""
+    """:func:`scale_gradient` of each, plain ones in few calls; on a GPU these are FP32 also without a factor."""
     is_listed = len(gradients) > 1 and takes_lists(gradients[0])
     if factor is None and not is_listed:
         return gradients
@@ -197,7 +197,7 @@ def _products(dtype: torch.dtype | None, gradients: list[Tensor], factor: Tensor
 
 
 def _are_plain(*gradients: Tensor) -> bool:
-    """Whether multi-tensor calls take them all, and sums in place."""
+    """Whether multi-tensor calls, and sums in place, take all ``gradients``."""
     # is_grads_batched=True gives batched tensors; a product with the factor, of shape (1,), has a dimension.
     is_batched = torch._C._functorch.is_legacy_batchedtensor
     # A class is asked for before a function is called (is_ordinary, inlined): every gradient comes here.
@@ -216,6 +216,7 @@ _AT_ONCE = 2**64 - 1
 
 @functools.cache
 def _has_order() -> bool:
+    """Whether torch can order autograd nodes; warns where it cannot."""
     # Nothing public orders nodes.
     found = hasattr(torch._C._FunctionBase, "_set_sequence_nr")
     if not found:
@@ -231,8 +232,9 @@ def inward_borders(
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Bring tensors of one device inside, in one autograd node for all of them; their gradients leave unscaled.
 
-    Gives for each of ``outside`` an alias in its own dtype (itself, without ``with_aliases``), and one of its FP16/BF16
-    copy, or None; without aliases there is at least one copy.
+    Returns two lists in the order of ``outside``: aliases in the tensors' own dtypes (the tensors themselves, without
+    ``with_aliases``), and aliases of their FP16/BF16 copies, None where there is none. Without aliases there must be a
+    copy.
     """
     made = _InwardBorders.apply(crossings, copies, with_aliases, *outside)
     # None where nothing wants a gradient.
@@ -246,10 +248,10 @@ def inward_borders(
 
 
 class BorderUse:
-    """One forward's use of inward borders, which others use as well: held by its graph."""
+    """One forward's use of inward borders, which other forwards use as well. The forward's graph holds it."""
 
     def __init__(self, nodes: Iterable[Any], crossings: Crossings) -> None:
-        self.is_over = False  # whether a backward has gone through them, and retained no graph
+        self.is_over = False  # whether a backward has gone through the borders, and retained no graph
         self.crossings = crossings
         for node in nodes:
             node.number, node.use = torch.autograd._get_sequence_nr(), weakref.ref(self)
@@ -258,7 +260,7 @@ class BorderUse:
 
 
 class _LateBorder:
-    """Hook of an autograd node: a border on each of those of its edges that lead outside."""
+    """Hook of an autograd node: a border on each of its edges ``places``, which lead outside."""
 
     def __init__(self, node: Any, places: Iterable[int], crossings: Crossings) -> None:
         # What a Crossings asks of a node: a hook that held its node would keep the graph for good.
@@ -277,7 +279,7 @@ class _LateBorder:
 
 
 def leads_inside(node: Any, first: int, outside: set[Any]) -> bool:
-    """Whether the graph behind ``node`` reaches a node with a number of at least ``first``; if not, all is ``outside``.
+    """Whether the graph behind ``node`` reaches a node numbered ``first`` or higher; if not, adds it to ``outside``.
 
     autograd numbers the nodes of each thread by themselves, and a backward on a GPU has its own thread: what
     ``torch.autograd.grad(create_graph=True)`` makes there during a forward has small numbers. What was made before a
@@ -307,7 +309,7 @@ def add_late_borders(
     torch makes for each node; where C++ was compiled, it looks first, and nearly always nothing is left to do.
 
     Returns:
-        Whether there was one.
+        Whether there was such an edge.
     """
     if (module := native()) is not None and module.leaves_by_borders(results, first, _AT_ONCE, _INWARD):
         return False
@@ -335,13 +337,13 @@ def add_late_borders(
 
 
 def outside_of(inside: Tensor) -> Tensor:
-    """The tensor of which ``inside`` is an alias or a copy, if an inward border made it; else itself."""
+    """The tensor of which ``inside`` is an alias or a copy, if an inward border made it; else ``inside``."""
     node: Any = inside.grad_fn
     return node.outside[node.leads_to[inside.output_nr]] if type(node) is _INWARD else inside
 
 
 class Behind(NamedTuple):
-    """A tensor inside, and what it is a working copy of: where no inward border made it, itself."""
+    """A tensor inside, and the tensor that it is a working copy of: itself, if no inward border made it."""
 
     inside: Tensor
     outside: Tensor  # receives the gradient, in its own dtype
@@ -380,8 +382,8 @@ def output_border(
 ) -> Tensor:
     """``output`` in FP32; its gradient is multiplied by the loss scale before it is cast to ``output``'s dtype.
 
-    FP64 and complex outputs keep their dtype, with their gradient scaled all the same; all others pass. ``wrap`` makes
-    the FP32 tensor of ``output``; default: a copy. Without ``crossings`` there are no gradients.
+    FP64 and complex outputs keep their dtype, with their gradient scaled all the same; integers pass unchanged.
+    ``wrap`` makes the FP32 tensor of ``output``; default: a copy. Without ``crossings`` there are no gradients.
     """
     if not (output.is_floating_point() or output.is_complex()):
         return output

@@ -25,7 +25,11 @@ WithTraceback = Annotated[
 
 @contextmanager
 def _errors_in_one_line(command: str, with_traceback: bool) -> Iterator[None]:
-    """Print an error in one sentence and exit: with 2 where a message of ours says what to change, with 1 elsewhere."""
+    """Print an error in one sentence and exit with 2 or 1.
+
+    A ValueError, OSError or ImportError is taken for one of hf_mp's, whose message says what to change: 2. Any other
+    error is a bug: 1, and its type is named.
+    """
     try:
         yield
     except Exception as error:

@@ -79,6 +79,7 @@ class PrecisionPolicy:
         object.__setattr__(self, "loss_scale", parse_loss_scale(self.loss_scale))
 
     def _check_dtypes(self) -> None:
+        """Raise a TypeError or ValueError for dtypes that cannot be combined."""
         names, said = {entry.dtype: entry.name for entry in compute_dtypes()}, {}  # as messages spell the fields
         for field in _DTYPE_FIELDS:
             dtype = self.wire if field == "reduce" else getattr(self, field)
@@ -151,6 +152,7 @@ class PrecisionPolicy:
 
     @classmethod
     def _parse_fields(cls, text: str) -> PrecisionPolicy:
+        """The policy of ``text``: a preset or not, then fields; a ValueError for an unknown or repeated field."""
         values: dict[str, Any] = {}
         names = [field.name for field in fields(cls)]
         first, *others = text.split(",")
@@ -187,6 +189,7 @@ class PrecisionPolicy:
 
 
 def _read_field(key: str, value: str) -> object:
+    """The value of the field ``key``; a ValueError for text that is none."""
     if key == "loss_scale":
         return parse_loss_scale(value)
     if key in SWITCHES:

@@ -27,7 +27,7 @@ state = _ThreadState()
 
 
 def active_autocast() -> Mode | None:
-    """The innermost autocast of this thread, also a disabled one; None outside of any."""
+    """The innermost autocast of this thread, enabled or not; None if no autocast is active."""
     return state.active[-1] if state.active else None
 
 
@@ -38,17 +38,18 @@ def enter_island(enabled: bool) -> bool:
         enabled: whether that enables torch's autocast.
 
     Returns:
-        False outside of any autocast of ours, where torch's own is meant.
+        True if an island was entered: the caller has to end it, by :func:`leave_island` or the island's ``__exit__``.
+        False if no autocast of hf_mp is active: the caller enters torch's.
 
     Raises:
-        RuntimeError: if torch's autocast would be active inside ours.
+        RuntimeError: if torch's autocast would be active inside hf_mp's.
     """
     ours = active_autocast()
     if ours is None:
         return False
     if enabled:
         raise RuntimeError(BOTH_ACTIVE)
-    # By hand: torch's context object says when it ends, and no `with` of ours.
+    # Not by `with`: the torch.autocast that somebody entered says when the island ends.
     ours.island().__enter__()
     return True
 

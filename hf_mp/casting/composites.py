@@ -24,7 +24,7 @@ def _no(*args: Any) -> bool:
 
 
 def _opened(function: types.FunctionType) -> Callable[..., Any]:
-    # Of the same code, and not of a copy of torch's source: it is that of whichever torch is installed.
+    """``function``, made anew of its own code, with every question for a mode answered with no."""
     opened = types.FunctionType(
         function.__code__,
         {**function.__globals__, **dict.fromkeys(_QUESTIONS, _no)},

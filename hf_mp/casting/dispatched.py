@@ -180,6 +180,7 @@ def _defaults(op: OpOverload) -> tuple[Any, ...]:
 
 
 def _kernel(call: Callable[..., Any], defaults: tuple[Any, ...]) -> Callable[..., Any]:
+    """The kernel of the op ``call``, as this thread's autocast plans it; ``defaults`` stand for absent arguments."""
     running, key, set_excluded = _running, _key(), _set_excluded
     assert set_excluded is not None
 

@@ -123,7 +123,7 @@ class _Recorder:
         # Also where the CPU computes through FP32: the numbers are FP16's.
         if call.entry.rule is CastRule.LOWER_PRECISION:
             ran = len(came) * (_name(call.mode.dtype),)
-        elif cast:  # else a function of ours in the place of the op has read what came
+        elif cast:  # else hf_mp's function in the place of the op has read what came
             ran = _dtypes(cast[0])
         if outputs := _dtypes(result):  # questions (`.shape`) and integer arithmetic have none
             op = op_name(call.func) if call.entry.rule is CastRule.UNLISTED else call.entry.name

@@ -48,6 +48,8 @@ def lowers_attention(model: nn.Module | None) -> bool:
 
 
 def _update_kv_cache(original: Any) -> Any:
+    """What replaces a cache's ``update``: where the running forward lowers caches, it is given 16 bits."""
+
     @functools.wraps(original)
     def update(cache: Any, /, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         region = active_autocast()

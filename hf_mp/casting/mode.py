@@ -122,25 +122,27 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         if rules and enabled:
             ops, in_modules = parse_rules(rules, TABLES[tables])
             self._plan, self.has_op_rules = with_rules(self._plan, ops, dtype), bool(ops)
-            self._take_module_rules(in_modules, model)
+            self._add_module_rules(in_modules, model)
         self._casts: dict[tuple[int, torch.dtype, bool], tuple[Tensor, int, Tensor]] = {}
         self._rules_in_force: list[InForce] = []
         self.observer: Callable[..., Any] | None = None  # makes every call in place of apply(); see watching
 
-    def _take_module_rules(self, rules: tuple[ModuleRule, ...], model: nn.Module | None) -> None:
-        if rules and model is None:
+    def _add_module_rules(self, rules: tuple[ModuleRule, ...], model: nn.Module | None) -> None:
+        """Add ``rules`` to those held and match all against ``model``; a ValueError for rules without a model."""
+        if not rules:
+            return
+        if model is None:
             names = ", ".join(repr(rule.key) for rule in rules)
             raise ValueError(f"rules by module name ({names}) need the model to look them up in: model=...")
-        if rules and model is not None:
-            known = self._module_rules | {rule.key: rule for rule in rules}
-            self._ruled_modules, self._module_rules = match_modules(known.values(), model), known
+        known = self._module_rules | {rule.key: rule for rule in rules}
+        self._ruled_modules, self._module_rules = match_modules(known.values(), model), known
 
     def add_rules(self, rules: Mapping[str, str], model: nn.Module | None) -> None:
         """Add rules by module; they apply from the next time that this autocast is entered.
 
         A key that already has a rule gets the new one. Raises as a new autocast does, and then changes nothing.
         """
-        self._take_module_rules(parse_rules(rules, TABLES[self.tables])[1], model)
+        self._add_module_rules(parse_rules(rules, TABLES[self.tables])[1], model)
 
     def has_rule_for(self, module: nn.Module | None) -> bool:
         """Whether a rule names ``module`` itself."""
@@ -272,23 +274,27 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     def run_inside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call ``function`` with this mode active, which torch has taken off its stack for the current call."""
         if is_dynamo_compiling():
-            with self:
+            with self:  # the public way: in a graph, entering costs nothing
                 return function(*args, **kwargs)
-        _push_mode(self)  # torch's own, without the checks of entering: the autocast is active already
+        _push_mode(self)  # torch's private half of `with self`, without our __enter__: this autocast is active already
         try:
             return function(*args, **kwargs)
         finally:
             _pop_mode()
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """Cast the eligible tensors (floating, not FP64) in one argument of an op."""
+        """Cast the eligible tensors (floating, not FP64) in one argument of an op, nested ones too.
+
+        A trained weight is cast once while this autocast lasts.
+        """
         if not isinstance(value, Tensor):
+            # Most tuples of an op are sizes or dimensions: not worth a walk.
             return value if is_shape(value) else map_tensors(lambda tensor: self.cast(tensor, dtype), value)
         found = value.dtype
         if found is dtype or found not in CASTABLE:
             return value
         is_weight = value.requires_grad and value.is_leaf and self.cache_enabled
-        # One graph casts a weight once by itself.
+        # Compiled code needs no cache: the compiler merges equal casts of a graph.
         return self._cast_once(value, dtype) if is_weight and not torch.compiler.is_compiling() else value.to(dtype)
 
     def cast_arguments(self, args: Any, kwargs: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
@@ -298,7 +304,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             return cast(args), {key: cast(arg) for key, arg in kwargs.items()}
 
     def _cast_once(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """A trained weight in another floating dtype, cast once while this autocast lasts, as torch's."""
+        """A trained weight in another floating dtype, cast once while this autocast lasts, as under torch.autocast."""
         # A cast made without grad must not serve a forward with grad, nor one of an older value serve a newer.
         key, version = (id(tensor), dtype, torch.is_grad_enabled()), version_of(tensor)
         kept = self._casts.get(key)
@@ -310,7 +316,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 def _read_torch_arguments(
     first: Any, dtype: Any, tables: TableName | None, enabled: bool
 ) -> tuple[Any, TableName, bool]:
-    """The dtype and the op lists that the arguments of ``torch.autocast``, or ours, ask for, and whether it is on."""
+    """The dtype and the op lists that arguments of ``torch.autocast`` or hf_mp's ask for, and whether it is on."""
     if isinstance(dtype, str):
         dtype = named_dtype(dtype)
     if isinstance(first, str):

@@ -89,6 +89,8 @@ class _Running(threading.local):
 
 
 def _in_fp32(outer: Mode, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Make a call with its eligible tensors, and 16-bit dtypes that it names, in FP32."""
+
     def wide(arg: Any) -> Any:
         is_dtype = isinstance(arg, torch.dtype)  # that of `x.to(y.dtype)`
         return torch.float32 if is_dtype and arg in LOWER_PRECISION_DTYPES else outer.cast(arg, torch.float32)

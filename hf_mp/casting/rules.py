@@ -65,7 +65,7 @@ def parse_divisor(rule: Any) -> int | None:
 
 
 class ModuleRule(NamedTuple):
-    """A rule for modules, or for one op of theirs."""
+    """A rule for modules, or for one op that they call."""
 
     key: str  # as it was given
     pattern: str  # of modules' names
@@ -121,6 +121,7 @@ def _parse_module_rule(key: str, value: Any) -> ModuleRule:
 
 
 def _parse_op_rule(key: str, pattern: str, op: str, value: Any) -> ModuleRule:
+    """The rule for the op ``op`` in modules that match ``pattern``; a ValueError for an unknown op or ``value``."""
     if not (functions := functions_called(op)):
         raise ValueError(f"rule {key!r}: torch has no op {op!r}: use a name such as 'linear', 'matmul' or 'mul'")
     # The compiler is given this op of Transformers for a grouped product in FP16 on a CPU.
@@ -140,6 +141,7 @@ def _parse_op_rule(key: str, pattern: str, op: str, value: Any) -> ModuleRule:
 
 
 def _spellings_of(key: Any, tables: OpTables) -> tuple[str, list[Callable[..., Any]]]:
+    """The name of the op that a rule is for, and all functions that call it; a TypeError for anything but an op."""
     # torch.library.custom_op gives an object around the op, and modes see the op.
     if isinstance(key, torch.library.CustomOpDef):
         key = key._opoverload.overloadpacket

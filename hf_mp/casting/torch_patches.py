@@ -70,8 +70,9 @@ def _checkpoint_function(original: Any) -> Any:
     return CheckpointFunction
 
 
-# Questions about autocast, and FP32 islands (`with torch.autocast(device, enabled=False)`), which speak of ours inside
-# of it. Of torch's own code only these modules ask on behalf of a model; the others mean torch's own state.
+# Questions about autocast, and FP32 islands (`with torch.autocast(device, enabled=False)`), which speak of hf_mp's
+# autocast inside of it. Of torch's own code only these modules ask on behalf of a model; the others mean torch's own
+# state.
 
 _ASK_FOR_MODELS = ("torch.amp.autocast_mode", "torch.nn.modules.")
 
@@ -136,7 +137,7 @@ def _enter_traced_autocast(original: Any, self: Any, tx: Any) -> Any:
     self._hf_mp_island = _trace(tx, enter_island, [enabled]).as_python_constant()
     if not self._hf_mp_island:
         return original(self, tx)
-    # A graph that ends inside would leave torch's context, not ours: such a function is not compiled.
+    # A graph that ends inside would leave torch's context, not the island: such a function is not compiled.
     tx.active_generic_context_managers.append(self)
     return VariableTracker.build(tx, None)
 
@@ -161,7 +162,8 @@ def _make_cross_entropy(original: Any, self: Any, tx: Any, args: list[Any], kwar
 
 @around
 def _call_user_compiler(original: Any, self: Any, /, graph: Any, inputs: list[Any]) -> Any:
-    if (mode := active_autocast()) is None:  # a graph compiled outside any is not run inside one
+    """Compile ``graph``, and run it with modes off; a ValueError for sums in FP64."""
+    if (mode := active_autocast()) is None:  # a graph compiled outside any autocast is not run inside one
         return original(self, graph, inputs)
     # A graph is called with the modes active that were traced into it: a backend that runs op by op would cast twice.
     if mode.sums_in_fp64:
@@ -318,6 +320,7 @@ class Patches:
                 _warn_of_lack(patch)
 
     def _replace(self, place: str, replace: Callable[[Any], Any]) -> bool:
+        """Replace the attribute at ``place`` and note what it was; False if this torch has no such attribute."""
         module, _, path = place.partition(":")
         *owners, name = path.split(".")
         try:
@@ -332,10 +335,11 @@ class Patches:
         return True
 
     def _take_off(self) -> None:
+        """Give each attribute back what it was, unless somebody has replaced it since."""
         while self._replaced:
             owner, name, own, replacement = self._replaced.pop()
             if vars(owner).get(name) is not replacement:
-                continue  # somebody has patched over it: without an active autocast, ours does what it replaced
+                continue  # somebody has patched over it; outside of autocasts a replacement does what it replaced
             if own is _MISSING:
                 delattr(owner, name)
             else:

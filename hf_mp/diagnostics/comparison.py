@@ -129,6 +129,7 @@ def _plain_model(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _logits_in(variant: _Differences, model: nn.Module, batch: Any, tables: TableName) -> Tensor:
+    """The logits of ``batch`` in the variant's precision; ``model`` is left as it was."""
     runtime = MixedPrecision(variant.policy, rules=variant.rules, tables=tables)
     with weights_kept(model):  # FP16 and 16 bits more do not hold all of FP32
         try:
@@ -175,6 +176,7 @@ class _Differences:
             self._add_rows(rows[0].double(), rows[1].double(), reference.output)
 
     def _add_rows(self, found: Tensor, expected: Tensor, output: str) -> None:
+        """Add rows of logits to the sums of differences."""
         # A logit that a model masks differs by 1e38 where 16 bits hold another smallest number.
         self.logits.add((found - expected)[expected > MASK])
         # A regression has one class, and features are no distribution.

@@ -106,6 +106,7 @@ class Healer(StepController):
         return is_lower and self._runtime.scaler.back_off(min(scale, before / 2.0))
 
     def _can_run_again(self, *, is_healed: bool) -> bool:
+        """Whether all processes still have what this step needs to run again; warns if not, after a remedy."""
         check = self._runtime.check
         is_as_left = self.clip is not None or check.measured_of(check.gradients(check.parameters())) is not None
         is_known = all(map(_has_known_gradients, self._explainer.backwards))

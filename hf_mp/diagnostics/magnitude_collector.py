@@ -63,6 +63,7 @@ class MagnitudeCollector(ExitStack):
         self.enter_context(watching(inside, left=self._see_output))
 
     def _see_output(self, name: str, output: Any) -> None:
+        """Sample the output of the module ``name``, and its gradient when that comes."""
         tensor = next((one for one in tensors_in(output) if one.is_floating_point()), None)
         if tensor is None:
             return

@@ -178,6 +178,7 @@ class OriginTracker:
                 self._origins.pop(memory, None)
 
     def _of_call(self, op: str, given: list[tuple[str, Tensor]], outputs: list[Tensor], state: Finiteness) -> Origin:
+        """The origin of outputs that are not finite: a weight that rounding makes inf, or the call itself."""
         # What it wrote to is no longer what it read.
         read = [(place, tensor) for place, tensor in given if not any(tensor is output for output in outputs)]
         shown = []

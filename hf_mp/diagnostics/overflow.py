@@ -61,6 +61,7 @@ class OverflowExplainer(StepObserver):
         return forward_ended
 
     def _gradient_arrives(self, call: KeptCall, name: str, is_kept: bool, gradient: Tensor | None) -> None:
+        """Note the gradient of an output of ``call``, with its backward; its values only if ``is_kept``."""
         # check_gradients runs backwards of its own, with the run's observers taken away. DDP looking for unused
         # parameters hands on a None for each output without a gradient.
         if gradient is None or self not in self._runtime.observers:
@@ -128,6 +129,7 @@ class OverflowExplainer(StepObserver):
         return report
 
     def _publish(self, report: OverflowReport) -> None:
+        """Keep ``report``, and log it if its culprit is new."""
         # An inf that came from another process is explained there: all replay at the same time.
         if is_distributed() and report.phase == "not found" and not report.notes:
             return

@@ -118,6 +118,7 @@ class PrecisionRecorder(StepObserver):
         return write_report(self.run_directory, path)
 
     def _begin(self) -> None:
+        """Write the entry that describes the run, once."""
         if self._has_begun:
             return
         self._has_begun = True

@@ -99,7 +99,7 @@ class RangeRecorder:
 
     def ranges(self) -> tuple[OpRange, ...]:
         """What was recorded, in the order of the first calls; ends the recording of gradients."""
-        self._hooks.close()  # parameters keep theirs else
+        self._hooks.close()  # else parameters keep their hooks
         return tuple(self._found.values())
 
     def _record(self, call: WatchedCall) -> Any:

@@ -40,7 +40,7 @@ class Remedy:
 
 
 def _divided_product(found: OpRange, held: Mapping[str, str]) -> dict[str, str]:
-    """The product of numbers divided by a power of two."""
+    """The rule for a product of numbers divided by a power of two; none where that cannot help."""
     key, excess = f"{found.module}:{found.op}", found.largest / FP16_MAX
     before = parse_divisor(held[key]) if key in held else 1
     if before is None or found.op not in SCALABLE or not math.isfinite(excess):  # None: it is ruled otherwise
@@ -51,7 +51,7 @@ def _divided_product(found: OpRange, held: Mapping[str, str]) -> dict[str, str]:
     return {key: f"scaled/{divisor}"} if is_normal and divisor <= MOST_SCALED else {}
 
 
-# The rules of autocast that each adds to those held, none where it does not apply; the smallest first.
+# Each gives the rules of autocast to add to those in force (`held`); none where it does not apply. The smallest first.
 REMEDIES: dict[str, Callable[[OpRange, Mapping[str, str]], dict[str, str]]] = {
     "the product of divided numbers": _divided_product,
     # The target of an op in place stays what it is, in 16 bits.
@@ -61,14 +61,14 @@ REMEDIES: dict[str, Callable[[OpRange, Mapping[str, str]], dict[str, str]]] = {
 
 
 def next_remedy(found: OpRange, held: Mapping[str, str]) -> Remedy:
-    """The smallest remedy that was not tried for this place.
+    """The smallest remedy for ``found`` that is larger than those in force; ``held``: the rules in force.
 
     Raises:
-        CannotHealError: where all have been tried.
+        CannotHealError: where all remedies have been tried.
     """
     offers = [(name, rules) for name, rules_of in REMEDIES.items() if (rules := rules_of(found, held))]
-    # What holds already has not helped, and neither has what is smaller.
-    tried = [place for place, (_, rules) in enumerate(offers) if rules.items() <= held.items()]
+    # A remedy whose rules are in force has not helped, and neither would a smaller one.
+    tried = [index for index, (_, rules) in enumerate(offers) if rules.items() <= held.items()]
     left = offers[max(tried, default=-1) + 1 :]
     if not left:
         raise CannotHealError(

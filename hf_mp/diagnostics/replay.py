@@ -68,6 +68,7 @@ def _refuse_what_takes_others(model: nn.Module) -> None:
 def _with_origin(
     runtime: MixedPrecision, model: nn.Module, backward: KeptBackward, report: OverflowReport, origin: Origin
 ) -> OverflowReport:
+    """``report`` with ``origin``, what may cure it, and notes on what a skipped step leaves behind."""
     found = {name: getattr(origin, name) for name in ("phase", "module", "op", "tensor", "inputs", "outputs")}
     report, notes = replace(report, **found, smaller_scale_helps=False), list[str]()
     spoiled = [name for name, buffer in model.named_buffers() if finiteness(buffer) is Finiteness.NOT_FINITE]

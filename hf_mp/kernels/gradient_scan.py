@@ -102,6 +102,7 @@ def norm_of(norms: Sequence[Tensor]) -> Tensor:
 
 
 def _norm(tensor: Tensor) -> Tensor:
+    """The 2-norm of one tensor, FP32 of shape (), without an FP32 copy of the whole."""
     if tensor.dtype is torch.float64:
         return torch.linalg.vector_norm(tensor).to(torch.float32)
     size = torch.get_num_threads() * _BLOCK_ELEMENTS_PER_THREAD

@@ -87,6 +87,7 @@ def _path() -> Path:
 
 
 def _compile(path: Path) -> None:
+    """Compile the extension to ``path``; other processes wait for it, up to ``COMPILE_SECONDS``."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ def apply_to_tensors(function: Callable[[Tensor], Any], value: Any, *, objects: 
 
 
 def _applied(function: Callable[[Tensor], Any], value: Any, objects: bool, done: dict[int, Any]) -> Any:
-    """``done``: what was found for objects, which may refer to each other, by identity.
+    """:func:`apply_to_tensors`; ``done`` has the result for each object so far, by identity: objects may form cycles.
 
     No closure that calls itself: a cycle of references would keep the outputs of a model, and its graph, until the
     garbage collector runs.
@@ -83,6 +83,7 @@ def named_tensors(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
 
 
 def _entries(value: Any, objects: bool = False) -> list[tuple[Any, Any]]:
+    """What ``value`` contains, by key, index or attribute; with ``objects`` also the attributes of any object."""
     if isinstance(value, _SEQUENCES):
         return list(enumerate(value))
     if isinstance(value, Mapping):
@@ -101,6 +102,10 @@ def _is_object(value: Any) -> bool:
 
 
 def _with_entries(value: Any, entries: list[tuple[Any, Any]], changed: dict[Any, Any]) -> Any:
+    """``value`` with the entries in ``changed`` replaced; ``entries``: all that it has, read for sequences alone.
+
+    Containers and records are made anew. Any other object is written in place, and returned.
+    """
     if isinstance(value, _SEQUENCES):
         return _like(value, [changed.get(key, item) for key, item in entries])
     is_mapping = isinstance(value, Mapping)
@@ -115,6 +120,7 @@ def _with_entries(value: Any, entries: list[tuple[Any, Any]], changed: dict[Any,
 
 
 def _like(value: Any, items: list[Any]) -> Any:
+    """A sequence of the type of ``value``, of ``items``."""
     if hasattr(value, "_fields"):  # a named tuple; torch.return_types.* have none
         return type(value)(*items)
     if isinstance(value, collections.deque):
@@ -123,6 +129,7 @@ def _like(value: Any, items: list[Any]) -> Any:
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
+    """The attributes that ``value`` itself has: in its ``__dict__``, as fields of a dataclass, in slots."""
     names = dict.fromkeys(getattr(value, "__dict__", ()))
     if is_dataclass(value):
         names.update(dict.fromkeys(field.name for field in fields(value)))

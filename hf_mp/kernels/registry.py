@@ -105,6 +105,7 @@ def difference(name: str, device: torch.device) -> str | None:
 
 @functools.cache
 def _is_right_on(name: str, device: torch.device) -> bool:
+    """Whether the kernel ``name`` gives its reference's values on ``device``; warns if it does not."""
     try:
         problem = difference(name, device)
     except Exception as error:

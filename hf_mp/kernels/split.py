@@ -40,7 +40,11 @@ class Split(NamedTuple):
 
 
 def split(value: Tensor, dtype: torch.dtype) -> Split:
-    """The two halves of FP32 ``value``, the working half in ``dtype``; a TypeError for another dtype of either."""
+    """The two halves of ``value``, the working half in ``dtype``.
+
+    Raises:
+        TypeError: if ``value`` is not FP32, or ``dtype`` neither FP16 nor BF16.
+    """
     make = functools.partial(torch.empty_like, value, memory_format=torch.contiguous_format)
     halves = Split(make(dtype=dtype), make(dtype=REMAINDER_DTYPE))
     split_into(value, *halves)
@@ -65,7 +69,7 @@ def split_into(value: Tensor, working: Tensor, remainder: Tensor) -> None:
 
 
 def merge(working: Tensor, remainder: Tensor) -> Tensor:
-    """The FP32 value of two halves, of their shape; a TypeError for a ``working`` that is neither FP16 nor BF16."""
+    """The FP32 value of two halves, of their shape; a TypeError if ``working`` is neither FP16 nor BF16."""
     value = torch.empty_like(working, dtype=torch.float32, memory_format=torch.contiguous_format)
     merge_into(value, working, remainder)
     return value

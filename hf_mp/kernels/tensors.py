@@ -41,6 +41,7 @@ def traits_reference(tensors: Sequence[Tensor]) -> Traits:
 
 
 def _are_plain(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether all are dense, contiguous tensors or parameters on ``device``."""
     # Question by question.
     return (
         # by class, because a fake parameter and a DTensor call themselves parameters, too

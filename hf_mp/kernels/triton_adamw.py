@@ -81,7 +81,11 @@ def advance_kernel(
     columns, numbers, lr_at, found_inf, lr: tl.float64, weight_decay: tl.float64, beta1: tl.float64, beta2: tl.float64,
     begin, end, tensors, HAS_LR_AT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Count a step of a group's tensors; what that changes, in FP64 rounded once: step size, correction, decay."""
+    """Count a step of the tensors ``begin`` to ``end``, one group's, and write the rows of ``numbers`` for them.
+
+    Computed in FP64 and rounded once. ``columns`` and ``numbers`` as for :func:`adamw_kernel`; ``lr_at``: where the
+    learning rate is read, if ``HAS_LR_AT``, else it is ``lr``.
+    """
     tensor = begin + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = tensor < end
     steps_at = tl.load(columns + 4 * tensors + tensor, mask=mask, other=0).to(tl.pointer_type(tl.float32))
@@ -111,7 +115,15 @@ def adamw_kernel(
 ):  # fmt: skip
     """Each program updates one block; the order of operations is that of ``adamw_reference``.
 
-    Columns: the addresses of the moments, of the master or its working half, of the working copy or the remainder.
+    Tables have a column for each of the ``tensors`` parameters of the update:
+
+    - ``columns``, int64, addresses of: 0 the first moment, 1 the second, 2 the master or its working half, 3 the
+      working copy or the remainder (0 for none), 4 the step count.
+    - ``numbers``, FP32, as :func:`advance_kernel` wrote them: 0 minus the step size, 1 the root of the second moment's
+      bias correction, 2 the factor of weight decay.
+
+    ``gradients``: their addresses; ``numels``, ``blocks`` as in ``Table``; ``factor``, ``found_inf`` as for
+    ``adamw_reference``; ``weight1``, ``weight2``: 1 - beta1, 1 - beta2.
     """
     tensor, offsets, mask = place_of(numels, blocks, ALIGNED, BLOCK)
     mask = tl.where(tl.load(found_inf) == 0, mask, False)
@@ -163,7 +175,7 @@ def adamw_kernel(
 
 @functools.cache
 def _kept(number: float, device: torch.device, stream: int) -> Tensor:
-    """What stands for a factor or verdict that is not given: a kernel that asked would be compiled twice.
+    """A tensor of ``number``, for a factor or verdict that is not given: a kernel that asked would be compiled twice.
 
     Kept for good, because a captured graph reads it at each replay.
     """
@@ -173,8 +185,9 @@ def _kept(number: float, device: torch.device, stream: int) -> Tensor:
 class Update:
     """Takes steps of AdamW for parameters of one device that stay where they are; never waits for the device.
 
-    One launch for each group counts the steps; one for each of its layouts updates, and another the tensors that no
-    whole vectors are read of. ``counts``: of parameters in each group.
+    One launch for each group counts its steps. One launch for each layout in a group (its dtypes, split or not) updates
+    the parameters that are read in whole vectors, and a second one the others. ``counts``: the number of parameters in
+    each group.
     """
 
     def __init__(self, parameters: Sequence[AdamWTensors], counts: Sequence[int]) -> None:

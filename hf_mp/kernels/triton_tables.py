@@ -73,6 +73,7 @@ def on_device(numbers: bytes, device: torch.device, stream: int) -> Tensor:
 def _parts(
     numels: bytes, kinds: Sequence[int], are_aligned: tuple[bool, ...], device: torch.device, stream: int
 ) -> list[Part]:
+    """The parts of a table: its tensors by kind and alignment, without empty ones, cut into blocks."""
     sizes, places = array("q", numels), dict[tuple[int, bool], list[int]]()
     for place, numel in enumerate(sizes):
         if numel:

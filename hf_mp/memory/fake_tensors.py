@@ -44,7 +44,7 @@ def kernels_of_a_gpu() -> Iterator[None]:
     with (
         # In torch's dispatcher: backward, which recomputes checkpointed blocks, runs outside torch function modes.
         torch.library._scoped_library("aten", "IMPL") as library,
-        # An attached model makes torch.autocast(x.device.type, enabled=False) an island of ours, if torch lets it.
+        # An attached model makes torch.autocast(x.device.type, enabled=False) an island of hf_mp, if torch lets it.
         mock.patch.object(autocast_mode, "is_autocast_available", let_meta),
         mock.patch.multiple(registry, why_not=_why_not, _is_right_on=lambda *_: True, launcher=_LAUNCHERS.__getitem__),
         mock.patch.object(gradients, "_SKIP_BY_THEMSELVES", (STAND_IN.type,)),
@@ -187,6 +187,7 @@ def _has_no_values(tensor: Tensor) -> bool:
 
 
 def _scalar(tensor: Tensor) -> bool | float:
+    """The value that a fake tensor pretends to have; a ValueError for one by which only data can decide."""
     if tensor.dtype is torch.bool:
         # Training asks whether all gradients are finite, or whether no token is padding.
         return True

@@ -62,7 +62,7 @@ def bitsandbytes_config(precision: str | torch.dtype, double_quant: bool = False
     return BitsAndBytesConfig(**quantization, bnb_4bit_use_double_quant=double_quant)
 
 
-# Training: ours, FP32, the Trainer's own mixed precision, pure BF16, quantized weights with LoRA
+# Training: hf_mp's presets, FP32, the Trainer's own mixed precision, pure BF16, quantized weights with LoRA
 
 
 @dataclass(frozen=True)

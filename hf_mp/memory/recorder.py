@@ -67,6 +67,7 @@ class MemoryRecorder(TorchDispatchMode):
         self.ledger.allocate(storage._cdata, size_bytes, category, op)
 
     def _category(self, tensor: Tensor, func: Any, args: Any) -> Category:
+        """The category of a tensor that the op ``func`` has just allocated."""
         phase = self.ledger.phase
         # Nothing is trained yet: batches and masks.
         if phase is Phase.SETUP:

@@ -57,6 +57,7 @@ class TrainingSettings:
 
 
 def _check_count(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raise a ValueError unless ``value`` is a whole number from ``least`` to ``most`` (None: no bound)."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least or value > (most or value):
         end = "on" if most is None else f"to {most}"
         raise ValueError(f"{name}={value!r} is not possible: use a whole number from {least} {end}")
@@ -70,12 +71,21 @@ def make_settings(
     optimizer: str | None = None,
     **settings: Any,
 ) -> TrainingSettings:
-    """Validate the arguments and fill in defaults."""
+    """The settings of a training step of the model of ``config``, in a preset or a dtype.
+
+    Args:
+        seq_len: default: the positions of the model, at most 1024.
+        optimizer: default: the preset's own, else ``"adamw_torch"`` for tensor parallelism, else the Trainer's.
+        settings: the other fields of :class:`TrainingSettings`.
+
+    Raises:
+        ValueError: for a value that is not possible, or a combination that cannot be trained.
+    """
     preset = parse_preset(precision)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if seq_len is None:
         seq_len = min(positions or 1024, 1024)
-    # A fused update takes no mixture of DTensors and plain tensors.
+    # A tensor parallel model has DTensors and plain tensors, and a fused update does not take both at once.
     default = "adamw_torch" if settings.get("parallel") == "tp" else TrainingSettings.optimizer
     asked = TrainingSettings(
         precision=spell(precision),
@@ -83,7 +93,7 @@ def make_settings(
         optimizer=optimizer or preset.optimizer or default,
         **settings,
     )
-    # An embedding of fake tensors takes any position: only a real step would fail.
+    # Simulated (fake) tensors have no values, so a position beyond the embedding would only fail in a real step.
     if positions is not None and seq_len > positions:
         raise ValueError(
             f"seq_len={seq_len} is longer than the {positions} positions that the model has: use at most {positions}"

@@ -92,6 +92,7 @@ def render(report: MemoryReport, width: int) -> Iterator[RenderableType]:
 
 
 def _tables(title: str, figures: Mapping[str, Figures], width: int) -> Iterator[RenderableType]:
+    """``figures`` as tables one below the other, each with as many columns as fit into ``width``."""
     yield Text(f"\n{title}")
     columns = {name: list(column) for name, column in figures.items()}
     # A column is as wide as the longest word of any, so that rich breaks no word and no number.

@@ -65,7 +65,7 @@ class ReplacedForward:
 
 @dataclass(frozen=True)
 class ForwardReplacement(ModelReplacement):
-    """Gives the modules of some classes another ``forward``; one that a library has put over theirs stays."""
+    """Gives the modules of some classes another ``forward``; one that a library has put over the class's stays."""
 
     kind: type[ReplacedForward]
     is_for: Callable[[type[Any]], bool]

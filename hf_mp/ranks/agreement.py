@@ -19,7 +19,7 @@ from hf_mp.scaling.rules import StepReport
 
 
 class Ranks:
-    """Which processes train one model together: those of the DDP that it runs in, or of the meshes that FSDP uses.
+    """The processes that train one model together: those of the DDP that it runs in, or of the meshes that FSDP uses.
 
     Processes that train models of their own, each without DDP and FSDP, never wait for each other here.
     """
@@ -30,7 +30,7 @@ class Ranks:
         self._compared: list[torch.distributed.ProcessGroup] = []
 
     def note_forward(self, model: nn.Module, parallelism: Parallelism) -> None:
-        """Look in which DDP a forward of ``model`` runs, and whether FSDP shards it; called when one begins."""
+        """Note in which DDP a forward of ``model`` begins; a ValueError where mixed precision cannot follow."""
         if not is_distributed():
             return
         check_parallelism(model, parallelism)
@@ -45,7 +45,7 @@ class Ranks:
             self.compare(self._groups)
 
     def compare(self, groups: Iterable[torch.distributed.ProcessGroup]) -> None:
-        """Compare the settings of the ranks of each group, once."""
+        """Compare the settings of the ranks of each group, once; a ValueError where they differ."""
         for group in groups:
             if group not in self._compared:
                 self._compared.append(group)
@@ -56,7 +56,7 @@ class Ranks:
         return not is_distributed() or bool(self._groups) or any(is_dtensor(parameter) for parameter in parameters)
 
     def agree(self, report: StepReport, parameters: Iterable[Tensor]) -> StepReport:
-        """The report of all processes that train ``parameters``, by a collective call; ``report`` itself on one."""
+        """The report of all processes that train ``parameters``, by a collective call; ``report`` itself if alone."""
         if not is_distributed():
             return report
         largest = -1.0 if report.largest_gradient is None else report.largest_gradient
@@ -82,7 +82,7 @@ class Ranks:
         return found
 
     def average(self, gradients: Iterable[Tensor]) -> None:
-        """The mean over these processes, in place, as DDP takes it: a collective call for each."""
+        """Replace each gradient by its mean over the processes of DDP: a collective call for each."""
         for gradient in gradients:
             for group in self._groups if is_distributed() else ():
                 torch.distributed.all_reduce(gradient, group=group)
@@ -103,7 +103,7 @@ def compare_settings(group: torch.distributed.ProcessGroup, settings: str) -> No
 
 
 def check_ddp(ddp: Any) -> None:
-    """Raise a ValueError if DDP reduces no gradients, of parameters that had another dtype, or rounds unscaled ones."""
+    """Raise a ValueError if DDP was made for parameters of another dtype, or its hook rounds unscaled gradients."""
     # DDP fixes the dtypes of its buckets when it is made, and tells them nowhere else.
     logged: dict[str, str] = getattr(ddp, "_get_ddp_logging_data", dict)()
     held = set(filter(None, logged.get("dtypes", "").split(", ")))

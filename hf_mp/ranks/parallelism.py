@@ -36,7 +36,7 @@ def has_process_group() -> bool:
 
 
 def check_updates(optimizer: Any, model: nn.Module) -> None:
-    """Raise a ValueError if ``optimizer`` holds no parameter of ``model``, nor a shard, which FSDP2 puts in either."""
+    """Raise a ValueError if ``optimizer`` holds neither a parameter of ``model`` nor a DTensor, such as FSDP2's."""
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in own or is_dtensor(parameter) for parameter in optimizer_parameters(optimizer)):
         raise ValueError(
@@ -93,9 +93,9 @@ class Parallelism:
     ddp: DistributedDataParallel | None = None  # in which a forward runs now
     fsdp: tuple[Any, ...] = ()  # the modules that FSDP2 shards
     dtensors: tuple[Any, ...] = ()  # the parameters that are DTensors
-    # Whether FSDP1 holds it, also while its forward runs and it shows views in the places of parameters.
+    # Whether FSDP1 holds the model, also while a forward runs, when it shows views in the places of parameters.
     is_flattened: bool = False
-    # Whether products compute with DTensors: it has some, and FSDP2 does not make them whole before.
+    # Whether products compute with DTensors: the model has some that FSDP2 does not make whole before.
     is_tensor_parallel: bool = False
 
 
@@ -116,6 +116,7 @@ def parallelism_of(model: nn.Module | None) -> Parallelism:
 
 
 def _is_tensor_parallel(modules: Iterable[nn.Module], fsdp: Iterable[nn.Module]) -> bool:
+    """Whether one of ``modules`` has DTensors, and is not inside of those that FSDP2 shards."""
     spread = {
         module
         for module in modules
@@ -149,6 +150,7 @@ def check_parallelism(model: nn.Module, parallelism: Parallelism) -> None:
 
 
 def _check_dtensor(parameter: Any, parallelism: Parallelism, model: nn.Module) -> None:
+    """Raise a ValueError for tensor parallelism together with FSDP2, or over a mesh of several dimensions."""
     placements = parameter.placements
     # (Shard,) is FSDP, (Replicate, Shard) its hybrid form; anything else is (also) tensor parallelism.
     is_hybrid = len(placements) == 2 and placements[0].is_replicate()

@@ -17,9 +17,9 @@ from hf_mp.scaling.rules import StepReport
 
 @torch.no_grad()
 def unscale_gradients(optimizer: Optimizer, inverse: float) -> StepReport | None:
-    """Multiply the gradients of ``optimizer`` by ``inverse`` in place; what they then look like, None if it has none.
+    """Multiply the gradients of ``optimizer`` by ``inverse`` in place; returns a report on them, None if it has none.
 
-    FP16 gradients of an optimizer that keeps FP32 masters are replaced by FP32 ones; of another one a ValueError.
+    If the optimizer keeps FP32 masters, its FP16 gradients are replaced by FP32 ones; if not, they raise a ValueError.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not parameters:
@@ -53,7 +53,7 @@ def _multiply(gradients: Iterable[Tensor], factor: float) -> None:
         groups[gradient.device, gradient.dtype].append(gradient._values() if gradient.is_sparse else gradient)
     for (device, _), group in groups.items():
         if device.type == "cpu":
-            # There torch's multi-tensor call is a loop too, but rounds the factor to BF16 for BF16 gradients.
+            # On a CPU torch's multi-tensor call is a loop too, but rounds the factor to BF16 for BF16 gradients.
             for values in group:
                 values.mul_(factor)
         else:

@@ -65,14 +65,14 @@ _TORCH_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_
 class LossScaler(Generic[Rule]):
     """What all scalers share: the methods of ``torch.amp.GradScaler``, and a saved state of plain numbers.
 
-    They do what torch's do, but for this:
+    The methods do what those of ``GradScaler`` do, except:
 
     - Gradients are looked at after they were unscaled and, if sparse, summed by coordinate, so an overflow that only
       then arises skips the step too. torch looks before, and lets the infinity into the weights.
     - An optimizer that unscales by itself (``fused=True``) is given unscaled gradients as any other, and is not called
-      in a skipped step. For a scale that is a power of two its weights are bit for bit those under torch's scaler;
-      for another one they differ by a rounding, because it divides by the scale and :meth:`unscale_` multiplies by its
-      inverse.
+      in a skipped step. For a scale that is a power of two its weights are bit for bit those under torch's scaler.
+      For any other scale they differ by a rounding: the optimizer divides by the scale, and :meth:`unscale_` multiplies
+      by its inverse.
     - The scale can be set (:meth:`update`) before anything was scaled.
 
     A disabled scaler (``enabled=False``) passes losses through, never skips, and saves an empty state.
@@ -121,15 +121,15 @@ class LossScaler(Generic[Rule]):
         return self.state.scale if self._enabled else 1.0
 
     def defer_step(self, take_in: Callable[[], None]) -> None:
-        """Have a step taken in by ``take_in()``, which may wait for its device, when anybody wants to know of it."""
+        """Have ``take_in()`` report the last step, which may wait for its device, once somebody asks for the state."""
         self._pending_step = take_in
 
     def finish_pending_step(self) -> None:
-        """Take in the last step now, if that was left for later."""
+        """Take in the step that :meth:`defer_step` left for later, if there is one."""
         if self._pending_step is None:
             return
         with _SETTLING:
-            # Another thread may have taken it in meanwhile; and what takes it in may ask again.
+            # Another thread may have taken the step in meanwhile, and the function that takes it in may ask again.
             if self._pending_step is None or self._is_finishing:
                 return
             self._is_finishing = True
@@ -159,7 +159,7 @@ class LossScaler(Generic[Rule]):
         return self._enabled and (self._state.scale != 1.0 or not isinstance(self._state, StaticRule))
 
     def copy(self) -> Self:
-        """A scaler of the same settings and state that goes its own way."""
+        """A scaler of the same settings and state, independent of this one from then on."""
         return copy.deepcopy(self)
 
     def update_scale(
@@ -167,7 +167,8 @@ class LossScaler(Generic[Rule]):
     ) -> None:
         """Take in what an optimizer step saw and set the next scale.
 
-        ``nonfinite`` and ``way_out`` are called for the error alone: the names of gradients, and what to do if known.
+        ``nonfinite`` gives the names of gradients that are inf or NaN, ``way_out`` what to do, if known; both are only
+        called for the message of the error.
 
         Raises:
             LossScaleError: after ``max_consecutive_skips`` skipped steps in a row, where a smaller scale cannot help.
@@ -189,10 +190,10 @@ class LossScaler(Generic[Rule]):
             )
 
     def back_off(self, scale: float | None = None) -> bool:
-        """Take the scale that an overflow leads to, for a step that runs again: none is counted; False if it stays.
+        """Lower the scale as an overflow does, for a step that runs again and is not counted; False if it stays.
 
-        With ``scale``, take that one, if this scaler goes as low. The rule learns from the step as from one that
-        follows an overflow.
+        With ``scale``, set this one, but none below what overflows can lower it to. The rule learns from the step as
+        from one that follows an overflow.
         """
         before, after = self.state, self._state.adjust(StepReport(overflow=True))
         is_lower = self._enabled and after.scale < before.scale
@@ -233,11 +234,12 @@ class LossScaler(Generic[Rule]):
             )
         if set(state_dict) == _TORCH_KEYS:
             check_scale(state_dict["scale"])
-            self._take(self.state.from_torch(state_dict))
+            self._set_checked(self.state.from_torch(state_dict))
         else:
-            self._take(self.state.from_dict(state_dict))
+            self._set_checked(self.state.from_dict(state_dict))
 
-    def _take(self, rule: Rule) -> None:
+    def _set_checked(self, rule: Rule) -> None:
+        """Make ``rule`` the state, with its skipped steps; a ValueError for a field out of range changes nothing."""
         before, self.state = self._state, rule.checked()
         self._skips = rule.consecutive_skips
         self._warn_if_inexact(rule, before)
@@ -352,7 +354,7 @@ class LossScaler(Generic[Rule]):
         if not self._enabled:
             return
         if new_scale is not None:
-            self._take(replace(self.state, scale=_one_number(new_scale)))
+            self._set_checked(replace(self.state, scale=_one_number(new_scale)))
             self._begin_iteration()
             return
         self._check_scaled("update")
@@ -371,6 +373,7 @@ class LossScaler(Generic[Rule]):
 
 
 def _one_number(new_scale: float | Tensor) -> float:
+    """``new_scale`` as a number; a ValueError for a tensor of several elements, or one that requires grad."""
     if not isinstance(new_scale, Tensor):
         return new_scale
     if new_scale.numel() != 1 or new_scale.requires_grad:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self, TypeGuard, TypeVar
 
 import torch
 
-FP16_MAX = 65504.0  # its largest number
+FP16_MAX = 65504.0  # the largest FP16 number
 FP32_MAX = torch.finfo(torch.float32).max
 SMALLEST_SCALE = 2.0**-126  # its inverse is finite in FP32
 # Where overflows stop lowering a scale by default: there FP16's largest number is a gradient of 2**64, whose square
@@ -47,7 +47,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def check(meaning: str, holds: Callable[[Any], bool], **values: object) -> None:
-    """Raise a ValueError that says ``meaning`` unless ``holds`` of all ``values``."""
+    """Raise a ValueError that says ``meaning`` unless ``holds(value)`` for all ``values``."""
     for name, value in values.items():
         if not holds(value):
             raise ValueError(f"{name}={value!r:.100} must be {meaning}")
@@ -127,7 +127,7 @@ class ScaleRule:
         )
 
     def is_finding_its_level(self, clean_scale: float | None) -> bool:
-        """Whether an overflow is expected now; ``clean_scale`` is the largest of an applied step of this process."""
+        """Whether an overflow is expected now; ``clean_scale``: the largest scale of this process's applied steps."""
         return False
 
     def checked(self) -> Self:
@@ -159,7 +159,7 @@ class ScaleRule:
     def from_torch(self, saved: Mapping[str, Any]) -> Self:
         """These settings with what this rule can use of a state of ``torch.amp.GradScaler``, not :meth:`checked` yet.
 
-        That is nothing where the rule is not torch's: a constant stays, and what follows the gradients measures anew.
+        A rule other than torch's can use nothing: a constant stays, and one that follows gradients measures them anew.
         """
         return self
 
@@ -383,7 +383,7 @@ def scale_with_headroom(magnitude: float, headroom: float, largest: float = FP16
 
 
 def power_of_two_below(value: float) -> float:
-    """The largest power of two that is at most ``value``; for a negative value, of the negative ones."""
+    """The largest power of two that is at most ``value``; for a negative ``value``, the largest ``-(2**k)``."""
     mantissa, exponent = math.frexp(value)
     return math.ldexp(0.5, exponent) if value > 0.0 else -math.ldexp(0.5, exponent + (mantissa != -0.5))
 

@@ -114,7 +114,7 @@ class DynamicLossScaler(LossScaler[DynamicRule]):
             min_scale=min_scale,
             max_scale=math.inf if max_scale is None else max_scale,
         )
-        rule.checked()  # before these are counted with
+        rule.checked()  # before growth_delay is negated
         rule = replace(rule, growth_tracker=-growth_delay, hysteresis_left=hysteresis)
         super().__init__(rule, max_consecutive_skips=max_consecutive_skips, enabled=enabled)
 
@@ -124,7 +124,7 @@ class DynamicLossScaler(LossScaler[DynamicRule]):
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the factor by which the scale grows; at least 1."""
-        self._take(replace(self._state, growth_factor=new_factor))
+        self._set_checked(replace(self._state, growth_factor=new_factor))
 
     def get_backoff_factor(self) -> float:
         """The factor by which an overflow lowers the scale."""
@@ -132,7 +132,7 @@ class DynamicLossScaler(LossScaler[DynamicRule]):
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the factor by which an overflow lowers the scale; below 1."""
-        self._take(replace(self._state, backoff_factor=new_factor))
+        self._set_checked(replace(self._state, backoff_factor=new_factor))
 
     def get_growth_interval(self) -> int:
         """Clean steps before the scale grows."""
@@ -141,10 +141,10 @@ class DynamicLossScaler(LossScaler[DynamicRule]):
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the number of clean steps before the scale grows; at least 1.
 
-        If more steps than that were clean already, the scale grows at the next one. (torch's scaler waits for equality:
-        its scale would not grow again until an overflow.)
+        If at least ``new_interval`` steps were clean already, the scale grows at the next clean step. (torch's scaler
+        waits for equality: its scale would not grow again until an overflow.)
         """
-        self._take(replace(self._state, growth_interval=new_interval))
+        self._set_checked(replace(self._state, growth_interval=new_interval))
 
 
 class HeadroomLossScaler(LossScaler[HeadroomRule]):
@@ -243,8 +243,8 @@ def make_loss_scaler(
 ) -> LossScaler[Any]:
     """The scaler that a policy's ``loss_scale`` names: a rule of ``RULES``, a number, or None (1: the guard remains).
 
-    ``compute`` is the dtype of the gradients, whose range the headroom rule leaves free. ``settings`` are those of the
-    rule, ``max_consecutive_skips`` and ``enabled``; a ValueError for others.
+    ``compute`` is the dtype of the gradients, whose range the headroom rule leaves free. ``settings`` are the rule's
+    settings, ``max_consecutive_skips`` and ``enabled``; a ValueError for any other.
     """
     kind = parse_loss_scale(loss_scale)
     if kind == HeadroomRule.name:  # a scale that is asked for in a wide range stays in FP16's

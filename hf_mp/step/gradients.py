@@ -30,7 +30,7 @@ _SKIP_BY_THEMSELVES = ("cuda",)  # devices whose fused optimizers skip on found_
 
 
 class Backwards:
-    """The backwards that have not ended; all came in through an output of the model, so that gradients are scaled."""
+    """The backwards under way that began at an output of the model, so that their gradients are scaled."""
 
     def __init__(self) -> None:
         # By autograd's number of each, the thread in which a gradient last came in.
@@ -55,7 +55,7 @@ class Backwards:
         on_ended()
 
     def forget_failed(self) -> bool:
-        """Forget those that have raised; whether any is under way."""
+        """Forget the backwards that have raised; returns whether another one is under way."""
         # Outside a backward: what is still open in this thread, or in one of autograd's, has raised.
         if self.open and torch._C._current_graph_task_id() == -1:
             others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
@@ -73,7 +73,7 @@ class Measured:
     gradients: Mapping[int, tuple[weakref.ref[Tensor], int]]
 
     def is_of(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether ``gradients`` are all that was measured, at least one, and not written since but for ``.data``."""
+        """Whether ``gradients`` are those measured, at least one, and unwritten since (``.data`` is not seen)."""
         measured, given = self.gradients, {id(gradient): gradient for gradient in gradients}
         if not measured or len(gradients) != len(measured) or measured.keys() != given.keys():
             return False
@@ -131,14 +131,14 @@ class Verdict:
 class GradientCheck:
     """Measures the gradients, for the loss scale when a backward ends and for the verdict when an optimizer steps.
 
-    Both, because somebody may clip or write them in between; with ``measures_norm`` the verdict trusts what was
+    Twice, because somebody may clip or write gradients in between; with ``measures_norm`` the verdict trusts what was
     measured when the backward ended.
 
     Args:
         on_ended: called when a backward has ended, with the largest unscaled magnitude (None where not measured).
         weights: whose gradients they are.
         ranks: the processes that train along.
-        parameters: gives those that a backward may leave gradients in.
+        parameters: gives the parameters that a backward may leave gradients in.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class GradientCheck:
         # Whether the 2-norm is measured as well, for norm(), and the step trusts what was measured. Else it reads the
         # gradients again: a plain loop may have written them past their version counters (`.data`, NumPy).
         self.measures_norm = False
-        self.compares_gradients = False  # whether measured_of() is asked without that, as healing does
+        self.compares_gradients = False  # whether measured_of() is asked without measures_norm, as healing does
         self._losses: list[Tensor | None] = []  # of the backwards since the last step, as the model computed them
         self._versions: dict[int, int] = {}  # of the weights, at the end of the last backward
         self._warned: set[str] = set()
@@ -214,7 +214,7 @@ class GradientCheck:
         return [gradient for gradient, _ in self._weights.gradients_and_factors(parameters)]
 
     def measure(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
-        """The largest magnitude of what a backward left; None for nothing (FSDP accumulates without reducing)."""
+        """The largest magnitude of the gradients that a backward left; None for none (FSDP does not reduce yet)."""
         if not (found := self._weights.gradients_and_factors(parameters)):
             return None
         gradients, norm = [gradient for gradient, _ in found], None
@@ -250,7 +250,7 @@ class GradientCheck:
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
         """Have the next update scale all gradients down to ``max_norm``, from :meth:`norm`; ``inf`` leaves them alone.
 
-        They stay as they are until then: a kernel multiplies what it reads, and else torch does before the step.
+        Until then gradients stay as they are: a kernel multiplies as it reads them, else torch does before the step.
         """
         is_known = is_on_host(norm)  # for any other device the comparison would wait
         if not math.isfinite(max_norm) or (is_known and max_norm / (norm + 1e-6) >= 1):
@@ -278,11 +278,11 @@ class GradientCheck:
         return Verdict(parameters, gradients, numbers)
 
     def losses_are_finite(self) -> bool:
-        """Whether those of the backwards since the last step are: inf and NaN in them are there at any loss scale."""
+        """Whether the losses since the last step are finite: inf and NaN in a loss are there at any loss scale."""
         return all_finite([loss for loss in self._losses if loss is not None])
 
     def agreed_report(self, verdict: Verdict | StepReport) -> StepReport:
-        """What all processes that train the parameters make of their verdicts: a collective call on several."""
+        """The report on which all processes that train the parameters agree: a collective call if there are several."""
         if isinstance(verdict, StepReport):
             return verdict
         overflow, largest = verdict.read()
@@ -298,7 +298,7 @@ class GradientCheck:
 
 
 def _versions_of(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
-    """By identity the version counters of those that are trained."""
+    """The version counters of the trained ones of ``parameters``, by identity."""
     with as_stored():
         return {id(parameter): parameter._version for parameter in parameters if parameter.requires_grad}
 

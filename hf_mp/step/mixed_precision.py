@@ -94,7 +94,7 @@ class MixedPrecision(StepRuntime):
         self.uses_up_gradients = free_gradients == "backward"
         self.control_by(controller_for(FREE_GRADIENTS, free_gradients, self, max_grad_norm))
         self.control_by(controller_for(ON_OVERFLOW, on_overflow, self))
-        # A library may put its own forward over ours; detach() then finds the runtime here.
+        # A library may put its own forward over the attached one; detach() then finds the runtime here.
         RUNTIMES.add(self)
         self.scaler.users.add(self)
 
@@ -102,7 +102,7 @@ class MixedPrecision(StepRuntime):
         """Run ``model`` under this policy from now on; returns the same model, or raises ValueError with the way out.
 
         Trainable FP16/BF16 parameters are cast to FP32 in place (the Parameter objects stay); in the lean layouts they
-        become :class:`SplitParameter`, whose saved values are FP32 all the same. Frozen ones stay as they are.
+        become :class:`SplitParameter`, whose saved values are FP32 all the same. Frozen parameters stay as they are.
         """
         if not self.policy.is_mixed:
             return model
@@ -123,7 +123,7 @@ class MixedPrecision(StepRuntime):
         return model
 
     def control_by(self, controller: StepController | None) -> None:
-        """Let ``controller`` overrule the verdicts on steps, and observe them; by default nobody does."""
+        """Let ``controller`` overrule the verdicts on steps, and observe the steps; None changes nothing."""
         if controller is not None:
             self.controller = controller
             self.observers.append(controller)
@@ -147,8 +147,8 @@ class MixedPrecision(StepRuntime):
         Returns:
             The same optimizer; in the lean layouts a :class:`MasterWeightOptimizer` around it, to be used from now on.
 
-        Raises TypeError for anything but one optimizer; ValueError before attach(), for another model's, for a model
-        without a trainable parameter, and for LBFGS.
+        Raises TypeError for anything but one optimizer; ValueError before attach(), for an optimizer of another model,
+        for a model without a trainable parameter, and for LBFGS.
         """
         if not self.policy.is_mixed:
             return optimizer

@@ -16,12 +16,12 @@ class StepObserver:
     """Looks on while an attached model trains, in ``MixedPrecision.observers``; every method is a no-op here."""
 
     def take_optimizer(self, optimizer: Any) -> None:
-        """An optimizer is attached, as it will be stepped; raises a ValueError where it cannot be looked on."""
+        """``optimizer``, which will be stepped, is attached; raises a ValueError for one that cannot be observed."""
 
     def forward_began(
         self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[Any], None] | None:
-        """A forward with grad of ``forward``, an :class:`AttachedForward`, begins; may return a taker of outputs."""
+        """A forward with grad of ``forward`` (an :class:`AttachedForward`) begins; may return a function of outputs."""
 
     def gradient_entered(self, node: Any, gradient: Tensor) -> None:
         """A gradient, scaled, enters through ``node``, an output border's; nothing of the model's backward has run."""

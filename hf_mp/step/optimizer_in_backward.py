@@ -3,10 +3,11 @@
 Never more than one gradient is there (LOMO, Lv et al. 2023, arXiv 2306.09782, section 3.1), and a step keeps what it
 always keeps: one that overflows changes nothing, and clipping is by the norm of this step's gradients.
 
-Both depend on the last gradient of a backward, when the first ones are used up, and undoing an update would take more
-memory than the gradient that is saved. So where the loss is scaled or gradients are clipped, backward runs twice inside
-``loss.backward()``, as LOMO's does: the first pass measures each gradient and drops it, the second updates. Without
-either, one pass will do: it starts only if the loss is finite, and stops with an error at a gradient that is not.
+Skipping and clipping depend on the last gradient of a backward, when the first ones are used up, and undoing an update
+would take more memory than the gradient that is saved. So where the loss is scaled or gradients are clipped, backward
+runs twice inside ``loss.backward()``, as LOMO's does: the first pass measures each gradient and drops it, the second
+updates. Without loss scale and clipping, one pass will do: it starts only if the loss is finite, and stops with an
+error at a gradient that is not.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class OptimizerInBackward(StepController):
         self._backward: _Backward | None = None
 
     def take_optimizer(self, optimizer: Any) -> None:
-        """The optimizer to update with; a ValueError for a second one, and one that looks at all parameters at once."""
+        """The optimizer to update with; a ValueError for a second one, or one that looks at all parameters at once."""
         if self._optimizer is not None and self._optimizer is not optimizer:
             raise ValueError("free_gradients='backward' works with one optimizer: give it all parameters as groups")
         if not steps_by_parameter(optimizer.optimizer):
@@ -82,7 +83,7 @@ class OptimizerInBackward(StepController):
         self._optimizer = optimizer
 
     def forward_began(self, forward: Any, args: Any, kwargs: Any) -> None:
-        """Watch the parameters' nodes in the graph, again where autograd has made one anew (``model.to``)."""
+        """Watch the parameters' nodes in the graph, again where autograd has made a node anew (``model.to``)."""
         self._is_scaled, parameters = forward.runtime.check.is_scaled, list(forward.runtime.model.parameters())
         if any(p.requires_grad and p.is_floating_point() and not isinstance(p, SplitParameter) for p in parameters):
             raise ValueError(
@@ -113,6 +114,7 @@ class OptimizerInBackward(StepController):
             self._begin(GradientEdge(*node.next_functions[0]), gradient, node.value)
 
     def _begin(self, edge: GradientEdge, gradient: Tensor, value: Tensor | None) -> None:
+        """Begin a backward, by its first pass if there are two; a RuntimeError for a second backward or output."""
         task = torch._C._current_graph_task_id()
         measures = self._is_scaled or self.max_grad_norm is not None
         if self._backward is not None:
@@ -187,6 +189,7 @@ class OptimizerInBackward(StepController):
             backward.norms[parameter] = clip_grad_norm_([parameter], math.inf)
 
     def _update(self, parameter: SplitParameter, largest: float, backward: _Backward) -> None:
+        """Step ``parameter`` alone; a RuntimeError for an inf or NaN gradient, when others are updated already."""
         if not largest < SQUARES_BELOW:
             raise RuntimeError(
                 f"the largest gradient of a parameter of shape {tuple(parameter.shape)} is {largest:g}; "
@@ -198,7 +201,7 @@ class OptimizerInBackward(StepController):
         self._optimizer.step_on([parameter])
 
     def own_report(self) -> StepReport | None:
-        """What the gradients of the last backward were like; None if there was none since the last step."""
+        """What the gradients of the last backward were like; None without a backward since the last step."""
         backward = self._backward
         if backward is None:
             return None

@@ -42,9 +42,9 @@ class StepRuntime:
     """One model under a policy, step by step: the borders' :class:`~hf_mp.borders.Crossings`, and the verdict.
 
     Attributes:
-        weights: their one owner.
+        weights: the one owner of the model's weights.
         region: what forwards run in.
-        check: of the gradients.
+        check: measures the gradients and judges them.
         observers: look at each step; ``controller``, one of them, may decide about it.
     """
 
@@ -70,14 +70,14 @@ class StepRuntime:
         self.forwards: list[weakref.ref[Any]] = []  # each AttachedForward
         self.guards: list[Any] = []  # the StepGuard of each attached optimizer
         self._model: weakref.ref[nn.Module] | None = None
-        self._patches: weakref.finalize[..., nn.Module] | None = None  # takes them off with the model
+        self._patches: weakref.finalize[..., nn.Module] | None = None  # takes the patches off with the model
         self.region = self._make_region(None)
         self._step_was_skipped = False
         self._stats = PrecisionStats.before_first_step(scaler.get_scale())
 
     @property
     def model(self) -> nn.Module | None:
-        """The attached model; None where none is, or where it is gone."""
+        """The attached model; None before attach(), after detach(), and once the model is gone."""
         return None if self._model is None else self._model()
 
     @property
@@ -181,7 +181,10 @@ class StepRuntime:
     # Step
 
     def verdict(self, optimizer: Optimizer) -> Verdict | StepReport:
-        """Before an update: clip and judge the gradients of ``optimizer``; the report if the backward has used them."""
+        """Before an update: clip and judge the gradients of ``optimizer``.
+
+        The controller's report if the backward has used them already.
+        """
         self.scaler.finish_pending_step()  # where no backward has done so since the last step
         if self.controller is not None and (report := self.controller.own_report()) is not None:
             return report
@@ -203,10 +206,10 @@ class StepRuntime:
     ) -> Tensor | None:
         """Clip the gradients of ``parameters`` to this 2-norm in the next step; ``inf`` only measures.
 
-        The norm before, FP32 of shape (), as the backward left it or the layout that keeps the optimizer's gradients
-        knows it; None if torch's own function must do it.
+        Returns the norm before clipping, FP32 of shape (), as measured when the backward ended or by a layout that
+        keeps gradients; None, and nothing is clipped, where it is not known: then torch's own function must clip.
         """
-        # A lean layout has them still scaled in 16 bits, where nobody else can clip them.
+        # A lean layout has the gradients still scaled in 16 bits, where nobody else can clip them.
         norm = self.weights.clip_grad_norm(optimizer, max_norm)
         if norm is None and (norm := self.check.norm(parameters)) is not None:
             self.check.clip(parameters, max_norm, norm)

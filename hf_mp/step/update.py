@@ -81,7 +81,7 @@ class StepGuard:
         setattr(optimizer, _SUPPORTS_SCALING, True)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        """Verdict, update, next loss scale; gives the loss of ``closure``."""
+        """Verdict, update, next loss scale; returns the loss of ``closure``."""
         optimizer, runtimes = self.optimizer, list(self.runtimes)
         if not runtimes:
             return self._unguarded() if closure is None else self._unguarded(closure)
@@ -106,7 +106,7 @@ class StepGuard:
         optimizer = self.optimizer
         self._update([runtime], verdict.found_inf())
         take_in = functools.partial(self._finish, [runtime], [sent], is_queued=True)
-        if runtime.observers or runtime.scaler.skips_once_too_often():  # these must hear of an overflow at once
+        if runtime.observers or runtime.scaler.skips_once_too_often():  # both must hear of an overflow at once
             take_in()
         else:
             if self._answered is None:
@@ -137,7 +137,7 @@ class StepGuard:
             runtime.finish_step(report, was_skipped=was_skipped)
 
     def _update(self, runtimes: list[StepRuntime], found_inf: Tensor | None) -> None:
-        """Write the masters and what follows them, where ``found_inf``, FP32 of shape (), is None or 0."""
+        """Write masters and working copies; nothing where ``found_inf``, FP32 of shape (), is there and not 0."""
         given = self._replaced_step, self._updates, runtimes[0].check.clipping, found_inf
         with profiled("update"):
             if len(runtimes) == 1 and runtimes[0].weights.update(self.optimizer, *given):
@@ -168,9 +168,9 @@ class StepGuard:
 
 
 def guard_steps(optimizer: Optimizer, runtime: StepRuntime) -> Optimizer:
-    """Guard the steps of ``optimizer`` for the model of ``runtime``; gives the optimizer to step from now on.
+    """Guard the steps of ``optimizer`` for the model of ``runtime``; returns the optimizer to step from now on.
 
-    Of accelerate's, the one inside is guarded. Raises as :meth:`MixedPrecision.attach_optimizer`.
+    If accelerate has wrapped it, the one inside is guarded. Raises as :meth:`MixedPrecision.attach_optimizer`.
     """
     if (accelerated := as_accelerated(optimizer)) is not None:
         accelerated.optimizer = guard_steps(accelerated.optimizer, runtime)

@@ -206,6 +206,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
             self.session.detach()
 
     def _come_first(self, trainer: Trainer | None) -> None:
+        """Move to the front of the Trainer's callbacks and extend its train and save; a ValueError for a second one."""
         if isinstance(trainer, OfSession):
             raise ValueError(
                 "MixedPrecisionCallback is for other Trainers: MixedPrecisionTrainer is in mixed precision already, "

@@ -104,6 +104,7 @@ class CrashSafe(Trainer):
                 error.add_note(str(failure))
 
     def _end_preempted(self) -> None:
+        """Raise ``Preempted`` after its checkpoint was saved; a CheckpointError if that failed."""
         step = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         name = self._preemption.received or "a signal to another process"
         if self._saves.has_failed:

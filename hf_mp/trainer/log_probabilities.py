@@ -109,6 +109,7 @@ def log_probability_gap(
 
 
 def _as_given(model: Any, batch: Mapping[str, Tensor], generated: Tensor) -> dict[str, Tensor]:
+    """``batch`` with labels where ``generated`` has a log-probability; a ValueError where it cannot have any."""
     ids = batch["input_ids"]
     rows, length = ids.shape
     if generated.dim() != 2 or len(generated) != rows or not 0 < generated.shape[1] < length:
@@ -127,6 +128,7 @@ def _as_given(model: Any, batch: Mapping[str, Tensor], generated: Tensor) -> dic
 
 
 def _drawn(model: Any, batch: Mapping[str, Tensor], new_tokens: int | None) -> dict[str, Tensor]:
+    """``batch`` continued by tokens that ``model`` draws, which are its labels."""
     new_tokens = 32 if new_tokens is None else new_tokens
     prompt, mask = batch["input_ids"], _mask(batch)
     ids = model.generate(

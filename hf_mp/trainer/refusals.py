@@ -1,4 +1,4 @@
-"""What no Trainer of ours trains with, or on; each refusal names the setting and the way out."""
+"""What hf_mp refuses in a Trainer: its settings, its model, its optimizer. Each error names the way out."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hf_mp.ranks.parallelism import is_dtensor
 
 
 def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> None:
-    """Raise where ``args`` ask for another mixed precision than ours, or for what ours cannot live with.
+    """Raise where ``args`` ask for another mixed precision than hf_mp's, or for something that it cannot work with.
 
     Raises:
         ValueError: naming the setting and the way out.
     """
-    # accelerate would put an autocast of its own around ours, and scale the loss a second time.
+    # accelerate would put an autocast of its own around hf_mp's, and scale the loss a second time.
     for name in ("fp16", "bf16"):
         if getattr(args, name):
             raise ValueError(
@@ -41,10 +41,11 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
     _refuse_lonely_process(args)
     if policy.is_mixed:
         _refuse_optimizer(str(getattr(args.optim, "value", args.optim)), args)
-        _refuse_other_engines(args, policy)
+        _refuse_unsupported_settings(args, policy)
 
 
-def _refuse_other_engines(args: TrainingArguments, policy: PrecisionPolicy) -> None:
+def _refuse_unsupported_settings(args: TrainingArguments, policy: PrecisionPolicy) -> None:
+    """Raise a ValueError for FSDP1, evaluation cast to 16 bits, DeepSpeed, and several GPUs in one process."""
     if (version := fsdp_version(args)) not in (None, 2):
         raise ValueError(
             f"FSDP version {version} joins weights into flat parameters, which hf_mp cannot give 16-bit copies: use "
@@ -59,7 +60,7 @@ def _refuse_other_engines(args: TrainingArguments, policy: PrecisionPolicy) -> N
             f"DeepSpeed brings its own FP16 optimizer, which hf_mp cannot work with: remove {setting}, or use the "
             "stock Trainer"
         )
-    # DataParallel copies modules in each forward, without what ours has put on instances.
+    # DataParallel copies modules in each forward, without the attributes that hf_mp has set on instances.
     if args.n_gpu > 1:
         raise ValueError(
             f"{args.n_gpu} GPUs in one process make the Trainer use DataParallel, whose replicas bypass mixed "
@@ -71,6 +72,7 @@ _OF_BITSANDBYTES = re.compile("bnb|paged|lion_|ademamix|^(?!.*torch).*8bit")  # 
 
 
 def _refuse_optimizer(optim: str, args: TrainingArguments) -> None:
+    """Raise a ValueError for optimizers that update inside backward, and under FSDP2 for those of bitsandbytes."""
     if optim.endswith("layerwise") or "lomo" in optim:
         raise ValueError(
             f"optim={optim!r} updates inside backward, where an overflow cannot be skipped: use optim='adamw_torch'"
@@ -115,7 +117,7 @@ def refuse_lean(policy: PrecisionPolicy) -> None:
 
 
 def refuse_missing(model: nn.Module | None, optimizer: Optimizer | None, trainer: Trainer | None) -> None:
-    """Raise for a Trainer that hands its callbacks less than its own, and for one whose processes train alone."""
+    """Raise for a Trainer that hands its callbacks no model or no optimizer, or whose processes train alone."""
     if model is None or optimizer is None:
         raise ValueError(
             "this Trainer does not hand its model and its optimizer to on_train_begin, so a step that overflows could "

@@ -1,4 +1,4 @@
-"""The saves of one Trainer, stock or ours: in place, marked until they have a manifest, taken back where they fail."""
+"""The saves of one Trainer: in place, marked until they have a manifest, taken back where they fail."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Saves:
     resumed at its end takes no step. The best model is not loaded where it is damaged.
 
     Args:
-        trainer: stock, of another library, or ours.
-        session: gives that of the run; None for saves that are left to the Trainer alone.
+        trainer: a stock Trainer, one of another library, or hf_mp's.
+        session: gives the session of the run; None for saves that are left to the Trainer alone.
         lock: of a run's directory, held during each save.
 
     Attributes:
-        has_failed: whether the last save did.
+        has_failed: whether the last save failed.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Saves:
         extend_method(trainer, "_load_best_model", self._load_best_model)
 
     def _save(self, own: Callable[..., None], model: Any, trial: Any, *more: Any) -> None:
+        """Save a checkpoint, whole or not at all, in the place of the Trainer's ``own`` function; removes old ones."""
         if (session := self._session()) is None:
             own(model, trial, *more)
             return
@@ -108,6 +109,7 @@ class Saves:
 
     @contextmanager
     def _noting_failures(self) -> Iterator[None]:
+        """A context that notes failed writes in ``_errors``, and lets other errors through."""
         assert self._errors is not None
         try:
             yield
@@ -118,6 +120,7 @@ class Saves:
             self._errors.append(error)
 
     def _save_model(self, own: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Save the model by the Trainer's ``own`` function; as part of a checkpoint, note failures and raise none."""
         is_part = self._errors is not None and kwargs.get("_internal_call", False)
         # After it, the stock save waits for all processes at a barrier: one that left here would hang the others.
         with self._noting_failures() if is_part else nullcontext():

@@ -106,7 +106,7 @@ class TrainerSession(TrainerCallback):
         self.runtime.check.measures_norm = measures_norm
         self._observe(self.runtime, model)
         self.recorder = start_recording(self.runtime, self.settings, self.args)
-        # TRL and PEFT may have put forwards of their own over ours since.
+        # TRL and PEFT may have put forwards of their own over the attached ones since.
         self.runtime.wrap_forwards()
         self._keep_head(model, self._at_detach)
 
@@ -139,6 +139,7 @@ class TrainerSession(TrainerCallback):
             self._attach_to_read(model, self._at_detach, trained_alone=False)
 
     def _attach_to_read(self, model: nn.Module, at_end: ExitStack, *, trained_alone: bool) -> None:
+        """Attach a precision to ``model``, which is not trained, until ``at_end``."""
         settings = self.settings
         # Nothing is trained in it, and a scale would be one more state that has to agree.
         policy = replace(settings.policy, loss_scale=None)
@@ -268,7 +269,7 @@ class TrainerSession(TrainerCallback):
             (checkpoint / STATE_NAME).write_text(text + "\n", encoding="utf-8")
 
     def load(self, checkpoint: Path) -> None:
-        """Take over the loss scale from a checkpoint of ours, or from one of a Trainer with ``fp16=True``.
+        """Take over the loss scale from a checkpoint of hf_mp, or from one of a Trainer with ``fp16=True``.
 
         A warning says what changes where it was saved in another precision; with FP32, nothing is taken over.
 

@@ -92,6 +92,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe):
             self.session.end()
 
     def _attach(self) -> None:
+        """Begin the session of a training; decides when the norm of gradients is measured."""
         # The norm is measured when the backward ends. A training_step or a callback of one's own may change gradients
         # after that, through `.data` or NumPy, which raises no version counter: then it is measured at the step again.
         writes_late = any(

@@ -25,11 +25,11 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def runtimes_of(model: nn.Module) -> list[Any]:
-    """Each MixedPrecision that is attached to ``model``, to a model inside, or to one whose forward reaches into it."""
+    """Each MixedPrecision attached to ``model``, to a model inside it, or to one whose forward reaches into it."""
     modules = list(model.modules())
     # An attached forward lies in the instance; the class has the model's own.
     forwards = [module.__dict__.get("forward") for module in modules]
-    # A library may have put its own forward over ours, with a copy of its attributes.
+    # A library may have put its own forward over the attached one, with a copy of its attributes.
     of_forwards = [one.runtime for one in forwards if isinstance(one, ReplacedForward) and hasattr(one, "runtime")]
     within = set(map(id, modules))
     return list(dict.fromkeys([*of_forwards, *(one for one in RUNTIMES if id(one.model) in within)]))
@@ -150,7 +150,7 @@ def rules_for(model: nn.Module | None, policy: PrecisionPolicy, rules: Rules) ->
     Without a model, rules that name modules wait for one.
 
     Raises:
-        ValueError: for a rule for the head that is not that of ``fp32_head=True``.
+        ValueError: for a rule for the head that contradicts ``fp32_head=True``.
     """
     if model is None:
         return {} if any(isinstance(key, str) for key in rules) else rules

@@ -68,7 +68,7 @@ class AttachedAutocast(autocast):
         return op is not None and (entry := self._plan.get(op)) is not None and entry.rule is CastRule.LOWER_PRECISION
 
     def ruled(self) -> Iterator[nn.Module]:
-        """The modules of whose weights a rule decides: of one about an op, those that make the call."""
+        """The modules for whose weights a rule decides: a rule about an op for its module, others for all inside."""
         for module, rule in self._ruled_modules:
             yield from [module] if rule.functions else module.modules()
 
@@ -182,7 +182,7 @@ def _with_gradients(
 
 
 def _read_or_set_data(mode: AttachedAutocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """``weight.data``, of which the parameter outside must know."""
+    """``weight.data``, read from or set on the parameter outside, and set on all of its aliases."""
     weights = mode.thread.weights
     # What is read from one alias and written through it must reach the others, which autograd sees as separate tensors.
     first, *others = [args[0]] if weights is None else weights.data_of(args[0])
@@ -197,6 +197,7 @@ def _read_dtype(mode: AttachedAutocast, name: str, func: Callable[..., Any], arg
 
 
 def _take_gradients(mode: AttachedAutocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """``torch.autograd.grad``, asked for the tensors outside in the place of their aliases."""
     if (weights := mode.thread.weights) is None:
         return func(*args, **kwargs)
     weights.must_be_watched = True  # so that later forwards are asked as well

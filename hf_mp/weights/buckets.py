@@ -17,7 +17,7 @@ from hf_mp.weights.split_parameter import SplitParameter, follow_first_rank
 
 
 class Buckets:
-    """The hook of one DDP. Buckets of split parameters come and go in 16 bits, scaled; FP32 ones stay FP32.
+    """The hook of one DDP. Buckets of split parameters come and go in 16 bits, scaled; buckets of others stay FP32.
 
     Gradients are summed in FP32 where they arrive: each rank sums its part of a bucket, and sends the average to the
     others in 16 bits: as many bytes as an all-reduce in 16 bits.
@@ -56,7 +56,7 @@ class Buckets:
         return done
 
     def hand_out(self, parameters: Iterable[Tensor]) -> None:
-        """Have split ``parameters`` take what DDP has left in their ``.grad`` for scaled; after each backward."""
+        """After a backward: have split ``parameters`` keep the ``.grad`` that DDP has left, which is still scaled."""
         runtime = self._runtime()
         for parameter in parameters:
             if runtime is not None and isinstance(parameter, SplitParameter):
@@ -65,7 +65,7 @@ class Buckets:
                 parameter.take_from_bucket(inverse)
 
     def _in_turn(self, device: torch.device) -> Any:
-        """To communicate in: the backward does not wait, and every rank keeps the order of its buckets."""
+        """A context to communicate in: the backward does not wait, and every rank keeps the order of its buckets."""
         if device.type == "cpu":
             return contextlib.nullcontext()
         handle = getattr(torch, device.type)
@@ -74,6 +74,7 @@ class Buckets:
         return handle.stream(stream)
 
     def _average(self, values: Tensor, factor: Tensor | None) -> None:
+        """Average ``values`` over the ranks in place; multiplied by ``factor`` (None for 1) only while they travel."""
         ranks, distributed, wire = self._group.size(), torch.distributed, self._policy.wire
         if wire is torch.float32:
             sums = values.float()

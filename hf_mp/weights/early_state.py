@@ -12,7 +12,7 @@ from hf_mp.kernels.nested import tensors_in
 
 
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
-    """``optimizer``, and those inside it: Lookahead, SAM and schedule-free wrappers hold one, some that holds them."""
+    """``optimizer`` and the optimizers inside it, each once: Lookahead, SAM and schedule-free wrappers hold one."""
     found = [optimizer]
     for one in found:  # which grows
         found += [inner for inner in vars(one).values() if isinstance(inner, Optimizer) and inner not in found]
@@ -21,7 +21,7 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
 
 @torch.no_grad()
 def state_to_fp32(optimizer: Optimizer) -> None:
-    """Cast the FP16/BF16 tensors that ``optimizer`` and those inside it hold, wherever they do, to FP32 in place.
+    """Cast the FP16/BF16 tensors that ``optimizer`` and optimizers inside it hold, in any attribute, to FP32 in place.
 
     Parameters and tensor subclasses with a storage of their own (8-bit state) stay as they are.
     """

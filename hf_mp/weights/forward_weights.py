@@ -30,7 +30,7 @@ _Pairs = Iterable[tuple[Tensor, Tensor | None]]  # weights and their working cop
 
 
 class _Inside(NamedTuple):
-    """What a weight is inside of a forward."""
+    """A weight, and the tensors that stand for it inside of a forward."""
 
     outside: Tensor
     wide: Tensor  # in the weight's own dtype
@@ -65,7 +65,7 @@ class BorderSet:
         return use is None or use.is_over
 
     def has_working_copies_of(self, layout: WeightLayout) -> bool:
-        """Whether the working copies of its weights are those that it was made for."""
+        """Whether the working copies in ``layout`` are still those that the borders were made for."""
         return [*map(id, layout.working_copies(self._rounded).values())] == [*map(id, self._copies)]
 
     def is_intact(self) -> bool:
@@ -157,7 +157,7 @@ class ForwardWeights:
         return filled
 
     def _bring_in_group(self, pairs: _Pairs) -> _Inside:
-        """Make one border for tensors and their working copies, if they have any; gives the last of what is inside."""
+        """Make one border for tensors and their working copies, if any; returns what the last one is inside."""
         outside, copies = zip(*pairs, strict=True)
         wide, rounded = inward_borders(outside, copies, self._owner.crossings, with_aliases=self.has_borders)
         by_identity = self._inside
@@ -198,7 +198,7 @@ class ForwardWeights:
             )
 
     def data_of(self, tensor: Tensor) -> list[Tensor]:
-        """Of what is inside of a weight, all tensors whose ``.data`` is the weight's, it first; else ``tensor``."""
+        """The tensors with the ``.data`` of the weight that ``tensor`` stands for, it first; else ``tensor`` alone."""
         if (inside := self._inside.get(id(tensor))) is None:
             return [tensor]
         self.must_be_watched = True
@@ -229,16 +229,16 @@ class ForwardWeights:
         return changed
 
     def _note(self, inside: _Inside, tensor: Tensor, *, by_product: bool) -> bool:
-        """Take in that an op takes ``tensor``, which is ``inside``; whether only products have taken it so far."""
+        """Note that an op uses ``tensor``, one of ``inside``; returns whether only products have used it so far."""
         uses = self._notes.setdefault((id(inside.outside), tensor is inside.rounded), [])
         uses.append(by_product)
         return all(uses)
 
     def dtype_of(self, tensor: Tensor) -> torch.dtype:
-        """The dtype that a forward is told of ``tensor``: of a working copy that of its parameter, as autocast casts.
+        """The dtype that a forward is told of ``tensor``: of a working copy its parameter's, since autocast casts.
 
-        But of stacked experts, whose products are in no table, and of convolutions their own. A weight that is FP32 in
-        the first forward stays so where its dtype is read: the next one would compute otherwise.
+        Stacked experts, whose products are in no table, and convolutions tell their own. A weight that is FP32 in the
+        first forward stays FP32 if its dtype is read: the next forward would compute otherwise.
         """
         if (inside := self._inside.get(id(tensor))) is None:
             return tensor.dtype
@@ -251,7 +251,7 @@ class ForwardWeights:
         return inside.outside.dtype
 
     def with_grad(self, tensor: Tensor) -> Tensor:
-        """``tensor`` for a part that switches grad on in a forward without: of a working copy, the weight's own cast.
+        """``tensor`` for a part that switches grad on in a forward without: for a working copy, a cast of its weight.
 
         No border: what such a part makes is outside of every forward, and its gradients are not scaled.
         """
@@ -259,7 +259,7 @@ class ForwardWeights:
         return tensor if inside is None or inside.rounded is not tensor else inside.outside.to(tensor.dtype)
 
     def outside_of(self, tensor: Tensor) -> Tensor:
-        """What ``tensor`` is inside of: a weight, or what a border brought in; else itself."""
+        """The tensor outside that ``tensor`` stands for: a weight, or what a border brought in; else ``tensor``."""
         inside = self._inside.get(id(tensor))
         return outside_of(tensor) if inside is None else inside.outside
 
@@ -270,9 +270,9 @@ class ForwardWeights:
         return self._alias(tensor)
 
     def bring_in(self, tensor: Tensor) -> Tensor:
-        """As :meth:`bring_in_argument`, for what a call is given: if it was made before the forward began.
+        """As :meth:`bring_in_argument`, for an argument of a call: if the tensor was made before the forward began.
 
-        Without grad it is remembered, for a thread that computes the call again.
+        Without grad the tensor is remembered, for a thread that computes the call again.
         """
         if not tensor.requires_grad or not self._is_outside(tensor):
             return tensor
@@ -296,7 +296,7 @@ class ForwardWeights:
         return False
 
     def _is_outside(self, tensor: Tensor) -> bool:
-        """Whether ``tensor``, which has grad, was made before this forward began, and by none of this model."""
+        """Whether ``tensor``, which has grad, was made before this forward began, and by no forward of this model."""
         try:
             node = tensor.grad_fn
         except RuntimeError:  # torch tells no node of a view that a custom function made, without grad, and wrote
@@ -311,8 +311,8 @@ class ForwardWeights:
     def finish(self, results: Sequence[Tensor]) -> None:
         """The forward has ended with these results: put a border on each edge of its graph that leads outside.
 
-        A second derivative takes edges that are made later: so calls are watched from the next forward on. The first
-        forward of its kind has shown what it does with the weights.
+        If there was one, calls are watched from the next forward on: a second derivative takes edges that are made
+        later. The first forward of a kind also teaches what it did with the weights.
         """
         if self.records_uses:
             self._uses.record_uses(self.kind, self._slots, self._notes, is_watched=self.must_be_watched)
@@ -328,9 +328,9 @@ class ForwardWeights:
 
     @contextmanager
     def recomputing(self, args: tuple[Any, ...]) -> Iterator[None]:
-        """To run a piece of the forward again in, in a thread that may number nodes anew.
+        """A context to run a piece of the forward again, in a thread that may number nodes anew.
 
-        All is inside then but leaves and what calls met in the forward.
+        There every tensor counts as inside, except leaves and the tensors from outside that calls met in the forward.
         """
         first, self.first_node = self.first_node, -1
         self._carriers = frozenset(id(arg) for arg in args if isinstance(arg, Tensor))
@@ -357,7 +357,7 @@ def _is_for_a_product() -> bool:
 
 
 def _border_groups(pairs: _Pairs, elements: int | None) -> Iterator[_Pairs]:
-    """Weights of one device, of at most so many ``elements`` together; alone a larger one, and one that has hooks.
+    """Weights of one device, of at most so many ``elements`` together; a larger weight, or one with hooks, alone.
 
     A border gives all of its weights a gradient or None, and reentrant checkpointing runs it once for each piece.
     """

@@ -36,7 +36,7 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 class _Batch(NamedTuple):
-    """What one step of a kernel updates, parameter by parameter."""
+    """What one step of a kernel updates: ``gradients`` and ``others`` in the order of ``parameters``."""
 
     optimizer: Optimizer
     parameters: Sequence[nn.Parameter]
@@ -45,7 +45,7 @@ class _Batch(NamedTuple):
     others: Sequence[Tensor | None]  # their working copies or, of split ones, their remainders
 
     def look(self) -> Any:
-        """All that an update is made for, but for where the gradients are; None where there is no state."""
+        """What a kernel is made for, without addresses of gradients, to compare; None where there is no state."""
         states = [self.optimizer.state.get(parameter, {}) for parameter in self.parameters]
         try:
             moments = [state[name] for name in ("exp_avg", "exp_avg_sq", "step") for state in states]
@@ -92,12 +92,15 @@ class KeptUpdates:
 def fused_step_split(
     optimizer: Optimizer, parameters: list[nn.Parameter], updates: KeptUpdates, found_inf: Tensor | None = None
 ) -> set[int]:
-    """Update those split ``parameters`` of which the kernel, on a CPU ``adamw_``, does what ``optimizer`` would.
+    """Update those split ``parameters`` whose step a kernel can take in the place of ``optimizer``.
 
-    That is ``torch.optim.AdamW`` with ``fused=True``, and ``Adam`` without decay, neither with ``amsgrad`` or
-    ``maximize``: on a CPU large ones one by one, each gradient freed at once; on a GPU in one launch of the Triton
-    kernel. Gives the identities of those that were.
-    With ``found_inf``, FP32 of shape (), nothing is written where it is not 0, and gradients stay.
+    Those have a gradient, in a group of ``torch.optim.AdamW``, or of ``Adam`` without decay, with ``fused=True`` and
+    without ``amsgrad`` and ``maximize``. On a CPU :func:`adamw_` takes large parameters one by one; on a GPU one launch
+    of the Triton kernel takes all. Gradients are freed as they are used, unless there is a ``found_inf``, FP32 of shape
+    (): where it is not 0, nothing is written.
+
+    Returns:
+        The identities of the updated parameters; ``optimizer`` has to step all others itself.
     """
     stepped = set[int]()
     if not _is_torchs_adam(optimizer, vars(optimizer).get("step")):
@@ -132,6 +135,7 @@ def _update_split(
     factor: Tensor | None,
     batch: list[tuple[SplitParameter, Tensor]],
 ) -> set[int]:
+    """Update the parameters of ``batch`` that a kernel takes, from their gradients times ``factor``; as above."""
     parameters, gradients = [parameter for parameter, _ in batch], [gradient for _, gradient in batch]
     if parameters[0].device.type == "cpu" and kernel_for("adamw", gradients) is None:
         found = [(one, tensors) for one, g in batch if (tensors := _tensors_of(optimizer, one, g)) is not None]
@@ -165,7 +169,7 @@ def can_skip(optimizer: Optimizer, replaced_step: Callable[..., Any] | None) -> 
 
 @contextlib.contextmanager
 def skipping(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
-    """To call the step of ``optimizer`` in, which does nothing where ``found_inf`` is 1."""
+    """A context in which the step of ``optimizer`` does nothing where ``found_inf`` is 1."""
     optimizer.found_inf = found_inf  # as torch.amp.GradScaler tells it
     try:
         yield
@@ -209,12 +213,12 @@ def fused_step_whole(
 def _is_torchs_adam(optimizer: Any, replaced_step: Callable[..., Any] | None) -> bool:
     if type(optimizer) not in (Adam, AdamW) or replaces_step(replaced_step):
         return False
-    # A step that somebody patched into torch's class does more than ours would.
+    # A step that somebody patched into torch's class does more than the kernel would.
     return inspect.unwrap(type(optimizer).step).__module__ == Adam.__module__
 
 
 def has_hooks(optimizer: Any) -> bool:
-    """Whether a step of ``optimizer`` calls hooks of anybody else."""
+    """Whether a step of ``optimizer`` calls hooks that are not hf_mp's."""
     # torch has no public way to list hooks, neither an optimizer's own nor those of all optimizers.
     before = (*optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values())
     after = optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks
@@ -258,7 +262,11 @@ def _tensors_of(
 
 
 def _moments(optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """First and second moment and step, made where there are none; None for what the kernel cannot use."""
+    """First and second moment and step, made in the state where it is empty; None if no kernel can use them.
+
+    Raises:
+        ValueError: for moments of another shape.
+    """
     shape, device = parameter.shape, parameter.device
     # torch compares shapes when a gradient is set; `parameter.data` may have been set since.
     if not is_ordinary(gradient) or gradient.is_sparse or gradient.shape != shape or gradient.device != device:

@@ -17,7 +17,7 @@ from hf_mp.weights.spread_layouts import TensorParallelLayout
 
 
 class GatheredWeights(ForwardWeights):
-    """ForwardWeights that are filled when their weights have been gathered, and emptied when these are freed.
+    """ForwardWeights whose slots are filled when FSDP has gathered the weights, and emptied when it frees them.
 
     FSDP has its own weights in ``_parameters``, so that a slot is an entry of the module's ``__dict__``; a DTensor that
     products take is in ``_parameters``.
@@ -31,7 +31,7 @@ class GatheredWeights(ForwardWeights):
         self._computes_on_shards = isinstance(self._layout, TensorParallelLayout)
 
     def __enter__(self) -> None:
-        """Put what is inside into the slots of what is gathered already, and of the others when they are."""
+        """Fill the slots of the weights that are there; hooks fill the others when they are gathered."""
         super().__enter__()
         if self.has_grad:
             self._fill(self.model)
@@ -44,6 +44,7 @@ class GatheredWeights(ForwardWeights):
             self._versions = [value._version for _, value in self._filled]
 
     def _fill(self, gathered: nn.Module, *args: Any) -> None:
+        """Fill the slots of the weights in ``gathered``: a hook before its forward."""
         with torch._C.DisableTorchFunction():  # the region runs already, and has nothing to decide here
             # A DTensor under FSDP is of a module inside, which is gathered when its own forward begins.
             slots = self._uses.find_slots(gathered)
@@ -62,6 +63,7 @@ class GatheredWeights(ForwardWeights):
                 self._filled.append((slot, value))
 
     def _empty(self, gathered: nn.Module, *args: Any) -> None:
+        """Give back the slots in ``gathered``, and forget their weights: a hook after its forward."""
         # FSDP frees what it has gathered; roundings of it would stay.
         inner = set(gathered.modules())
         freed = [(slot, value) for slot, value in self._filled if slot.module in inner]

@@ -71,24 +71,27 @@ class WeightLayout:
         return [] if model is None else model_parameters(model)
 
     def saving_for_backward(self) -> AbstractContextManager[None]:
-        """To run a forward in: decides what autograd saves of the working copies."""
+        """A context to run a forward in, which decides what autograd saves of the working copies."""
         return nullcontext()
 
     def keep_scaled_gradients(
         self, weights: Mapping[int, Tensor], uses: dict[int, list[Tensor]], inverse: Tensor | None
     ) -> None:
-        """Take gradients of ``weights`` from ``uses``, both by place, and keep them still scaled, with ``inverse``."""
+        """Move gradients of ``weights`` out of ``uses``, both by place, and keep them scaled by 1/``inverse``."""
 
     def gradients_and_factors(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
         """The existing gradients, as backward left them, each with the FP32 factor that unscales it (None for 1)."""
         return [(gradient, None) for parameter in parameters if (gradient := parameter.grad) is not None]
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor | None:
-        """Clip gradients that only this layout can read; returns their 2-norm before, FP32 of shape (), else None."""
+        """Clip gradients that only this layout can read; returns their 2-norm before clipping, FP32 of shape ().
+
+        None: torch can clip them, and nothing is done.
+        """
         return None
 
     def wrap(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer to step from now on."""
+        """The optimizer to step from now on; a ValueError for one that cannot update these masters."""
         return optimizer
 
     def refresh_working_copies(self, optimizer: Optimizer) -> None:

@@ -36,8 +36,8 @@ from hf_mp.weights.working_copies import seen, watch
 # Split masters are put together for as many parameters at once as have this many elements: 16 MiB in FP32.
 _BUCKET_ELEMENTS = 2**22
 
-# Whose optimizers treat each parameter by itself, so that their step may be taken in parts (LBFGS, which needs a
-# closure, is refused before).
+# Packages whose optimizers treat each parameter by itself, so that their step may be taken in parts (LBFGS, which needs
+# a closure, is refused before).
 _STEP_BY_PARAMETER = ("torch.optim", "bitsandbytes.optim", "transformers.optimization")
 
 
@@ -86,8 +86,8 @@ class MasterWeightOptimizer(Optimizer):
         # Before parameters become masters: torch would cast state to the 16 bits of what it belongs to.
         state_to_fp32(optimizer)
         self.optimizer = optimizer
-        # The FP32 master of each 16-bit parameter that is not split, and what was seen of that when it was written;
-        # None for a master of a checkpoint.
+        # The FP32 master of each 16-bit parameter that is not split, and seen() of the parameter when the master was
+        # written; None for a master from a checkpoint.
         self._masters: dict[nn.Parameter, tuple[Tensor, tuple[int, int] | None]] = {}
         self._updates = KeptUpdates()
         # Not Optimizer.__init__, which would make param_groups of its own: those are the wrapped one's.
@@ -110,7 +110,7 @@ class MasterWeightOptimizer(Optimizer):
         )
 
     def _refuse_direct_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # A model that was detached has no masters any more; in a step of ours FP32 masters are in their places.
+        # A model that was detached has no masters any more; in the wrapper's step FP32 masters are in their places.
         if optimizer is self.optimizer and any(map(_needs_master, optimizer_parameters(self))):
             raise RuntimeError(
                 f"this {type(optimizer).__name__} was stepped itself, but its masters are in a MasterWeightOptimizer: "
@@ -120,6 +120,7 @@ class MasterWeightOptimizer(Optimizer):
     _refuse_direct_step.only_refuses = True  # type: ignore[attr-defined]
 
     def _adopt(self, parameters: list[nn.Parameter]) -> None:
+        """Mark split ``parameters`` as having an optimizer; a TypeError for one that is not floating."""
         for parameter in parameters:
             if not parameter.is_floating_point():
                 raise TypeError(
@@ -134,7 +135,7 @@ class MasterWeightOptimizer(Optimizer):
     defaults: Any = _of_wrapped("defaults", "Those of the wrapped optimizer.")
 
     def __getattr__(self, name: str) -> Any:
-        """What the wrapped optimizer has besides; its methods see FP32 values of split parameters, as all code does."""
+        """Any other attribute of the wrapped optimizer, whose methods see the FP32 values of parameters."""
         optimizer = vars(self).get("optimizer")
         if optimizer is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -159,7 +160,7 @@ class MasterWeightOptimizer(Optimizer):
 
     @torch.no_grad()
     def _whole(self, parameter: nn.Parameter) -> Tensor:
-        """The FP32 master of a 16-bit parameter, with what was written into that from outside."""
+        """The FP32 master of a 16-bit parameter, with what was written into the parameter from outside."""
         if parameter not in self._masters:
             watch(parameter)
             self._masters[parameter] = parameter.float(), seen(parameter)
@@ -227,6 +228,7 @@ class MasterWeightOptimizer(Optimizer):
                     self._step_on(bucket, keeps_gradients=found_inf is not None)
 
     def _step_on(self, parameters: list[nn.Parameter], *, keeps_gradients: bool) -> None:
+        """Step the wrapped optimizer on the masters of ``parameters``, and free the gradients of split ones."""
         with self._opened(parameters) as masters:
             for parameter, master in masters.items():
                 if master is not parameter:
@@ -239,11 +241,12 @@ class MasterWeightOptimizer(Optimizer):
             self._step_wrapped()
 
     def _step_wrapped(self) -> None:
+        """Call the wrapped optimizer's step without the hooks of a step, which this object's own step calls."""
         optimizer: Any = self.optimizer
         if replaces_step(vars(optimizer).get("step")):
             optimizer.step()
             return
-        # Around the function that fires hooks: this object's own step does, once however many parts there are.
+        # Not the function that fires hooks: in a step of several parts they would be called for each.
         optimizer._opt_called = True  # for LR schedulers made before
         step = type(optimizer).step
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
@@ -270,6 +273,7 @@ class MasterWeightOptimizer(Optimizer):
                 self._masters[parameter] = master.detach(), seen(parameter)
 
     def _buckets(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """``parameters`` in parts to step one after the other; in one where the optimizer may look at all together."""
         if not steps_by_parameter(self.optimizer):
             return [parameters]
         # A whole FP32 master for as few parameters at once as keeps the number of the optimizer's launches low.
@@ -286,7 +290,7 @@ class MasterWeightOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def _in_place_of_parameters(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
-        """Have the wrapped optimizer see masters; parameters without one are not there."""
+        """Have the wrapped optimizer see ``masters``; parameters that have none there are hidden from it."""
         # Without a gradient, so that the wrapped optimizer passes over it, in the place that its state's index counts.
         absent = nn.Parameter(torch.empty(0), requires_grad=False)
         shown = [[masters.get(parameter, absent) for parameter in group["params"]] for group in self.param_groups]
@@ -298,6 +302,7 @@ class MasterWeightOptimizer(Optimizer):
             self._show(hidden, {master: parameter for parameter, master in masters.items()})
 
     def _show(self, groups: list[list[nn.Parameter]], renamed: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Put ``groups`` into the wrapped optimizer's, and move its state by parameter to what ``renamed`` says."""
         # In place: an optimizer may keep the list of its group.
         for group, parameters in zip(self.param_groups, groups, strict=True):
             group["params"][:] = parameters
@@ -366,6 +371,7 @@ def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tens
 
 
 def _check_wrappable(optimizer: Any) -> None:
+    """Raise a TypeError for anything but an optimizer, and for a wrapped one; a ValueError for LBFGS."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"MasterWeightOptimizer wraps an optimizer, not {optimizer!r}: give it "
@@ -377,6 +383,7 @@ def _check_wrappable(optimizer: Any) -> None:
 
 
 def _warn_of_own_parameters(optimizer: Optimizer) -> None:
+    """Warn if ``optimizer`` lists 16-bit parameters outside of ``param_groups``, where it sees no masters."""
     groups = [group["params"] for group in optimizer.param_groups]
     for name, held in vars(optimizer).items():
         is_list = isinstance(held, (list, tuple)) and all(held is not group for group in groups)
@@ -405,7 +412,7 @@ def _check_masters(given: Any, parameters: Sequence[nn.Parameter]) -> None:
 def _where_rounded(master: Tensor, working: Tensor, otherwise: Tensor) -> Tensor:
     """``master`` where ``working`` is its rounding, element by element: a row that was written costs no other its bits.
 
-    Its ties may have been rounded as torch does, or as split masters are.
+    Ties may have been rounded as torch does, or as split masters are.
     """
     is_rounding = (master.to(working.dtype) == working) | (split(master, working.dtype).working == working)
     return torch.where(is_rounding, master, otherwise)
@@ -418,5 +425,5 @@ def _needs_master(parameter: Tensor) -> bool:
 def steps_by_parameter(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` is known to treat each parameter by itself."""
     theirs: Any = next(kind for kind in type(optimizer).__mro__ if kind.__module__.startswith(_STEP_BY_PARAMETER))
-    # A subclass with a step of its own may look at all parameters together; the last of theirs is Optimizer itself.
+    # A subclass with a step of its own may look at all parameters together; at the latest, torch's Optimizer is found.
     return inspect.unwrap(type(optimizer).step) is inspect.unwrap(theirs.step)

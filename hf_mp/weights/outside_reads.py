@@ -102,7 +102,7 @@ def read_in_fp32(
 ) -> Any:
     """Call ``func`` with the FP32 values of split parameters and of views of them; in FP32, gradients reach them.
 
-    With tensors of their own 16 bits and none that is wider, the 16 bits are meant.
+    If the call also has tensors of the parameters' own 16-bit dtype and none that is wider, it gets the stored bits.
     """
     kwargs = kwargs or {}
     first = args[0] if args else None

@@ -71,7 +71,7 @@ class ProductUses:
         self.is_watched: dict[Hashable, bool] = {}
 
     def find_slots(self, model: nn.Module) -> list[Slot]:
-        """Where the weights of ``model`` are looked up; not those that an attribute in ``__dict__`` hides."""
+        """The slots of the weights of ``model``, except weights that an attribute in ``__dict__`` hides."""
         found = []
         for module in modules_of(model):
             attributes = vars(module)

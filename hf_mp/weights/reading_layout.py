@@ -29,7 +29,7 @@ class ReadingLayout(WeightLayout):
     def __init__(self, policy: PrecisionPolicy, *, trained_alone: bool = True) -> None:
         super().__init__(policy)
         self._trained_alone = trained_alone
-        # What was changed, its own dtype, and of what was rounded its own values and the version of the rounding.
+        # Each changed tensor and its own dtype; if it was rounded, also its own values and the version of the rounding.
         self._changed: list[tuple[Tensor, torch.dtype, Tensor | None, int]] = []
 
     @torch.no_grad()
@@ -43,6 +43,7 @@ class ReadingLayout(WeightLayout):
             self._narrow(model)
 
     def _narrow(self, model: nn.Module) -> None:
+        """Round the weights of ``model`` to their working copies, and note their own values."""
         with_statistics = trained_with_statistics(model)
         others = {torch.float32, *LOWER_PRECISION_DTYPES} - {self.policy.params}
         for parameter in model.parameters():
@@ -61,6 +62,7 @@ class ReadingLayout(WeightLayout):
 
 
 def _outside_of_products(model: nn.Module) -> Iterator[Tensor]:
+    """The buffers of ``model``, and the parameters that no product reads."""
     for module in model.modules():
         multiplies = not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         for name, parameter in module._parameters.items():

@@ -23,7 +23,7 @@ class Region:
     """Runs forwards of one model: fills the slots, and decides who makes its calls, kernels or a mode.
 
     Args:
-        weights: their owner.
+        weights: the owner of the model's weights.
         model: whose forwards run; None before there is one.
         settings: of the :class:`AttachedAutocast`, in the dtype of the policy.
     """

@@ -77,7 +77,7 @@ class WeightSource:
         self.forget_borders()
 
     def lasting_borders(self) -> LastingBorders:
-        """What the attached forwards of the model hold."""
+        """The borders that the attached forwards of the model hold; new ones where nobody holds any."""
         borders = self._borders()
         if borders is None:
             borders = LastingBorders()
@@ -152,13 +152,14 @@ class WeightSource:
         parallelism: Parallelism,
         in_fp32: Sequence[nn.Module],
     ) -> None:
-        """Follow how ``parameters``, of the model or of its optimizer, are spread over processes now.
+        """Change to the layout that the sharding of ``parameters`` needs, and take over the communication of ``model``.
 
-        Weights of the modules ``in_fp32`` travel in FP32. A ValueError for a lean layout of a tensor parallel model.
+        ``parameters`` are the model's or its optimizer's, as they are spread over processes now. Weights of the modules
+        ``in_fp32`` travel in FP32. A ValueError for a lean layout of a tensor parallel model.
         """
         layout = _spread_layout(self.layout, parameters, parallelism)
         if layout is not self.layout:
-            self.layout.restore(model)  # of a lean one, what FSDP2 has left whole
+            self.layout.restore(model)  # a lean layout still has the parameters that FSDP2 does not shard
             self.layout = layout
         if model is not None:
             layout.join_ranks(model, parallelism, self.crossings, in_fp32)
@@ -170,7 +171,7 @@ class WeightSource:
     # Backward
 
     def keep_scaled(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
-        """Take from ``uses``, by place in the border ``node``, the gradients that are kept still scaled."""
+        """Remove from ``uses``, by place in the border ``node``, the gradients that the layout keeps still scaled."""
         if self.layout.keeps_scaled_gradients:
             weights = {place: node.outside[place] for place in accumulating(node, uses)}
             self.layout.keep_scaled_gradients(weights, uses, inverse)
@@ -219,11 +220,14 @@ class WeightSource:
         self.layout.refresh_working_copies(optimizer)
 
     def copy_of(self, parameter: nn.Parameter) -> Tensor:
-        """``parameter`` in 16 bits, as the forward reads it: the working copy itself where one is kept."""
-        layout, copy = self.layout, parameter.detach()
+        """``parameter`` as the forward reads it, in 16 bits if it is floating; do not write to it.
+
+        The working copy itself where one is kept, and the parameter's own memory where nothing needs rounding.
+        """
+        layout, value = self.layout, parameter.detach()
         if layout.keeps_copies and parameter in layout.copies:
             return layout.copies.get(parameter)
-        return copy.to(layout.policy.compute) if copy.is_floating_point() else copy
+        return value.to(layout.policy.compute) if value.is_floating_point() else value
 
     def restore(self, model: nn.Module | None) -> None:
         """Leave ordinary FP32 parameters, and no copy."""
@@ -242,12 +246,13 @@ def make_reading_layout(policy: PrecisionPolicy, *, trained_alone: bool) -> Weig
 
 
 def _spread_layout(layout: WeightLayout, parameters: Iterable[Tensor], parallelism: Parallelism) -> WeightLayout:
+    """The layout for ``parameters`` as they are sharded: ``layout`` itself where it can stay."""
     # Plain tensors need no other layout: DDP holds whole weights.
     if isinstance(layout, TransientLayout) or not any(map(is_dtensor, parameters)):
         return layout
     policy = layout.policy
     if not parallelism.is_tensor_parallel:
-        # Of a lean model too: fully_shard has read its weights as what they are, FP32 values.
+        # For a lean model too: fully_shard has read its weights as FP32 values.
         return TransientLayout(policy)
     if policy.is_lean:
         raise ValueError(

@@ -112,7 +112,7 @@ class SplitLayout(WeightLayout):
 
 
 def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Split what is trainable and not split yet, in ``dtype``; tells whether there was anything to split.
+    """Split the trainable parameters that are not split yet, in ``dtype``; returns whether there was anything to split.
 
     Normalizations with running statistics become FP32: torch takes no 16-bit weights with FP32 statistics. What the
     model and its parts save is FP32 then, and so is what code outside of a forward reads of the parameters.
@@ -170,7 +170,7 @@ def restore_parameters(model: nn.Module) -> None:
 
 
 def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of a split model's own: Transformers writes the parameters' dtype, and weights are saved in FP32."""
+    """In the place of a split model's own: weights are saved in FP32, and so the config must name FP32."""
     result = type(model).save_pretrained(model, save_directory, *args, **kwargs)
     config = getattr(model, "config", None)
     # An adapter is saved without one.
@@ -190,6 +190,7 @@ def refuse_unwrapped_steps() -> None:
 
 
 def _refuse_unwrapped_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Hook before any optimizer's step: a RuntimeError for one with split parameters that has not their masters."""
     if getattr(optimizer, "keeps_masters", False):
         return
     for group in optimizer.param_groups:

@@ -129,9 +129,10 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
     def keep_scaled_gradient(
         self, gradient: Tensor, factor: Tensor | None = None, *, beside_grad: bool = False
     ) -> bool:
-        """Keep what backward brings, still scaled, or add it to what is there; False where autograd has to.
+        """Keep a gradient that backward brings, still scaled; ``factor``, FP32 of shape (1,), unscales it (None for 1).
 
-        With ``beside_grad`` the sum is kept beside autograd's ``.grad``, whose dtype DDP checks.
+        A second gradient is unscaled and added to the first in FP32. With ``beside_grad`` that sum is kept next to
+        autograd's ``.grad``, whose dtype DDP checks. False: nothing is kept, and autograd has to accumulate.
         """
         # Hooks run where autograd accumulates: a gradient that is kept elsewhere would pass them by.
         if self.has_hooks or gradient.dtype not in LOWER_PRECISION_DTYPES:
@@ -155,7 +156,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
     def put_gradient_into(self, bucket: Tensor, factor: Tensor | None, inverse: Tensor | None) -> None:
         """Write the gradient to ``bucket``, FP16/BF16, times ``factor`` (None for 1), and let go of it.
 
-        What is scaled by that factor already, as its ``inverse`` tells, is copied as it is.
+        A gradient that is scaled by ``factor`` already, and so has ``inverse`` as its own factor, is copied as it is.
         """
         gradient, known = self._kept or (self.grad, None)
         if gradient is None:
@@ -168,7 +169,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
 
     @on_stored_values
     def take_from_bucket(self, inverse: Tensor | None) -> None:
-        """Take ``.grad`` for scaled, if it is what DDP has left there: FP16/BF16."""
+        """Keep ``.grad`` as a gradient that ``inverse`` unscales, if DDP has left it there: in FP16/BF16."""
         gradient = _GRAD.__get__(self)
         if self._kept is not None:
             _GRAD.__set__(self, None)  # what mark_used() has put there
@@ -210,7 +211,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         return nn.Parameter(self.fp32_value(), self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # What people have set on the parameter goes along; what is ours would name halves that are not there.
+        # What people have set on the parameter goes along; hf_mp's attributes would name halves that are not there.
         plain = nn.Parameter(master_value(self), self.requires_grad)
         plain.__dict__.update({k: v for k, v in self.__dict__.items() if k not in SplitParameter.__annotations__})
         return plain.__reduce_ex__(protocol)
@@ -225,6 +226,7 @@ SPLIT_CLASSES: dict[type[Tensor], type[SplitParameter]] = {nn.Parameter: SplitPa
 
 
 def _noticed(name: str) -> Callable[..., Any]:
+    """The method ``name`` of a tensor, which writes in place, after a snapshot."""
     original = getattr(Tensor, name)
 
     @functools.wraps(original)
@@ -235,7 +237,7 @@ def _noticed(name: str) -> Callable[..., Any]:
     return write
 
 
-# In a forward torch asks no __torch_function__ of ours, and these methods are what still tells which elements change.
+# In a forward torch asks no __torch_function__ of parameters, and only these methods tell which elements change.
 _NOT_WRITERS = {
     "requires_grad_", "share_memory_", "retain_grad_", "rename_", "__index__", "__int__", "__invert__", "__iter__"
 }  # fmt: skip
@@ -251,7 +253,7 @@ def make_split(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     unwatch(parameter)
     halves = split(parameter.detach().float(), dtype)
     parameter.data = halves.working
-    # torch.optim takes its multi-tensor path for exact types only, and ours is none of those that it lists.
+    # torch.optim takes its multi-tensor path for exact types only, and lists no SplitParameter.
     let_optimizers_be_fast(SplitParameter)
     # In place: the model, its optimizer and tied layers hold this very object.
     parameter.__class__ = SPLIT_CLASSES[type(parameter)]
@@ -272,7 +274,7 @@ def check_splittable(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def unsplit(parameter: SplitParameter) -> None:
-    """Make ``parameter`` an ordinary FP32 parameter again, in place, of its master value and its true gradient."""
+    """Make ``parameter`` an ordinary FP32 parameter again, in place, with its master value and unscaled gradient."""
     value, gradient = master_value(parameter), parameter.grad
     for name in SplitParameter.__annotations__:
         parameter.__dict__.pop(name, None)
@@ -305,7 +307,7 @@ def master_sample(parameter: nn.Parameter, select: Callable[[Tensor], Tensor]) -
 
 
 def current_remainders(parameters: Iterable[SplitParameter]) -> list[Tensor]:
-    """What is missing of each to FP32, after writes from outside were taken in."""
+    """The remainder of each of ``parameters``, after writes from outside were taken in."""
     for parameter in parameters:
         parameter.take_in_outside_writes()
     return [parameter.remainder_bits for parameter in parameters]
@@ -338,7 +340,10 @@ def unscaled(gradient: Tensor, factor: Tensor | None, *, like: Tensor) -> Tensor
 
 @torch.no_grad()
 def _unscale_beside(parameter: SplitParameter) -> Tensor:
-    """Make the kept gradient of ``parameter`` true, and with it, in two launches, the others that its border left."""
+    """Unscale the gradient that ``parameter`` keeps, and in the same two launches those that came by its border.
+
+    Returns that of ``parameter``.
+    """
     _, factor = parameter._kept  # type: ignore[misc]
     others = [one for known in parameter._beside if (one := known()) is not None and one is not parameter]
     together: list[Any] = [parameter, *[one for one in others if one._is_scaled_by(factor)]]
@@ -365,7 +370,11 @@ def _add_unscaled(total: Tensor, gradient: Tensor, factor: Tensor | None, *, lik
 @torch.no_grad()
 @on_stored_values
 def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
-    """Multiply gradients by ``factor``, FP32 of one element; those that are still scaled are not written for it."""
+    """Multiply the gradients of ``parameters`` by ``factor``, FP32 of one element.
+
+    FP32 gradients are written. A gradient that a split parameter keeps in 16 bits is not: the factor that unscales it
+    is multiplied. Any other 16-bit gradient is replaced by an FP32 one.
+    """
     products: dict[Tensor | torch.device, Tensor] = {}  # so that parameters share them
     for parameter in parameters:
         gradient, inverse = gradient_and_factor(parameter)
@@ -385,7 +394,7 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> No
 
 
 def copy_gradient_factors(parameters: Iterable[nn.Parameter]) -> None:
-    """Have gradients that are still scaled remember by how much: the loss scale is about to change."""
+    """Give gradients that are still scaled a copy of their factor: that tensor is about to follow the loss scale."""
     copy_of = functools.cache(torch.clone)  # so that parameters share them
     for parameter in parameters:
         if isinstance(parameter, SplitParameter) and parameter._kept is not None:
@@ -419,6 +428,7 @@ def follow_first_rank(parameters: Sequence[SplitParameter], group: Any) -> None:
 
 
 def _mark_seen(*parameters: SplitParameter) -> None:
+    """Note that the parameters' present values belong to their remainders."""
     for parameter in parameters:
         parameter._version_seen = version_of(parameter)
         parameter._merged = None
@@ -434,5 +444,6 @@ def _renew_snapshot(parameter: SplitParameter) -> None:
 
 @torch.no_grad()
 def _keep_where_equal(remainder: Tensor, working: Tensor, before: Tensor) -> None:
+    """Set ``remainder`` to 0 where ``working`` is no longer ``before``."""
     changed = working.view(torch.int16) != before.view(torch.int16)  # bits: NaN does not equal itself
     remainder.masked_fill_(changed, 0)

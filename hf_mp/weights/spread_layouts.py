@@ -35,12 +35,15 @@ class TransientCopies:
         self._transient: dict[int, nn.Parameter] = {}  # by the storage of a copy that lives: what it is a copy of
 
     def get(self, parameter: nn.Parameter) -> Tensor:
-        """``parameter`` rounded to nearest, as it is now."""
+        """A new tensor: ``parameter`` as it is now, rounded to nearest.
+
+        While that lives, :meth:`not_saved` knows by its storage that it stands for ``parameter``.
+        """
         copy = parameter.detach().to(self.dtype, copy=True)
         storage = copy.untyped_storage()
         self._transient[storage._cdata] = parameter
-        # An address is used again as soon as its storage is freed. torch keeps one Python object for a storage; that of
-        # the copy goes earlier, because a border gives an alias of it.
+        # The entry goes with the storage, whose address may then be another's, and not with the object `copy`: that is
+        # freed first, since a border hands out an alias. torch keeps one Python object for each storage.
         weakref.finalize(storage, self._transient.pop, storage._cdata)
         return copy
 
@@ -60,6 +63,7 @@ class TransientCopies:
         return lambda: found.detach().to(self.dtype).as_strided(*view)
 
     def _unpack(self, saved: Any) -> Tensor:
+        """What :meth:`_pack` saved; a RuntimeError for a tensor that was written since."""
         if callable(saved):
             return saved()
         tensor, version = saved
@@ -100,6 +104,7 @@ class TransientLayout(WeightLayout):
         return list({id(parameter): parameter for parameter in found}.values())
 
     def wrap(self, optimizer: Optimizer) -> Optimizer:
+        """``optimizer`` itself; a ValueError for one of bitsandbytes, which updates no DTensors."""
         if type(optimizer).__module__.startswith("bitsandbytes."):
             raise ValueError(
                 f"{type(optimizer).__name__} of bitsandbytes updates plain tensors, and these parameters are DTensors: "
@@ -121,6 +126,7 @@ class TensorParallelLayout(TransientLayout):
         return {id(weight): weight.detach().to(self.policy.compute) for weight in weights if is_master(weight)}
 
     def wrap(self, optimizer: Optimizer) -> Optimizer:
+        """``optimizer`` itself; a ValueError for ``fused`` or ``foreach`` over DTensors and plain tensors at once."""
         for group in optimizer.param_groups:
             if (group.get("fused") or group.get("foreach")) and len(set(map(is_dtensor, group["params"]))) > 1:
                 raise ValueError(

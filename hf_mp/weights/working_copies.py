@@ -149,8 +149,8 @@ class WorkingCopies:
         """Round ``parameters``, which an optimizer had gradients of, into their copies, in one fused pass.
 
         Stale or not: optimizers that write through ``.data`` or in a kernel of their own raise no version counter.
-        Others wait until :meth:`get` finds them changed: the base under an adapter is not read at every step, and a
-        graph may have saved their copies (a generator's, while its discriminator is updated).
+        Other parameters wait until :meth:`get` finds them changed: the base under an adapter is not read at every step,
+        and a graph may have saved their copies (a generator's, while its discriminator is updated).
         """
         found = []
         for parameter in parameters:
@@ -180,6 +180,7 @@ class WorkingCopies:
         self._entries.clear()
 
     def _make(self, parameter: nn.Parameter) -> _Entry:
+        """Make the copy of ``parameter``, to be kept as long as the parameter lives."""
         watch(parameter)
         key = id(parameter)
         entries = self._entries

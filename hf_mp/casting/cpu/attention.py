@@ -75,6 +75,7 @@ def _read(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Attention | None:  # fmt: skip
+    """The arguments of an attention that :func:`attend` computes; None where torch computes it."""
     if not 0.0 < dropout_p < 1.0 or not all(map(_are_heads, (query, key, value), [query.dtype] * 3)):
         return None
     # Heads that share keys are left to torch: models that have them are trained without dropout.

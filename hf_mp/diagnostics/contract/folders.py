@@ -123,12 +123,17 @@ def read_folder(path: Path) -> Folder:
 
 
 def _read_file(file: Path, folder: Folder) -> None:
+    """Add to ``folder`` what ``file`` holds.
+
+    Skips files that no reader is for, and a second copy of weights that are there as safetensors. Raises a ValueError
+    that names the file where it is damaged, runs code or holds something else.
+    """
     reader = next((read for words, read in _READERS.items() if re.fullmatch(words, file.name)), None)
-    # Transformers writes both formats in a migration, and next to DeepSpeed's folder, and loads the safetensors:
-    # counted twice they would be two models.
+    # Transformers may write both formats, in a migration or next to DeepSpeed's folder, and loads the safetensors. Read
+    # from both, the weights would be counted twice.
     beside = file.parent.parent if "model_states" in file.name else file.parent
-    is_copy = re.match(r"(pytorch|adapter)_model.*\.bin$|.*model_states", file.name)
-    if reader is None or not file.is_file() or (is_copy and any(beside.glob("*.safetensors"))):
+    may_duplicate = re.match(r"(pytorch|adapter)_model.*\.bin$|.*model_states", file.name)
+    if reader is None or not file.is_file() or (may_duplicate and any(beside.glob("*.safetensors"))):
         return
     try:
         reader(file, folder)
@@ -136,12 +141,14 @@ def _read_file(file: Path, folder: Folder) -> None:
         raise ValueError(f"{file} cannot be read: {first_line(error)}") from error
     except Exception as error:  # any error that damaged bytes cause: the file is named
         says = f" ({first_line(error)[:200]})"
-        if isinstance(error, (pickle.UnpicklingError, AttributeError)):  # torch would advise to run it
+        # torch's own message advises weights_only=False, which would run the code.
+        if isinstance(error, (pickle.UnpicklingError, AttributeError)):
             says = ", or a pickle that runs code, which hf_mp does not"
         raise ValueError(f"{file} cannot be read: it is damaged{says}") from error
 
 
 def _read_safetensors(file: Path, folder: Folder) -> None:
+    """Add the floating tensors of a file of safetensors to ``folder``."""
     # By hand, as files of torch.save are read: safe_open's get_tensor reads a tensor whole, 17 s for 2 GiB.
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -154,6 +161,7 @@ def _read_safetensors(file: Path, folder: Folder) -> None:
 
 
 def _read_torch_file(file: Path, folder: Folder) -> None:
+    """Add the tensors and the settings in a file of ``torch.save`` to ``folder``; a TypeError for no dictionary."""
     # weights_only refuses classes that it does not know by name; DeepSpeed pickles enums and configs with its tensors.
     with safe_globals([(Inert, name) for name in get_unsafe_globals_in_checkpoint(str(file))]):
         loaded = torch.load(str(file), map_location="meta", weights_only=True)
@@ -206,7 +214,7 @@ class ShardMetadata(pickle.Unpickler):
 
 
 def _read_shards(file: Path, folder: Folder) -> None:
-    """The metadata of ``torch.distributed.checkpoint``: what lies where in the files next to it."""
+    """Add what the metadata of ``torch.distributed.checkpoint`` says of the files next to it to ``folder``."""
     from torch.distributed.checkpoint.utils import _create_file_view
 
     with file.open("rb") as opened:
@@ -221,6 +229,7 @@ def _read_shards(file: Path, folder: Folder) -> None:
 
 
 def _read_json(file: Path, folder: Folder) -> None:
+    """Add logged learning rates and an optimizer's settings to ``folder``; a TypeError for anything but an object."""
     found = json.loads(file.read_bytes())
     if not isinstance(found, dict):
         raise TypeError(f"it holds a {type(found).__name__}, not an object")

@@ -63,6 +63,7 @@ class ContractWatch(ExitStack, StepObserver):
                 setattr(torch.distributed, name, functools.partial(self._send, own))
 
     def _ran(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note the dtypes that ``module`` computed in: a hook after its forward."""
         # FP32 scores of a router make what experts give FP32: what was multiplied lies in the slots of their weights.
         # An attached model puts a 16-bit copy into the module's own attributes for the time of a forward.
         held = [vars(module).get(name, weight) for name, weight in module._parameters.items()]

@@ -114,7 +114,7 @@ def clear_up(run_directory: Path) -> None:
 
 
 def is_unfinished(checkpoint: Path) -> bool:
-    """Whether a save of ours began this checkpoint and did not come to its end."""
+    """Whether a save of hf_mp began this checkpoint and did not come to its end."""
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         return False
     # Empty where a kill came before its mark, or when all of it was removed.

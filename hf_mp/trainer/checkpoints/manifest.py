@@ -100,6 +100,7 @@ def read_manifest(checkpoint: Path) -> dict[str, FileEntry] | None:
 
 
 def _files_of(text: str) -> dict[str, FileEntry]:
+    """The entries of a manifest; a CheckpointError if it is damaged, of another format, or names files outside."""
     content = json.loads(text)
     # As text, so that bytes between the values count as well.
     if _with_checksum({key: value for key, value in content.items() if key != _CHECKSUM}) != text:
@@ -137,6 +138,7 @@ def find_damage(checkpoint: Path, files: Mapping[str, FileEntry]) -> list[str]:
 
 
 def _difference(path: Path, name: str, entry: FileEntry) -> str | None:
+    """What is wrong with the file, in words; None if it is what was written."""
     try:
         if not path.is_file():
             return f"{name} is missing"

@@ -156,6 +156,7 @@ def _whole(name: str, like: Any, key: str, value: Any) -> Tensor:
 
 
 def _empty(name: str, like: Any, stored: TensorStorageMetadata) -> Tensor:
+    """A tensor to load a state of ``name`` into, sharded as its parameter; a CheckpointError for another shape."""
     dtype = stored.properties.dtype
     if is_dtensor(like) and stored.size:
         if stored.size == like.shape:

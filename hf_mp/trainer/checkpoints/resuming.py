@@ -43,6 +43,7 @@ def choose_checkpoint(args: TrainingArguments, wanted: Wanted, clear_up: Callabl
 
 
 def _choose(run_directory: Path, wanted: Wanted, clear_up: Callable[[Path], None]) -> Path | None:
+    """The checkpoint to resume from, after ``clear_up``; a CheckpointError if there is none or it is not whole."""
     given = None if wanted is None or isinstance(wanted, bool) else Path(wanted)
     # Once it is removed, nothing tells it from a name that was never there.
     was_unfinished = given is not None and inspection.step_of(given) is not None and in_place.is_unfinished(given)

@@ -83,6 +83,7 @@ def _out_of_place(path: Path, directory: Path) -> str | None:
 
 
 def _hazard(path: Path) -> str | None:
+    """Why the file must not be loaded, in words; None if nothing speaks against it."""
     for pattern, kind, check in _CHECKS:
         try:
             if re.fullmatch(pattern, path.name):
