@@ -239,6 +239,7 @@ def inward_borders(
     made = _InwardBorders.apply(crossings, copies, with_aliases, *outside)
     # None where nothing wants a gradient.
     if (node := made[0].grad_fn) is not None:
+        # It runs as soon as it is ready; leads_inside() still needs its own number.
         node.number = node._sequence_nr()
         if _has_order():
             node._set_sequence_nr(_AT_ONCE)

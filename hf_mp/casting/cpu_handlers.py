@@ -48,11 +48,16 @@ def native_product(mode: Mode, name: str, func: Callable[..., Any], args: Any, k
 
 
 def native_attention(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make an attention on a CPU that multiplies in 16 bits: in the way that takes less time or memory."""
+    """Make an attention on a CPU that multiplies in 16 bits.
+
+    With many scores by :func:`attend`, in blocks. Else by torch's flash kernel, in FP32 unless AMX makes BF16 faster;
+    where there is no such kernel, by what torch has.
+    """
     args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
     few = attention.OWN_SCORES
     # With dropout there is no flash kernel, and few scores are torch's: asked first, because reading a call costs more.
-    if len(args) > 4 and args[4] and type(args[0]) is type(args[1]) is Tensor and score_count(*args[:2]) < few:
+    dropout = args[4] if len(args) > 4 else 0
+    if dropout and type(args[0]) is type(args[1]) is Tensor and score_count(*args[:2]) < few:
         return func(*args, **kwargs)
     if (found := read_attention(args, kwargs)) is not None and score_count(found.query, found.key) >= few:
         return attend(found)

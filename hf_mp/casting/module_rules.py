@@ -115,7 +115,7 @@ class _Times(torch.autograd.Function):
 
 
 def _divided(rule: ModuleRule, outer: Mode, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The product in 16 bits of factors that are small enough, with the exponents of FP32 given back.
+    """The product of an input that is divided by the rule's number, multiplied by it again in FP32, gradients included.
 
     A power of two changes no mantissa, and a product is linear in each factor: the result is that of 16 bits with a
     wider exponent, but for what falls below the smallest number of FP16.
@@ -123,13 +123,13 @@ def _divided(rule: ModuleRule, outer: Mode, func: Callable[..., Any], args: Any,
     by, product = float(rule.divisor), SCALABLE[rule.op]
     if rule.op == "einsum":  # its operands may come in a list
         args = [args[0], *(args[1] if isinstance(args[1], (list, tuple)) else args[1:])]
-    small = {*product.input, *(product.added or ())}
+    divided_places = {*product.input, *(product.added or ())}
 
     def divided(place: int | str, arg: Any) -> Any:
         if not isinstance(arg, Tensor):
             return arg
-        # What a small factor has lost comes back with the result, and in backward with the other factors' gradients.
-        return _Times.apply(arg, 1.0 / by, 1.0) if place in small else _Times.apply(arg, 1.0, by)
+        # What a divided operand has lost comes back with the result, and in backward with the other factors' gradients.
+        return _Times.apply(arg, 1.0 / by, 1.0) if place in divided_places else _Times.apply(arg, 1.0, by)
 
     result = func(
         *itertools.starmap(divided, enumerate(args)), **{key: divided(key, arg) for key, arg in kwargs.items()}

@@ -110,7 +110,10 @@ class OriginTracker:
         self._running.pop()
 
     def _mark(self, value: Any, op: str = "") -> None:
-        """Have the nodes behind the tensors in ``value`` know the call site, as far as they know none yet."""
+        """Note the call site at the nodes behind ``value`` that have none yet, and have their gradients examined.
+
+        Not at leaves, which outlive the run.
+        """
         # In a node's metadata, and not by its number: autograd's threads count for themselves.
         with torch._C.DisableTorchFunction():
             nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(value)]

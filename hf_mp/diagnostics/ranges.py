@@ -39,7 +39,7 @@ class OpRange:
         op: torch's name of it.
         largest: the largest magnitude of its results and, for a product, of what it reads; NaN for NaN or inf.
         is_fp16: whether FP16 has to hold that.
-        least: the same of the call where it is smallest, of results alone; 0 where they are in FP32.
+        least: the smallest, over the calls, of the largest magnitude among the results; 0 for results in FP32.
         is_origin: whether it is beyond the limit in a call whose inputs in 16 bits are not.
         fp16_gradient: the largest magnitude of the true gradients that FP16 has to hold, times the loss scale: of
             results in 16 bits and, for a product, of what it reads; None without one.
@@ -68,7 +68,7 @@ class OpRange:
         return self.is_fp16 and not self.overflows and self.headroom < doublings
 
     def with_call(self, call: OpRange) -> OpRange:
-        """This op with a further call."""
+        """The range of this op's calls so far and of one more, ``call``, which has no gradient yet."""
         # What FP16 did not have to hold is of no account next to what it has to.
         held = [one for one in (self, call) if one.is_fp16] or [self, call]
         return replace(

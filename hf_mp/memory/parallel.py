@@ -104,10 +104,10 @@ def shard(model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
     return model
 
 
-def reduce_gradients(forward: Any, *, has_hook: bool) -> Any:
-    """The forward of a model under DDP, with ``has_hook`` of its layout's own reduction."""
+def under_ddp(forward: Any, *, layout_has_hook: bool) -> Any:
+    """``forward`` under DDP. A hook all-reduces, unless the layout registers its own: torch takes only one."""
     ddp = DistributedDataParallel(forward, init_sync=False)
-    if not has_hook:
+    if not layout_has_hook:
         ddp.register_comm_hook(None, lambda state, bucket: _all_reduce(bucket.buffer()))
     return ddp
 

@@ -33,8 +33,8 @@ from hf_mp.memory.parallel import (
     CommunicationRecorder,
     make_tensor_parallel,
     one_rank_of,
-    reduce_gradients,
     shard,
+    under_ddp,
 )
 from hf_mp.memory.precisions import parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
@@ -208,7 +208,7 @@ def _finish(trainee: Trainee, settings: TrainingSettings) -> None:
     runtime = trainee.runtime
     if settings.ranks > 1 and settings.parallel == "ddp":
         has_hook = runtime is not None and runtime.policy.wire is not torch.float32
-        trainee.forward = reduce_gradients(trainee.forward, has_hook=has_hook)
+        trainee.forward = under_ddp(trainee.forward, layout_has_hook=has_hook)
     if runtime is not None:
         # An update joins gradients of one scale, which it tells by the tensor that holds it.
         runtime.scaler.scale_and_inverse = functools.cache(runtime.scaler.scale_and_inverse)  # type: ignore[method-assign]

@@ -90,9 +90,9 @@ class StepGuard:
         loss = None if closure is None else torch.enable_grad()(closure)()
         with profiled("verdict"):
             verdicts = [runtime.verdict(optimizer) for runtime in runtimes]
-        alone = verdicts[0] if len(runtimes) == 1 else None
-        if isinstance(alone, Verdict) and alone.may_stay_on_device and can_skip(optimizer, self._replaced_step):
-            self._update_unless(alone, runtimes[0])
+        only = verdicts[0] if len(runtimes) == 1 else None
+        if isinstance(only, Verdict) and only.may_stay_on_device and can_skip(optimizer, self._replaced_step):
+            self._update_unless(only, runtimes[0])  # the device decides, so that the host need not wait
         else:
             self._finish(runtimes, verdicts)
         return loss

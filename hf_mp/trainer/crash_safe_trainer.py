@@ -93,8 +93,8 @@ class CrashSafe(Trainer):
             self._save_checkpoint(self.model, None)
         return None if is_missing and not save else step
 
-    def _keep_last_state(self, error: Exception) -> None:
-        """Save what the last good step left; ``error`` tells where."""
+    def _keep_last_state(self, error: LossScaleError) -> None:
+        """Save a checkpoint of the last good step, which ``error`` left in place; a note of it says where."""
         if self.state.global_step:
             try:
                 step = self._last_checkpoint(save=True)

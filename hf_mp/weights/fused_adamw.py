@@ -83,7 +83,7 @@ class KeptUpdates:
         look, update = self._kept.pop(key, (None, None))
         if look is None or look != batch.look():
             update = batch.make_update()
-            look = batch.look()
+            look = batch.look()  # again: the optimizer's state may have been made
         if update is not None:
             self._kept[key] = look, update
         return update

@@ -26,8 +26,9 @@ class GatheredWeights(ForwardWeights):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self._handles = list[RemovableHandle]()
+        # The base class has these from lasting borders; here each forward makes its own.
         self._filled, self._border_use = [], BorderUse((), self._owner.crossings)
-        # DTensors are there all the time.
+        # Whether products take DTensors, which are there all the time: nothing is gathered.
         self._computes_on_shards = isinstance(self._layout, TensorParallelLayout)
 
     def __enter__(self) -> None:

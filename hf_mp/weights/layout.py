@@ -57,7 +57,7 @@ class WeightLayout:
         """By the identity of FP32 masters among ``weights``, what products read in their places, without grad."""
         return self.copies.get_all(weights)
 
-    def join_ranks(
+    def take_over_communication(
         self, model: nn.Module, parallelism: Parallelism, runtime: Runtime, in_fp32: Sequence[nn.Module]
     ) -> None:
         """Take over the communication of ``model``; weights of the modules ``in_fp32`` are not rounded."""
@@ -90,7 +90,7 @@ class WeightLayout:
         """
         return None
 
-    def wrap(self, optimizer: Optimizer) -> Optimizer:
+    def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer to step from now on; a ValueError for one that cannot update these masters."""
         return optimizer
 

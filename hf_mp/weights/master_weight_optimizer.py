@@ -110,7 +110,8 @@ class MasterWeightOptimizer(Optimizer):
         )
 
     def _refuse_direct_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # A model that was detached has no masters any more; in the wrapper's step FP32 masters are in their places.
+        """Hook before a step of the wrapped optimizer, and of this one, which shares its hooks: refuses the former."""
+        # In the wrapper's own step the groups hold FP32 masters, and after a detach FP32 parameters.
         if optimizer is self.optimizer and any(map(_needs_master, optimizer_parameters(self))):
             raise RuntimeError(
                 f"this {type(optimizer).__name__} was stepped itself, but its masters are in a MasterWeightOptimizer: "

@@ -162,7 +162,7 @@ class WeightSource:
             self.layout.restore(model)  # a lean layout still has the parameters that FSDP2 does not shard
             self.layout = layout
         if model is not None:
-            layout.join_ranks(model, parallelism, self.crossings, in_fp32)
+            layout.take_over_communication(model, parallelism, self.crossings, in_fp32)
 
     def make_masters(self, model: nn.Module) -> None:
         """Give trainable 16-bit parameters of ``model`` FP32 masters."""
@@ -192,7 +192,7 @@ class WeightSource:
 
     def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer to step from now on; its state becomes FP32, as the masters are."""
-        optimizer = self.layout.wrap(optimizer)
+        optimizer = self.layout.take_optimizer(optimizer)
         state_to_fp32(optimizer)
         return optimizer
 

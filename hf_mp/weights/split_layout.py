@@ -47,24 +47,27 @@ class SplitLayout(WeightLayout):
     keeps_scaled_gradients = True
 
     def make_masters(self, model: nn.Module) -> None:
+        """Split the trainable parameters of ``model`` that are not split yet."""
         if split_trainable_parameters(model, self.policy.params):
             self.copies.clear()  # of what was frozen before
             refuse_unwrapped_steps()
 
-    def join_ranks(
+    def take_over_communication(
         self, model: nn.Module, parallelism: Parallelism, runtime: Runtime, in_fp32: Sequence[nn.Module]
     ) -> None:
+        """As the base class. FSDP's shards need another layout, which is chosen before: here it is too late."""
         if is_distributed() and parallelism.fsdp:
             raise ValueError(
                 f"precision={str(self.policy)!r} must know before the first forward that FSDP shards this "
                 f"{type(model).__name__}: call attach_optimizer earlier"
             )
-        super().join_ranks(model, parallelism, runtime, in_fp32)
+        super().take_over_communication(model, parallelism, runtime, in_fp32)
 
     @on_stored_values
     def keep_scaled_gradients(
         self, weights: Mapping[int, Tensor], uses: dict[int, list[Tensor]], inverse: Tensor | None
     ) -> None:
+        """Keep gradients of split ``weights`` there, and remove them from ``uses``; autograd accumulates others."""
         # DDP's hook reduces its buckets, and copies a gradient into its bucket when autograd reports that it is ready.
         beside_grad = bool(self._joined)
         looks_for_unused = any([buckets.looks_for_unused for buckets in self._joined.values()])
@@ -86,6 +89,7 @@ class SplitLayout(WeightLayout):
 
     @on_stored_values
     def gradients_and_factors(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
+        """As the base class; what DDP's buckets left in ``.grad`` is taken over first, still scaled."""
         parameters = list(parameters)
         for buckets in self._joined.values():
             buckets.hand_out(parameters)
@@ -95,7 +99,7 @@ class SplitLayout(WeightLayout):
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor | None:
         return clip_grad_norm_(parameters, max_norm)
 
-    def wrap(self, optimizer: Optimizer) -> Optimizer:
+    def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
         return optimizer if isinstance(optimizer, MasterWeightOptimizer) else MasterWeightOptimizer(optimizer)
 
     def refresh_working_copies(self, optimizer: Optimizer) -> None:

@@ -105,6 +105,7 @@ class _SavedInputs:
         self._outer: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def remember(self, source: Tensor, upcast: Tensor) -> Tensor:
+        """Note that ``upcast`` was cast from ``source``, which :meth:`pack` then saves; returns ``upcast``."""
         if upcast is source or not is_dense(source):
             return upcast
         # The upcast is held as well: while it lives, no other storage can be at its place. The address of its data

@@ -64,8 +64,8 @@ class ContractWatch(ExitStack, StepObserver):
 
     def _ran(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note the dtypes that ``module`` computed in: a hook after its forward."""
-        # FP32 scores of a router make what experts give FP32: what was multiplied lies in the slots of their weights.
-        # An attached model puts a 16-bit copy into the module's own attributes for the time of a forward.
+        # The output has the dtype that was computed in, but for stacked experts (weights of 3 dimensions), whose output
+        # a router's scores make FP32: their weights tell it. While a forward runs, an attached module holds the copies.
         held = [vars(module).get(name, weight) for name, weight in module._parameters.items()]
         stacked = [
             one for one in held if isinstance(one, Tensor) and one.ndim > 2 and one.dtype in LOWER_PRECISION_DTYPES
