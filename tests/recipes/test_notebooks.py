@@ -33,10 +33,9 @@ def cells(path: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_outputs_are_stripped_and_the_badge_leads_here(path: Path) -> None:
+def test_outputs_are_stripped(path: Path) -> None:
     code = [cell for cell in cells(path) if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
-    assert f"/hf_mp/blob/main/notebooks/{path.name})" in "".join(cells(path)[0]["source"])
 
 
 @pytest.mark.exhaustive
