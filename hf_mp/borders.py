@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 
 from hf_mp._warnings import warn_caller
@@ -200,10 +200,9 @@ def _are_plain(*gradients: Tensor) -> bool:
     """Whether multi-tensor calls, and sums in place, take all ``gradients``."""
     # is_grads_batched=True gives batched tensors; a product with the factor, of shape (1,), has a dimension.
     is_batched = torch._C._functorch.is_legacy_batchedtensor
-    # A class is asked for before a function is called (is_ordinary, inlined): every gradient comes here.
     return all(
         [
-            (type(one) is Tensor or is_fake(one)) and one.layout is torch.strided and one.dim() and not is_batched(one)
+            type(one) in (Tensor, FakeTensor) and one.layout is torch.strided and one.dim() and not is_batched(one)
             for one in gradients
         ]
     )

@@ -92,7 +92,9 @@ def memory(
     ] = False,
     optimizer: Annotated[
         str | None,
-        typer.Option(help="As in TrainingArguments(optim=...). Default: adamw_torch_fused; for tp: adamw_torch."),
+        typer.Option(
+            help="As TrainingArguments' optim. Default: adamw_torch_fused (tp: adamw_torch), or the preset's own."
+        ),
     ] = None,
     precision: Annotated[
         list[str] | None,

@@ -40,7 +40,7 @@ def test_flags_are_shown_without_a_type(command):
 def test_the_help_of_memory_names_its_defaults():
     shown = " ".join(run("memory", "--help").output.replace("│", " ").split())
     assert f"Default: {', '.join(SHOWN_PRESETS)}." in shown
-    assert f"Default: {TrainingSettings.optimizer}; for tp: adamw_torch." in shown
+    assert f"Default: {TrainingSettings.optimizer} (tp: adamw_torch), or the preset's own." in shown
 
 
 @pytest.fixture

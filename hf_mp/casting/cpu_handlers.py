@@ -56,8 +56,7 @@ def native_attention(mode: Mode, name: str, func: Callable[..., Any], args: Any,
     args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
     few = attention.OWN_SCORES
     # With dropout there is no flash kernel, and few scores are torch's: asked first, because reading a call costs more.
-    dropout = args[4] if len(args) > 4 else 0
-    if dropout and type(args[0]) is type(args[1]) is Tensor and score_count(*args[:2]) < few:
+    if len(args) > 4 and args[4] and type(args[0]) is type(args[1]) is Tensor and score_count(*args[:2]) < few:
         return func(*args, **kwargs)
     if (found := read_attention(args, kwargs)) is not None and score_count(found.query, found.key) >= few:
         return attend(found)

@@ -213,8 +213,9 @@ def heal_overflows(model: nn.Module | MixedPrecision) -> Healer:
     When a step is about to be skipped, its micro-batches run once in BF16, which has FP32's range. If values of the
     forward exceed 65504, the smallest remedy that keeps them in range becomes a rule of autocast
     (:data:`hf_mp.diagnostics.remedies.REMEDIES`). If the forward is in range, the loss scale is lowered until no
-    gradient overflows. Then the step runs again, and its update is taken. Clean steps do no extra work. The rules are
-    in ``state_dict()``, the stats and the log, and are the same on all ranks.
+    gradient overflows. Then the step runs again, and its update is taken. Clean steps do no extra work, but
+    for a scan of the gradients where there is no loss scale. The rules are in ``state_dict()``, the stats and the log,
+    and are the same on all ranks.
 
     A step is still skipped if the scaler cannot go that low (a constant scale, ``min_scale``), and if the loop changes
     gradients before it steps or computes its loss outside the model. To clip, use ``max_grad_norm`` of :func:`prepare`.

@@ -13,7 +13,7 @@ Files of this folder first, then the others of ``hf_mp`` that do the stage's wor
    How the model is spread: ``ranks/parallelism.py``; which weights products use: ``weights/product_uses.py``;
    copies: ``working_copies.py``; the weights of one forward: ``forward_weights.py``; borders: ``borders.py``;
    region: ``weights/region.py``.
-   Casts of each call: ``casting/handlers.py``, on a CPU ``casting/cpu/``, called by ``casting/dispatched.py`` or
+   Casts of each call: ``casting/handlers.py``, on a CPU ``cpu_handlers.py``, called by ``casting/dispatched.py`` or
    ``casting/mode.py``; what is put in the place of parts of the model: ``models/``; losses:
    ``loss_handlers.py``; caches of keys and values: ``kv_cache.py``.
 3. Out: each output passes an output border, to FP32: ``borders.py``.

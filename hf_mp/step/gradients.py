@@ -286,7 +286,7 @@ class GradientCheck:
         if isinstance(verdict, StepReport):
             return verdict
         overflow, largest = verdict.read()
-        if is_repaired := largest is not None and not overflow and not math.isfinite(largest):
+        if is_repaired := largest is not None and not overflow and not math.isfinite(largest) and self.is_scaled:
             self.warn_once(
                 "gradients were inf or NaN when the backward ended, and are finite at optimizer.step(): the step is "
                 "taken with what is there now, and the loss scale does not learn of the overflow"

@@ -88,8 +88,8 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
     ) -> None:
         if unknown := options.keys() - _OPTIONS:
             raise TypeError(
-                f"{min(unknown)} is no option of MixedPrecisionCallback, which has {', '.join(sorted(_OPTIONS))}; all "
-                "others need MixedPrecisionTrainer"
+                f"{min(unknown)} is no option of MixedPrecisionCallback, which has {', '.join(sorted(_OPTIONS))}; "
+                "MixedPrecisionTrainer has more"
             )
         self._given = {"precision": precision, "tables": tables, "rules": rules, **options}
         self.keep_attached = keep_attached

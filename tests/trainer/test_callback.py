@@ -273,7 +273,7 @@ def test_no_precision_is_refused_with_those_that_there_are(kind: Any) -> None:
 
 def test_options_that_it_has_not() -> None:
     with pytest.raises(
-        TypeError, match=r"handle_preemption is no option .*has check_gradients.*others need MixedPrecisionTrainer"
+        TypeError, match=r"handle_preemption is no option .*has check_gradients.*MixedPrecisionTrainer has more"
     ):
         MixedPrecisionCallback("fp16", handle_preemption=False)
 
