@@ -373,46 +373,34 @@ class TokenCount(TrainerCallback):
         self.tokens = int(state.num_input_tokens_seen - self._before)
 
 
-class Progress(TrainerCallback):
-    """Progress bars with names, and each log of the Trainer as one short line."""
-
-    _training: tqdm[Any]
-    _evaluation: tqdm[Any] | None = None
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._training = progress_bar("training", state.max_steps, args, state)
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._training.update(state.global_step - self._training.n)  # a resumed run begins at its checkpoint
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._training.close()
-
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self._evaluation is None:
-            self._evaluation = progress_bar("evaluating", len(kwargs["eval_dataloader"]), args, state)
-        self._evaluation.update()
-
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._evaluation is not None:
-            self._evaluation.close()
-        self._evaluation = None
+class LogLine(TrainerCallback):
+    """Each log of the Trainer as one short line."""
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         line = log_line(state.global_step, kwargs["logs"])
         if line and state.is_world_process_zero:
-            tqdm.write(line)  # above the bar
+            tqdm.write(line)  # above a bar
 
 
-def progress_bar(name: str, total: int, args: TrainingArguments, state: TrainerState) -> tqdm[Any]:
-    is_hidden = args.disable_tqdm or not state.is_world_process_zero
-    return tqdm(total=total, desc=name, leave=False, dynamic_ncols=True, disable=is_hidden)
+class NamedBars(ProgressCallback):
+    """Transformers' progress bars, with names; they leave when they are full."""
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        super().on_train_begin(*args, **kwargs)
+        self._name(self.training_bar, "training")
+
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        super().on_prediction_step(*args, **kwargs)
+        self._name(self.prediction_bar, "evaluating")
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        pass  # LogLine's
+
+    @staticmethod
+    def _name(bar: tqdm[Any] | None, name: str) -> None:
+        if bar is not None and not bar.desc:  # none on other processes
+            bar.leave = False
+            bar.set_description(name)
 
 
 def block_losses(logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
@@ -447,7 +435,9 @@ def make_trainer(
         compute_metrics=None if args.batch_eval_metrics else mean_block_loss,
     )
     trainer.remove_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
-    trainer.add_callback(Progress)
+    trainer.add_callback(LogLine)
+    if not args.disable_tqdm:
+        trainer.add_callback(NamedBars)
     return trainer
 
 

@@ -60,6 +60,7 @@ class StepRuntime:
     ) -> None:
         self.policy, self.scaler, self.rules, self._tables = policy, scaler, rules, tables
         self.weights, self.ranks = WeightSource(layout or make_layout(policy), self), Ranks(self._settings)
+        self.keep_scaled = self.weights.keep_scaled  # which the borders ask
         self.check = GradientCheck(self.backward_ended, self.weights, self.ranks, self._parameters_to_check)
         self._max_grad_norm, self.grad_norm = max_grad_norm, None if max_grad_norm is None else torch.zeros(())
         self.check.measures_norm = max_grad_norm is not None
@@ -169,9 +170,6 @@ class StepRuntime:
             self.check.gradient_entered(getattr(node, "value", None))  # none where a second derivative begins
         for observer in self.observers:
             observer.gradient_entered(node, gradient)
-
-    def keep_scaled(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
-        self.weights.keep_scaled(node, uses, inverse)
 
     def backward_ended(self, largest: Tensor | None) -> None:
         """Tell the observers; ``largest`` as for :meth:`StepObserver.backward_ended`."""
