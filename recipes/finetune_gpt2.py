@@ -383,24 +383,28 @@ class LogLine(TrainerCallback):
 
 
 class NamedBars(ProgressCallback):
-    """Transformers' progress bars, with names; they leave when they are full."""
+    """Transformers' progress bars with names; they leave when they are full."""
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        super().on_train_begin(*args, **kwargs)
-        self._name(self.training_bar, "training")
+    # Made here: a bar is drawn as soon as it is made.
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.training_bar, self.current_step = self._bar("training", state.max_steps, state), 0
 
-    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
-        super().on_prediction_step(*args, **kwargs)
-        self._name(self.prediction_bar, "evaluating")
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        if self.prediction_bar is None:
+            self.prediction_bar = self._bar("evaluating", len(eval_dataloader), state)
+        super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
 
     def on_log(self, *args: Any, **kwargs: Any) -> None:
         pass  # LogLine's
 
     @staticmethod
-    def _name(bar: tqdm[Any] | None, name: str) -> None:
-        if bar is not None and not bar.desc:  # none on other processes
-            bar.leave = False
-            bar.set_description(name)
+    def _bar(name: str, total: int, state: TrainerState) -> tqdm[Any]:
+        return tqdm(total=total, desc=name, leave=False, dynamic_ncols=True, disable=not state.is_world_process_zero)
 
 
 def block_losses(logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
