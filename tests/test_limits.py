@@ -132,7 +132,7 @@ def test_an_output_has_no_gradient_of_another_output() -> None:
 
 @pytest.mark.usefixtures("nothing_is_small")
 def test_a_later_forward_takes_no_first_gradient_of_a_weight_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_mp.weights.region.compiled_frames", lambda: 0)  # else a mode sees all calls
+    monkeypatch.setattr("hf_mp.weights.attached_autocast.compiled_frames", lambda: 0)  # else a mode sees all calls
 
     class Penalized(nn.Linear):
         def forward(self, x: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Which autocasts are active in a thread.
+"""The autocasts of a thread, and its innermost forward of an attached model.
 
 Functions that torch.compile traces, with side effects that it knows.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 
-from hf_mp.casting.calls import Mode
+from hf_mp.casting.calls import Forward, Mode
 
 BOTH_ACTIVE = (
     "torch.autocast was entered inside hf_mp.autocast, and the two would cast each other's results: use hf_mp.autocast "
@@ -16,10 +16,9 @@ BOTH_ACTIVE = (
 
 
 class _ThreadState(threading.local):
-    """The autocast modes that are active in one thread, innermost last."""
-
     def __init__(self) -> None:
-        self.active: list[Mode] = []
+        self.active: list[Mode] = []  # the active autocasts, innermost last
+        self.forward: Forward | None = None  # innermost; it holds the one around it
 
 
 # Besides torch's own stack of modes, which does not hold an autocast while it makes a call, nor one that is disabled.

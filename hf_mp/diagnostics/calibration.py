@@ -84,7 +84,7 @@ def _look(
     runtime.add_rules(rules or {})
     recorder = RangeRecorder(FP16_MAX / 2**CLOSE_DOUBLINGS, backward=backward)
     for batch in batches:
-        with recorder.recording(runtime.region.autocast, model), torch.set_grad_enabled(backward):
+        with recorder.recording(runtime.autocast, model), torch.set_grad_enabled(backward):
             outputs = call(model, batch)
         # Without labels there is none, and the forward alone is told of.
         if (loss := loss_of(outputs)) is not None:

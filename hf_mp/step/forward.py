@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_mp.borders import output_border
-from hf_mp.casting.active import state as autocasts
+from hf_mp.casting.active import state
 from hf_mp.casting.deferred_output import DeferredOutput, can_be_deferred, may_stay_unread
+from hf_mp.casting.dispatched import current_graph_task, dispatched
 from hf_mp.casting.uncompiled import outside_of_graphs
 from hf_mp.kernels.nested import apply_to_tensors
 from hf_mp.models.base import ReplacedForward
@@ -20,6 +24,7 @@ from hf_mp.models.positions import counting_positions
 from hf_mp.step.profiling import profiled
 from hf_mp.step.runtime import StepRuntime
 from hf_mp.weights.attached_autocast import AttachedAutocast
+from hf_mp.weights.forward_weights import ForwardWeights
 from hf_mp.weights.outside_reads import as_stored
 
 
@@ -36,72 +41,122 @@ class AttachedForward(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Nested in another attached forward, this one belongs to its graph: the borders are the outer one's.
-        is_nested = any([isinstance(mode, AttachedAutocast) for mode in autocasts.active])
-        return self.inner_forward(*args, **kwargs) if is_nested else self._run(args, kwargs)
+        return self._run(args, kwargs) if state.forward is None else self.inner_forward(*args, **kwargs)
 
-    # torch.compile leaves this frame alone and compiles the model's own forward, in the region, as one graph.
+    # torch.compile leaves this frame alone and compiles the model's own forward, in autocast, as one graph.
     @outside_of_graphs("hf_mp's borders are outside of the graph of an attached model: leave fullgraph=True out")
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The model was detached or is gone, and a library that has wrapped this forward still calls it.
         if (model := self.runtime.model) is None:
             return self.original(*args, **kwargs)
         with profiled("forward"):
-            with _AttachedCall(self, model, args, kwargs) as call:
-                outputs = call.forward(*call.args, **call.kwargs)
-            return call.bring_out(outputs)
+            context, args, kwargs = self._begin(model, args, kwargs)
+            with context:
+                forward = context.autocast.under_rules(self.module(), self.inner_forward)
+                outputs = forward(*args, **kwargs)
+            return self._finish(context, outputs)
+
+    @torch.compiler.disable
+    def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[ForwardContext, Any, Any]:
+        """The context of a forward, and its arguments: an external tensor among them through a border."""
+        with as_stored():
+            weights = self.runtime.begin_forward(model, self)
+        context = ForwardContext(self.runtime, weights)
+        if weights is not None and weights.has_grad:
+            hooks = [one.forward_began(self, args, kwargs) for one in self.runtime.observers]
+            context.output_hooks = [hook for hook in hooks if hook]
+        if weights is not None and weights.has_borders:
+            args, kwargs = apply_to_tensors(weights.bring_in_argument, (args, kwargs))
+        return context, args, kwargs
+
+    @torch.compiler.disable
+    def _finish(self, context: ForwardContext, outputs: Any) -> Any:
+        """The outputs in FP32, each through its border. Not called if the forward raised."""
+        weights, may_defer = context.weights, may_stay_unread(outputs)
+        crossings = self.runtime if weights is not None and weights.has_grad else None
+        crossed: list[Tensor] = []
+
+        def cross(output: Tensor) -> Tensor:
+            wrap = DeferredOutput if may_defer and can_be_deferred(output) else None
+            crossed.append(output_border(output, crossings, wrap))
+            return crossed[-1]
+
+        outputs = apply_to_tensors(cross, outputs, objects=True)
+        if weights is not None:
+            weights.finish(crossed)
+        for hook in context.output_hooks:
+            hook(outputs)
+        return outputs
 
     def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> AttachedForward:
         return AttachedForward(self.runtime.copy_for(memo), module)
 
 
-class _AttachedCall:
-    """One call of an attached forward: what comes in, what goes out, and the region between."""
+class ForwardContext:
+    """One forward of an attached model, or the recomputation of a part of it: a context for one thread.
 
-    # Not @uncompiled: Python 3.13 enters an __init__ without asking Dynamo, which then compiles what that calls.
-    @torch.compiler.disable
-    def __init__(self, forward: AttachedForward, model: nn.Module, args: Any, kwargs: Any) -> None:
-        self._runtime = runtime = forward.runtime
-        with as_stored():
-            self._weights = weights = runtime.begin_forward(model, forward)
-        has_grad = weights is not None and weights.has_grad
-        observers = runtime.observers if has_grad else []
-        self._output_hooks = [hook for one in observers if (hook := one.forward_began(forward, args, kwargs))]
-        self._crossings = runtime if has_grad else None
-        if weights is not None and weights.has_borders:
-            args, kwargs = apply_to_tensors(weights.bring_in_argument, (args, kwargs))
-        self.args, self.kwargs, self._attached = args, kwargs, forward
-        self._inside = runtime.region.running(weights)
+    While it is entered, the weights are in their slots, autocast casts the calls, and ``state.forward``
+    (:mod:`hf_mp.casting.active`) is this object, from which autocast, kernels, caches and borders read its attributes:
+    those of :class:`hf_mp.casting.calls.Forward`.
 
+    Args:
+        runtime: of the model.
+        weights: of the forward; None leaves the slots alone.
+        recomputes: the forward of which a part is recomputed; default None.
+    """
+
+    def __init__(
+        self, runtime: StepRuntime, weights: ForwardWeights | None, recomputes: ForwardContext | None = None
+    ) -> None:
+        self._runtime, self.weights, self.is_recomputing = runtime, weights, recomputes is not None
+        # A model that was attached anew, or that got other rules, has another autocast since.
+        self.autocast: AttachedAutocast = runtime.autocast if recomputes is None else recomputes.autocast
+        autocast = self.autocast
+        self.graph_task = current_graph_task()
+        self.began_without_grad = autocast.observer is None and not torch.is_grad_enabled()
+        self.lowers_caches = self.began_without_grad and autocast.lowers_attention()
+        # FSDP and tensor parallelism, which keep no copies, fill slots while the forward runs.
+        keeps_copies = weights is not None and runtime.weights.layout.keeps_copies
+        self.is_dispatched = keeps_copies and autocast.may_be_dispatched()
+        self.output_hooks: list[Callable[[Any], None]] = []  # of observers
+
+    # Its frames are Python's: the compiler has nothing to compile in what they call.
     @torch.compiler.disable
-    def __enter__(self) -> _AttachedCall:
-        self._inside.__enter__()
-        self.forward = self._runtime.region.autocast.under_rules(self._attached.module(), self._attached.inner_forward)
+    def __enter__(self) -> ForwardContext:
+        self._running = self._run()
+        self._running.__enter__()
         return self
 
     @torch.compiler.disable
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        self._inside.__exit__(kind, error, traceback)
-        if self._weights is not None:
-            self._runtime.weights.note_nodes(self._weights)
+    def __exit__(self, *raised: Any) -> None:
+        self._running.__exit__(*raised)
+        if self.weights is not None and not self.is_recomputing:
+            self._runtime.weights.note_nodes(self.weights)
 
-    @torch.compiler.disable
-    def bring_out(self, outputs: Any) -> Any:
-        """The outputs, each through its border."""
-        may_defer = may_stay_unread(outputs)
-        crossed: list[Tensor] = []
+    @contextmanager
+    def _run(self) -> Iterator[None]:
+        source, ident = self._runtime.weights, threading.get_ident()
+        outer, state.forward = state.forward, self
+        source.threads.append(ident)
+        # Filled already if a backward inside of this forward recomputes a part of it, in any thread.
+        slots = nullcontext() if self.weights is None or self.weights.are_filled else self.weights
+        kernels = dispatched(self) if self.is_dispatched else nullcontext()
+        try:
+            with slots:
+                with source.layout.saving_for_backward(), kernels, self.autocast:
+                    yield
+                if self.is_dispatched:
+                    self.autocast.discard_compiled_frames()
+        finally:
+            source.threads.remove(ident)
+            state.forward = outer
 
-        def cross(output: Tensor) -> Tensor:
-            wrap = DeferredOutput if may_defer and can_be_deferred(output) else None
-            crossed.append(output_border(output, self._crossings, wrap))
-            return crossed[-1]
-
-        outputs = apply_to_tensors(cross, outputs, objects=True)
-        if self._weights is not None:
-            # Here and not in __exit__(): a forward that raised has not shown all of its calls.
-            self._weights.finish(crossed)
-        for hook in self._output_hooks:
-            hook(outputs)
-        return outputs
+    @contextmanager
+    def for_recompute(self, args: tuple[Any, ...]) -> Iterator[None]:
+        """A context to recompute a part of this forward in, whose arguments are ``args``; in any thread."""
+        numbered_anew = nullcontext() if self.weights is None else self.weights.recomputing(args)
+        with ForwardContext(self._runtime, self.weights, recomputes=self), numbered_anew:
+            yield
 
 
 def entry_points(model: nn.Module) -> list[nn.Module]:

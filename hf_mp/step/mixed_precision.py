@@ -130,8 +130,9 @@ class MixedPrecision(StepRuntime):
 
     def add_rules(self, rules: Mapping[str, str]) -> None:
         """Add rules by module, which are saved as ``remedies``; raises ValueError for a name that matches no module."""
-        # The region refuses names that match no module; then nothing else has changed.
-        self.region.add_rules(rules if self.model else {}, self.model)
+        # Raises for names that match no module; then nothing else has changed.
+        self.autocast.add_rules(rules if self.model else {}, self.model)
+        self.weights.learn_anew(self.autocast.lowers, self.autocast.ruled())
         self.rules, self.remedies = {**self.rules, **rules}, {**self.remedies, **rules}
         self.stats = replace(self.stats, remedies=tuple(f"{name}: {rule}" for name, rule in self.remedies.items()))
 

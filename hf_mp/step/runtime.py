@@ -13,6 +13,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from hf_mp.borders import accumulating
+from hf_mp.casting.active import state
 from hf_mp.casting.kv_cache import cache_patches
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
@@ -34,7 +35,7 @@ from hf_mp.scaling.rules import PrecisionStats, StepReport
 from hf_mp.step.gradients import GradientCheck, Verdict, names_of_overflowing
 from hf_mp.step.observers import StepController, StepObserver
 from hf_mp.weights.attachable import rules_for
-from hf_mp.weights.region import Region
+from hf_mp.weights.attached_autocast import AttachedAutocast
 from hf_mp.weights.source import ForwardWeights, WeightLayout, WeightSource, make_layout
 
 
@@ -43,7 +44,7 @@ class StepRuntime:
 
     Attributes:
         weights: the one owner of the model's weights.
-        region: what forwards run in.
+        autocast: casts the calls of forwards.
         check: measures the gradients and judges them.
         observers: look at each step; ``controller``, one of them, may decide about it.
     """
@@ -72,7 +73,7 @@ class StepRuntime:
         self.guards: list[Any] = []  # the StepGuard of each attached optimizer
         self._model: weakref.ref[nn.Module] | None = None
         self._patches: weakref.finalize[..., nn.Module] | None = None  # takes the patches off with the model
-        self.region = self._make_region(None)
+        self.autocast = self._make_autocast(None)
         self._step_was_skipped = False
         self._stats = PrecisionStats.before_first_step(scaler.get_scale())
 
@@ -100,12 +101,16 @@ class StepRuntime:
     def _take_model(self, model: nn.Module) -> None:
         # The model holds the runtime by its forward: held strongly here, the pair would wait for the garbage collector.
         self._model = weakref.ref(model)
-        self.region, self.check.is_scaled = self._make_region(model), self.scaler.is_scaling
+        self.autocast, self.check.is_scaled = self._make_autocast(model), self.scaler.is_scaling
         self._patches = weakref.finalize(model, acquire(PATCHES, VALUE_PATCHES, *cache_patches()))
 
-    def _make_region(self, model: nn.Module | None) -> Region:
+    def _make_autocast(self, model: nn.Module | None) -> AttachedAutocast:
         rules = rules_for(model, self.policy, self.rules)
-        return Region(self.weights, model, rules=rules, tables=self._tables)
+        autocast = AttachedAutocast(self.policy.compute, model=model, rules=rules, tables=self._tables)
+        if self.policy.exact_generation:
+            autocast.sum_in_fp64()
+        self.weights.learn_anew(autocast.lowers, autocast.ruled())
+        return autocast
 
     # Forward
 
@@ -125,7 +130,7 @@ class StepRuntime:
         if torch._C._are_functorch_transforms_active():
             return None
         if torch.is_grad_enabled():
-            self.region.refuse_other_threads()  # here: autograd's own threads recompute what was checkpointed
+            self.weights.refuse_other_threads()  # here: autograd's own threads recompute what was checkpointed
             self.check.backwards.forget_failed()
         # DDP takes a parameter for ready as soon as the border that it shares has run.
         shares_borders = not self.uses_up_gradients and parallelism.ddp is None
@@ -135,7 +140,7 @@ class StepRuntime:
         """Follow how ``parameters``, of the model or of its optimizer, are spread over processes now."""
         if is_distributed() or parallelism.is_tensor_parallel:  # a mesh may be of one process
             self.ranks.compare(mesh_groups(parameters))
-            self.weights.spread(self.model, parameters, parallelism, self.region.autocast.fp32_modules)
+            self.weights.spread(self.model, parameters, parallelism, self.autocast.fp32_modules)
 
     def _settings(self) -> str:
         """What must match on all ranks that train one model."""
@@ -153,7 +158,9 @@ class StepRuntime:
     def inverse_scale_on(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
         if not self.check.is_scaled:
             return None
-        if self.check.backwards.open and not self.region.autocast.thread.is_recomputing:
+        forward = state.forward
+        is_recomputing = forward is not None and forward.autocast is self.autocast and forward.is_recomputing
+        if self.check.backwards.open and not is_recomputing:
             return self.scaler.scale_and_inverse(device).inverse
         if accumulating(node, places):
             self.check.warn_once(

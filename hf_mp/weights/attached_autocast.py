@@ -1,12 +1,10 @@
-"""``AttachedAutocast``: autocast of an attached model, which asks the weights of the forward that runs."""
+"""``AttachedAutocast``: autocast of an attached model, which uses the weights of the forward that runs."""
 
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,11 +14,11 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_mp.casting.active import active_autocast, state
-from hf_mp.casting.calls import Plan, PlannedCall
+from hf_mp.casting.calls import Forward, Plan, PlannedCall
 from hf_mp.casting.cpu_handlers import training_plan
-from hf_mp.casting.dispatched import register, undispatched
+from hf_mp.casting.dispatched import can_dispatch, compiled_frames, register, undispatched
 from hf_mp.casting.handlers import AS_GIVEN, widened
-from hf_mp.casting.kv_cache import CACHE_WRITES
+from hf_mp.casting.kv_cache import CACHE_WRITES, lowers_attention
 from hf_mp.casting.loss_handlers import planned_losses
 from hf_mp.casting.mode import ALWAYS_HELD, autocast
 from hf_mp.casting.tables import CastRule
@@ -30,38 +28,33 @@ from hf_mp.kernels.transforms import is_compiling_or_transforming
 from hf_mp.weights.forward_weights import UNASKED, ForwardWeights
 from hf_mp.weights.working_copies import WatchedParameter
 
-# Runs what a checkpoint computes again, with these weights.
-Rerun = Callable[[ForwardWeights | None], AbstractContextManager[None]]
-
-
-class RunningForward(threading.local):
-    """What is known of the forward that runs in one thread."""
-
-    def __init__(self) -> None:
-        self.weights: ForwardWeights | None = None  # None also in a transform of functorch
-        self.is_reading = False  # whether it began without gradients, and nobody observes its calls
-        self.is_dispatched = False  # whether kernels make its calls
-        self.lowers_caches = False  # whether it gives Transformers' caches 16 bits
-        self.is_recomputing = False  # whether a backward runs a piece of it, whose own gradients are not scaled
-
 
 class AttachedAutocast(autocast):
     """Autocast in the forwards of an attached model: lets no gradient out but through a border.
 
     Args:
-        rerun: gives the context in which a checkpoint computes a piece of a forward again.
-        dtype, settings: as for :class:`autocast`.
+        dtype, model, settings: as for :class:`autocast`; ``model`` is None before one is attached.
     """
 
     puts_on_patches = False  # the attached model keeps them on
     plain_types = autocast.plain_types | {WatchedParameter}
     native_plan: Any = None
 
-    def __init__(self, rerun: Rerun, dtype: torch.dtype, **settings: Any) -> None:
-        super().__init__(dtype, **settings)
-        self._rerun = weakref.WeakMethod(rerun)  # of an object that holds this one
+    def __init__(self, dtype: torch.dtype, *, model: nn.Module | None, **settings: Any) -> None:
+        super().__init__(dtype, model=model, **settings)
+        self._model = (lambda: None) if model is None else weakref.ref(model)
         self._plan = {**training_plan(self._plan), **_CALLS_OF_WEIGHTS, **CACHE_WRITES, **planned_losses(self._plan)}
-        self.thread = RunningForward()
+        self._saw_compile = False
+
+    @property
+    def forward(self) -> Forward | None:
+        """The innermost forward of this thread, if this autocast casts its calls."""
+        return forward if (forward := state.forward) is not None and forward.autocast is self else None
+
+    @property
+    def weights(self) -> ForwardWeights | None:
+        """The weights of :attr:`forward`."""
+        return None if (forward := self.forward) is None else forward.weights
 
     def lowers(self, op: Callable[..., Any] | None) -> bool:
         """Whether ``op`` runs in 16 bits."""
@@ -81,33 +74,61 @@ class AttachedAutocast(autocast):
         """Whether rules leave attention as the tables have it."""
         return not self.has_op_rules and not any([rule.functions for _, rule in self._ruled_modules])
 
-    def make_kernels(self) -> None:
-        """Have a kernel for each op of the tables."""
-        self.native_plan = register(self._plan, self.dtype)
+    def lowers_attention(self) -> bool:
+        """Whether attention reads keys and values in this dtype, by any op: rules and attentions may come later."""
+        return self.keeps_attention() and lowers_attention(self._model())
+
+    # The engine that makes the calls: kernels of the dispatcher, or this mode.
+
+    def may_be_dispatched(self) -> bool:
+        """Whether kernels can make the calls that are in tables of a forward that begins now."""
+        if self.observer is not None or self.has_rules or self._has_scripts:
+            return False
+        return not self._saw_compile and compiled_frames() == 0 and self._has_kernels
+
+    def discard_compiled_frames(self) -> None:
+        """After a forward by kernels: if code was compiled in it, drop that code, and have the mode make later calls.
+
+        torch.compile does not trace kernels: the code has their casts, and other callers would run it.
+        """
+        if compiled_frames():
+            torch._dynamo.reset()
+            self._saw_compile = True
+
+    @functools.cached_property
+    def _has_scripts(self) -> bool:
+        """Whether a part of the model is TorchScript, whose own formulas for gradients know of no casts."""
+        modules = () if (model := self._model()) is None else model.modules()
+        return any(isinstance(module, torch.jit.ScriptModule) for module in modules)
+
+    @functools.cached_property
+    def _has_kernels(self) -> bool:
+        if can_dispatch():
+            self.native_plan = register(self._plan, self.dtype)
+        return can_dispatch()
 
     def sees_calls(self) -> bool:
-        return not self.thread.is_dispatched or self.must_see_all()
+        return (forward := self.forward) is None or not forward.is_dispatched or self.must_see_all()
 
     def planned(self, func: Callable[..., Any]) -> PlannedCall:
         """What to do with a call of ``func`` in the forward that runs."""
         entry = self._plan.get(func, AS_GIVEN)
         if entry.rule not in ALWAYS_HELD and state.active[-1] is not self:
             entry = self.in_island(entry)
-        if self.thread.is_reading and torch.is_grad_enabled() and func not in UNASKED:
+        forward = self.forward
+        if forward is not None and forward.began_without_grad and torch.is_grad_enabled() and func not in UNASKED:
             return entry._replace(handler=functools.partial(_with_gradients, entry.handler))
         return entry
 
     def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        # A graph may outlive the model: it holds what computes its pieces again.
-        weights, rerun = self.thread.weights, self._rerun()
-        assert rerun is not None
+        # A graph may outlive the model: it holds the forward that it recomputes a part of.
+        if (forward := self.forward) is None:
+            return super().recomputation(function)
 
         def recompute(*args: Any, **kwargs: Any) -> Any:
             if active_autocast() is self:
                 return function(*args, **kwargs)
-            in_another_thread = nullcontext() if weights is None else weights.recomputing(args)
-            with rerun(weights), in_another_thread:
-                self.thread.is_recomputing = True
+            with forward.for_recompute(args):
                 return function(*args, **kwargs)
 
         return recompute
@@ -126,10 +147,11 @@ class AttachedAutocast(autocast):
     def apply(
         self, entry: PlannedCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        thread = None if is_dynamo_compiling() else self.thread
-        if thread is not None and thread.weights is not None and thread.weights.is_watched and func not in UNASKED:
-            args, kwargs = _as_used(thread.weights, entry, func, args, kwargs)
-        if thread is None or not thread.is_dispatched or entry.rule in ALWAYS_HELD:
+        forward = None if is_dynamo_compiling() else self.forward
+        weights = None if forward is None else forward.weights
+        if weights is not None and weights.is_watched and func not in UNASKED:
+            args, kwargs = _as_used(weights, entry, func, args, kwargs)
+        if forward is None or not forward.is_dispatched or entry.rule in ALWAYS_HELD:
             return super().apply(entry, func, args, kwargs)
         if not is_compiling_or_transforming():
             return func(*args, **kwargs)  # a kernel makes the call
@@ -141,7 +163,7 @@ class AttachedAutocast(autocast):
         return _IN_ISLAND if entry.rule is CastRule.LOWER_PRECISION else AS_GIVEN
 
     def must_see_all(self) -> bool:
-        weights = self.thread.weights
+        weights = self.weights
         return weights is not None and weights.is_watched
 
 
@@ -172,7 +194,7 @@ def _with_gradients(
     handler: Callable[..., Any], mode: AttachedAutocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """A call of a forward that began without gradients, in a part that has switched them on."""
-    if (weights := mode.thread.weights) is not None:
+    if (weights := mode.weights) is not None:
         weights.must_be_watched = True  # also where kernels make the calls of the next one: products of experts
         args, kwargs = apply_to_tensors(weights.with_grad, (args, dict(kwargs)))
     return handler(mode, name, func, args, kwargs)
@@ -183,7 +205,7 @@ def _with_gradients(
 
 def _read_or_set_data(mode: AttachedAutocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``weight.data``, read from or set on the parameter outside, and set on all of its aliases."""
-    weights = mode.thread.weights
+    weights = mode.weights
     # What is read from one alias and written through it must reach the others, which autograd sees as separate tensors.
     first, *others = [args[0]] if weights is None else weights.data_of(args[0])
     for other in others:
@@ -192,13 +214,13 @@ def _read_or_set_data(mode: AttachedAutocast, name: str, func: Callable[..., Any
 
 
 def _read_dtype(mode: AttachedAutocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    weights = None if is_dynamo_compiling() else mode.thread.weights
+    weights = None if is_dynamo_compiling() else mode.weights
     return func(*args) if weights is None else weights.dtype_of(args[0])
 
 
 def _take_gradients(mode: AttachedAutocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``torch.autograd.grad``, asked for the tensors outside in the place of their aliases."""
-    if (weights := mode.thread.weights) is None:
+    if (weights := mode.weights) is None:
         return func(*args, **kwargs)
     weights.must_be_watched = True  # so that later forwards are asked as well
     # Products may use another alias of a weight, and some of a CPU write the gradient of the weight itself.

@@ -70,6 +70,16 @@ class WeightSource:
         self.uses = ProductUses(lambda op: False)
         self._borders: Callable[[], LastingBorders | None] = lambda: None  # a weak reference
         self._made = _Made()
+        self.threads: list[int] = []  # identifiers, one for each forward that runs
+
+    def refuse_other_threads(self) -> None:
+        """Raise a RuntimeError if another thread runs a forward of the model: its weights are in the modules."""
+        if set(self.threads) - {threading.get_ident()}:
+            raise RuntimeError(
+                "a forward with gradients began while another thread ran one of the same attached model, and a module "
+                "can hold the 16-bit weights of only one: run them one after the other, or give the other thread a "
+                "copy.deepcopy of the model"
+            )
 
     def learn_anew(self, lowers: Callable[[Callable[..., Any] | None], bool], ruled: Iterable[nn.Module]) -> None:
         """Forget what products use: autocast ``lowers`` other ops, or rules hold for other modules (``ruled``)."""

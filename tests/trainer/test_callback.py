@@ -222,7 +222,7 @@ def test_settings_of_the_scaler_the_tables_and_the_rules(tmp_path: Path, contend
     assert not lower_precision_products(trainer, "evaluate")
     trainer.train()
     assert logged(trainer, "loss_scale") == [64.0, 128.0, 128.0, 256.0]
-    assert ours.mixed_precision.region.autocast.tables == "cpu"
+    assert ours.mixed_precision.autocast.tables == "cpu"
 
 
 def test_what_the_arguments_of_the_trainer_say_is_used(tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ import hf_mp
 from hf_mp.casting import dispatched
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.attached_autocast import AttachedAutocast
-from hf_mp.weights.region import Region
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
 IDS = torch.arange(24).reshape(2, 12)
@@ -97,12 +96,10 @@ def train(make: Callable[[], nn.Module], inputs: dict[str, Tensor], precision: s
 def test_training_and_reading_are_those_of_the_mode(kind: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[Any] = []
     enter = dispatched.dispatched
-    monkeypatch.setattr(
-        "hf_mp.weights.region.dispatched", lambda region, **how: entered.append(region) or enter(region, **how)
-    )
+    monkeypatch.setattr("hf_mp.step.forward.dispatched", lambda forward: entered.append(forward) or enter(forward))
     found = train(*MODELS[kind], precision)
     assert len(entered) == 5
-    monkeypatch.setattr(Region, "_may_be_dispatched", lambda self: False)
+    monkeypatch.setattr(AttachedAutocast, "may_be_dispatched", lambda self: False)
     assert same(found, train(*MODELS[kind], precision))
 
 
@@ -151,7 +148,7 @@ def test_an_op_is_computed_as_by_the_mode(op: str, monkeypatch: pytest.MonkeyPat
 
     model = attached(use)
     results = [model(X), model(X)]
-    monkeypatch.setattr(Region, "_may_be_dispatched", lambda self: False)
+    monkeypatch.setattr(AttachedAutocast, "may_be_dispatched", lambda self: False)
     assert torch.equal(results[0], results[1]) and torch.equal(results[1], model(X))
     assert len(set(seen)) == 1
 
