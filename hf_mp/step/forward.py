@@ -62,18 +62,18 @@ class AttachedForward(ReplacedForward):
         with as_stored():
             weights = self.runtime.begin_forward(model, self)
         context = ForwardContext(self.runtime, weights)
-        if weights is not None and weights.has_grad:
+        if weights is not None and weights.slots.has_grad:
             hooks = [one.forward_began(self, args, kwargs) for one in self.runtime.observers]
             context.output_hooks = [hook for hook in hooks if hook]
-        if weights is not None and weights.has_borders:
-            args, kwargs = apply_to_tensors(weights.bring_in_argument, (args, kwargs))
+        if weights is not None and weights.slots.has_borders:
+            args, kwargs = apply_to_tensors(weights.external.alias_argument, (args, kwargs))
         return context, args, kwargs
 
     @torch.compiler.disable
     def _finish(self, context: ForwardContext, outputs: Any) -> Any:
         """The outputs in FP32, each through its border. Not called if the forward raised."""
         weights, may_defer = context.weights, may_stay_unread(outputs)
-        crossings = self.runtime if weights is not None and weights.has_grad else None
+        crossings = self.runtime if weights is not None and weights.slots.has_grad else None
         crossed: list[Tensor] = []
 
         def cross(output: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class ForwardContext:
     def __exit__(self, *raised: Any) -> None:
         self._running.__exit__(*raised)
         if self.weights is not None and not self.is_recomputing:
-            self._runtime.weights.note_nodes(self.weights)
+            self.weights.external.record_nodes()
 
     @contextmanager
     def _run(self) -> Iterator[None]:
@@ -139,7 +139,7 @@ class ForwardContext:
         outer, state.forward = state.forward, self
         source.threads.append(ident)
         # Filled already if a backward inside of this forward recomputes a part of it, in any thread.
-        slots = nullcontext() if self.weights is None or self.weights.are_filled else self.weights
+        slots = nullcontext() if self.weights is None or self.weights.slots.are_filled else self.weights.slots
         kernels = dispatched(self) if self.is_dispatched else nullcontext()
         try:
             with slots:
@@ -154,7 +154,7 @@ class ForwardContext:
     @contextmanager
     def for_recompute(self, args: tuple[Any, ...]) -> Iterator[None]:
         """A context to recompute a part of this forward in, whose arguments are ``args``; in any thread."""
-        numbered_anew = nullcontext() if self.weights is None else self.weights.recomputing(args)
+        numbered_anew = nullcontext() if self.weights is None else self.weights.external.recomputing(args)
         with ForwardContext(self._runtime, self.weights, recomputes=self), numbered_anew:
             yield
 

@@ -34,9 +34,11 @@ from hf_mp.scaling.loss_scaler import LossScaler
 from hf_mp.scaling.rules import PrecisionStats, StepReport
 from hf_mp.step.gradients import GradientCheck, Verdict, names_of_overflowing
 from hf_mp.step.observers import StepController, StepObserver
+from hf_mp.weights.alias_patches import ALIAS_PATCHES
 from hf_mp.weights.attachable import rules_for
 from hf_mp.weights.attached_autocast import AttachedAutocast
-from hf_mp.weights.source import ForwardWeights, WeightLayout, WeightSource, make_layout
+from hf_mp.weights.forward_weights import ForwardWeights
+from hf_mp.weights.source import WeightLayout, WeightSource, make_layout
 
 
 class StepRuntime:
@@ -102,7 +104,7 @@ class StepRuntime:
         # The model holds the runtime by its forward: held strongly here, the pair would wait for the garbage collector.
         self._model = weakref.ref(model)
         self.autocast, self.check.is_scaled = self._make_autocast(model), self.scaler.is_scaling
-        self._patches = weakref.finalize(model, acquire(PATCHES, VALUE_PATCHES, *cache_patches()))
+        self._patches = weakref.finalize(model, acquire(PATCHES, VALUE_PATCHES, ALIAS_PATCHES, *cache_patches()))
 
     def _make_autocast(self, model: nn.Module | None) -> AttachedAutocast:
         rules = rules_for(model, self.policy, self.rules)
@@ -134,7 +136,8 @@ class StepRuntime:
             self.check.backwards.forget_failed()
         # DDP takes a parameter for ready as soon as the border that it shares has run.
         shares_borders = not self.uses_up_gradients and parallelism.ddp is None
-        return self.weights.for_forward(model, forward, self.check.is_scaled, shares_borders)
+        holds_copies = self.autocast.is_compile_used()
+        return self.weights.for_forward(model, forward, self.check.is_scaled, shares_borders, holds_copies)
 
     def spread(self, parameters: Sequence[Tensor], parallelism: Parallelism) -> None:
         """Follow how ``parameters``, of the model or of its optimizer, are spread over processes now."""
