@@ -94,7 +94,8 @@ class ForwardWeights:
     """
 
     are_filled = False  # whether the slots hold what is inside: the forward runs
-    _carriers: frozenset[int] = frozenset()  # leaves that carry gradients from one piece of the model to another
+    # Leaves that carry gradients from one part of the model to another; None for all but those that calls have met.
+    _carriers: frozenset[int] | None = frozenset()
     _slots: Sequence[Slot] = ()  # where the weights are looked up, if this forward shows what uses them
 
     def __init__(
@@ -301,10 +302,10 @@ class ForwardWeights:
             node = tensor.grad_fn
         except RuntimeError:  # torch tells no node of a view that a custom function made, without grad, and wrote
             return self._is_outside(tensor._base)  # type: ignore[arg-type]
-        if node is None:
-            return id(tensor) not in self._carriers
         if id(tensor) in self._met:
             return True
+        if node is None:
+            return self._carriers is not None and id(tensor) not in self._carriers
         is_early = node._sequence_nr() < self.first_node and not self._owner.made_earlier(node)
         return is_early and not leads_inside(node, self.first_node, self._outside)
 
@@ -327,17 +328,23 @@ class ForwardWeights:
             self._uses.is_watched[self.kind] = True
 
     @contextmanager
-    def recomputing(self, args: tuple[Any, ...]) -> Iterator[None]:
+    def recomputing(self, args: tuple[Any, ...] | None) -> Iterator[None]:
         """A context to run a piece of the forward again, in a thread that may number nodes anew.
 
-        There every tensor counts as inside, except leaves and the tensors from outside that calls met in the forward.
+        There every tensor counts as inside, except leaves other than ``args`` and the tensors from outside that calls
+        met in the forward. If ``args`` is None, a leaf counts as outside only if calls met it.
         """
-        first, self.first_node = self.first_node, -1
-        self._carriers = frozenset(id(arg) for arg in args if isinstance(arg, Tensor))
+        before = self.first_node, self._carriers
+        self.first_node = -1
+        self._carriers = None if args is None else frozenset(id(arg) for arg in args if isinstance(arg, Tensor))
         try:
             yield
         finally:
-            self.first_node, self._carriers = first, frozenset()
+            self.first_node, self._carriers = before
+
+    def is_external_leaf(self, leaf: Tensor) -> bool:
+        """Whether ``leaf`` is a weight of this forward, or a tensor from outside that its calls met."""
+        return id(leaf) in self._inside or id(leaf) in self._met
 
 
 # Models of Transformers that read the dtype of a weight to cast what its own product takes, and nothing else. Others
