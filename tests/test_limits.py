@@ -43,10 +43,11 @@ def test_each_test_that_is_named_is_there(page: str) -> None:
 # Limits of several parts together
 
 
-def test_a_part_of_a_lean_model_that_is_called_by_itself_computes_in_fp32() -> None:
+@pytest.mark.parametrize("precision", ["bf16", "bf16-lean"])
+def test_a_part_of_a_model_that_is_called_by_itself_computes_in_fp32(precision: str) -> None:
     model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     reference = copy.deepcopy(model)
-    model, _ = hf_mp.prepare(model, torch.optim.SGD(model.parameters()), "bf16-lean")
+    model, _ = hf_mp.prepare(model, torch.optim.SGD(model.parameters()), precision)
     x = torch.randn(4, 8)
     for each in (model, reference):
         each[0](x).square().sum().backward()

@@ -31,15 +31,15 @@ def _trace_as_tensor(original: Any, self: Any, value: Tensor, *args: Any) -> Any
     return original(self, value, *args)
 
 
+# Called by torch.autograd.grad and backward. A patch of these two would be another function than the one that
+# __torch_function__ of a tensor receives.
+DIFFERENTIATE_WEIGHTS = Patch(
+    ("torch.autograd:_engine_run_backward",),
+    _differentiate_weights,
+    "torch.autograd.grad finds no gradient of a weight inside of a forward",
+)
 ALIAS_PATCHES = Patches(
     (
-        # Called by torch.autograd.grad and backward. A patch of these two would be another function than the one that
-        # __torch_function__ of a tensor receives.
-        Patch(
-            ("torch.autograd:_engine_run_backward",),
-            _differentiate_weights,
-            "torch.autograd.grad finds no gradient of a weight inside of a forward",
-        ),
         Patch(
             ("torch._dynamo.variables.builder:VariableBuilder.wrap_tensor",),
             _trace_as_tensor,

@@ -49,7 +49,8 @@ class ExternalTensors:
         is_scaled: whether the loss is scaled; if not, nothing is unscaled.
     """
 
-    _recompute_inputs: frozenset[int] = frozenset()  # leaves that carry gradients between parts of the model
+    # Leaves that carry gradients between parts of the model. None: all leaves but those that the forward has used.
+    _recompute_inputs: frozenset[int] | None = frozenset()
 
     def __init__(self, slots: WeightSlots, nodes: ForwardNodes, *, is_scaled: bool) -> None:
         self._slots, self._nodes, self.is_scaled = slots, nodes, is_scaled
@@ -96,10 +97,10 @@ class ExternalTensors:
             node = tensor.grad_fn
         except RuntimeError:  # torch returns no node for a view that a custom function made without grad and wrote
             return self.is_external(tensor._base)  # type: ignore[arg-type]
-        if node is None:
-            return id(tensor) not in self._recompute_inputs
         if id(tensor) in self._external_without_grad:
             return True
+        if node is None:
+            return self._recompute_inputs is not None and id(tensor) not in self._recompute_inputs
         is_older = node._sequence_nr() < self._first_node and node not in self._nodes
         return is_older and not leads_inside(node, self._first_node, self._known_external)
 
@@ -112,16 +113,22 @@ class ExternalTensors:
         if self._slots.has_grad:
             self._nodes.record(self._first_node)
 
+    def is_external_leaf(self, leaf: Tensor) -> bool:
+        """Whether ``leaf`` is a weight of this forward, or an external tensor that it has used."""
+        return id(leaf) in self._slots.aliases or id(leaf) in self._external_without_grad
+
     @contextmanager
-    def recomputing(self, args: tuple[Any, ...]) -> Iterator[None]:
+    def recomputing(self, args: tuple[Any, ...] | None) -> Iterator[None]:
         """A context to recompute a part of the forward with arguments ``args``, in any thread.
 
         Another thread numbers nodes anew. So no tensor is external there, except leaves other than ``args`` and the
-        tensors that the forward has used without grad.
+        tensors that the forward has used without grad. If ``args`` is None, only the latter are.
         """
-        first, self._first_node = self._first_node, -1
-        self._recompute_inputs = frozenset(id(arg) for arg in args if isinstance(arg, Tensor))
+        before = self._first_node, self._recompute_inputs
+        self._first_node = -1
+        tensors = [arg for arg in args or () if isinstance(arg, Tensor)]
+        self._recompute_inputs = None if args is None else frozenset(map(id, tensors))
         try:
             yield
         finally:
-            self._first_node, self._recompute_inputs = first, frozenset()
+            self._first_node, self._recompute_inputs = before

@@ -55,7 +55,7 @@ class GatheredSlots(WeightSlots):
             # A DTensor under FSDP is of a module inside, which is gathered when its own forward begins.
             slots = self._uses.find_slots(gathered)
             slots = [slot for slot in slots if self._computes_on_shards or not is_dtensor(slot.weight)]
-            slots = [slot for slot in slots if not slot.weight.requires_grad or self.external.is_external(slot.weight)]
+            slots = [slot for slot in slots if slot.weight.is_leaf or self.external.is_external(slot.weight)]
             for slot in slots:
                 if slot.weight.dtype in LOWER_PRECISION_DTYPES and slot.weight.requires_grad:
                     slot.weight.grad_dtype = torch.float32  # what leaves through the border
