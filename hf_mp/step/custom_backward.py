@@ -67,7 +67,7 @@ class CustomBackward:
     """
 
     def __init__(self, forward: Any, mode: Mode | None, name: str, gradients: Iterable[Any]) -> None:
-        self._forward, self._mode, self.name = forward, mode, name
+        self.forward, self._mode, self.name = forward, mode, name
         self.runtime, self._check = forward.runtime, forward.runtime.check
         self.is_scaled = self._check.is_scaled and self._check.backwards.are_scaled(current_graph_task())
         self._origins = _Origins(self, gradients) if self.is_scaled else None
@@ -101,14 +101,14 @@ class CustomBackward:
 
     def begin_recomputation(self, by: object) -> None:
         """Enter the forward, since ``by`` enables gradients, unless it is entered already."""
-        autocast = self._forward.autocast
+        autocast = self.forward.autocast
         if (running := state.forward) is not None and running.autocast is autocast:
             return
         # Entered since by custom_bwd, or as it was where the function was applied: an FP32 island.
         inner = active_autocast() or self._mode
         self.has_recomputed = True
         stack = ExitStack()
-        stack.enter_context(self._forward.for_recompute(None))
+        stack.enter_context(self.forward.for_recompute(None))
         if inner is not None and inner is not autocast:
             stack.enter_context(inner)
         self._recomputations.append((by, stack))
@@ -128,7 +128,7 @@ class CustomBackward:
             self.is_scaled = was_scaled
 
     def autocast_for(self, enabled: bool) -> Mode | None:
-        autocast: Mode = self._forward.autocast
+        autocast: Mode = self.forward.autocast
         return autocast if enabled else autocast.island()
 
     # Nested backwards
@@ -143,9 +143,9 @@ class CustomBackward:
             self._tasks.append(task)
 
         tensors = [output for output in outputs if isinstance(output, Tensor)]
-        if nested.is_scaled and accumulates and self._forward.weights is not None:
+        if nested.is_scaled and accumulates and self.forward.weights is not None:
             # A weight may come in past its slot: by a closure, or as an attribute.
-            is_external = self._forward.weights.external.is_external_leaf
+            is_external = self.forward.weights.external.is_external_leaf
             add_leaf_borders(tensors, self.runtime, self._first_node, is_external)
         # Known to every thread that the nested backward runs in, from its first node on.
         with torch._C.DisableTorchFunction():
@@ -210,13 +210,15 @@ class CustomBackward:
                 "alias of the weight: call backward() in the place of torch.autograd.grad, or return the gradient as "
                 "that of the function's input"
             )
-        weights = self._forward.weights
+        weights = self.forward.weights
         if is_scaled and weights is not None and weights.external.is_external_leaf(tensor):
             self._refuse_scaled()
 
 
 class _Other:
     """The backward of any other custom function: of torch, of hf_mp, or made outside of attached forwards."""
+
+    forward = None
 
     def autocast_for(self, enabled: bool) -> None:
         return None

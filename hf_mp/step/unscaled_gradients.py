@@ -102,7 +102,7 @@ def _runtime_of_hook(args: tuple[Any, ...], made_in: Any) -> StepRuntime | None:
             "so that it is not known whether the tensor belongs to the model's graph: decorate it in forward()"
         )
     node = _current_node()
-    first = -1 if made_in.is_recomputing or made_in.weights is None else made_in.weights.first_node
+    first = -1 if made_in.is_recomputing or made_in.weights is None else made_in.weights.external.first_node
     is_scaled = made_in.runtime in runtimes and (node is None or is_in_graph(node, first))
     return made_in.runtime if is_scaled else None
 

@@ -13,8 +13,12 @@ from hf_mp.weights.slots import WeightAlias
 
 @around
 def _differentiate_weights(original: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """``grad`` and ``backward(inputs=...)`` in a forward, with weights and external tensors instead of aliases."""
-    forward, (grad_outputs, retain_graph, create_graph, inputs, *others) = state.forward, args
+    """``grad`` and ``backward(inputs=...)`` in a forward, with weights and external tensors instead of aliases.
+
+    Also in the backward of a custom function that recomputes a part of a forward.
+    """
+    grad_outputs, retain_graph, create_graph, inputs, *others = args
+    forward = state.forward or (None if state.backward is None else state.backward.forward)
     if forward is not None and forward.weights is not None:
         # Matmuls may use another alias of a weight, and some of a CPU write the gradient of the weight itself.
         original_of = forward.weights.slots.original_of

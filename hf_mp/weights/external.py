@@ -57,7 +57,7 @@ class ExternalTensors:
         self._known_external: set[Any] = set()  # nodes that lead to no node of this forward
         self._external_without_grad: dict[int, Tensor] = {}  # used without grad; a checkpoint may compute that again
         # autograd numbers nodes as they are made; torch has no public API for the order of two nodes.
-        self._first_node = torch.autograd._get_sequence_nr()
+        self.first_node = torch.autograd._get_sequence_nr()
 
     def alias_argument(self, tensor: Tensor) -> Tensor:
         """An alias of ``tensor``, an argument of the forward, if it needs a gradient and no forward made it."""
@@ -101,17 +101,17 @@ class ExternalTensors:
             return True
         if node is None:
             return self._recompute_inputs is not None and id(tensor) not in self._recompute_inputs
-        is_older = node._sequence_nr() < self._first_node and node not in self._nodes
-        return is_older and not leads_inside(node, self._first_node, self._known_external)
+        is_older = node._sequence_nr() < self.first_node and node not in self._nodes
+        return is_older and not leads_inside(node, self.first_node, self._known_external)
 
     def add_unscale_hooks(self, results: Sequence[Tensor]) -> bool:
         """Unscale at each edge of the graph of ``results`` to an external tensor. Returns whether there was one."""
-        return add_late_borders(results, self._slots.crossings, self._first_node, self._nodes.__contains__)
+        return add_late_borders(results, self._slots.crossings, self.first_node, self._nodes.__contains__)
 
     def record_nodes(self) -> None:
         """Record the nodes of this forward, which has ended."""
         if self._slots.has_grad:
-            self._nodes.record(self._first_node)
+            self._nodes.record(self.first_node)
 
     def is_external_leaf(self, leaf: Tensor) -> bool:
         """Whether ``leaf`` is a weight of this forward, or an external tensor that it has used."""
@@ -124,11 +124,11 @@ class ExternalTensors:
         Another thread numbers nodes anew. So no tensor is external there, except leaves other than ``args`` and the
         tensors that the forward has used without grad. If ``args`` is None, only the latter are.
         """
-        before = self._first_node, self._recompute_inputs
-        self._first_node = -1
+        before = self.first_node, self._recompute_inputs
+        self.first_node = -1
         tensors = [arg for arg in args or () if isinstance(arg, Tensor)]
         self._recompute_inputs = None if args is None else frozenset(map(id, tensors))
         try:
             yield
         finally:
-            self._first_node, self._recompute_inputs = before
+            self.first_node, self._recompute_inputs = before
