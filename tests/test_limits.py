@@ -57,6 +57,18 @@ def test_a_part_of_a_model_that_is_called_by_itself_computes_in_fp32(precision: 
         assert model[0](x).dtype is torch.bfloat16
 
 
+def test_torch_script_has_the_casts_of_one_dtype() -> None:
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return (x @ weight).relu()
+
+    scripted, x, weight = torch.jit.script(product), torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
+    for _ in range(3):
+        with hf_mp.autocast(torch.bfloat16):
+            scripted(x, weight).float().sum().backward()
+    with pytest.raises(RuntimeError, match="BFloat16 != c10::Half"), hf_mp.autocast(torch.float16):
+        scripted(x, weight).float().sum().backward()
+
+
 def test_the_graph_of_an_attached_model_is_not_the_full_one() -> None:
     torch._dynamo.reset()
     model, _ = hf_mp.prepare(layer := nn.Linear(8, 8), torch.optim.SGD(layer.parameters()), "bf16")

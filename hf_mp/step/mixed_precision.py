@@ -81,6 +81,8 @@ class MixedPrecision(StepRuntime):
     ) -> None:
         policy = PrecisionPolicy.parse(policy, **switches)
         check_options(policy, free_gradients, on_overflow, max_grad_norm)
+        if loss_scaler is not None and not policy.is_mixed:
+            warn_caller(f"loss_scaler has no effect with precision={str(policy)!r}, where nothing is attached")
         super().__init__(
             policy,
             loss_scaler or make_loss_scaler(policy.loss_scale, policy.compute),

@@ -294,6 +294,14 @@ def test_what_is_refused_when_the_trainer_is_made(tmp_path: Path, settings: dict
     assert is_plain(model)
 
 
+def test_settings_of_a_scaler_that_the_precision_has_not(tmp_path: Path) -> None:
+    message = r"loss_scaler_settings \(init_scale\) have no effect: precision='bf16' has no loss scale"
+    model, callback = tiny_gpt2(), MixedPrecisionCallback("bf16", loss_scaler_settings={"init_scale": 4})
+    with pytest.raises(ValueError, match=message):
+        trainer_with(callback, tmp_path, model)
+    assert is_plain(model)
+
+
 @pytest.mark.parametrize(
     ("base", "first", "added", "message"),
     [
