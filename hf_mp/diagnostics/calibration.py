@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
-from hf_mp.diagnostics.cures import find_rules
-from hf_mp.diagnostics.given_batches import call, checked, loss_of
-from hf_mp.diagnostics.kept_state import eagerly, gradients_set_aside, untouched, weights_kept
+from hf_mp.diagnostics.batches import call, checked, loss_of
 from hf_mp.diagnostics.overflow import attached_runtime
+from hf_mp.diagnostics.overflow_diagnosis import find_rules
 from hf_mp.diagnostics.range_report import CLOSE_DOUBLINGS, RangeReport
 from hf_mp.diagnostics.ranges import STAND_IN, OpRange, RangeRecorder
+from hf_mp.diagnostics.step_snapshot import eagerly, gradients_set_aside, untouched, weights_kept
 from hf_mp.dtypes import needs_loss_scale
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.rules import FP16_MAX

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from hf_mp.casting.active import active_autocast
 from hf_mp.casting.rules import Rules, parse_rules
 from hf_mp.casting.tables import TABLES, TableName, op_name
+from hf_mp.diagnostics.batches import call, checked
 from hf_mp.diagnostics.comparison_report import PrecisionComparison, PrecisionError
 from hf_mp.diagnostics.fp32_reference import Reference, logits_of, run_in_fp32
-from hf_mp.diagnostics.given_batches import call, checked
-from hf_mp.diagnostics.kept_state import eagerly, gradients_set_aside, untouched, weights_kept
 from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.diagnostics.ranges import MASK, max_of
+from hf_mp.diagnostics.step_snapshot import eagerly, gradients_set_aside, untouched, weights_kept
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.policy import PrecisionPolicy

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_mp.diagnostics.given_batches import call
-from hf_mp.diagnostics.kept_state import untouched
+from hf_mp.diagnostics.batches import call
+from hf_mp.diagnostics.step_snapshot import untouched
 from hf_mp.kernels.nested import named_tensors
 
 # What torch may be told to compute in TF32 or BF16 where its tensors are FP32.

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers.utils import logging
 
-from hf_mp.diagnostics.cures import Cure, find_cure
-from hf_mp.diagnostics.kept_state import IncomingGradient, KeptBackward, keep_random_states
 from hf_mp.diagnostics.overflow import explain_overflows, observing, runtime_of, suspects_of
+from hf_mp.diagnostics.overflow_diagnosis import Cure, find_cure
 from hf_mp.diagnostics.remedies import CannotHealError, Remedy, merged
+from hf_mp.diagnostics.step_snapshot import IncomingGradient, KeptBackward, keep_random_states
 from hf_mp.diagnostics.values import finiteness
 from hf_mp.dtypes import needs_loss_scale
 from hf_mp.policy import PrecisionPolicy

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from hf_mp.diagnostics.kept_state import IncomingGradient, KeptBackward, KeptCall, keep_random_states
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.replay import replay
+from hf_mp.diagnostics.step_snapshot import IncomingGradient, KeptBackward, KeptCall, keep_random_states
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.kernels.nested import named_tensors
 from hf_mp.ranks.parallelism import get_rank, is_distributed

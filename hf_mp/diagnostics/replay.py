@@ -8,12 +8,12 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
-from hf_mp.diagnostics.cures import find_cure
-from hf_mp.diagnostics.kept_state import KeptBackward
-from hf_mp.diagnostics.looks import run_again, scaled_entry
-from hf_mp.diagnostics.origins import Origin, OriginTracker
+from hf_mp.diagnostics.micro_batch_rerun import run_again, scaled_entry
+from hf_mp.diagnostics.nonfinite_tracker import Origin, OriginTracker
+from hf_mp.diagnostics.overflow_diagnosis import find_cure
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.remedies import merged
+from hf_mp.diagnostics.step_snapshot import KeptBackward
 from hf_mp.diagnostics.values import Finiteness, finiteness, ranges_of
 from hf_mp.dtypes import needs_loss_scale
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW

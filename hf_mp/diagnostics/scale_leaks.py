@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_mp.diagnostics.given_batches import call, loss_of
-from hf_mp.diagnostics.kept_state import gradients_set_aside, keep_random_states, untouched
+from hf_mp.diagnostics.batches import call, loss_of
 from hf_mp.diagnostics.magnitudes import sample
 from hf_mp.diagnostics.overflow import runtime_of
+from hf_mp.diagnostics.step_snapshot import gradients_set_aside, keep_random_states, untouched
 from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.scaling.rules import scale_with_headroom
 from hf_mp.step.mixed_precision import MixedPrecision

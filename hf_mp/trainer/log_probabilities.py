@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_mp.diagnostics.kept_state import untouched
+from hf_mp.diagnostics.step_snapshot import untouched
 from hf_mp.models.positions import positions_of
 
 IGNORED = -100  # of Transformers and torch: a label that does not count

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.mode import autocast
-from hf_mp.diagnostics.origins import Origin, OriginTracker
+from hf_mp.diagnostics.nonfinite_tracker import Origin, OriginTracker
 from hf_mp.diagnostics.values import Finiteness, TensorRange, finiteness
 from hf_mp.kernels.nested import named_tensors
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hf_mp.diagnostics.kept_state import KeptBackward
-from hf_mp.diagnostics.looks import Rerun, look
+from hf_mp.diagnostics.micro_batch_rerun import Rerun, look
 from hf_mp.diagnostics.ranges import OpRange
 from hf_mp.diagnostics.remedies import CannotHealError, Remedy, fitting_scale, leaving_range, next_remedy
+from hf_mp.diagnostics.step_snapshot import KeptBackward
 from hf_mp.dtypes import needs_loss_scale
 from hf_mp.scaling.rules import scale_with_headroom
 from hf_mp.step.mixed_precision import MixedPrecision

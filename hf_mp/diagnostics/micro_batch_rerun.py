@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.mode import autocast
-from hf_mp.diagnostics.kept_state import (
+from hf_mp.diagnostics.ranges import STAND_IN, OpRange, RangeRecorder
+from hf_mp.diagnostics.step_snapshot import (
     KeptBackward,
     KeptCall,
     eagerly,
@@ -18,7 +19,6 @@ from hf_mp.diagnostics.kept_state import (
     untouched,
     with_masters,
 )
-from hf_mp.diagnostics.ranges import STAND_IN, OpRange, RangeRecorder
 from hf_mp.diagnostics.values import finiteness
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude
 from hf_mp.kernels.nested import apply_to_tensors
