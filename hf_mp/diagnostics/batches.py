@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hf_mp.kernels.nested import named_tensors
 
 
-def checked(batches: Any) -> list[Any]:
+def check_batches(batches: Any) -> list[Any]:
     """Return ``batches`` as a list; a mapping or a tensor is one batch. Raises ValueError if there is none."""
     is_one = isinstance(batches, Tensor) or (isinstance(batches, Mapping) and len(batches) > 0)
     if not (given := [batches] if is_one else list(batches)):
@@ -18,14 +18,14 @@ def checked(batches: Any) -> list[Any]:
     return given
 
 
-def call(model: nn.Module, batch: Any) -> Any:
+def call_model(model: nn.Module, batch: Any) -> Any:
     """What ``model`` returns for a mapping of arguments, a tuple or list of them, or one argument."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
-def loss_of(outputs: Any) -> Tensor | None:
+def find_loss(outputs: Any) -> Tensor | None:
     """The loss that a model returned: of the scalars with a gradient the one of this name, else the first."""
     scalars = {name: tensor for name, tensor in named_tensors(outputs) if tensor.numel() == 1 and tensor.requires_grad}
     return scalars.get("loss", next(iter(scalars.values()), None))

@@ -12,12 +12,17 @@ from torch import Tensor, nn
 
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
-from hf_mp.diagnostics.batches import call, checked, loss_of
+from hf_mp.diagnostics.batches import call_model, check_batches, find_loss
 from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.diagnostics.overflow_diagnosis import find_rules
 from hf_mp.diagnostics.range_report import CLOSE_DOUBLINGS, RangeReport
-from hf_mp.diagnostics.ranges import STAND_IN, OpRange, RangeRecorder
-from hf_mp.diagnostics.step_snapshot import eagerly, gradients_set_aside, untouched, weights_kept
+from hf_mp.diagnostics.ranges import RANGE_DTYPE, OpRange, RangeRecorder
+from hf_mp.diagnostics.step_snapshot import (
+    compile_disabled,
+    restoring_module_state,
+    restoring_weights,
+    without_gradients,
+)
 from hf_mp.dtypes import needs_loss_scale
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.rules import FP16_MAX
@@ -53,23 +58,30 @@ def calibrate(
         ValueError: without a batch, for a precision without FP16, or an attached model.
         CannotHealError: if no rules help.
     """
-    policy, given = PrecisionPolicy.parse(precision), checked(batches)
+    policy, given = PrecisionPolicy.parse(precision), check_batches(batches)
     if not needs_loss_scale(policy.compute):
         raise ValueError(f"precision={str(policy)!r} has FP32's range: calibrate is for FP16")
     if attached_runtime(model) is not None:
         raise ValueError("mixed precision is attached to this model: call hf_mp.detach(model), or calibrate it before")
     # BF16 has FP32's exponents: nothing overflows there, so all places are seen at once with their magnitudes.
-    stand_in = replace(policy, compute=STAND_IN, params=STAND_IN if policy.is_lean else policy.params, loss_scale=None)
+    stand_in = replace(
+        policy, compute=RANGE_DTYPE, params=RANGE_DTYPE if policy.is_lean else policy.params, loss_scale=None
+    )
     runtime = MixedPrecision(stand_in, rules=rules, tables=tables)
-    with untouched(model), gradients_set_aside(model.parameters()), weights_kept(model), eagerly():
+    with (
+        restoring_module_state(model),
+        without_gradients(model.parameters()),
+        restoring_weights(model),
+        compile_disabled(),
+    ):
         try:
             runtime.attach(model)
             # Once with gradients, which tell where a loss scale would overflow; looks for rules need none.
-            ops = _look(runtime, model, given)
+            ops = _measure_ranges(runtime, model, given)
             notes = ["some of it is inf or NaN in FP32's range, too: the cause is the model or its data"]
             if not any(math.isnan(op.largest) for op in ops):
                 notes = []
-                find_rules(runtime, ops, lambda rules: _look(runtime, model, given, rules))
+                find_rules(runtime, ops, lambda rules: _measure_ranges(runtime, model, given, rules))
         finally:
             runtime.detach()
     if all(op.fp16_gradient is None for op in ops):
@@ -77,7 +89,7 @@ def calibrate(
     return RangeReport(type(model).__name__, str(policy), len(given), tuple(ops), dict(runtime.remedies), tuple(notes))
 
 
-def _look(
+def _measure_ranges(
     runtime: MixedPrecision, model: nn.Module, batches: Sequence[Any], rules: dict[str, str] | None = None
 ) -> Sequence[OpRange]:
     """What the batches show, with a backward; or, given further ``rules``, in the forward alone."""
@@ -86,9 +98,9 @@ def _look(
     recorder = RangeRecorder(FP16_MAX / 2**CLOSE_DOUBLINGS, backward=backward)
     for batch in batches:
         with recorder.recording(runtime.autocast, model), torch.set_grad_enabled(backward):
-            outputs = call(model, batch)
+            outputs = call_model(model, batch)
         # Without labels there is none, and the forward alone is told of.
-        if (loss := loss_of(outputs)) is not None:
+        if (loss := find_loss(outputs)) is not None:
             loss.backward()
             model.zero_grad()
     return recorder.ranges()

@@ -15,12 +15,17 @@ from torch import Tensor, nn
 from hf_mp.casting.active import active_autocast
 from hf_mp.casting.rules import Rules, parse_rules
 from hf_mp.casting.tables import TABLES, TableName, op_name
-from hf_mp.diagnostics.batches import call, checked
+from hf_mp.diagnostics.batches import call_model, check_batches
 from hf_mp.diagnostics.comparison_report import PrecisionComparison, PrecisionError
 from hf_mp.diagnostics.fp32_reference import Reference, logits_of, run_in_fp32
 from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.diagnostics.ranges import MASK, max_of
-from hf_mp.diagnostics.step_snapshot import eagerly, gradients_set_aside, untouched, weights_kept
+from hf_mp.diagnostics.step_snapshot import (
+    compile_disabled,
+    restoring_module_state,
+    restoring_weights,
+    without_gradients,
+)
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.policy import PrecisionPolicy
@@ -70,7 +75,7 @@ def compare_precisions(
     if (outer := active_autocast()) is not None and outer.enabled:
         raise RuntimeError(f"inside hf_mp.autocast({outer.dtype}) nothing is plain FP32: compare precisions outside")
     found = [_Differences(*one) for one in _variants(precisions, tables)]
-    given = checked(batches)
+    given = check_batches(batches)
     positions = 0
     with _plain_model(model) as plain:
         for number, batch in enumerate(given, 1):
@@ -117,7 +122,12 @@ def _plain_model(model: nn.Module) -> Iterator[nn.Module]:
     """``model`` in evaluation mode and FP32, or a copy of it where mixed precision is attached; restores it."""
     if attached_runtime(model) is not None:
         model = detach(copy.deepcopy(model))
-    with gradients_set_aside(model.parameters()), untouched(model), weights_kept(model), eagerly():
+    with (
+        without_gradients(model.parameters()),
+        restoring_module_state(model),
+        restoring_weights(model),
+        compile_disabled(),
+    ):
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.dtype in LOWER_PRECISION_DTYPES:
                 # Through .data, so that the parameters stay the objects that optimizers and hooks know.
@@ -132,11 +142,11 @@ def _plain_model(model: nn.Module) -> Iterator[nn.Module]:
 def _logits_in(variant: _Differences, model: nn.Module, batch: Any, tables: TableName) -> Tensor:
     """The logits of ``batch`` in the variant's precision; ``model`` is left as it was."""
     runtime = MixedPrecision(variant.policy, rules=variant.rules, tables=tables)
-    with weights_kept(model):  # FP16 and 16 bits more do not hold all of FP32
+    with restoring_weights(model):  # FP16 and 16 bits more do not hold all of FP32
         try:
             runtime.attach(model)
-            with untouched(model):
-                return logits_of(call(model, batch))[1]
+            with restoring_module_state(model):
+                return logits_of(call_model(model, batch))[1]
         finally:
             runtime.detach()
 

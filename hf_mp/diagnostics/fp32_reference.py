@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_mp.diagnostics.batches import call
-from hf_mp.diagnostics.step_snapshot import untouched
+from hf_mp.diagnostics.batches import call_model
+from hf_mp.diagnostics.step_snapshot import restoring_module_state
 from hf_mp.kernels.nested import named_tensors
 
 # What torch may be told to compute in TF32 or BF16 where its tensors are FP32.
@@ -45,8 +45,8 @@ def run_in_fp32(model: nn.Module, batch: Any, number: int) -> Reference:
     Raises:
         ValueError: for a model that is inf or NaN in FP32, or returns no floating tensor.
     """
-    with untouched(model), _without_tf32():
-        name, logits = logits_of(call(model, batch))
+    with restoring_module_state(model), _without_tf32():
+        name, logits = logits_of(call_model(model, batch))
     if logits.isnan().any() or (logits == math.inf).any():
         raise ValueError(
             f"{type(model).__name__} returns inf or NaN in FP32 for batch {number}, so no precision can be compared "

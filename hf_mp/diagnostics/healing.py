@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers.utils import logging
 
-from hf_mp.diagnostics.overflow import explain_overflows, observing, runtime_of, suspects_of
-from hf_mp.diagnostics.overflow_diagnosis import Cure, find_cure
+from hf_mp.diagnostics.overflow import explain_overflows, failed_backwards, find_observer, runtime_of
+from hf_mp.diagnostics.overflow_diagnosis import OverflowDiagnosis, diagnose_overflow
 from hf_mp.diagnostics.remedies import CannotHealError, Remedy, merged
-from hf_mp.diagnostics.step_snapshot import IncomingGradient, KeptBackward, keep_random_states
+from hf_mp.diagnostics.step_snapshot import IncomingGradient, RecordedBackward, save_rng_states
 from hf_mp.diagnostics.values import finiteness
 from hf_mp.dtypes import needs_loss_scale
 from hf_mp.policy import PrecisionPolicy
@@ -39,8 +39,8 @@ class Healer(StepController):
     Attributes:
         healed: each :class:`Remedy` that was put in place, oldest first; those of an earlier run: ``runtime.remedies``.
         clip: what a Trainer does to the gradients before it steps, given an optimizer; None where that is not known.
-        take_loss: given the loss of a step that ran again, FP32 of shape (), has a Trainer count it in the place of the
-            first one, of inf or NaN, and tells whether it does; None where there is none.
+        replace_logged_loss: given the loss of a step that ran again, FP32 of shape (), replaces the first one, of inf or
+            NaN, in the log of a Trainer, and returns whether it did; None if there is none.
     """
 
     def __init__(self, runtime: MixedPrecision) -> None:
@@ -50,7 +50,7 @@ class Healer(StepController):
         self._explainer = explain_overflows(runtime)
         self.healed: list[Remedy] = []
         self.clip: Callable[[Optimizer], None] | None = None
-        self.take_loss: Callable[[Tensor], bool] | None = None
+        self.replace_logged_loss: Callable[[Tensor], bool] | None = None
         self._ddp: Any = None
 
     def forward_began(self, forward: Any, args: Any, kwargs: Any) -> None:
@@ -70,9 +70,9 @@ class Healer(StepController):
         # Where no try helps, the scaler forgets them: its level comes from steps that were taken.
         report, state, backwards = None, runtime.scaler.state, [*self._explainer.backwards]
         for _ in range(MOST_TRIES):
-            if not self._heal():
+            if not self._apply_remedies():
                 break
-            losses = self._run_again(optimizer, backwards)
+            losses = self._rerun_step(optimizer, backwards)
             report = runtime.check.agreed_report(runtime.verdict(optimizer))
             if not report.overflow:
                 self._replace(losses)
@@ -80,11 +80,11 @@ class Healer(StepController):
         runtime.scaler.state = state  # the step is skipped as any other
         return report
 
-    def _heal(self) -> bool:
+    def _apply_remedies(self) -> bool:
         """Put in place what helps, on all ranks alike; whether the step can run again with it."""
         runtime = self._runtime
         # All ranks come here, since they agree on the verdict; each looks at its own batches.
-        cures: list[Cure | None] = runtime.ranks.gather(self._find())
+        cures: list[OverflowDiagnosis | None] = runtime.ranks.gather(self._diagnose())
         found = [cure for cure in cures if cure is not None]
         if error := next((cure.error for cure in found if cure.error), None):
             raise CannotHealError(error)
@@ -92,11 +92,11 @@ class Healer(StepController):
             runtime.add_rules(rules)
             if "torch._dynamo" in sys.modules:
                 torch.compiler.reset()  # what was compiled has no hook for the new rules
-        if not self._can_run_again(is_healed=bool(rules)):
+        if not self._agree_to_rerun(is_healed=bool(rules)):
             return False
-        return self._backs_off(cures, is_healed=bool(rules)) or bool(rules)
+        return self._lower_scale(cures, is_healed=bool(rules)) or bool(rules)
 
-    def _backs_off(self, cures: list[Cure | None], *, is_healed: bool) -> bool:
+    def _lower_scale(self, cures: list[OverflowDiagnosis | None], *, is_healed: bool) -> bool:
         """Whether the loss scale goes down to what all ranks have found, or by half as a guess."""
         before = self._runtime.scaler.get_scale()
         scale = min([before, *(cure.scale or before for cure in cures if cure is not None)])
@@ -105,7 +105,7 @@ class Healer(StepController):
         is_lower = None not in cures and (scale < before or not is_healed)
         return is_lower and self._runtime.scaler.back_off(min(scale, before / 2.0))
 
-    def _can_run_again(self, *, is_healed: bool) -> bool:
+    def _agree_to_rerun(self, *, is_healed: bool) -> bool:
         """Whether all processes still have what this step needs to run again; warns if not, after a remedy."""
         check = self._runtime.check
         is_as_left = self.clip is not None or check.measured_of(check.gradients(check.parameters())) is not None
@@ -120,10 +120,12 @@ class Healer(StepController):
             )
         return False
 
-    def _find(self) -> Cure | None:
+    def _diagnose(self) -> OverflowDiagnosis | None:
         """What helps against the overflow of the micro-batches; None where nothing does, or it is not known."""
-        for backward in suspects_of(self._explainer.backwards):  # a batch with inf or NaN is named by the explainer
-            cure = find_cure(self._runtime, backward)
+        for backward in failed_backwards(
+            self._explainer.backwards
+        ):  # a batch with inf or NaN is named by the explainer
+            cure = diagnose_overflow(self._runtime, backward)
             if cure.reason:
                 logger.warning_once(NOT_HEALED + cure.reason)
                 return None
@@ -133,7 +135,7 @@ class Healer(StepController):
                 return cure
         return None
 
-    def _note(self, cure: Cure) -> None:
+    def _note(self, cure: OverflowDiagnosis) -> None:
         step = self._runtime.stats.steps + 1
         new = [replace(remedy, step=step) for remedy in cure.remedies]
         self.healed += new
@@ -142,9 +144,9 @@ class Healer(StepController):
 
     # The step again
 
-    def _run_again(self, optimizer: Optimizer, backwards: list[KeptBackward]) -> list[_Loss]:
+    def _rerun_step(self, optimizer: Optimizer, backwards: list[RecordedBackward]) -> list[_Loss]:
         """The micro-batches of the step, forward and backward, into fresh gradients; then ``clip``; gives losses."""
-        runtime, restore_random_states, losses = self._runtime, keep_random_states(), list[_Loss]()
+        runtime, restore_rng_states, losses = self._runtime, save_rng_states(), list[_Loss]()
         parameters = list(runtime.check.parameters())
         for parameter in parameters:
             parameter.grad = None
@@ -155,13 +157,13 @@ class Healer(StepController):
         with nullcontext() if self._ddp is None else self._ddp._inside_ddp_forward():
             for number, backward in enumerate(backwards, start=1):
                 with torch.enable_grad():
-                    leaving = backward.again(lambda call, args, kwargs: call.forward.module()(*args, **kwargs))
+                    leaving = backward.run_recorded(lambda call, args, kwargs: call.forward.module()(*args, **kwargs))
                 gradients = [incoming.gradient for incoming in backward.incoming]
                 torch.autograd.backward(leaving, gradients)
                 for entry, output in zip(backward.incoming, leaving, strict=True):
                     losses.append((number, entry, output.detach()))
         # As if it had run once: the next batch draws what it would have drawn.
-        restore_random_states()
+        restore_rng_states()
         if self._ddp is not None:
             runtime.ranks.average([parameter.grad for parameter in parameters if parameter.grad is not None])
             runtime.check.measure(parameters)
@@ -182,16 +184,16 @@ class Healer(StepController):
             return
         # What a loop made of a loss, as a share of a mean, is in its gradient.
         parts = [(again * entry.gradient).sum() for _, entry, again in losses if entry.gradient is not None]
-        if self.take_loss is None or not self.take_loss(torch.stack(parts).sum()):
+        if self.replace_logged_loss is None or not self.replace_logged_loss(torch.stack(parts).sum()):
             lines.append("  Values computed from it before optimizer.step(), such as loss / 4, are still inf or NaN.")
         text = "\n".join(lines)
         logger.warning(f"Step {self._runtime.stats.steps + 1} is taken with the loss of its second run:\n{text}")
 
 
-def _has_known_gradients(backward: KeptBackward) -> bool:
+def _has_known_gradients(backward: RecordedBackward) -> bool:
     """Whether another forward would get the same incoming gradients: finite ones, of losses alone."""
     are_losses = all(entry.output in entry.call.losses for entry in backward.incoming)
-    return are_losses and backward.is_kept() and not backward.is_spoilt()
+    return are_losses and backward.has_all_gradients() and not backward.has_nonfinite_gradient()
 
 
 def check_healing(policy: PrecisionPolicy, *, in_backward: bool) -> None:
@@ -232,7 +234,7 @@ def heal_overflows(model: nn.Module | MixedPrecision) -> Healer:
             ``free_gradients="backward"``.
     """
     runtime = runtime_of(model)
-    if (healer := observing(runtime, Healer)) is None:
+    if (healer := find_observer(runtime, Healer)) is None:
         healer = Healer(runtime)
         runtime.control_by(healer)
     return healer

@@ -104,7 +104,7 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> TrainingCheck:
         is_training=True,
     )
     for name, parameter, group in trained:
-        _look_at(name, parameter, group, optimizer, evidence)
+        _add_evidence(name, parameter, group, optimizer, evidence)
     return TrainingCheck(tuple(evidence.weights), evidence.learning_rate, find_risks(evidence), keeps_bits)
 
 
@@ -128,7 +128,9 @@ def _trained(model: Any, optimizer: Any) -> tuple[Optimizer, list[tuple[str, nn.
     return optimizer, trained
 
 
-def _look_at(name: str, parameter: nn.Parameter, group: dict[str, Any], optimizer: Any, evidence: Evidence) -> None:
+def _add_evidence(
+    name: str, parameter: nn.Parameter, group: dict[str, Any], optimizer: Any, evidence: Evidence
+) -> None:
     """Add a parameter and its state to ``evidence``."""
     inner = getattr(optimizer, "optimizer", optimizer)
     local, rate = local_part(parameter.detach()), learning_rate_of([group])

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.mode import autocast
-from hf_mp.diagnostics.ranges import STAND_IN, OpRange, RangeRecorder
+from hf_mp.diagnostics.ranges import RANGE_DTYPE, OpRange, RangeRecorder
 from hf_mp.diagnostics.step_snapshot import (
-    KeptBackward,
-    KeptCall,
-    eagerly,
-    gradients_set_aside,
-    untouched,
-    with_masters,
+    RecordedBackward,
+    RecordedCall,
+    compile_disabled,
+    restoring_module_state,
+    run_with_masters,
+    without_gradients,
 )
 from hf_mp.diagnostics.values import finiteness
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude
@@ -46,17 +46,17 @@ class Rerun(NamedTuple):
 
 def run_again(
     runtime: MixedPrecision,
-    backward: KeptBackward,
-    watching: Callable[[autocast, nn.Module], AbstractContextManager[None]],
+    backward: RecordedBackward,
+    context: Callable[[autocast, nn.Module], AbstractContextManager[None]],
     *,
     dtype: torch.dtype,
     rules: Mapping[str, str] | None = None,
     scale: float = 1.0,
     with_gradients: bool = True,
 ) -> Rerun:
-    """Run a micro-batch in ``dtype``, without side effects; arguments as of :func:`look`.
+    """Run a micro-batch in ``dtype``, without side effects; arguments as of :func:`measure_ranges`.
 
-    ``watching`` gives what is entered around the forward and the backward, for the autocast that these run under and
+    ``context`` gives what is entered around the forward and the backward, for the autocast that these run under and
     the model; ``scale`` is what the gradients that came in are multiplied with.
     """
     model = runtime.model
@@ -65,40 +65,40 @@ def run_again(
     in_force = None if dtype is torch.float32 else {**runtime.rules, **(rules or {})}
     mode = autocast(dtype, tables=runtime.autocast.tables, rules=in_force, model=model)
 
-    def make(call: KeptCall, args: Any, kwargs: Any) -> Any:
-        args, kwargs = apply_to_tensors(_entered, (args, kwargs))
+    def make(call: RecordedCall, args: Any, kwargs: Any) -> Any:
+        args, kwargs = apply_to_tensors(_rerun_input, (args, kwargs))
         # In a forward of the run, attached forwards inside of the model are parts of it.
         with ForwardContext(runtime, None), mode:
             return mode.under_rules(call.forward.module(), call.forward.original)(*args, **kwargs)
 
     def run() -> Rerun:
         # Around the backward too, in which checkpoints run forwards again.
-        with watching(mode, model):
-            outputs = backward.again(make)
+        with context(mode, model):
+            outputs = backward.run_recorded(make)
             if not with_gradients:
                 return Rerun(outputs, {})
             given = [
-                scaled_entry(entry.gradient, scale, output)  # type: ignore[arg-type]
+                scaled_output_gradient(entry.gradient, scale, output)  # type: ignore[arg-type]
                 for entry, output in zip(backward.incoming, outputs, strict=True)
             ]
             weights = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
             found = zip(weights, _differentiate(outputs, given, [*weights.values()]), strict=True)
             return Rerun(outputs, {name: one for name, one in found if one is not None})
 
-    with untouched(model), torch.set_grad_enabled(with_gradients), eagerly():
-        return with_masters(model, dtype, run)
+    with restoring_module_state(model), torch.set_grad_enabled(with_gradients), compile_disabled():
+        return run_with_masters(model, dtype, run)
 
 
-def scaled_entry(gradient: Tensor, scale: float, output: Tensor) -> Tensor:
+def scaled_output_gradient(gradient: Tensor, scale: float, output: Tensor) -> Tensor:
     """The gradient that goes into the model's backward through ``output``: scaled, as inside of the borders."""
     return (gradient * scale).to(output.dtype)
 
 
-def look(
+def measure_ranges(
     runtime: MixedPrecision,
-    backward: KeptBackward,
+    backward: RecordedBackward,
     *,
-    dtype: torch.dtype = STAND_IN,
+    dtype: torch.dtype = RANGE_DTYPE,
     rules: Mapping[str, str] | None = None,
     with_gradients: bool = False,
 ) -> Rerun:
@@ -115,7 +115,7 @@ def look(
     return rerun._replace(ranges=recorder.ranges())
 
 
-def _entered(tensor: Tensor) -> Tensor:
+def _rerun_input(tensor: Tensor) -> Tensor:
     """An input that a forward is given again."""
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
@@ -131,6 +131,6 @@ def _differentiate(
         # torch refuses autograd.grad with reentrant checkpoints, by this sentence alone.
         if "use_reentrant" not in str(error):
             raise
-    with gradients_set_aside(parameters):
+    with without_gradients(parameters):
         torch.autograd.backward(outputs, gradients, retain_graph=True)
         return [parameter.grad for parameter in parameters]

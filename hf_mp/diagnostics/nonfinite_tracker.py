@@ -34,7 +34,7 @@ _SITE, _ORIGIN = "hf_mp's call site", "hf_mp's origin"
 
 
 @dataclass
-class Origin:
+class NonfiniteOrigin:
     """The origin of an inf or NaN; fields as in :class:`OverflowReport`."""
 
     phase: Phase
@@ -48,10 +48,10 @@ class Origin:
 
 
 # Of what was not finite before, and of memory that nobody has written: nobody's fault, as a mask is.
-_UNKNOWN, _UNWRITTEN = Origin("not found", 0, is_mask=True), Origin("not found", 0, is_mask=True)
+_UNKNOWN, _UNWRITTEN = NonfiniteOrigin("not found", 0, is_mask=True), NonfiniteOrigin("not found", 0, is_mask=True)
 
 
-class OriginTracker:
+class NonfiniteTracker:
     """Tracks the origin of non-finite values, in the forward by storage; slow, because it reads all values.
 
     Args:
@@ -64,16 +64,16 @@ class OriginTracker:
 
     def __init__(self, entry: nn.Module | None = None, inputs: Iterable[tuple[str, Tensor]] = ()) -> None:
         self._entry, self._inputs = entry, inputs
-        self._origins: dict[int, Origin] = {}  # by storage
+        self._origins: dict[int, NonfiniteOrigin] = {}  # by storage
         self._made = 0
-        self.of_gradients: list[Origin | None] = []
+        self.of_gradients: list[NonfiniteOrigin | None] = []
 
     @contextmanager
     def watching(self, mode: autocast, model: nn.Module) -> Iterator[None]:
         """To run a forward of ``model`` under ``mode`` and its backward in."""
         # Now and not before, since a replay has masters in the place of split parameters.
         parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
-        self._blame_what_is_there(model)
+        self._record_initial_nonfinite(model)
         # By memory and shape: what a forward uses of a parameter is an alias, and flat parameters lie in one memory.
         self._parameters = {(_memory(one), one.shape): name for name, one in parameters.items()}
         self._running = [name for name, module in modules.items() if module is self._entry] or [""]  # innermost last
@@ -83,15 +83,17 @@ class OriginTracker:
         # Leaves' nodes are those of the training, too: what is noted there would stay.
         self.of_gradients = [leaf.metadata.pop(_ORIGIN, None) for leaf in leaves]
 
-    def of(self, tensor: Tensor) -> Origin | None:
+    def of(self, tensor: Tensor) -> NonfiniteOrigin | None:
         """The origin of the inf or NaN in ``tensor``; None without one, or if it was there before."""
         return self._origins.get(_memory(tensor)) if finiteness(tensor) else None
 
-    def _blame_what_is_there(self, model: nn.Module) -> None:
+    def _record_initial_nonfinite(self, model: nn.Module) -> None:
         """Note what is not finite before the forward."""
         for name, tensor in self._inputs:
             if finiteness(tensor) is Finiteness.NOT_FINITE:
-                self._origins[_memory(tensor)] = Origin("input", 0, tensor=name, inputs=ranges_of([(name, tensor)]))
+                self._origins[_memory(tensor)] = NonfiniteOrigin(
+                    "input", 0, tensor=name, inputs=ranges_of([(name, tensor)])
+                )
         # In training, batch normalization only writes the statistics of its batches.
         norms = [module for module in model.modules() if hasattr(module, "running_mean")]
         written = {id(buffer) for module in norms for buffer in module.buffers() if module.training}
@@ -121,7 +123,7 @@ class OriginTracker:
             node = nodes.pop()
             if node is not None and node.next_functions and _SITE not in node.metadata:
                 node.metadata[_SITE] = self._running[-1], op
-                node.register_hook(self._differentiated)
+                node.register_hook(self._check_node_gradients)
                 nodes += [before for before, _ in node.next_functions]
 
     def _called(self, watched: WatchedCall) -> Any:
@@ -144,19 +146,19 @@ class OriginTracker:
             if name in UNINITIALISED:
                 self._origins.update(dict.fromkeys(map(_memory, outputs), _UNWRITTEN))
             else:
-                self._look(name, given, before, made, outputs)
+                self._record_origins(name, given, before, made, outputs)
         return result
 
     def _state(self, tensor: Tensor) -> Finiteness | None:
         """How finite a tensor is; None where nobody has written its memory."""
         return None if self._origins.get(_memory(tensor)) is _UNWRITTEN else finiteness(tensor)
 
-    def _read(self, before: Mapping[int, Finiteness | None]) -> Origin | None:
+    def _read(self, before: Mapping[int, Finiteness | None]) -> NonfiniteOrigin | None:
         """The origin of what a call has read: of the worst, the first; of a mask only where there is no other."""
         tainted = [(self._origins.get(memory, _UNKNOWN), state) for memory, state in before.items() if state]
         return min(tainted, key=lambda pair: (pair[0].is_mask, -pair[1], pair[0].order), default=(None,))[0]
 
-    def _look(
+    def _record_origins(
         self,
         op: str,
         given: list[tuple[str, Tensor]],
@@ -180,7 +182,9 @@ class OriginTracker:
             elif memory not in before:
                 self._origins.pop(memory, None)
 
-    def _of_call(self, op: str, given: list[tuple[str, Tensor]], outputs: list[Tensor], state: Finiteness) -> Origin:
+    def _of_call(
+        self, op: str, given: list[tuple[str, Tensor]], outputs: list[Tensor], state: Finiteness
+    ) -> NonfiniteOrigin:
         """The origin of outputs that are not finite: a weight that rounding makes inf, or the call itself."""
         # What it wrote to is no longer what it read.
         read = [(place, tensor) for place, tensor in given if not any(tensor is output for output in outputs)]
@@ -195,7 +199,7 @@ class OriginTracker:
         origin.is_mask = state is Finiteness.MINUS_INF and (op in _MASKING or not given)
         return origin
 
-    def _differentiated(self, given: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> None:
+    def _check_node_gradients(self, given: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> None:
         """A node of autograd has made ``given`` of the gradients that ``came`` in."""
         # of torch, private: a hook that held its node would keep the graph
         node: Any = torch._C._current_autograd_node()
@@ -216,16 +220,16 @@ class OriginTracker:
 
     def _new(
         self, phase: Phase, module: str, op: str, inputs: list[tuple[str, Tensor]], outputs: list[Tensor]
-    ) -> Origin:
+    ) -> NonfiniteOrigin:
         self._made += 1
         shown = [(f"output {number}", output) for number, output in enumerate(outputs)]
-        return Origin(phase, self._made, module, op, "", ranges_of(inputs), ranges_of(shown))
+        return NonfiniteOrigin(phase, self._made, module, op, "", ranges_of(inputs), ranges_of(shown))
 
 
-def _in_weight(name: str, tensor: Tensor, *, order: int = 0, rounded: Tensor | None = None) -> Origin:
+def _in_weight(name: str, tensor: Tensor, *, order: int = 0, rounded: Tensor | None = None) -> NonfiniteOrigin:
     """A parameter or buffer that is not finite, or whose value ``rounded`` to 16 bits is not."""
     found = [(name, tensor), *([] if rounded is None else [(f"{name}, in 16 bits", rounded)])]
-    return Origin("weight", order, name.rpartition(".")[0], tensor=name, inputs=ranges_of(found))
+    return NonfiniteOrigin("weight", order, name.rpartition(".")[0], tensor=name, inputs=ranges_of(found))
 
 
 def _memory(tensor: Tensor) -> int:

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.replay import replay
-from hf_mp.diagnostics.step_snapshot import IncomingGradient, KeptBackward, KeptCall, keep_random_states
+from hf_mp.diagnostics.step_snapshot import IncomingGradient, RecordedBackward, RecordedCall, save_rng_states
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.kernels.nested import named_tensors
 from hf_mp.ranks.parallelism import get_rank, is_distributed
@@ -39,7 +39,7 @@ class OverflowExplainer(StepObserver):
 
     def __init__(self, runtime: MixedPrecision) -> None:
         self._runtime = runtime
-        self.backwards: list[KeptBackward] = []
+        self.backwards: list[RecordedBackward] = []
         self._clean_scale: float | None = None  # the largest one of a step that was applied
         self._unclean_steps = 0  # in a row that called for an explanation
         self._keeps_all = False
@@ -47,7 +47,7 @@ class OverflowExplainer(StepObserver):
 
     def forward_began(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep the call; returns a callback for its outputs."""
-        call = KeptCall(forward, args, kwargs, forward.module().training, keep_random_states())
+        call = RecordedCall(forward, args, kwargs, forward.module().training, save_rng_states())
 
         def forward_ended(outputs: Any) -> None:
             for name, output in named_tensors(outputs):
@@ -56,11 +56,11 @@ class OverflowExplainer(StepObserver):
                         call.losses[name] = output.detach()
                     is_kept = output.numel() <= KEPT_ELEMENTS or self._keeps_all
                     # Until a backward comes through it, the graph alone holds the call.
-                    output.register_hook(functools.partial(self._gradient_arrives, call, name, is_kept))
+                    output.register_hook(functools.partial(self._record_output_gradient, call, name, is_kept))
 
         return forward_ended
 
-    def _gradient_arrives(self, call: KeptCall, name: str, is_kept: bool, gradient: Tensor | None) -> None:
+    def _record_output_gradient(self, call: RecordedCall, name: str, is_kept: bool, gradient: Tensor | None) -> None:
         """Note the gradient of an output of ``call``, with its backward; its values only if ``is_kept``."""
         # check_gradients runs backwards of its own, with the run's observers taken away. DDP looking for unused
         # parameters hands on a None for each output without a gradient.
@@ -69,7 +69,7 @@ class OverflowExplainer(StepObserver):
         # of torch, private: outputs of one forward may get their gradients in several backwards, and the reverse
         task = torch._C._current_graph_task_id()
         if not self.backwards or self.backwards[-1].task != task:
-            self.backwards.append(KeptBackward(task))
+            self.backwards.append(RecordedBackward(task))
         self.backwards[-1].incoming.append(IncomingGradient(call, name, gradient if is_kept else None))
 
     def backward_ended(self, largest: Tensor | None) -> None:
@@ -85,10 +85,10 @@ class OverflowExplainer(StepObserver):
             self._clean_scale = max(self._clean_scale or 0.0, scaler.get_scale())
             self._unclean_steps, self._keeps_all = 0, False
             return
-        suspects = suspects_of(backwards)
+        suspects = failed_backwards(backwards)
         # An ordinary search for the level asks for no explanation.
         is_search = scaler.get_scale() > scaler.smallest_scale and scaler.state.is_finding_its_level(self._clean_scale)
-        if is_search and not any(backward.has_bad_loss() for backward in suspects):
+        if is_search and not any(backward.has_nonfinite_loss() for backward in suspects):
             return
         self._unclean_steps += 1
         # A run that fails at every step is not to spend its time on replays.
@@ -105,7 +105,7 @@ class OverflowExplainer(StepObserver):
         last = self.reports[-1]  # the last steps may not have been replayed
         return f"{last.advice or WAY_OUT}\nThe last one that was replayed:\n{last.findings}"
 
-    def _explain(self, suspects: list[KeptBackward], backwards: list[KeptBackward]) -> OverflowReport:
+    def _explain(self, suspects: list[RecordedBackward], backwards: list[RecordedBackward]) -> OverflowReport:
         """The first report that has found an origin, else the last one."""
         scaler = self._runtime.scaler
         for backward in suspects:
@@ -160,13 +160,13 @@ def explain_overflows(model: nn.Module | MixedPrecision) -> OverflowExplainer:
     runtime = runtime_of(model)
     if not runtime.policy.is_mixed:
         raise ValueError(f"precision={str(runtime.policy)!r} skips no steps: there is nothing to explain")
-    if (explainer := observing(runtime, OverflowExplainer)) is None:
+    if (explainer := find_observer(runtime, OverflowExplainer)) is None:
         explainer = OverflowExplainer(runtime)
         runtime.observers.insert(0, explainer)  # before a recorder, which writes down what is found of the same step
     return explainer
 
 
-def observing(runtime: MixedPrecision, kind: type[_Observer]) -> _Observer | None:
+def find_observer(runtime: MixedPrecision, kind: type[_Observer]) -> _Observer | None:
     """The observer of this kind that a runtime has."""
     return next((observer for observer in runtime.observers if isinstance(observer, kind)), None)
 
@@ -188,11 +188,11 @@ def attached_runtime(model: nn.Module) -> MixedPrecision | None:
     return next(iter(runtimes_of(model)), None)
 
 
-def suspects_of(backwards: list[KeptBackward]) -> list[KeptBackward]:
+def failed_backwards(backwards: list[RecordedBackward]) -> list[RecordedBackward]:
     """The micro-batches that may have failed: the first with a bad accumulated gradient; all if not measured, those
     with a non-finite loss first."""
     if all(backward.largest is not None for backward in backwards):
         bad = [b for b in backwards if b.largest is not None and not b.largest.item() < SQUARES_BELOW]
         return bad[:1] or backwards
     # Where nothing has measured them, as at a loss scale of 1 without healing: a bad loss is the likeliest.
-    return sorted(backwards, key=KeptBackward.has_bad_loss, reverse=True)
+    return sorted(backwards, key=RecordedBackward.has_nonfinite_loss, reverse=True)

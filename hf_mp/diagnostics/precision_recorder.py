@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_mp.diagnostics.contract.table import PrecisionContract
 from hf_mp.diagnostics.healing import Healer
 from hf_mp.diagnostics.magnitude_collector import MagnitudeCollector
-from hf_mp.diagnostics.overflow import OverflowExplainer, observing, runtime_of
+from hf_mp.diagnostics.overflow import OverflowExplainer, find_observer, runtime_of
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.run_log import VERSION, RunLog
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, as_record
@@ -142,7 +142,7 @@ class PrecisionRecorder(StepObserver):
     def _write_new(self) -> list[OverflowReport]:
         """Write what was explained and healed since, and give the reports."""
         # Looked up at each step: they may be attached after the recorder.
-        explainer, healer = observing(self._runtime, OverflowExplainer), observing(self._runtime, Healer)
+        explainer, healer = find_observer(self._runtime, OverflowExplainer), find_observer(self._runtime, Healer)
         reports = [] if explainer is None else explainer.reports[self._written_reports :]
         healed = [] if healer is None else healer.healed[self._written_remedies :]
         self._written_reports += len(reports)
@@ -190,7 +190,7 @@ def record_precision(
     whole(0)(histogram_steps=histogram_steps)
     # Here, where the caller sees it, and not at the first record.
     json.dumps(settings, allow_nan=False)
-    if (known := observing(runtime, PrecisionRecorder)) is None:
+    if (known := find_observer(runtime, PrecisionRecorder)) is None:
         known = PrecisionRecorder(runtime, Path(run_directory), histogram_steps, settings or {})
         runtime.observers.append(known)
     if (known.run_directory, known.histogram_steps) != (Path(run_directory), histogram_steps):

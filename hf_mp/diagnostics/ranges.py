@@ -24,7 +24,7 @@ from hf_mp.kernels.gradient_scan import largest_magnitude, real_values
 from hf_mp.kernels.nested import tensors_in
 from hf_mp.scaling.rules import FP16_MAX
 
-STAND_IN = torch.bfloat16  # for FP16
+RANGE_DTYPE = torch.bfloat16  # for FP16
 # Of stacked experts, weights are weights too, though this product cannot be divided.
 _WEIGHTED = {**WITH_WEIGHTS, "_grouped_mm": Product((0, "input"))}
 MASK = -1e37  # what lies below was written to mask, as finfo(dtype).min is
@@ -107,7 +107,7 @@ class RangeRecorder:
         # What was not written yet may hold any bits, inf among them.
         if (name := call.name) is None or name in UNINITIALISED:
             return call.make()
-        is_product = call.entry.rule is CastRule.LOWER_PRECISION and call.mode.dtype is STAND_IN
+        is_product = call.entry.rule is CastRule.LOWER_PRECISION and call.mode.dtype is RANGE_DTYPE
         given = call.args, call.kwargs
         with torch._C.DisableTorchFunction(), torch.no_grad():
             # Below torch functions: what this looks with is not to be cast or recorded itself.
@@ -134,7 +134,7 @@ class RangeRecorder:
         """
         if not (outputs or operands):
             return
-        held = [output for output in outputs if output.dtype is STAND_IN]
+        held = [output for output in outputs if output.dtype is RANGE_DTYPE]
         in_16_bits = [*held, *operands]
         made, is_fp16 = _largest(held), bool(in_16_bits)
         largest = max_of([largest, made])
@@ -170,7 +170,7 @@ def _activations(op: str, inputs: tuple[Any, Any]) -> Any:
 
 def _largest_read(op: str, given: Any) -> float:
     """The largest magnitude of the activations in 16 bits that an op is given."""
-    return _largest(tensor for tensor in tensors_in(_activations(op, given)) if tensor.dtype is STAND_IN)
+    return _largest(tensor for tensor in tensors_in(_activations(op, given)) if tensor.dtype is RANGE_DTYPE)
 
 
 def _floating(given: Any) -> list[Tensor]:

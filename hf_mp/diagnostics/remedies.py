@@ -77,7 +77,7 @@ def next_remedy(found: OpRange, held: Mapping[str, str]) -> Remedy:
     return Remedy(*left[0], found.module, found.op, found.largest)
 
 
-def leaving_range(ranges: Iterable[OpRange]) -> list[OpRange]:
+def first_out_of_range(ranges: Iterable[OpRange]) -> list[OpRange]:
     """The places where values leave the range that were in it before.
 
     What such a place feeds is left for the next look: it may be in range then.

@@ -8,12 +8,12 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
-from hf_mp.diagnostics.micro_batch_rerun import run_again, scaled_entry
-from hf_mp.diagnostics.nonfinite_tracker import Origin, OriginTracker
-from hf_mp.diagnostics.overflow_diagnosis import find_cure
+from hf_mp.diagnostics.micro_batch_rerun import run_again, scaled_output_gradient
+from hf_mp.diagnostics.nonfinite_tracker import NonfiniteOrigin, NonfiniteTracker
+from hf_mp.diagnostics.overflow_diagnosis import diagnose_overflow
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.remedies import merged
-from hf_mp.diagnostics.step_snapshot import KeptBackward
+from hf_mp.diagnostics.step_snapshot import RecordedBackward
 from hf_mp.diagnostics.values import Finiteness, finiteness, ranges_of
 from hf_mp.dtypes import needs_loss_scale
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
@@ -30,7 +30,7 @@ _TOO_LARGE = (
 )
 
 
-def replay(runtime: MixedPrecision, backward: KeptBackward, report: OverflowReport) -> OverflowReport:
+def replay(runtime: MixedPrecision, backward: RecordedBackward, report: OverflowReport) -> OverflowReport:
     """``report``, completed by a forward and backward of one micro-batch without side effects.
 
     Raises:
@@ -39,8 +39,8 @@ def replay(runtime: MixedPrecision, backward: KeptBackward, report: OverflowRepo
     model, scale = runtime.model, runtime.scaler.get_scale()
     assert model is not None  # it was called
     _refuse_what_takes_others(model)
-    tracker = OriginTracker(backward.calls[0].forward.module(), backward.inputs())
-    dtype, is_kept = runtime.policy.compute, backward.is_kept()
+    tracker = NonfiniteTracker(backward.calls[0].forward.module(), backward.inputs())
+    dtype, is_kept = runtime.policy.compute, backward.has_all_gradients()
     rerun = run_again(runtime, backward, tracker.watching, dtype=dtype, scale=scale, with_gradients=is_kept)
     if difference := _difference(backward, rerun.outputs):
         # Nothing below is valid for another forward than the one that failed.
@@ -66,7 +66,11 @@ def _refuse_what_takes_others(model: nn.Module) -> None:
 
 
 def _with_origin(
-    runtime: MixedPrecision, model: nn.Module, backward: KeptBackward, report: OverflowReport, origin: Origin
+    runtime: MixedPrecision,
+    model: nn.Module,
+    backward: RecordedBackward,
+    report: OverflowReport,
+    origin: NonfiniteOrigin,
 ) -> OverflowReport:
     """``report`` with ``origin``, what may cure it, and notes on what a skipped step leaves behind."""
     found = {name: getattr(origin, name) for name in ("phase", "module", "op", "tensor", "inputs", "outputs")}
@@ -82,7 +86,7 @@ def _with_origin(
     return replace(report, notes=tuple(notes))
 
 
-def _difference(backward: KeptBackward, outputs: list[Tensor]) -> str:
+def _difference(backward: RecordedBackward, outputs: list[Tensor]) -> str:
     """A note where a loss is finite in one of forward and replay alone; else ``""``."""
     for incoming, again in zip(backward.incoming, outputs, strict=True):
         loss = incoming.call.losses.get(incoming.output)
@@ -94,23 +98,23 @@ def _difference(backward: KeptBackward, outputs: list[Tensor]) -> str:
     return ""
 
 
-def _of_entry(backward: KeptBackward, outputs: list[Tensor], scale: float) -> Origin | None:
+def _of_entry(backward: RecordedBackward, outputs: list[Tensor], scale: float) -> NonfiniteOrigin | None:
     """Whether a gradient that came in through an output is at fault, by itself or times the loss scale."""
     for incoming, output in zip(backward.incoming, outputs, strict=True):
         gradient, name = incoming.gradient, incoming.output
         # FP32 does not hold the square of a larger one, and the step is skipped for it as for inf.
         if gradient is not None and finiteness(gradient, SQUARES_BELOW):
             ranges = ranges_of([(f"{name}, the output", output)]), ranges_of([("its gradient", gradient)])
-            return Origin("loss outside of the model", 0, "", "", name, *ranges)
-        if gradient is not None and finiteness(scaled := scaled_entry(gradient, scale, output)):
+            return NonfiniteOrigin("loss outside of the model", 0, "", "", name, *ranges)
+        if gradient is not None and finiteness(scaled := scaled_output_gradient(gradient, scale, output)):
             ranges = ranges_of([("input 0", gradient)]), ranges_of([("output 0", scaled)])
-            return Origin("backward", 0, "", "loss scaling", "", *ranges)
+            return NonfiniteOrigin("backward", 0, "", "loss scaling", "", *ranges)
     return None
 
 
-def _with_cure(runtime: MixedPrecision, backward: KeptBackward, report: OverflowReport) -> OverflowReport:
+def _with_cure(runtime: MixedPrecision, backward: RecordedBackward, report: OverflowReport) -> OverflowReport:
     """``report``, with what helps."""
-    cure = find_cure(runtime, backward)
+    cure = diagnose_overflow(runtime, backward)
     report = replace(report, finite_in_fp32=cure.finite_in_fp32)
     # A run in BF16 has tried it already, and needs no other loss scale.
     if not needs_loss_scale(runtime.policy.compute):
@@ -124,5 +128,5 @@ def _with_cure(runtime: MixedPrecision, backward: KeptBackward, report: Overflow
     return replace(report, smaller_scale_helps=True, largest_finite_scale=2.0 * cure.fits)
 
 
-def _first(origins: Iterable[Origin | None]) -> Origin | None:
+def _first(origins: Iterable[NonfiniteOrigin | None]) -> NonfiniteOrigin | None:
     return min((one for one in origins if one is not None and not one.is_mask), key=lambda one: one.order, default=None)

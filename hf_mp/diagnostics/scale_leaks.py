@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_mp.diagnostics.batches import call, loss_of
+from hf_mp.diagnostics.batches import call_model, find_loss
 from hf_mp.diagnostics.magnitudes import sample
 from hf_mp.diagnostics.overflow import runtime_of
-from hf_mp.diagnostics.step_snapshot import gradients_set_aside, keep_random_states, untouched
+from hf_mp.diagnostics.step_snapshot import restoring_module_state, save_rng_states, without_gradients
 from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.scaling.rules import scale_with_headroom
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -57,8 +57,8 @@ def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callabl
         return
 
     def backward() -> None:
-        outputs = call(attached, batch)
-        computed = loss_of(outputs) if loss is None else loss(outputs)
+        outputs = call_model(attached, batch)
+        computed = find_loss(outputs) if loss is None else loss(outputs)
         if computed is None:
             raise ValueError(
                 f"{type(attached).__name__} returned no loss: put labels into batch, or give loss, which computes one "
@@ -66,7 +66,7 @@ def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callabl
             )
         computed.backward()
 
-    with gradients_set_aside(attached.parameters()), torch.enable_grad():
+    with without_gradients(attached.parameters()), torch.enable_grad():
         refuse_leaks(runtime, backward)
 
 
@@ -78,8 +78,8 @@ def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
     model = runtime.model
     assert model is not None
     # The run's observers would keep these backwards for replays and histograms.
-    with untouched(model), _alone(runtime):
-        at = functools.partial(_gradients_at, runtime, model, backward, keep_random_states())
+    with restoring_module_state(model), _alone(runtime):
+        at = functools.partial(_gradients_at, runtime, model, backward, save_rng_states())
         tried = (runtime.scaler.get_scale() * 2.0 ** (-8 * number) for number in range(_TRIES + 1))
         largest = next((found for scale in tried if (found := at(scale)[1]) < math.inf), math.inf)
         if not 0.0 < largest < math.inf:
@@ -143,12 +143,12 @@ def _gradients_at(
     runtime: MixedPrecision,
     model: nn.Module,
     backward: Callable[[], None],
-    restore_random_states: Callable[[], None],
+    restore_rng_states: Callable[[], None],
     scale: float,
 ) -> tuple[dict[str, Tensor], float]:
     """FP32 samples of the gradients by name, and their largest magnitude."""
     runtime.scaler.state = replace(runtime.scaler.state, scale=scale)
-    restore_random_states()  # forward, recomputation and autograd functions may draw
+    restore_rng_states()  # forward, recomputation and autograd functions may draw
     try:
         backward()
         named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]

@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 _GRAD: Any = Tensor.grad  # the property itself, which split parameters override
 
 
-def keep_random_states() -> Callable[[], None]:
+def save_rng_states() -> Callable[[], None]:
     """Keep the states of all random generators, without a synchronization; returns what restores them."""
     python, numpy, cpu, cuda = random.getstate(), np.random.get_state(), torch.get_rng_state(), list[Tensor]()
     # While a graph is captured, torch refuses to read the state. A GPU generator's is on the host.
@@ -40,22 +40,22 @@ def keep_random_states() -> Callable[[], None]:
 
 
 @dataclass(eq=False)
-class KeptCall:
+class RecordedCall:
     """One call of an attached forward, before it is made."""
 
     forward: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     is_training: bool
-    restore_random_states: Callable[[], None]
+    restore_rng_states: Callable[[], None]
     losses: dict[str, Tensor] = field(default_factory=dict)  # scalar outputs by name, detached
 
-    def again(self, make: Callable[..., Any]) -> dict[str, Tensor]:
+    def run_recorded(self, make: Callable[..., Any]) -> dict[str, Tensor]:
         """The outputs by name of what ``make`` gives for the call, with the random numbers that it had."""
         module = self.forward.module()
         if module.training != self.is_training:  # else a part in another mode stays in it
             module.train(self.is_training)
-        self.restore_random_states()
+        self.restore_rng_states()
         return dict(named_tensors(make(self, self.args, self.kwargs)))
 
 
@@ -63,13 +63,13 @@ class KeptCall:
 class IncomingGradient:
     """A gradient that entered the model through an output in a backward; None if too large to keep."""
 
-    call: KeptCall
+    call: RecordedCall
     output: str
     gradient: Tensor | None
 
 
 @dataclass
-class KeptBackward:
+class RecordedBackward:
     """One micro-batch: a backward through the outputs of one or more calls."""
 
     task: int  # autograd's ID of the backward
@@ -77,7 +77,7 @@ class KeptBackward:
     largest: Tensor | None = None  # the largest magnitude in the parameters' gradients, unread; None if not measured
 
     @property
-    def calls(self) -> list[KeptCall]:
+    def calls(self) -> list[RecordedCall]:
         return list(dict.fromkeys(entry.call for entry in reversed(self.incoming)))
 
     def inputs(self) -> list[tuple[str, Tensor]]:
@@ -85,36 +85,38 @@ class KeptBackward:
         bound = [inspect.signature(call.forward.original).bind(*call.args, **call.kwargs) for call in self.calls]
         return [named for one in bound for named in named_tensors(one.arguments)]
 
-    def is_kept(self) -> bool:
+    def has_all_gradients(self) -> bool:
         """Whether all gradients that entered are here."""
         return all(entry.gradient is not None for entry in self.incoming)
 
-    def is_spoilt(self) -> bool:
+    def has_nonfinite_gradient(self) -> bool:
         """Whether a gradient that entered is not finite."""
         return any(entry.gradient is not None and bool(finiteness(entry.gradient)) for entry in self.incoming)
 
-    def has_bad_loss(self) -> bool:
+    def has_nonfinite_loss(self) -> bool:
         """Whether a loss or its gradient is not finite: then the scale is not the cause."""
-        return self.is_spoilt() or any(finiteness(loss) for call in self.calls for loss in call.losses.values())
+        return self.has_nonfinite_gradient() or any(
+            finiteness(loss) for call in self.calls for loss in call.losses.values()
+        )
 
-    def again(self, make: Callable[..., Any]) -> list[Tensor]:
+    def run_recorded(self, make: Callable[..., Any]) -> list[Tensor]:
         """The outputs that the gradients came in through, of calls made again by ``make(call, args, kwargs)``."""
-        outputs = {call: call.again(make) for call in self.calls}
+        outputs = {call: call.run_recorded(make) for call in self.calls}
         return [outputs[entry.call][entry.output] for entry in self.incoming]
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def restoring_module_state(model: nn.Module) -> Iterator[None]:
     """Restore, bit for bit, what a forward of ``model`` changes: buffers, tensors and counters of modules, their
     training mode, and the states of random generators."""
-    restore_random_states = keep_random_states()
+    restore_rng_states = save_rng_states()
     tensors, containers = _held_by(model)
     # Restored values are those that the graph of the training has saved; a new version would make its backward raise.
     with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
         try:
             yield
         finally:
-            restore_random_states()
+            restore_rng_states()
             with torch.no_grad():
                 for tensor, value in tensors.items():
                     tensor.copy_(value)
@@ -133,7 +135,7 @@ def _held_by(model: nn.Module) -> tuple[dict[Tensor, Tensor], list[tuple[Any, An
 
 
 @contextlib.contextmanager
-def gradients_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Set gradients to None, and restore them at the end, scaled ones unchanged."""
     with contextlib.ExitStack() as restored:
         for parameter in parameters:
@@ -146,7 +148,7 @@ def gradients_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def weights_kept(model: nn.Module) -> Iterator[None]:
+def restoring_weights(model: nn.Module) -> Iterator[None]:
     """Give parameters and buffers the memory and dtype back that they have now, into which nothing may write."""
     # Aliases, not copies: what writes makes memory of its own, so this costs no second model.
     parameters = [(parameter, parameter.data, parameter.grad_dtype) for parameter in model.parameters()]
@@ -165,7 +167,7 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
                 parameter.grad_dtype = None
 
 
-def with_masters(model: nn.Module, dtype: torch.dtype, run: Callable[[], _Result]) -> _Result:
+def run_with_masters(model: nn.Module, dtype: torch.dtype, run: Callable[[], _Result]) -> _Result:
     """What ``run`` gives while split parameters of ``model``, tied ones too, are their FP32 masters in ``dtype``."""
     masters: dict[str, Tensor] = {
         f"model.{name}": nn.Parameter(parameter.fp32_value().to(dtype), parameter.requires_grad)
@@ -177,7 +179,7 @@ def with_masters(model: nn.Module, dtype: torch.dtype, run: Callable[[], _Result
     return functional_call(holder, masters, ())
 
 
-def eagerly() -> contextlib.AbstractContextManager[Any]:
+def compile_disabled() -> contextlib.AbstractContextManager[Any]:
     """To run a compiled model in as it was written, so that hooks see its modules."""
     # Only where the compiler is loaded: its import takes a second.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
