@@ -1,4 +1,4 @@
-"""``calibrate``: finds where a model leaves FP16's range, and the rules that keep it in range."""
+"""``calibrate``: finds the ops that leave FP16's range, and rules that keep them in range."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def calibrate(
     rules: Rules | None = None,
     tables: TableName = "compact",
 ) -> RangeReport:
-    """Find where ``model`` leaves FP16's range, and the rules that keep it in range.
+    """Find the ops of ``model`` that leave FP16's range, and the rules that keep them in range.
 
-    Each batch runs through a forward and, if the model returns a loss, a backward, in BF16 instead of FP16, because
-    BF16 has FP32's range. Rules are added, and the forwards repeated with them, until no value comes within 2 doublings
-    of 65504. Weights, gradients, buffers and random generators are restored afterwards.
+    Each batch runs forward and, if the model returns a loss, backward, in BF16, which has FP32's range. Rules are
+    added, and the forwards repeated, until no value comes within 2 doublings of 65504. Weights, gradients, buffers and
+    RNG states are restored.
 
     Args:
         model: a model that is not attached, in the mode (training or evaluation) that the rules are for.
-        batches: the arguments of its calls. A mapping of arguments, or one tensor, is one batch. Anything else is a
-            list (or other iterable) of batches, each a mapping, a tuple of arguments, or one tensor.
+        batches: arguments of its calls: one batch (a mapping of arguments or a tensor), or an iterable of batches, each
+            a mapping, a tuple of arguments, or a tensor.
         precision: a policy that computes in FP16; default ``"fp16"``.
-        rules, tables: those of the autocast that you will use; default none and ``"compact"``.
+        rules, tables: those of the autocast in training; default none and ``"compact"``.
 
     Returns:
         A :class:`RangeReport`; add its ``rules`` to those that you passed.
@@ -63,11 +63,11 @@ def calibrate(
         raise ValueError(f"precision={str(policy)!r} has FP32's range: calibrate is for FP16")
     if attached_runtime(model) is not None:
         raise ValueError("mixed precision is attached to this model: call hf_mp.detach(model), or calibrate it before")
-    # BF16 has FP32's exponents: nothing overflows there, so all places are seen at once with their magnitudes.
-    stand_in = replace(
+    # Nothing overflows in BF16, so one forward shows all ops out of FP16's range.
+    measured_policy = replace(
         policy, compute=RANGE_DTYPE, params=RANGE_DTYPE if policy.is_lean else policy.params, loss_scale=None
     )
-    runtime = MixedPrecision(stand_in, rules=rules, tables=tables)
+    runtime = MixedPrecision(measured_policy, rules=rules, tables=tables)
     with (
         restoring_module_state(model),
         without_gradients(model.parameters()),
@@ -76,7 +76,6 @@ def calibrate(
     ):
         try:
             runtime.attach(model)
-            # Once with gradients, which tell where a loss scale would overflow; looks for rules need none.
             ops = _measure_ranges(runtime, model, given)
             notes = ["some of it is inf or NaN in FP32's range, too: the cause is the model or its data"]
             if not any(math.isnan(op.largest) for op in ops):
@@ -92,14 +91,16 @@ def calibrate(
 def _measure_ranges(
     runtime: MixedPrecision, model: nn.Module, batches: Sequence[Any], rules: dict[str, str] | None = None
 ) -> Sequence[OpRange]:
-    """What the batches show, with a backward; or, given further ``rules``, in the forward alone."""
+    """Run the batches, and return the ranges of all ops.
+
+    ``rules`` are added to ``runtime``, and only the forward runs. Without them, the backward runs too.
+    """
     backward = rules is None
     runtime.add_rules(rules or {})
     recorder = RangeRecorder(FP16_MAX / 2**CLOSE_DOUBLINGS, backward=backward)
     for batch in batches:
         with recorder.recording(runtime.autocast, model), torch.set_grad_enabled(backward):
             outputs = call_model(model, batch)
-        # Without labels there is none, and the forward alone is told of.
         if (loss := find_loss(outputs)) is not None:
             loss.backward()
             model.zero_grad()

@@ -1,4 +1,4 @@
-"""Runs a kept micro-batch again, without side effects: in another precision, by other rules, or to find an origin."""
+"""Runs a recorded micro-batch again without side effects."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from hf_mp.step.mixed_precision import MixedPrecision
 
 
 class Rerun(NamedTuple):
-    """What a micro-batch gave when it ran again."""
+    """Result of a rerun."""
 
-    outputs: list[Tensor]  # those that gradients came in through
-    gradients: dict[str, Tensor]  # of weights by name, times the scale; empty without a backward
-    ranges: tuple[OpRange, ...] = ()  # of all ops, where these were looked at
+    outputs: list[Tensor]  # with a recorded gradient
+    gradients: dict[str, Tensor]  # of weights by name, times `scale`; empty without a backward
+    ranges: tuple[OpRange, ...] = ()  # empty if not measured
 
     @property
     def is_finite(self) -> bool:
-        """Whether a step could be taken with it."""
+        """Whether the outputs and the squares of the gradients are finite."""
         return not any(map(finiteness, self.outputs)) and self.largest_gradient < SQUARES_BELOW
 
     @property
     def largest_gradient(self) -> float:
-        """The largest magnitude of a weight's gradient; 0 without any."""
+        """Largest magnitude of a weight gradient; 0 if there is none."""
         return largest_magnitude(self.gradients.values()).item()
 
 
@@ -54,43 +54,45 @@ def run_again(
     scale: float = 1.0,
     with_gradients: bool = True,
 ) -> Rerun:
-    """Run a micro-batch in ``dtype``, without side effects; arguments as of :func:`measure_ranges`.
+    """Run a micro-batch again in ``dtype``. Weights, buffers, gradients and RNG states are restored.
 
-    ``context`` gives what is entered around the forward and the backward, for the autocast that these run under and
-    the model; ``scale`` is what the gradients that came in are multiplied with.
+    Args:
+        context: ``context(mode, model)`` returns a context manager for the forward and the backward.
+        rules: rules in addition to those of ``runtime``; in FP32 there are none.
+        scale: factor of the recorded output gradients.
+        with_gradients: whether the backward runs, which needs all output gradients.
     """
     model = runtime.model
     assert model is not None  # it was called
-    # A rule in FP32 would only say again what autocast does there.
-    in_force = None if dtype is torch.float32 else {**runtime.rules, **(rules or {})}
-    mode = autocast(dtype, tables=runtime.autocast.tables, rules=in_force, model=model)
+    all_rules = None if dtype is torch.float32 else {**runtime.rules, **(rules or {})}
+    mode = autocast(dtype, tables=runtime.autocast.tables, rules=all_rules, model=model)
 
     def make(call: RecordedCall, args: Any, kwargs: Any) -> Any:
         args, kwargs = apply_to_tensors(_rerun_input, (args, kwargs))
-        # In a forward of the run, attached forwards inside of the model are parts of it.
+        # Attached forwards inside the model run as parts of this one.
         with ForwardContext(runtime, None), mode:
             return mode.under_rules(call.forward.module(), call.forward.original)(*args, **kwargs)
 
     def run() -> Rerun:
-        # Around the backward too, in which checkpoints run forwards again.
+        # Gradient checkpointing recomputes forwards in the backward.
         with context(mode, model):
             outputs = backward.run_recorded(make)
             if not with_gradients:
                 return Rerun(outputs, {})
-            given = [
+            output_gradients = [
                 scaled_output_gradient(entry.gradient, scale, output)  # type: ignore[arg-type]
                 for entry, output in zip(backward.incoming, outputs, strict=True)
             ]
             weights = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-            found = zip(weights, _differentiate(outputs, given, [*weights.values()]), strict=True)
-            return Rerun(outputs, {name: one for name, one in found if one is not None})
+            found = zip(weights, _differentiate(outputs, output_gradients, [*weights.values()]), strict=True)
+            return Rerun(outputs, {name: gradient for name, gradient in found if gradient is not None})
 
     with restoring_module_state(model), torch.set_grad_enabled(with_gradients), compile_disabled():
         return run_with_masters(model, dtype, run)
 
 
 def scaled_output_gradient(gradient: Tensor, scale: float, output: Tensor) -> Tensor:
-    """The gradient that goes into the model's backward through ``output``: scaled, as inside of the borders."""
+    """Scale the gradient of ``output`` and cast it, as ``cast_to_output`` does."""
     return (gradient * scale).to(output.dtype)
 
 
@@ -102,33 +104,24 @@ def measure_ranges(
     rules: Mapping[str, str] | None = None,
     with_gradients: bool = False,
 ) -> Rerun:
-    """Run a micro-batch in ``dtype``, unscaled and without side effects, and take down the magnitudes of all ops.
-
-    Args:
-        runtime, backward: of the run.
-        dtype: BF16 in FP16's place (the default), or FP32.
-        rules: further rules than the run's; in FP32 there are none.
-        with_gradients: also differentiate, for which the gradients that came in must have been kept.
-    """
+    """Run a micro-batch again in BF16 (instead of FP16) or FP32, unscaled, and measure the magnitudes of all ops."""
     recorder = RangeRecorder(backward=with_gradients)
     rerun = run_again(runtime, backward, recorder.recording, dtype=dtype, rules=rules, with_gradients=with_gradients)
     return rerun._replace(ranges=recorder.ranges())
 
 
 def _rerun_input(tensor: Tensor) -> Tensor:
-    """An input that a forward is given again."""
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
 def _differentiate(
     outputs: list[Tensor], gradients: list[Tensor], parameters: list[nn.Parameter]
 ) -> list[Tensor | None]:
-    """The gradients of ``parameters``, which accumulate nowhere."""
+    """Return the gradients of ``parameters``, and leave their ``.grad`` unchanged."""
     try:
-        # Not .backward(): gradients that wait for the step, in FP32 or scaled, are not to be touched.
         return list(torch.autograd.grad(outputs, parameters, gradients, retain_graph=True, allow_unused=True))
     except RuntimeError as error:
-        # torch refuses autograd.grad with reentrant checkpoints, by this sentence alone.
+        # autograd.grad does not support reentrant checkpoints, and has no error class for it.
         if "use_reentrant" not in str(error):
             raise
     with without_gradients(parameters):

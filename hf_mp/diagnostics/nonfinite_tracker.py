@@ -1,8 +1,7 @@
-"""Traces every inf and NaN of a forward and backward to the call that produced it from finite values.
+"""Traces each inf and NaN of a forward and its backward to the op that computed it from finite values.
 
-Every call that an autocast sees is examined, and every node of autograd's. A non-finite result of finite inputs
-originates there; otherwise the result inherits the origin of its input. So an inf that is dropped, for example by
-``torch.where``, is not reported.
+Every intercepted call and every autograd node is examined. A non-finite result of finite inputs has its origin there;
+any other one has the origin of its input. An inf that an op drops, as ``torch.where`` may, has no effect.
 """
 
 from __future__ import annotations
@@ -23,100 +22,95 @@ from hf_mp.diagnostics.overflow_report import Phase
 from hf_mp.diagnostics.values import UNINITIALISED, Finiteness, TensorRange, finiteness, ranges_of
 from hf_mp.kernels.nested import named_tensors, tensors_in
 
-# These write -inf on purpose, to mask positions in a softmax; so does a call that is given no tensor.
+# Ops that write -inf on purpose, to mask positions in a softmax, as calls without a tensor argument do.
 _MASKING = frozenset({"full_like", "new_full", "masked_fill", "masked_fill_", "where", "fill_", "setitem"})
-# These overwrite their target.
+# Ops that write their first argument without reading it.
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
 
-# Keys of a node's metadata, which lives as long as its graph. A call site is the name of the innermost module, and of
-# the torch function, "" where none is seen.
+# Keys in the metadata of an autograd node. The site is a pair: name of the innermost module, name of the torch
+# function ("" if no call was intercepted).
 _SITE, _ORIGIN = "hf_mp's call site", "hf_mp's origin"
 
 
 @dataclass
 class NonfiniteOrigin:
-    """The origin of an inf or NaN; fields as in :class:`OverflowReport`."""
+    """Origin of an inf or NaN; fields as in :class:`OverflowReport`."""
 
     phase: Phase
-    order: int  # origins are numbered in the order of their appearance
+    order: int  # of appearance, from 1; 0 before the forward
     module: str = ""
     op: str = ""
     tensor: str = ""
     inputs: tuple[TensorRange, ...] = ()
     outputs: tuple[TensorRange, ...] = ()
-    is_mask: bool = False  # whether it is only -inf, written on purpose
+    is_mask: bool = False  # only -inf, written on purpose
 
 
-# Of what was not finite before, and of memory that nobody has written: nobody's fault, as a mask is.
+# Origins that are never reported: of tensors made before, and of memory that was not written yet.
 _UNKNOWN, _UNWRITTEN = NonfiniteOrigin("not found", 0, is_mask=True), NonfiniteOrigin("not found", 0, is_mask=True)
 
 
 class NonfiniteTracker:
-    """Tracks the origin of non-finite values, in the forward by storage; slow, because it reads all values.
+    """Tracks the origin of non-finite values, in the forward by storage. Slow, because it reads all values.
 
     Args:
-        entry: the module whose forward is run; default: the whole model.
-        inputs: of it, by name.
+        entry: the module that is called; default: the model.
+        inputs: its input tensors by name.
 
     Attributes:
-        of_gradients: the origins of what is not finite in gradients of parameters; after the backward.
+        of_gradients: for each trained parameter, after the backward, the origin of a non-finite gradient, or None.
     """
 
     def __init__(self, entry: nn.Module | None = None, inputs: Iterable[tuple[str, Tensor]] = ()) -> None:
         self._entry, self._inputs = entry, inputs
         self._origins: dict[int, NonfiniteOrigin] = {}  # by storage
-        self._made = 0
+        self._count = 0  # of origins
         self.of_gradients: list[NonfiniteOrigin | None] = []
 
     @contextmanager
-    def watching(self, mode: autocast, model: nn.Module) -> Iterator[None]:
-        """To run a forward of ``model`` under ``mode`` and its backward in."""
-        # Now and not before, since a replay has masters in the place of split parameters.
+    def tracking(self, mode: autocast, model: nn.Module) -> Iterator[None]:
+        """Track a forward of ``model`` under ``mode``, and its backward."""
+        # Not earlier: a rerun replaces split parameters by their masters.
         parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
         self._record_initial_nonfinite(model)
-        # By memory and shape: what a forward uses of a parameter is an alias, and flat parameters lie in one memory.
-        self._parameters = {(_memory(one), one.shape): name for name, one in parameters.items()}
+        # A forward uses aliases of parameters. Flat parameters share one storage.
+        self._parameters = {(_storage_key(one), one.shape): name for name, one in parameters.items()}
         self._running = [name for name, module in modules.items() if module is self._entry] or [""]  # innermost last
         leaves: list[Any] = [get_gradient_edge(one).node for one in parameters.values() if one.requires_grad]
         with watching(modules, mode, self._called, entered=self._entered, left=self._left):
             yield
-        # Leaves' nodes are those of the training, too: what is noted there would stay.
+        # Nodes of leaves outlive this graph.
         self.of_gradients = [leaf.metadata.pop(_ORIGIN, None) for leaf in leaves]
 
-    def of(self, tensor: Tensor) -> NonfiniteOrigin | None:
-        """The origin of the inf or NaN in ``tensor``; None without one, or if it was there before."""
-        return self._origins.get(_memory(tensor)) if finiteness(tensor) else None
+    def get(self, tensor: Tensor) -> NonfiniteOrigin | None:
+        """Return the origin of the inf or NaN in ``tensor``, or None."""
+        return self._origins.get(_storage_key(tensor)) if finiteness(tensor) else None
 
     def _record_initial_nonfinite(self, model: nn.Module) -> None:
-        """Note what is not finite before the forward."""
+        """Record the inputs, parameters and buffers that are not finite."""
         for name, tensor in self._inputs:
             if finiteness(tensor) is Finiteness.NOT_FINITE:
-                self._origins[_memory(tensor)] = NonfiniteOrigin(
-                    "input", 0, tensor=name, inputs=ranges_of([(name, tensor)])
-                )
-        # In training, batch normalization only writes the statistics of its batches.
+                ranges = ranges_of([(name, tensor)])
+                self._origins[_storage_key(tensor)] = NonfiniteOrigin("input", 0, tensor=name, inputs=ranges)
+        # In training, batch norms only write their statistics.
         norms = [module for module in model.modules() if hasattr(module, "running_mean")]
         written = {id(buffer) for module in norms for buffer in module.buffers() if module.training}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            # A buffer may be a mask, which holds -inf on purpose; a parameter may not.
+            # -inf in a buffer may be a mask.
             least = Finiteness.MINUS_INF if isinstance(tensor, nn.Parameter) else Finiteness.NOT_FINITE
             if finiteness(tensor) >= least and id(tensor) not in written:
-                self._origins[_memory(tensor)] = _in_weight(name, tensor)
+                self._origins[_storage_key(tensor)] = _origin_in_weight(name, tensor)
 
     def _entered(self, name: str, args: Any, kwargs: Any) -> None:
-        self._mark((args, kwargs))
+        self._mark_nodes((args, kwargs))
         self._running.append(name)
 
     def _left(self, name: str, output: Any) -> None:
-        self._mark(output)
+        self._mark_nodes(output)
         self._running.pop()
 
-    def _mark(self, value: Any, op: str = "") -> None:
-        """Note the call site at the nodes behind ``value`` that have none yet, and have their gradients examined.
-
-        Not at leaves, which outlive the run.
-        """
-        # In a node's metadata, and not by its number: autograd's threads count for themselves.
+    def _mark_nodes(self, value: Any, op: str = "") -> None:
+        """Record the site of the autograd nodes before ``value``, except leaves, and have their gradients checked."""
         with torch._C.DisableTorchFunction():
             nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(value)]
         while nodes:
@@ -127,110 +121,116 @@ class NonfiniteTracker:
                 nodes += [before for before, _ in node.next_functions]
 
     def _called(self, watched: WatchedCall) -> Any:
-        """Make a call, and note who made what is not finite in its results."""
+        """Make a call, and record the origins of its results."""
         if (name := watched.name) is None:
             return watched.make()
         args, kwargs = watched.args, watched.kwargs
-        self._mark((args, kwargs))  # what no call that is seen has made: a function of autograd's
+        self._mark_nodes((args, kwargs))  # of autograd functions, which are not intercepted
         overwritten = args[0] if name in _OVERWRITES else kwargs.get("out")
         with torch._C.DisableTorchFunction():
             given = named_tensors(dict([*enumerate(args), *kwargs.items()]))
-            # Before it is written to; of several views of one memory, the worst is last.
-            before = dict(sorted((_memory(one), self._state(one)) for _, one in given if one is not overwritten))
-        made = self._made
+            # Of several views of one storage, the worst comes last.
+            before = dict(sorted((_storage_key(one), self._state(one)) for _, one in given if one is not overwritten))
+        count = self._count
         result = watched.make()
-        self._mark(result, name)
+        self._mark_nodes(result, name)
         with torch._C.DisableTorchFunction():
-            # An assignment, x[0] = y, returns nothing.
+            # `x[0] = y` returns None.
             outputs = [*tensors_in(args[:1] if result is None else result)]
             if name in UNINITIALISED:
-                self._origins.update(dict.fromkeys(map(_memory, outputs), _UNWRITTEN))
+                self._origins.update(dict.fromkeys(map(_storage_key, outputs), _UNWRITTEN))
             else:
-                self._record_origins(name, given, before, made, outputs)
+                self._record_origins(name, given, before, count, outputs)
         return result
 
     def _state(self, tensor: Tensor) -> Finiteness | None:
-        """How finite a tensor is; None where nobody has written its memory."""
-        return None if self._origins.get(_memory(tensor)) is _UNWRITTEN else finiteness(tensor)
+        """Return the finiteness of ``tensor``; None for unwritten memory."""
+        return None if self._origins.get(_storage_key(tensor)) is _UNWRITTEN else finiteness(tensor)
 
-    def _read(self, before: Mapping[int, Finiteness | None]) -> NonfiniteOrigin | None:
-        """The origin of what a call has read: of the worst, the first; of a mask only where there is no other."""
-        tainted = [(self._origins.get(memory, _UNKNOWN), state) for memory, state in before.items() if state]
-        return min(tainted, key=lambda pair: (pair[0].is_mask, -pair[1], pair[0].order), default=(None,))[0]
+    def _origin_of_inputs(self, before: Mapping[int, Finiteness | None]) -> NonfiniteOrigin | None:
+        """Return the first origin of the worst input, a mask only if there is no other; None if all are finite."""
+        nonfinite = [(self._origins.get(storage, _UNKNOWN), state) for storage, state in before.items() if state]
+        return min(nonfinite, key=lambda pair: (pair[0].is_mask, -pair[1], pair[0].order), default=(None,))[0]
 
     def _record_origins(
         self,
         op: str,
         given: list[tuple[str, Tensor]],
         before: dict[int, Finiteness | None],
-        made: int,
+        count: int,
         outputs: list[Tensor],
     ) -> None:
-        """Note the origins of ``outputs``, of a call of ``op`` before which ``made`` origins were known."""
-        origin = self._read(before)
+        """Record the origins of ``outputs``, with the states of storages and the count of origins before the call."""
+        origin = self._origin_of_inputs(before)
         is_known = origin is not None and not origin.is_mask
         for output in outputs:
-            memory, state = _memory(output), finiteness(output)
-            was = before.get(memory, Finiteness.FINITE)
-            if self._origins.get(memory, _UNKNOWN).order > made:  # by a call inside of this one
+            storage, state = _storage_key(output), finiteness(output)
+            if self._origins.get(storage, _UNKNOWN).order > count:  # recorded by a call inside this one
                 continue
-            # Memory that is written in part holds old values elsewhere; a view says nothing new.
-            if is_known if was is None else state > was:
+            # A view, or a part that was not written, was not finite before. Unwritten memory (None) may hold any bits.
+            was = before.get(storage, Finiteness.FINITE)
+            became_worse = is_known if was is None else state > was
+            if became_worse:
                 if origin is None or (origin.is_mask and state is not Finiteness.MINUS_INF):
-                    origin = self._of_call(op, given, outputs, state)
-                self._origins[memory] = origin
-            elif memory not in before:
-                self._origins.pop(memory, None)
+                    origin = self._origin_in_call(op, given, outputs, state)
+                self._origins[storage] = origin
+            elif storage not in before:  # new memory at the address of a freed storage
+                self._origins.pop(storage, None)
 
-    def _of_call(
+    def _origin_in_call(
         self, op: str, given: list[tuple[str, Tensor]], outputs: list[Tensor], state: Finiteness
     ) -> NonfiniteOrigin:
-        """The origin of outputs that are not finite: a weight that rounding makes inf, or the call itself."""
-        # What it wrote to is no longer what it read.
+        """Return the origin of non-finite outputs: a weight that rounding makes inf, or the call."""
+        # Inputs that the call has overwritten are left out.
         read = [(place, tensor) for place, tensor in given if not any(tensor is output for output in outputs)]
         shown = []
         for place, tensor in read:
-            name = self._parameters.get((_memory(tensor), tensor.shape))
+            name = self._parameters.get((_storage_key(tensor), tensor.shape))
             shown.append((name or f"input {place}", tensor))
-            if name and not finiteness(tensor) and finiteness(rounded := tensor.detach().to(outputs[0].dtype)):
-                self._made += 1
-                return _in_weight(name, tensor, order=self._made, rounded=rounded)
-        origin = self._new("forward", self._running[-1], op, shown, outputs)
+            if name and not finiteness(tensor):
+                rounded = tensor.detach().to(outputs[0].dtype)
+                if finiteness(rounded):
+                    self._count += 1
+                    return _origin_in_weight(name, tensor, order=self._count, rounded=rounded)
+        origin = self._new_origin("forward", self._running[-1], op, shown, outputs)
         origin.is_mask = state is Finiteness.MINUS_INF and (op in _MASKING or not given)
         return origin
 
-    def _check_node_gradients(self, given: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> None:
-        """A node of autograd has made ``given`` of the gradients that ``came`` in."""
-        # of torch, private: a hook that held its node would keep the graph
+    def _check_node_gradients(
+        self, input_gradients: tuple[Tensor | None, ...], output_gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        """Hook of a node: record the origin of non-finite ``input_gradients``."""
+        # Private API, because a hook that references its node is never freed.
         node: Any = torch._C._current_autograd_node()
         with torch._C.DisableTorchFunction():
-            pairs = zip(node.next_functions, given, strict=True)
-            spoilt_nodes: list[Any] = [
+            pairs = zip(node.next_functions, input_gradients, strict=True)
+            receivers: list[Any] = [
                 after for (after, _), one in pairs if after is not None and one is not None and finiteness(one)
             ]
-            if not spoilt_nodes:
+            if not receivers:
                 return
             if (origin := node.metadata.get(_ORIGIN)) is None:
                 module, op = node.metadata[_SITE]
                 op = op or re.sub(r"Backward\d*$", "", node.name())
-                read = [(f"input {number}", one) for number, one in enumerate(came) if one is not None]
-                origin = self._new("backward", module, op, read, [one for one in given if one is not None])
-            for after in spoilt_nodes:
+                read = [(f"input {number}", one) for number, one in enumerate(output_gradients) if one is not None]
+                outputs = [one for one in input_gradients if one is not None]
+                origin = self._new_origin("backward", module, op, read, outputs)
+            for after in receivers:
                 after.metadata.setdefault(_ORIGIN, origin)
 
-    def _new(
+    def _new_origin(
         self, phase: Phase, module: str, op: str, inputs: list[tuple[str, Tensor]], outputs: list[Tensor]
     ) -> NonfiniteOrigin:
-        self._made += 1
+        self._count += 1
         shown = [(f"output {number}", output) for number, output in enumerate(outputs)]
-        return NonfiniteOrigin(phase, self._made, module, op, "", ranges_of(inputs), ranges_of(shown))
+        return NonfiniteOrigin(phase, self._count, module, op, "", ranges_of(inputs), ranges_of(shown))
 
 
-def _in_weight(name: str, tensor: Tensor, *, order: int = 0, rounded: Tensor | None = None) -> NonfiniteOrigin:
-    """A parameter or buffer that is not finite, or whose value ``rounded`` to 16 bits is not."""
+def _origin_in_weight(name: str, tensor: Tensor, *, order: int = 0, rounded: Tensor | None = None) -> NonfiniteOrigin:
+    """Return the origin of a parameter or buffer that is not finite, by itself or ``rounded`` to 16 bits."""
     found = [(name, tensor), *([] if rounded is None else [(f"{name}, in 16 bits", rounded)])]
     return NonfiniteOrigin("weight", order, name.rpartition(".")[0], tensor=name, inputs=ranges_of(found))
 
 
-def _memory(tensor: Tensor) -> int:
+def _storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)

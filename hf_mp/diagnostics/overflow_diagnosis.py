@@ -1,4 +1,4 @@
-"""What helps against the overflow of a micro-batch: rules and a loss scale, each tried, for reports and for healing."""
+"""``diagnose_overflow``: finds the rules or the loss scale that prevent an overflow, by trial."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hf_mp.dtypes import needs_loss_scale
 from hf_mp.scaling.rules import scale_with_headroom
 from hf_mp.step.mixed_precision import MixedPrecision
 
-MAX_RANGE_RUNS = 40  # each forward shows what is left after the rules so far
+MAX_RANGE_RUNS = 40
 
 
 @dataclass(frozen=True)
 class OverflowDiagnosis:
-    """What helps against an overflow, or why nothing does.
+    """Result of :func:`diagnose_overflow` for one micro-batch.
 
     Attributes:
-        finite_in_fp32, finite_in_bf16: whether the micro-batch is, with its backward where that is known.
-        remedies: of places that leave FP16's range, the rules that keep it there.
-        scale: the loss scale to go to; None where it is not known.
-        fits: the largest loss scale at which no gradient leaves FP16's range; None where the forward is at fault.
-        reason: why nothing helps.
-        error: why nothing will help in the next steps either.
+        finite_in_fp32, finite_in_bf16: whether the forward, and the backward if it ran, is finite in that dtype.
+        remedies: remedies that keep the forward in FP16's range.
+        scale: loss scale to use next; None if unknown.
+        fits: largest loss scale at which all gradients are in FP16's range; None if they were not measured.
+        reason: why no rule and no scale helps; "" if one does.
+        error: message of a :class:`CannotHealError` if later steps would fail too; else "".
     """
 
     finite_in_fp32: bool
@@ -41,38 +41,41 @@ class OverflowDiagnosis:
 
 
 def diagnose_overflow(runtime: MixedPrecision, backward: RecordedBackward) -> OverflowDiagnosis:
-    """Look for what keeps a micro-batch in range; nothing is put in place."""
-    # A loss outside the model was computed from outputs that may be at fault: then its gradient says nothing.
+    """Find the rules or the loss scale that keep a micro-batch in FP16's range, without applying them."""
+    # A loss outside the model may have a non-finite gradient because of the overflow itself.
     with_gradients = backward.has_all_gradients() and not backward.has_nonfinite_gradient()
-    seen = measure_ranges(runtime, backward, with_gradients=with_gradients)
-    # BF16 has FP32's range: what is finite there is not tried in FP32.
-    in_fp32 = (
-        seen.is_finite
-        or measure_ranges(runtime, backward, dtype=torch.float32, with_gradients=with_gradients).is_finite
-    )
-    cure = OverflowDiagnosis(in_fp32, seen.is_finite)
-    if not in_fp32:
-        return replace(cure, reason="it is inf or NaN in FP32, too: the cause is the model or its data")
+    in_bf16 = measure_ranges(runtime, backward, with_gradients=with_gradients)
+    finite_in_fp32 = in_bf16.is_finite  # BF16 has FP32's range
+    if not finite_in_fp32:
+        in_fp32 = measure_ranges(runtime, backward, dtype=torch.float32, with_gradients=with_gradients)
+        finite_in_fp32 = in_fp32.is_finite
+    diagnosis = OverflowDiagnosis(finite_in_fp32, in_bf16.is_finite)
+    if not finite_in_fp32:
+        return replace(diagnosis, reason="it is inf or NaN in FP32, too: the cause is the model or its data")
     if not needs_loss_scale(runtime.policy.compute):
-        return cure
+        return diagnosis
     scale = runtime.scaler.get_scale()
     try:
-        placed = find_rules(runtime, seen.ranges, lambda rules: measure_ranges(runtime, backward, rules=rules).ranges)
+        remedies = find_rules(
+            runtime, in_bf16.ranges, lambda rules: measure_ranges(runtime, backward, rules=rules).ranges
+        )
     except CannotHealError as error:
-        return replace(cure, error=str(error))
-    if placed:
-        return replace(cure, remedies=tuple(placed), scale=scale)
-    if not seen.is_finite:
+        return replace(diagnosis, error=str(error))
+    if remedies:
+        return replace(diagnosis, remedies=tuple(remedies), scale=scale)
+    if not in_bf16.is_finite:
         reason = "it is finite in FP32 and not in BF16 (a mask of finfo(float32).min is -inf there): train in FP32"
-        return replace(cure, reason=reason)
-    return _with_scale(runtime, cure, seen, scale) if with_gradients else cure
+        return replace(diagnosis, reason=reason)
+    return _with_scale(runtime, diagnosis, in_bf16, scale) if with_gradients else diagnosis
 
 
-def _with_scale(runtime: MixedPrecision, cure: OverflowDiagnosis, seen: Rerun, scale: float) -> OverflowDiagnosis:
-    fits = fitting_scale(seen.ranges, scale)
-    if runtime.policy.is_lean:  # the weights' gradients themselves are in 16 bits
-        fits = min(fits, scale_with_headroom(seen.largest_gradient or 1.0, 1.0))
-    return replace(cure, fits=fits, scale=min(scale, max(fits, runtime.scaler.smallest_scale)))
+def _with_scale(
+    runtime: MixedPrecision, diagnosis: OverflowDiagnosis, in_bf16: Rerun, scale: float
+) -> OverflowDiagnosis:
+    fits = fitting_scale(in_bf16.ranges, scale)
+    if runtime.policy.is_lean:  # weight gradients are 16-bit too
+        fits = min(fits, scale_with_headroom(in_bf16.largest_gradient or 1.0, 1.0))
+    return replace(diagnosis, fits=fits, scale=min(scale, max(fits, runtime.scaler.smallest_scale)))
 
 
 def find_rules(
@@ -80,20 +83,27 @@ def find_rules(
     ops: Sequence[OpRange],
     measure: Callable[[dict[str, str]], Sequence[OpRange]],
 ) -> list[Remedy]:
-    """The remedies with which ``measure``, given their rules besides those of ``runtime``, finds all in range.
+    """Return the remedies with which all ops are in range.
+
+    Args:
+        runtime: has the active remedies.
+        ops: the ranges with them.
+        measure: ``measure(rules)`` returns the ranges with further rules.
 
     Raises:
-        CannotHealError: where no rules help.
+        CannotHealError: if no rules help.
     """
-    placed: list[Remedy] = []
+    remedies: list[Remedy] = []
     rules: dict[str, str] = {}
-    # What a place feeds was out of range with it: each look shows what is left by itself.
+    # A remedy may bring later ops into range too, so they are measured again.
     for _ in range(MAX_RANGE_RUNS):
-        if not (planned := [next_remedy(found, {**runtime.remedies, **rules}) for found in first_out_of_range(ops)]):
-            return [one for one in placed if one.rules.items() <= rules.items()]  # the others did not help
-        for remedy in planned:
+        added = [next_remedy(found, {**runtime.remedies, **rules}) for found in first_out_of_range(ops)]
+        if not added:
+            # Leave out remedies that did not help: a larger one has replaced their rules.
+            return [remedy for remedy in remedies if remedy.rules.items() <= rules.items()]
+        for remedy in added:
             rules.update(remedy.rules)
-        placed += planned
+        remedies += added
         ops = measure(rules)
     raise CannotHealError(
         f"after {MAX_RANGE_RUNS} forwards with ever more rules, values still leave FP16's range: use precision='bf16'"

@@ -1,4 +1,4 @@
-"""What is kept of a step in case it fails, and what a replay gives back: random states, inputs, modules, gradients."""
+"""Calls, RNG states and output gradients recorded in a step, and context managers that restore a model."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hf_mp.kernels.nested import named_tensors
 from hf_mp.weights.split_parameter import SplitParameter
 
 _Result = TypeVar("_Result")
-_GRAD: Any = Tensor.grad  # the property itself, which split parameters override
+_GRAD: Any = Tensor.grad  # the property, which split parameters override
 
 
 def save_rng_states() -> Callable[[], None]:
-    """Keep the states of all random generators, without a synchronization; returns what restores them."""
+    """Save the states of all random generators; return a function that restores them. Does not synchronize."""
     python, numpy, cpu, cuda = random.getstate(), np.random.get_state(), torch.get_rng_state(), list[Tensor]()
-    # While a graph is captured, torch refuses to read the state. A GPU generator's is on the host.
+    # torch cannot read the state while a graph is captured.
     if torch.cuda.is_available() and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         cuda = torch.cuda.get_rng_state_all()
 
@@ -41,9 +41,9 @@ def save_rng_states() -> Callable[[], None]:
 
 @dataclass(eq=False)
 class RecordedCall:
-    """One call of an attached forward, before it is made."""
+    """One call of an attached forward, recorded before it runs."""
 
-    forward: Any
+    forward: Any  # AttachedForward
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     is_training: bool
@@ -51,9 +51,9 @@ class RecordedCall:
     losses: dict[str, Tensor] = field(default_factory=dict)  # scalar outputs by name, detached
 
     def run_recorded(self, make: Callable[..., Any]) -> dict[str, Tensor]:
-        """The outputs by name of what ``make`` gives for the call, with the random numbers that it had."""
+        """Call ``make(call, args, kwargs)`` with the recorded RNG states; return the outputs by name."""
         module = self.forward.module()
-        if module.training != self.is_training:  # else a part in another mode stays in it
+        if module.training != self.is_training:  # train() also sets submodules
             module.train(self.is_training)
         self.restore_rng_states()
         return dict(named_tensors(make(self, self.args, self.kwargs)))
@@ -61,7 +61,7 @@ class RecordedCall:
 
 @dataclass
 class IncomingGradient:
-    """A gradient that entered the model through an output in a backward; None if too large to keep."""
+    """Gradient of one model output in a backward; None if it was too large to store."""
 
     call: RecordedCall
     output: str
@@ -73,45 +73,41 @@ class RecordedBackward:
     """One micro-batch: a backward through the outputs of one or more calls."""
 
     task: int  # autograd's ID of the backward
-    incoming: list[IncomingGradient] = field(default_factory=list)  # the gradients that entered
-    largest: Tensor | None = None  # the largest magnitude in the parameters' gradients, unread; None if not measured
+    incoming: list[IncomingGradient] = field(default_factory=list)
+    largest: Tensor | None = None  # magnitude in the parameters' gradients, FP32 of shape (); None if not measured
 
     @property
     def calls(self) -> list[RecordedCall]:
         return list(dict.fromkeys(entry.call for entry in reversed(self.incoming)))
 
     def inputs(self) -> list[tuple[str, Tensor]]:
-        """The input tensors of all calls, named by the forward's parameters."""
+        """Return the input tensors of all calls by name."""
         bound = [inspect.signature(call.forward.original).bind(*call.args, **call.kwargs) for call in self.calls]
         return [named for one in bound for named in named_tensors(one.arguments)]
 
     def has_all_gradients(self) -> bool:
-        """Whether all gradients that entered are here."""
         return all(entry.gradient is not None for entry in self.incoming)
 
     def has_nonfinite_gradient(self) -> bool:
-        """Whether a gradient that entered is not finite."""
         return any(entry.gradient is not None and bool(finiteness(entry.gradient)) for entry in self.incoming)
 
     def has_nonfinite_loss(self) -> bool:
-        """Whether a loss or its gradient is not finite: then the scale is not the cause."""
-        return self.has_nonfinite_gradient() or any(
-            finiteness(loss) for call in self.calls for loss in call.losses.values()
-        )
+        """Whether a loss or its gradient is inf or NaN, so that the loss scale is not the cause."""
+        losses = [loss for call in self.calls for loss in call.losses.values()]
+        return self.has_nonfinite_gradient() or any(map(finiteness, losses))
 
     def run_recorded(self, make: Callable[..., Any]) -> list[Tensor]:
-        """The outputs that the gradients came in through, of calls made again by ``make(call, args, kwargs)``."""
+        """Run all calls; return the outputs in the order of ``incoming``."""
         outputs = {call: call.run_recorded(make) for call in self.calls}
         return [outputs[entry.call][entry.output] for entry in self.incoming]
 
 
 @contextlib.contextmanager
 def restoring_module_state(model: nn.Module) -> Iterator[None]:
-    """Restore, bit for bit, what a forward of ``model`` changes: buffers, tensors and counters of modules, their
-    training mode, and the states of random generators."""
+    """Restore, bit for bit, what a forward of ``model`` may change: buffers, attributes of modules and RNG states."""
     restore_rng_states = save_rng_states()
-    tensors, containers = _held_by(model)
-    # Restored values are those that the graph of the training has saved; a new version would make its backward raise.
+    tensors, containers = _copy_module_state(model)
+    # The graph of the training may have saved these tensors: its backward would raise for another version.
     with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
         try:
             yield
@@ -125,21 +121,21 @@ def restoring_module_state(model: nn.Module) -> Iterator[None]:
                 container.extend(items) if isinstance(container, list) else container.update(items)
 
 
-def _held_by(model: nn.Module) -> tuple[dict[Tensor, Tensor], list[tuple[Any, Any]]]:
-    """Tensors, and lists and dictionaries, that modules hold, each with a copy of what it holds now."""
-    registries = [found for module in model.modules() for found in (vars(module), module._buffers)]
-    held: list[tuple[str, Any]] = [(name, value) for registry in registries for name, value in registry.items()]
-    own = [value for name, value in held if name[0] != "_" and type(value) in (list, dict)]  # the others are torch's
-    tensors = {t: t.detach().clone() for _, t in held if isinstance(t, Tensor) and not t.is_inference()}
-    return tensors, [(container, container.copy()) for container in (*registries, *own)]
+def _copy_module_state(model: nn.Module) -> tuple[dict[Tensor, Tensor], list[tuple[Any, Any]]]:
+    """Return clones by tensor, and pairs of a list or dictionary and its copy."""
+    registries = [registry for module in model.modules() for registry in (vars(module), module._buffers)]
+    attributes: list[tuple[str, Any]] = [item for registry in registries for item in registry.items()]
+    tensors = {t: t.detach().clone() for _, t in attributes if isinstance(t, Tensor) and not t.is_inference()}
+    # The containers of nn.Module itself have private names.
+    containers = [value for name, value in attributes if name[0] != "_" and type(value) in (list, dict)]
+    return tensors, [(container, container.copy()) for container in (*registries, *containers)]
 
 
 @contextlib.contextmanager
 def without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Set gradients to None, and restore them at the end, scaled ones unchanged."""
+    """Set gradients to None, and restore them on exit, scaled ones as they are."""
     with contextlib.ExitStack() as restored:
         for parameter in parameters:
-            # A split parameter keeps one beside .grad.
             others = {"_kept": parameter._kept} if isinstance(parameter, SplitParameter) else {}
             restored.callback(vars(parameter).update, others)
             restored.callback(_GRAD.__set__, parameter, _GRAD.__get__(parameter))
@@ -149,8 +145,7 @@ def without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restoring_weights(model: nn.Module) -> Iterator[None]:
-    """Give parameters and buffers the memory and dtype back that they have now, into which nothing may write."""
-    # Aliases, not copies: what writes makes memory of its own, so this costs no second model.
+    """Restore the memory and dtype of parameters and buffers. Code in the context must not write to that memory."""
     parameters = [(parameter, parameter.data, parameter.grad_dtype) for parameter in model.parameters()]
     buffers = [(buffer, buffer.data) for buffer in model.buffers()]
     try:
@@ -163,23 +158,24 @@ def restoring_weights(model: nn.Module) -> Iterator[None]:
                 parameter.grad = None
             parameter.data = data
             if parameter.grad_dtype is not grad_dtype:
-                # torch has no way back to "as the parameter": a dtype that is set would hold after .float(), too.
+                # torch cannot reset it to its default, the parameter's dtype, and a fixed dtype outlasts `.float()`.
                 parameter.grad_dtype = None
 
 
 def run_with_masters(model: nn.Module, dtype: torch.dtype, run: Callable[[], _Result]) -> _Result:
-    """What ``run`` gives while split parameters of ``model``, tied ones too, are their FP32 masters in ``dtype``."""
+    """Return ``run()``, with split parameters of ``model`` replaced by their masters in ``dtype``."""
     masters: dict[str, Tensor] = {
         f"model.{name}": nn.Parameter(parameter.fp32_value().to(dtype), parameter.requires_grad)
         for name, parameter in model.named_parameters()
         if isinstance(parameter, SplitParameter)
     }
-    holder: Any = nn.ModuleDict({"model": model})  # whose call is what runs with other parameters in the model
+    # functional_call replaces the parameters of a module while it is called.
+    holder: Any = nn.ModuleDict({"model": model})
     holder.forward = run
     return functional_call(holder, masters, ())
 
 
 def compile_disabled() -> contextlib.AbstractContextManager[Any]:
-    """To run a compiled model in as it was written, so that hooks see its modules."""
-    # Only where the compiler is loaded: its import takes a second.
+    """Run compiled models eagerly in this context, so that hooks of their modules run."""
+    # Importing the compiler takes a second.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()

@@ -19,9 +19,9 @@ NAN = float("nan")
 
 def origin_of(function: Callable[[], Tensor]) -> NonfiniteOrigin | None:
     tracker, mode = NonfiniteTracker(), autocast(torch.float16)
-    with tracker.watching(mode, nn.Identity()), mode:
+    with tracker.tracking(mode, nn.Identity()), mode:
         result = function()
-    return tracker.of(result)
+    return tracker.get(result)
 
 
 def x() -> Tensor:
