@@ -103,7 +103,8 @@ def dispatched(forward: Forward) -> Iterator[None]:
     were_included = _is_included(_key())  # type: ignore[misc]
     plan = autocast.native_plan
     if plan is not None:
-        plan.enter(forward.began_without_grad)
+        copies = None if forward.weights is None else forward.weights.slots.native_copies
+        plan.enter(copies, forward.began_without_grad)
     _set_keys(autocast, True)
     try:
         yield

@@ -38,6 +38,7 @@ def around(function: Callable[..., Any]) -> Callable[[Any], Any]:
 
     def replace(original: Any) -> Any:
         @functools.wraps(original)
+        @uncompiled  # the compiler skips torch's own frames, and would take this one for code to compile
         def replacement(*args: Any, **kwargs: Any) -> Any:
             return function(original, *args, **kwargs)
 

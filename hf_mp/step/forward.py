@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -29,14 +30,15 @@ from hf_mp.weights.outside_reads import as_stored
 
 
 class AttachedForward(ReplacedForward):
-    """Takes the place of ``model.forward`` while attached."""
+    """Takes the place of ``model.forward`` while attached, or of another method that is called in its place."""
 
-    def __init__(self, runtime: StepRuntime, module: nn.Module) -> None:
-        super().__init__(module)
+    def __init__(self, runtime: StepRuntime, module: nn.Module, name: str = "forward") -> None:
+        super().__init__(module, name)
         self.runtime = runtime
         runtime.forwards.append(weakref.ref(self))
         self.borders = runtime.weights.lasting_borders()
-        self.inner_forward = counting_positions(self) if runtime.policy.exact_generation else self.original
+        counts_positions = runtime.policy.exact_generation and name == "forward"
+        self.inner_forward = counting_positions(self) if counts_positions else self.original
         functools.update_wrapper(self, self.original, updated=())  # not the attributes of an attached forward below
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,18 +64,18 @@ class AttachedForward(ReplacedForward):
         with as_stored():
             weights = self.runtime.begin_forward(model, self)
         context = ForwardContext(self.runtime, weights)
-        if weights is not None and weights.has_grad:
+        if weights is not None and weights.slots.has_grad:
             hooks = [one.forward_began(self, args, kwargs) for one in self.runtime.observers]
             context.output_hooks = [hook for hook in hooks if hook]
-        if weights is not None and weights.has_borders:
-            args, kwargs = apply_to_tensors(weights.bring_in_argument, (args, kwargs))
+        if weights is not None and weights.slots.has_borders:
+            args, kwargs = apply_to_tensors(weights.external.alias_argument, (args, kwargs))
         return context, args, kwargs
 
     @torch.compiler.disable
     def _finish(self, context: ForwardContext, outputs: Any) -> Any:
         """The outputs in FP32, each through its border. Not called if the forward raised."""
         weights, may_defer = context.weights, may_stay_unread(outputs)
-        crossings = self.runtime if weights is not None and weights.has_grad else None
+        crossings = self.runtime if weights is not None and weights.slots.has_grad else None
         crossed: list[Tensor] = []
 
         def cross(output: Tensor) -> Tensor:
@@ -89,7 +91,7 @@ class AttachedForward(ReplacedForward):
         return outputs
 
     def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> AttachedForward:
-        return AttachedForward(self.runtime.copy_for(memo), module)
+        return AttachedForward(self.runtime.copy_for(memo), module, self.name)
 
 
 class ForwardContext:
@@ -108,7 +110,7 @@ class ForwardContext:
     def __init__(
         self, runtime: StepRuntime, weights: ForwardWeights | None, recomputes: ForwardContext | None = None
     ) -> None:
-        self._runtime, self.weights, self.is_recomputing = runtime, weights, recomputes is not None
+        self.runtime, self.weights, self.is_recomputing = runtime, weights, recomputes is not None
         # A model that was attached anew, or that got other rules, has another autocast since.
         self.autocast: AttachedAutocast = runtime.autocast if recomputes is None else recomputes.autocast
         autocast = self.autocast
@@ -131,15 +133,15 @@ class ForwardContext:
     def __exit__(self, *raised: Any) -> None:
         self._running.__exit__(*raised)
         if self.weights is not None and not self.is_recomputing:
-            self._runtime.weights.note_nodes(self.weights)
+            self.weights.external.record_nodes()
 
     @contextmanager
     def _run(self) -> Iterator[None]:
-        source, ident = self._runtime.weights, threading.get_ident()
+        source, ident = self.runtime.weights, threading.get_ident()
         outer, state.forward = state.forward, self
         source.threads.append(ident)
         # Filled already if a backward inside of this forward recomputes a part of it, in any thread.
-        slots = nullcontext() if self.weights is None or self.weights.are_filled else self.weights
+        slots = nullcontext() if self.weights is None or self.weights.slots.are_filled else self.weights.slots
         kernels = dispatched(self) if self.is_dispatched else nullcontext()
         try:
             with slots:
@@ -152,17 +154,56 @@ class ForwardContext:
             state.forward = outer
 
     @contextmanager
-    def for_recompute(self, args: tuple[Any, ...]) -> Iterator[None]:
-        """A context to recompute a part of this forward in, whose arguments are ``args``; in any thread."""
-        numbered_anew = nullcontext() if self.weights is None else self.weights.recomputing(args)
-        with ForwardContext(self._runtime, self.weights, recomputes=self), numbered_anew:
+    def for_recompute(self, args: tuple[Any, ...] | None) -> Iterator[None]:
+        """A context to recompute a part of this forward in, whose arguments are ``args`` (None: not known).
+
+        In any thread.
+        """
+        numbered_anew = nullcontext() if self.weights is None else self.weights.external.recomputing(args)
+        with ForwardContext(self.runtime, self.weights, recomputes=self), numbered_anew:
             yield
 
 
 def entry_points(model: nn.Module) -> list[nn.Module]:
-    """The modules whose call is a forward of ``model``: itself, and Transformers models inside (PEFT calls those)."""
+    """The modules whose call is a forward of ``model``: itself, and Transformers models inside (PEFT calls those).
+
+    A container (``ModuleList``, ``ModuleDict``, a class without a ``forward``) cannot be called: its children are.
+    """
+    called = [m for m in _called(model) if m is not model]
     transformers_models = sys.modules.get("transformers.modeling_utils")
-    if transformers_models is None:
-        return [model]
-    inner = [m for m in model.modules() if m is not model and isinstance(m, transformers_models.PreTrainedModel)]
-    return [model, *inner]
+    if transformers_models is not None:
+        called += [m for m in model.modules() if m is not model and isinstance(m, transformers_models.PreTrainedModel)]
+    return [model, *dict.fromkeys(called)]
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """``module``, or if it has no ``forward`` those inside that have."""
+    own = vars(module).get("forward")
+    in_class = getattr(type(module), "forward", None)  # a scripted module has none
+    if in_class is not nn.Module.forward or not (own is None or isinstance(own, ReplacedForward)):
+        yield module
+    else:
+        for child in module.children():
+            yield from _called(child)
+
+
+def methods_of(model: nn.Module, names: Iterable[str]) -> list[tuple[nn.Module, str]]:
+    """The methods of ``model`` with these names, each as its module and its name there.
+
+    Raises:
+        TypeError: if ``names`` is a string.
+        ValueError: for a name that is no method of the model or of a module inside (``"vision.features"``).
+    """
+    if isinstance(names, str):
+        raise TypeError(f"methods must be names in a list, not the string {names!r}: use methods=[{names!r}]")
+    found = []
+    for path in names:
+        owner, _, name = path.rpartition(".")
+        module = dict(model.named_modules()).get(owner)
+        if module is None or not inspect.isroutine(getattr(type(module), name, None)):
+            raise ValueError(
+                f"methods=[{path!r}] names no method of {type(model).__name__}: use the name of one that is called in "
+                "the place of forward, such as 'get_value', or of one of a module inside, such as 'vision.features'"
+            )
+        found.append((module, name))
+    return found

@@ -49,7 +49,7 @@ class Calls(autocast):
         torch.manual_seed(0)
         task = current_graph_task()
         forward: Any = SimpleNamespace(
-            autocast=self, graph_task=task, began_without_grad=is_reading, is_dispatched=True
+            autocast=self, weights=None, graph_task=task, began_without_grad=is_reading, is_dispatched=True
         )
         outer, state.forward = state.forward, forward
         try:
