@@ -12,12 +12,13 @@ CUDA build of torch. Ops have the same shapes and dtypes there, with four except
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.amp import autocast_mode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -118,6 +119,10 @@ class FakeSplitParameter(SplitParameter, FakeTensor):
 # A lean layout chooses the class of its parameters by that of their values.
 SPLIT_CLASSES[FakeTensor] = FakeSplitParameter
 
+_Call = tuple[Any, ...]  # an op, and shapes, strides and dtypes, or values, of its arguments
+_NewTensor = tuple[torch.Size, tuple[int, ...], torch.dtype] | None  # its shape, stride and dtype; None for None
+_SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
 _aten = torch.ops.aten
 _COPIES = frozenset({_aten.clone.default, _aten.contiguous.default, _aten._to_copy.default})
 
@@ -132,6 +137,7 @@ class AnswerAsIfAllWentWell(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._exact_in_16_bits: set[int] = set()
+        self._results: dict[_Call, tuple[_NewTensor, ...]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_dtensors(types):
@@ -139,11 +145,25 @@ class AnswerAsIfAllWentWell(TorchDispatchMode):
         answer = self._answer(func, args, kwargs or {})
         if answer is not None:
             return answer
+        result = self._call(func, args, kwargs or {})
+        self._follow(result, func, args)
+        return result
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call ``func``, or make new tensors like those that it returned for arguments of the same shapes and dtypes.
+
+        Most meta functions are Python. The blocks of a model call the same ones, and so does each step.
+        """
+        call = _call_on_meta(func, args, kwargs) if _returns_new_tensors(func) else None
+        if call is not None and (known := self._results.get(call)) is not None:
+            made = [one and torch.empty_strided(one[0], one[1], dtype=one[2], device=STAND_IN) for one in known]
+            return made if _returns_a_list(func) else made[0] if len(made) == 1 else tuple(made)
         try:
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
         except NotImplementedError as error:  # on the meta device: FakeTensorMode tells the reason itself
             raise DataDependentOutputException(func) from error
-        self._follow(result, func, args)
+        if call is not None and (new := _as_new_tensors(result, args)) is not None:
+            self._results[call] = new
         return result
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -176,6 +196,54 @@ class AnswerAsIfAllWentWell(TorchDispatchMode):
                 self._exact_in_16_bits.add(_storage(made))
             elif source is None or _storage(made) != _storage(source):
                 self._exact_in_16_bits.discard(_storage(made))
+
+
+@functools.cache
+def _returns_new_tensors(func: Any) -> bool:
+    """Whether an op returns tensors alone, with memory of their own, and changes none."""
+    depends_on_values = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)
+    is_pure = not (func._schema.is_mutable or any(one.alias_info for one in func._schema.returns))
+    returns = {str(one.type) for one in func._schema.returns}
+    # Other namespaces have kernels of their own on the meta device, such as collectives, which are counted.
+    return func.namespace == "aten" and is_pure and not depends_on_values and returns in ({"Tensor"}, {"List[Tensor]"})
+
+
+@functools.cache
+def _returns_a_list(func: Any) -> bool:
+    return str(func._schema.returns[0].type) == "List[Tensor]"
+
+
+def _call_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> _Call | None:
+    """A key for a call, all that the shapes and dtypes of its result depend on; None if an argument has another type."""
+    facts: list[Any] = [func]
+    waiting = [args, *kwargs.items()]
+    while waiting:
+        value = waiting.pop()
+        if type(value) in (Tensor, nn.Parameter) and value.is_meta:
+            facts += (value.shape, value.stride(), value.storage_offset(), value.dtype)
+        elif isinstance(value, (list, tuple)):
+            facts.append(len(value))
+            waiting.extend(value)
+        elif isinstance(value, _SCALARS):
+            facts += (type(value), value)  # the type: 1, 1.0 and True are equal, and promote to other dtypes
+        else:
+            return None
+    return tuple(facts)
+
+
+def _as_new_tensors(result: Any, args: Any) -> tuple[_NewTensor, ...] | None:
+    """Facts of each tensor in a result; None unless ``torch.empty_strided`` makes the same memory of them."""
+    returned = [result] if isinstance(result, Tensor) else list(result)
+    tensors = [one for one in returned if one is not None]
+    # A meta function may return one tensor twice, a part of a larger one, or an argument (aten._unsafe_view).
+    storages = {_storage(tensor) for tensor in tensors}
+    if len(storages) < len(tensors) or storages & {_storage(tensor) for tensor in tensors_in(args)}:
+        return None
+    for tensor in tensors:
+        same = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=STAND_IN)
+        if tensor.storage_offset() or tensor.untyped_storage().nbytes() != same.untyped_storage().nbytes():
+            return None
+    return tuple(one if one is None else (one.shape, one.stride(), one.dtype) for one in returned)
 
 
 def _storage(tensor: Tensor) -> int:
