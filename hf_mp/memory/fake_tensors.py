@@ -124,7 +124,13 @@ _NewTensor = tuple[torch.Size, tuple[int, ...], torch.dtype] | None  # its shape
 _SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 _aten = torch.ops.aten
-_COPIES = frozenset({_aten.clone.default, _aten.contiguous.default, _aten._to_copy.default})
+_COPIES = frozenset({_aten.clone.default, _aten.contiguous.default, _aten._to_copy.default, _aten.copy_.default})
+_ZEROS_AND_ONES = frozenset(
+    {
+        *(_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default, _aten.zero_.default),
+        *(_aten.ones.default, _aten.ones_like.default, _aten.new_ones.default),
+    }
+)
 
 
 class AnswerAsIfAllWentWell(TorchDispatchMode):
@@ -186,16 +192,26 @@ class AnswerAsIfAllWentWell(TorchDispatchMode):
         return _without_outliers(func, args) if func.namespace == "bitsandbytes" else None
 
     def _follow(self, result: Any, func: Any, args: Any) -> None:
-        """Note which memory holds what was cast from 16 bits; new memory may lie where some lay that is gone."""
-        source = args[0] if args and isinstance(args[0], Tensor) else None
+        """Record which memory holds values of 16 bits; new memory may lie where some lay that is gone."""
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        source = args[1] if func is _aten.copy_.default else first
         from_16_bits = source is not None and (
             source.dtype in LOWER_PRECISION_DTYPES or _storage(source) in self._exact_in_16_bits
         )
-        for made in tensors_in(result):
-            if from_16_bits and func in _COPIES:
+        is_exact = func in _ZEROS_AND_ONES or (from_16_bits and func in _COPIES)
+        written = [args[place] for place in _written(func) if place < len(args)]
+        for made in tensors_in((result, written)):
+            if is_exact:
                 self._exact_in_16_bits.add(_storage(made))
-            elif source is None or _storage(made) != _storage(source):
+            elif written or first is None or _storage(made) != _storage(first):  # else a view
                 self._exact_in_16_bits.discard(_storage(made))
+
+
+@functools.cache
+def _written(func: Any) -> list[int]:
+    """The places of the arguments that an op writes into."""
+    arguments = enumerate(func._schema.arguments)
+    return [place for place, one in arguments if one.alias_info is not None and one.alias_info.is_write]
 
 
 @functools.cache
@@ -214,7 +230,7 @@ def _returns_a_list(func: Any) -> bool:
 
 
 def _call_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> _Call | None:
-    """A key for a call, all that the shapes and dtypes of its result depend on; None if an argument has another type."""
+    """All that the shapes and dtypes of a call's result depend on; None if an argument is of another type."""
     facts: list[Any] = [func]
     waiting = [args, *kwargs.items()]
     while waiting:
@@ -235,6 +251,8 @@ def _as_new_tensors(result: Any, args: Any) -> tuple[_NewTensor, ...] | None:
     """Facts of each tensor in a result; None unless ``torch.empty_strided`` makes the same memory of them."""
     returned = [result] if isinstance(result, Tensor) else list(result)
     tensors = [one for one in returned if one is not None]
+    if not all(type(tensor) is Tensor and tensor.is_meta for tensor in tensors):
+        return None
     # A meta function may return one tensor twice, a part of a larger one, or an argument (aten._unsafe_view).
     storages = {_storage(tensor) for tensor in tensors}
     if len(storages) < len(tensors) or storages & {_storage(tensor) for tensor in tensors_in(args)}:
