@@ -103,9 +103,10 @@ def _inputs(inputs: Inputs, settings: TrainingSettings, arguments: Any) -> Itera
 def _label(kind: type[PreTrainedModel], config: PreTrainedConfig, tokens: tuple[int, ...]) -> _Shape:
     if kind.__name__.endswith(_OF_A_SEQUENCE):
         if config.problem_type == "multi_label_classification":
-            return (config.num_labels,), torch.float32
-        if config.problem_type == "regression" or (config.problem_type is None and config.num_labels == 1):
-            return () if config.num_labels == 1 else (config.num_labels,), torch.float32
+            return (int(config.num_labels or 0),), torch.float32
+        labels = int(config.num_labels or 0)
+        if config.problem_type == "regression" or (config.problem_type is None and labels == 1):
+            return () if labels == 1 else (labels,), torch.float32
         return (), torch.long
     if kind.__name__.endswith("ForSemanticSegmentation"):
         return _image(config)[1:], torch.long

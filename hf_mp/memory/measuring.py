@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import tempfile
 from typing import Any, cast
@@ -16,6 +15,7 @@ from hf_mp.memory.models import (
     ModelLike,
     cast_weights,
     check_quantizable,
+    copy_model,
     find_model,
     load,
     model_class,
@@ -87,7 +87,7 @@ def _real_model(source: PreTrainedConfig | nn.Module, precision: str, device: to
                 f"this {type(source).__name__} has weights on the meta device, with which no step can be measured: "
                 "give its configuration (model.config), or use estimate_training_memory"
             )
-        model = cast(PreTrainedModel, copy.deepcopy(source))
+        model = cast(PreTrainedModel, copy_model(source, {}))
         cast_weights(model, chosen.dtype)
     else:
         with torch.device(device if chosen.quantization is None else "cpu"):

@@ -232,6 +232,15 @@ def check_quantizable(model: nn.Module, precision: str) -> None:
         )
 
 
+def copy_model(model: nn.Module, known: dict[int, Any]) -> nn.Module:
+    """Deep-copy a model with its quantized weights; ``known`` is the memo of ``copy.deepcopy``."""
+    copied = copy.deepcopy(model, known)
+    # bitsandbytes copies the quantization state of a weight without the memo, apart from that of its module.
+    for parameter, copied_parameter in zip(model.parameters(), copied.parameters(), strict=True):
+        vars(copied_parameter).update(copy.deepcopy(vars(parameter), known))
+    return copied
+
+
 def copy_on_meta(model: nn.Module) -> nn.Module:
     """A copy of ``model`` on the meta device: its modules, hooks and frozen weights, and no values.
 
@@ -245,10 +254,7 @@ def copy_on_meta(model: nn.Module) -> nn.Module:
         if (hook := vars(module).get("_hf_hook")) is not None:  # accelerate's, which may hold offloaded weights
             known[id(hook)] = hook
     try:
-        copied = copy.deepcopy(model, known)
-        for parameter in copied.parameters():
-            # A quantized weight refers to its module.
-            vars(parameter).update(copy.deepcopy(vars(parameter), known))
+        copied = copy_model(model, known)
     except (TypeError, RuntimeError) as error:
         raise ValueError(
             f"this {type(model).__name__} cannot be copied ({first_line(error)}): give its configuration (model.config)"

@@ -91,7 +91,7 @@ def make_settings(
     """
     preset, longest = parse_preset(precision), longest_sequence(source)
     if seq_len is None:
-        seq_len = longest and int(min(longest, 1024))
+        seq_len = None if longest is None else int(min(longest, 1024))
     elif longest is None:
         kind = class_of(source)
         raise ValueError(

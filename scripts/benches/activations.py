@@ -45,7 +45,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
 def measure(model: str = "gpt2-large", batch_size: int = 8, seq_len: int = 1024) -> dict[str, Any]:
     """The peak of each, and the bytes that forward leaves for backward, by op."""
     quiet_libraries()
-    shape = {"batch_size": batch_size, "seq_len": seq_len}
+    shape: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len}
     rows = {name: take_step(model, **shape, **settings) for name, settings in CONTENDERS.items()}
     return {"model": model, **shape, "contenders": rows}
 
@@ -59,7 +59,7 @@ def take_step(name: str, *, fused: bool = False, chunks: bool = False, **setting
     planned = skeleton(config, "fp32")
     batch_of = Inputs.of(planned, asked.precision)
     if chunks:
-        planned.forward = with_loss_in_chunks(planned)  # type: ignore[method-assign, assignment]
+        planned.forward = with_loss_in_chunks(planned)
     prepared = prepare_model(planned, asked)
     recorder = MemoryRecorder(STAND_IN)
     with fake_tensors(STAND_IN):

@@ -40,7 +40,7 @@ from transformers import (
 )
 
 import hf_mp
-from hf_mp.memory.footprint import memory_footprint
+from hf_mp.memory.footprint import memory_footprint, tensors_of
 from hf_mp.memory.ledger import Category
 from hf_mp.memory.models import skeleton
 
@@ -171,9 +171,9 @@ def test_a_quantized_model_with_adapters(tmp_path: Any) -> None:
     for device in ("cpu", "cuda"):
         found = hf_mp.estimate_training_memory(model, "fp16", batch_size=2, device=device).bytes_by_category
         frozen = memory_footprint(model).total_bytes - 4 * trained
-        assert found[Category.FROZEN_WEIGHTS] == pytest.approx(
-            frozen, rel=0 if device == "cpu" else 0.5
-        )  # blocks of 512
+        # A GPU allocates in blocks of 512 bytes. Weight and module have one quantization state.
+        padding = 0 if device == "cpu" else 512 * len(list(tensors_of(model)))
+        assert frozen <= found[Category.FROZEN_WEIGHTS] <= frozen + padding
     measured = hf_mp.measure_training_memory(model, "fp16", device="cpu", batch_size=2)
     assert estimate(model, "fp16").peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
     with pytest.raises(ValueError, match="quantizes a model without adapters, and this PeftModelForCausalLM is quant"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_mp.casting.columns import aligned
 
@@ -66,10 +66,12 @@ class PrecisionContract:
         for row in rows:
             alike.setdefault((row.kind, *row.dtypes), []).append(row)
         found = [
-            ContractRow(
-                kind, sum(row.elements for row in merged), *dtypes, names=tuple(n for row in merged for n in row.names)
+            replace(
+                merged[0],
+                elements=sum(row.elements for row in merged),
+                names=tuple(name for row in merged for name in row.names),
             )
-            for (kind, *dtypes), merged in alike.items()
+            for merged in alike.values()
         ]
         return cls(tuple(sorted(found, key=lambda row: -row.elements)))
 
