@@ -80,7 +80,11 @@ def test_relative_steps_are_logged_in_a_lean_layout_too(tmp_path: Path) -> None:
         named = {"train_dataset": token_rows(), "optimizers": (optimizer, schedule)}
         return make_trainer(contender, precision, model, args, **named)
 
-    stock, lean, resumed = make("stock", "fp32", "a"), make("subclass", "fp16-lean", "b"), make("subclass", "fp16-lean", "c")
+    stock, lean, resumed = (
+        make("stock", "fp32", "a"),
+        make("subclass", "fp16-lean", "b"),
+        make("subclass", "fp16-lean", "c"),
+    )
     stock.train()
     lean.train()
     rates = logged(stock, "learning_rate")

@@ -35,7 +35,7 @@ _NOT_NEGATIVE = {
 # Settings of optimizers and schedules, by name.
 _DECAYS = {"betas", "beta1", "beta2"}
 _RATES = {"lr", "initial_lr", "base_lrs", "_last_lr"}
-_FROM_ZERO = _DECAYS | _RATES | {"eps", "weight_decay", "momentum", "last_epoch", "_step_count", "T_max"}
+_FROM_ZERO = _DECAYS | _RATES | {"eps", "weight_decay", "momentum", "last_epoch", "_step_count", "T_max", "step"}
 _OF_FIXED_LENGTH = {"betas", "base_lrs"}
 
 

@@ -424,7 +424,11 @@ RUINOUS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "global step a word": (TRAINER, lambda state: state.update(global_step="6"), "has '6' as global_step, not a"),
     "no global step": (TRAINER, lambda state: state.pop("global_step"), "has None as global_step, not a number"),
     "no list of entries": (TRAINER, lambda state: state.update(log_history=[1]), r"has \[1\] as log_history, not a l"),
-    "best a number": (TRAINER, lambda state: state.update(best_model_checkpoint=6), "best_model_checkpoint, not a path"),
+    "best a number": (
+        TRAINER,
+        lambda state: state.update(best_model_checkpoint=6),
+        "best_model_checkpoint, not a path",
+    ),
     "flos NaN": (TRAINER, lambda state: state.update(total_flos=torch.nan), "total_flos, not a finite number"),
     "an entry more": (TRAINER, lambda state: state.update(more=1), "has entries that this version .* not know: more"),
     "callbacks a list": (TRAINER, lambda state: state.update(stateful_callbacks=[1]), "not the state of each callback"),
@@ -461,9 +465,7 @@ def test_values_that_would_ruin_the_run_are_refused_in_one_sentence(run: Path, c
     assert "checkpoint-6" in str(found.value) and len(str(found.value)) < 700
 
 
-def test_a_parameter_without_any_state_is_told(
-    run: Path, contender: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_parameter_without_any_state_is_told(run: Path, contender: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of a model that had no gradient yet has none: to refuse it would be to refuse our own checkpoints."""
     messages: list[str] = []
     monkeypatch.setattr(loaded_state.logger, "warning", messages.append)
