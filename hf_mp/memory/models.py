@@ -159,12 +159,13 @@ def load(
         ImportError: if bitsandbytes is needed and missing.
     """
     dtype = parse_precision(precision).dtype
-    kind = model_class(find_config(model_name_or_path))
+    config = find_config(model_name_or_path)
+    kind = model_class(config)
     # Given always, so that Python refuses a second one in the settings.
     given = {"dtype": dtype, "quantization_config": bitsandbytes_config(precision, double_quant)}
 
     def from_pretrained(name: str, **all_settings: Any) -> PreTrainedModel:
-        _check_shards(name, all_settings)
+        _check_shards(name, config, all_settings)
         return kind.from_pretrained(name, **all_settings)
 
     return cast(PreTrainedModel, _fetch(model_name_or_path, from_pretrained, **given, **settings))
@@ -173,13 +174,17 @@ def load(
 _OF_FILES = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
-def _check_shards(name: str, settings: Mapping[str, Any]) -> None:
+def _check_shards(name: str, config: PreTrainedConfig, settings: Mapping[str, Any]) -> None:
     """Raise a ValueError if an index of shards names a file outside of the model's directory, which would be read."""
     of_files = {key: settings[key] for key in _OF_FILES if key in settings}
     variant = settings.get("variant")
-    for index_name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
-        if variant is not None:
-            index_name = index_name.replace(".json", f".{variant}.json")
+    ending = ".json" if variant is None else f".{variant}.json"
+    names = [name.replace(".json", ending) for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)]
+    # A configuration may name its weights, which Transformers keeps inside of the directory, and their shards not.
+    own = getattr(config, "transformers_weights", None)
+    if isinstance(own, str) and own.endswith(".index.json"):
+        names.append(own)
+    for index_name in names:
         try:
             index = cached_file(name, index_name, **of_files)
         except OSError:  # most models have no such file

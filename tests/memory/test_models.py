@@ -280,6 +280,21 @@ def test_weights_outside_of_the_directory_are_not_read(gpt2, tmp_path, outside, 
         hf_mp.load(folder, **settings)
 
 
+def test_an_index_that_the_configuration_names_is_examined_too(gpt2, tmp_path):
+    folder = tmp_path / "model"
+    gpt2.save_pretrained(folder, max_shard_size="20KB")
+    gpt2.save_pretrained(tmp_path / "elsewhere")
+    index = (folder / "model.safetensors.index.json").rename(folder / "own.safetensors.index.json")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "transformers_weights": index.name}))
+    assert isinstance(hf_mp.load(folder), GPT2LMHeadModel)
+    content = json.loads(index.read_text())
+    content["weight_map"]["transformer.ln_f.weight"] = "../elsewhere/model.safetensors"
+    index.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"own.safetensors.index.json names a shard outside of its directory"):
+        hf_mp.load(folder)
+
+
 def test_weights_outside_of_a_snapshot_in_the_cache_are_not_read(gpt2, tmp_path, monkeypatch, no_network):
     cache, revision = tmp_path / "hub", "f" * 40
     snapshot = cache / "models--a--model" / "snapshots" / revision

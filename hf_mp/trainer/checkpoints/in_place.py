@@ -108,9 +108,8 @@ def rotate(run_directory: Path, limit: int | None, best: str | None) -> None:
         rests = [path for path in found if is_unfinished(path)]  # which an earlier call could not remove
         found = [path for path in found if path not in rests]
         # A resumed run may spell its output_dir otherwise than the one that found the best.
-        kept = [
-            path for path in found if path == found[-1] or (best is not None and path.resolve() == Path(best).resolve())
-        ]
+        best_path = None if best is None else Path(best).resolve()
+        kept = [path for path in found if path == found[-1] or path.resolve() == best_path]
         surplus = len(found) - max(limit, len(kept))
         for checkpoint in [*rests, *[path for path in found if path not in kept][: max(surplus, 0)]]:
             remove(checkpoint)

@@ -279,7 +279,7 @@ def test_a_rotation_keeps_the_newest_and_the_best_and_other_programs_folders(tmp
     in_place.rotate(tmp_path, None, None)
     in_place.rotate(tmp_path, 0, None)
     assert len(entries(tmp_path)) == 6
-    in_place.rotate(tmp_path, 3, str(tmp_path / "checkpoint-2"))
+    in_place.rotate(tmp_path, 3, str(tmp_path / "elsewhere" / ".." / "checkpoint-2"))  # spelled otherwise
     left = ["checkpoint-10", "checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-best"]
     assert entries(tmp_path) == left  # a link stays, and counts as little as the folder by hand
 
