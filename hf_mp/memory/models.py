@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.quantizers import AutoHfQuantizer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.environment.libraries import first_line
+from hf_mp.environment.paths import is_inside
 from hf_mp.memory.footprint import is_bitsandbytes, tensors_of
 from hf_mp.memory.precisions import bitsandbytes_config, parse_precision
 from hf_mp.ranks.parallelism import is_dtensor
@@ -131,7 +134,7 @@ def _fetch(model: str | Path, from_pretrained: Callable[..., Any], **settings: A
         )
     # All but the first: what Transformers raises for a file that holds something else.
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if reason is None:
+        if reason is None or not isinstance(error, OSError):  # the last says that the cache has no such model
             why = f"{model} cannot be loaded: {' '.join(str(error).split()).rstrip('.')}"
         else:
             why = (
@@ -286,7 +289,7 @@ def load(
     ``int8`` is LLM.int8() (Dettmers et al. 2022), ``nf4`` and ``fp4`` are QLoRA's 4-bit types (Dettmers et al. 2023),
     both from bitsandbytes: weights of linear layers are quantized, everything else is FP16. They work on a CPU too.
 
-    Never runs code that comes with a model.
+    Never runs code that comes with a model, and reads no weights outside of its directory.
 
     Args:
         model_name_or_path: a directory that ``save_pretrained`` wrote, or a model on the Hub or in the cache.
@@ -303,10 +306,39 @@ def load(
         ImportError: if bitsandbytes is needed and missing.
     """
     dtype = parse_precision(precision).dtype
-    kind = model_class(find_config(model_name_or_path))
+    config = find_config(model_name_or_path)
+    kind = model_class(config)
     # Given always, so that Python refuses a second one in the settings.
     given = {"dtype": dtype, "quantization_config": bitsandbytes_config(precision, double_quant)}
-    return cast(PreTrainedModel, _fetch(model_name_or_path, kind.from_pretrained, **given, **settings))
+
+    def from_pretrained(name: str, **all_settings: Any) -> PreTrainedModel:
+        _check_shards(name, config, all_settings)
+        return kind.from_pretrained(name, **all_settings)
+
+    return cast(PreTrainedModel, _fetch(model_name_or_path, from_pretrained, **given, **settings))
+
+
+_OF_FILES = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+
+def _check_shards(name: str, config: PreTrainedConfig, settings: Mapping[str, Any]) -> None:
+    """Raise a ValueError if an index of shards names a file outside of the model's directory, which would be read."""
+    of_files = {key: settings[key] for key in _OF_FILES if key in settings}
+    variant = settings.get("variant")
+    ending = ".json" if variant is None else f".{variant}.json"
+    names = [name.replace(".json", ending) for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)]
+    # A configuration may name its weights, which Transformers keeps inside of the directory, and their shards not.
+    own = getattr(config, "transformers_weights", None)
+    if isinstance(own, str) and own.endswith(".index.json"):
+        names.append(own)
+    for index_name in names:
+        try:
+            index = cached_file(name, index_name, **of_files)
+        except OSError:  # most models have no such file
+            continue
+        shards = set(json.loads(Path(str(index)).read_text(encoding="utf-8"))["weight_map"].values())
+        if outside := [shard for shard in shards if not (isinstance(shard, str) and is_inside(shard))]:
+            raise ValueError(f"{index_name} names a shard outside of its directory: {outside[0]!r:.200}")
 
 
 def replace_tensors(model: nn.Module, device: torch.device) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,9 @@ from hf_mp.trainer.calling_trainer import (
     resumed_checkpoint,
 )
 from hf_mp.trainer.checkpoints import inspection, loaded_state
-from hf_mp.trainer.checkpoints.resuming import best_beside, choose_checkpoint, clear_up
-from hf_mp.trainer.model_loading import allowing_no_state, load_from_checkpoint
+from hf_mp.trainer.checkpoints.resuming import Resumption, best_beside, choose_checkpoint, clear_up
+from hf_mp.trainer.loads import Loads
+from hf_mp.trainer.model_loading import load_from_checkpoint
 from hf_mp.trainer.refusals import (
     refuse_late_masters,
     refuse_lean,
@@ -76,7 +76,8 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         ValueError, TypeError: when made, for an unknown precision, a lean preset and unknown options. When the Trainer
             is made, for settings that the loss scaler does not have, a second mixed precision, and models that hide
             their forward.
-        CheckpointError: from ``train``, before anything is loaded, for a checkpoint that is missing, damaged or unsafe.
+        CheckpointError: from ``train``, before anything is loaded, for a checkpoint that is missing, damaged or unsafe;
+            before the first step, for one with values that would ruin the run, or that another run removed meanwhile.
         ScaleLeakError: from the first backward, if gradients change with the loss scale.
     """
 
@@ -97,7 +98,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         self._given = {"precision": precision, "tables": tables, "rules": rules, **options}
         self.keep_attached = keep_attached
         self._trains_with: TrainingArguments | None = None
-        self._examined: Path | None = None  # the checkpoint that training resumes from
+        self._resumption = Resumption()
         refuse_lean(SessionSettings.of(None, self._given).policy)
 
     def _session_for(self, args: TrainingArguments) -> TrainerSession:
@@ -167,13 +168,14 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         session.on_train_begin(args, state, control)
 
     def _check_loaded(self, checkpoint: Path, args: TrainingArguments, model: nn.Module, optimizer: Any) -> None:
+        examined = self._resumption.examined
         # One that a library's train() named, or before this callback was added, is read already: it is not trained on.
-        if checkpoint != self._examined:
-            inspection.refuse_problems(checkpoint)
+        if examined is None or checkpoint != examined.checkpoint:
+            self._resumption.examined = examined = inspection.examine_named(checkpoint)
+            loaded_state.check_optimizer(checkpoint, optimizer)
         if args.should_save:
-            inspection.warn_of_missing_state(checkpoint, args.world_size)
+            inspection.warn_of_missing_state(examined, args.world_size)
         loaded_state.check_parameters(checkpoint, model)
-        loaded_state.check_optimizer(checkpoint, optimizer)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Raise if training began before this callback was added: it would have no effect."""
@@ -182,6 +184,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
                 f"MixedPrecisionCallback was added after step {state.global_step} of a training that had begun without "
                 "it: give it to the Trainer before train(), as in Trainer(..., callbacks=[MixedPrecisionCallback()])"
             )
+        self._resumption.on_step_begin(args, state, control)
         if self.session is not None:
             self.session.on_step_begin(args, state, control, **kwargs)
 
@@ -231,10 +234,10 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
             callbacks.insert(0, self)
             extend_method(trainer, "train", functools.partial(_train, trainer))
             extend_method(trainer, "_load_from_checkpoint", functools.partial(load_from_checkpoint, trainer))
-            extend_method(trainer, "_load_optimizer_and_scheduler", functools.partial(_load_optimizer, trainer))
             extend_save(trainer, lambda: _session_of(trainer))
-            # With FP32, saves are left to the Trainer alone.
+            # With FP32, saves and loads are left to the Trainer alone.
             Saves(trainer, lambda: _session_of(trainer, in_fp32=False))
+            Loads(trainer, lambda: _session_of(trainer, in_fp32=False))
 
 
 def _train(trainer: Trainer, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -243,15 +246,12 @@ def _train(trainer: Trainer, own: Callable[..., Any], *args: Any, **kwargs: Any)
     if callback is None or callback.mixed_precision is None:
         return own(*args, **kwargs)
     wanted, *others = args or (kwargs.pop("resume_from_checkpoint", None),)
-    callback._examined = chosen = choose_checkpoint(trainer.args, wanted, clear_up)
+    examined = choose_checkpoint(trainer.args, wanted, clear_up)
+    chosen = None if examined is None else str(examined.checkpoint)
     # A library's own train() may take no argument at all.
-    given = () if chosen is None and not others else (None if chosen is None else str(chosen), *others)
-    return own(*given, **kwargs)
-
-
-def _load_optimizer(trainer: Trainer, own: Callable[..., None], checkpoint: str | None) -> None:
-    with nullcontext() if checkpoint is None else allowing_no_state(trainer, checkpoint):
-        own(checkpoint)
+    given = () if chosen is None and not others else (chosen, *others)
+    with callback._resumption.loading(examined):
+        return own(*given, **kwargs)
 
 
 def _session_of(trainer: Trainer, *, in_fp32: bool = True) -> TrainerSession | None:

@@ -176,11 +176,13 @@ def restore_parameters(model: nn.Module) -> None:
 
 
 def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of a split model's own: weights are saved in FP32, and so the config must name FP32."""
+    """In the place of a split model's own: weights are saved in FP32, and so Transformers' config must name FP32."""
     result = type(model).save_pretrained(model, save_directory, *args, **kwargs)
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
+    # A config of diffusers or of a PyTorchModelHubMixin is a dictionary, which names no dtype.
+    names_dtype = hasattr(config, "save_pretrained")
     # An adapter is saved without one.
-    if config is not None and kwargs.get("is_main_process", True) and Path(save_directory, "config.json").is_file():
+    if names_dtype and kwargs.get("is_main_process", True) and Path(save_directory, "config.json").is_file():
         config.dtype = torch.float32
         config.save_pretrained(save_directory)
     return result

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from hf_mp.ranks.parallelism import is_dtensor, local_part
+from hf_mp.trainer.checkpoints.loaded_state import innermost
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def take_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[
     settings = []
     for group, owned in zip(optimizer.param_groups, groups, strict=True):
         settings.append({**{key: _plain(value) for key, value in group.items()}, "params": owned})
-    return tensors, {"kind": _kind_of(optimizer), "groups": settings, "values": values}
+    return tensors, {"kind": type(innermost(optimizer)).__name__, "groups": settings, "values": values}
 
 
 def make_room(
@@ -73,7 +73,7 @@ def make_room(
             f"the optimizer was saved with groups of {[*map(len, saved)]} parameters, and this one has groups of "
             f"{[*map(len, here)]}, or other parameters: make it from the same parameters in the same groups"
         )
-    if (kind := _kind_of(optimizer)) != plain["kind"]:
+    if (kind := type(innermost(optimizer)).__name__) != plain["kind"]:
         raise CheckpointError(
             f"the checkpoint has the state of {plain['kind']}, and the optimizer is {kind}: resume with the optimizer "
             "that was saved"
@@ -90,13 +90,6 @@ def make_room(
             )
         found[name] = _empty(parameter, names[parameter], stored)
     return found
-
-
-def _kind_of(optimizer: Any) -> str:
-    """The class of the optimizer in the wrappers of accelerate and of master weights."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
-    return type(optimizer).__name__
 
 
 def put_state(

@@ -296,6 +296,52 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         hf_mp.load_checkpoint(tmp_path / "c", model, optimizer)
 
 
+def set_in_state(**settings: Any) -> Any:
+    return lambda said: said["optimizer"]["groups"][1].update(settings)
+
+
+RUINOUS: dict[str, tuple[Any, str]] = {
+    "eps NaN": (set_in_state(eps=float("nan")), "the optimizer's eps is nan"),
+    "rate inf": (set_in_state(lr=float("inf")), "the optimizer's lr is inf"),
+    "rate a word": (set_in_state(lr="fast"), "the optimizer's lr is 'fast', not a number"),
+    "betas of 1": (set_in_state(betas=[1.0, 0.9]), "the optimizer's betas is .*, and must be below 1"),
+    "no betas": (lambda said: said["optimizer"]["groups"][0].pop("betas"), "the optimizer's betas is missing"),
+    "step a word": (lambda said: said.update(step="first"), "step is 'first', not a number"),
+    "step below 0": (lambda said: said.update(step=-1), "step is -1, and must not be negative"),
+    "no step": (lambda said: said.pop("step"), "the state of .*/c does not fit this run: 'step'"),
+    "no optimizer": (lambda said: said.update(optimizer=None), "the state of .*/c does not fit this run"),
+    "squares below 0": ({"exp_avg_sq": torch.full((6,), -1.0)}, "exp_avg_sq of a .* is negative"),
+    "integer moments": ({"exp_avg": torch.ones(6, dtype=torch.int32)}, "the optimizer's exp_avg holds torch.int32"),
+    "step of the optimizer below 0": ({"step": torch.tensor(-1.0)}, "the optimizer's step of a .* is negative"),
+}
+
+
+@pytest.mark.parametrize("what", RUINOUS)
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+def test_values_that_would_ruin_the_run_are_refused(tmp_path: Path, precision: str, what: str) -> None:
+    from safetensors.torch import load_file, safe_open, save_file
+
+    change, message = RUINOUS[what]
+    model, optimizer = made(precision)
+    train(model, optimizer, 0, 1)
+    hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 1)
+    if isinstance(change, dict):  # of the state of a parameter
+        (shard,) = (tmp_path / "c/shards").iterdir()
+        with safe_open(shard, "pt") as file:
+            metadata = file.metadata()
+        changed = {f"optimizer/first.bias/{key}": value for key, value in change.items()}
+        save_file({**load_file(shard), **changed}, shard, metadata)
+    else:
+        state = tmp_path / "c/training_state.json"
+        said = json.loads(state.read_text())
+        change(said)
+        state.write_text(json.dumps(said))
+    (tmp_path / "c/hf_mp_manifest.json").unlink()
+    manifest.finish(tmp_path / "c", step=1)
+    with pytest.raises(hf_mp.CheckpointError, match=message):
+        hf_mp.load_checkpoint(tmp_path / "c", *made(precision, seed=1))
+
+
 def test_a_scheduler_with_milestones_goes_on(tmp_path: Path) -> None:
     def scheduler(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
