@@ -69,8 +69,8 @@ _BANNED_BINARY_CROSS_ENTROPY = (
 # Matmuls that no autocast of torch names (https://github.com/pytorch/pytorch/issues/174763): stacked experts run in
 # FP32 there.
 _MATMULS = _names("_grouped_mm")
-# FP32 in none of torch's lists. A 16-bit kernel, where there is one, gives NaN, gradients that are off by as much as they
-# are large, or complex numbers of 2 x 16 bits, which few ops take.
+# FP32 in none of torch's lists. A 16-bit kernel, if there is one, gives NaN, gradients with an error as large as
+# themselves, or complex numbers of 2 x 16 bits, which few ops take.
 _BEYOND_TORCH_IN_FP32 = _names("""
     matrix_exp linalg.matrix_exp complex fake_quantize_per_channel_affine
     _fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_channel_affine

@@ -1,7 +1,7 @@
-"""DDP broadcasts weights when it is made and at the end of ``join()``: split parameters with all of their master.
+"""Add the remainders of split parameters to DDP's broadcasts of weights, when it is made and at the end of ``join()``.
 
-The 16 bits that DDP broadcasts are half of a master. It writes them in C++, whether or not they change, and a write by other
-code would make them the whole of it.
+The 16 bits that DDP broadcasts are half of a master weight. DDP writes them in C++, whether or not they change, and a
+write by other code would make them the whole of it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Inputs of PEFT's adapters: PEFT casts them to the FP32 of the adapter's weights, and autocast casts them back.
+"""Omit PEFT's cast of the inputs of adapters to FP32, the dtype of the adapters' weights: autocast casts them back.
 
-Without the first cast, the values of the matmul are the same bits, and backward keeps no second 16-bit copy of the input.
+Without the cast, the values of the matmul are the same bits, and backward keeps no second 16-bit copy of the input.
 """
 
 from __future__ import annotations

@@ -425,7 +425,7 @@ def put_masters_into_state_dict(
 @torch.no_grad()
 @on_stored_values
 def broadcast_remainders(parameters: Iterable[SplitParameter], group: Any, source: int) -> None:
-    """Complete the masters of all ranks of ``group``, which have the 16 bits of rank ``source`` of it, to its masters."""
+    """Broadcast the remainders of rank ``source`` of ``group``, whose 16 bits all ranks have already."""
     rank = torch.distributed.get_global_rank(group, source)
     for parameter in parameters:
         sent = parameter.remainder_bits.contiguous()

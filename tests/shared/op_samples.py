@@ -226,7 +226,9 @@ SAMPLES: dict[str, Callable[[Operand], Call]] = {
     "triangular_solve": lambda r: Call(r(3, 2), regular(r)),
     "linalg.solve": lambda r: Call(regular(r), r(3, 2)),
     "complex": lambda r: Call(r(3), r(3)),
-    "fake_quantize_per_channel_affine": lambda r: Call(r(3, 4), torch.ones(3), torch.zeros(3, dtype=torch.int), 0, 0, 9),
+    "fake_quantize_per_channel_affine": lambda r: Call(
+        r(3, 4), torch.ones(3), torch.zeros(3, dtype=torch.int), 0, 0, 9
+    ),
     "_fake_quantize_learnable_per_tensor_affine": lambda r: Call(r(3, 4), r(1), torch.zeros(1), 0, 255, 1.0),
     "_fake_quantize_learnable_per_channel_affine": lambda r: Call(r(3, 4), r(3), torch.zeros(3), 0, 0, 255, 1.0),
     "matrix_exp": lambda r: Call(r(3, 3)),

@@ -13,7 +13,6 @@ import torch
 from tiny import Using, copies, same, take_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -63,11 +62,12 @@ def test_a_runtime_keeps_neither_model_nor_wrapper_alive(detaches: bool) -> None
 PRECISIONS = ("fp16", "bf16", "fp16-lean", "bf16-lean")
 
 
-def tied() -> nn.Module:
+def tied(*shape: int) -> nn.Module:
     torch.manual_seed(0)
     model = Using(
-        lambda model, ids: model.head(torch.tanh(model.layer(model.embedding(ids)))),
+        lambda model, ids: model.head(torch.tanh(model.scale * model.layer(model.embedding(ids)))),
         embedding=nn.Embedding(32, 16), layer=nn.Linear(16, 16), head=nn.Linear(16, 32, bias=False),
+        scale=nn.Parameter(torch.full(shape, 1.3)),
     )  # fmt: skip
     model.head.weight = model.embedding.weight
     return model
@@ -100,8 +100,8 @@ def test_tied_weights_train_under_ddp_of_one_process(precision: str, settings: d
 @pytest.mark.parametrize("attaches_first", [True, False])
 def test_fsdp_shards_over_one_process(precision: str, attaches_first: bool) -> None:
     # The shards of a lean model are FP32 masters.
-    expected = losses(*hf_mp.prepare(model := tied(), adamw(model), precision.removesuffix("-lean")))
-    runtime, model = MixedPrecision(precision), tied()
+    expected = losses(*hf_mp.prepare(model := tied(1), adamw(model), precision.removesuffix("-lean")))
+    runtime, model = MixedPrecision(precision), tied(1)
     if attaches_first:
         runtime.attach(model)
     fully_shard(model.layer)
@@ -149,9 +149,7 @@ def test_a_branch_of_a_micro_batch_that_is_not_synchronized(precision: str, read
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("precision", ["fp16-lean", "bf16-lean"])
 def test_broadcasts_of_ddp_leave_the_masters_their_bits(precision: str) -> None:
-    model = tied()
-    model.scale = nn.Parameter(torch.tensor(0.3))  # of no dimension
-    model, optimizer = hf_mp.prepare(model, adamw(model), precision)
+    model, optimizer = hf_mp.prepare(model := tied(), adamw(model), precision)  # with a weight of no dimension
     losses(model, optimizer)
     before = copies(model.state_dict().values())
     wrapped = DistributedDataParallel(model)
