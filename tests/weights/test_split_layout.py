@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import PyTorchModelHubMixin
-from tiny import assert_true, attached, copies, same, take_step
+from tiny import Using, assert_true, attached, copies, same, take_step
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from trainer_runs import arguments, logged, make_trainer, tiny_gpt2, token_rows
@@ -108,6 +108,23 @@ def test_a_model_that_cannot_be_split_is_left_as_it_was() -> None:
     split_trainable_parameters(model, torch.float16)
     assert isinstance(model[0].weight, SplitParameter) and model[1].bias.dtype is torch.float32
     restore_parameters(model)
+
+
+@every_lean
+def test_complex_parameters_are_trained_as_they_are(precision: str) -> None:
+    def losses(precision: str) -> list[float]:
+        torch.manual_seed(0)
+        model: Any = Using(
+            lambda model, x: (model.layer(x).to(torch.complex64) @ model.weight).abs().square().mean(),
+            layer=nn.Linear(8, 8), weight=nn.Parameter(torch.randn(8, 8, dtype=torch.complex64)),
+        )  # fmt: skip
+        model, optimizer = hf_mp.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), precision)
+        found = [take_step(model(x), optimizer, clip=1.0) for _ in range(4)]
+        assert model.weight.dtype is torch.complex64 and not isinstance(model.weight, SplitParameter)
+        return found
+
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    assert losses(precision) == pytest.approx(losses("fp32"), rel=2e-2)
 
 
 def test_buffers_in_lower_precision_become_fp32() -> None:
