@@ -34,7 +34,7 @@ class OverflowExplainer(StepObserver):
 
     Attributes:
         reports: one :class:`OverflowReport` for each explained step, oldest first.
-        backwards: the micro-batches since the last step.
+        backwards: the micro-batches since the last step; with several optimizers, those that their steps have used.
     """
 
     def __init__(self, runtime: MixedPrecision) -> None:
@@ -42,11 +42,14 @@ class OverflowExplainer(StepObserver):
         self.backwards: list[KeptBackward] = []
         self._clean_scale: float | None = None  # the largest one of a step that was applied
         self._unclean_steps = 0  # in a row that called for an explanation
+        self._unclean_before = 0  # before the current step, which several optimizers may share
+        self._has_stepped = False  # whether an optimizer has used `backwards`
         self._keeps_all = False
         self.reports: list[OverflowReport] = []
 
     def forward_began(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep the call; returns a callback for its outputs."""
+        self._forget_used()
         call = KeptCall(forward, args, kwargs, forward.module().training, keep_random_states())
 
         def forward_ended(outputs: Any) -> None:
@@ -66,6 +69,7 @@ class OverflowExplainer(StepObserver):
         # parameters hands on a None for each output without a gradient.
         if gradient is None or self not in self._runtime.observers:
             return
+        self._forget_used()
         # of torch, private: outputs of one forward may get their gradients in several backwards, and the reverse
         task = torch._C._current_graph_task_id()
         if not self.backwards or self.backwards[-1].task != task:
@@ -76,11 +80,24 @@ class OverflowExplainer(StepObserver):
         if self.backwards and largest is not None:
             self.backwards[-1].largest = largest
 
+    def _forget_used(self) -> None:
+        """Drop the micro-batches that an optimizer has used."""
+        if self._has_stepped:
+            self.backwards, self._has_stepped = [], False
+
     def stepped(self, report: StepReport) -> None:
         """Explain the step if it was skipped unexpectedly, and drop what was kept."""
-        # Let go first: inputs are not kept beyond their step, even if the code below raises.
-        backwards, self.backwards = self.backwards, []
-        scaler = self._runtime.scaler
+        backwards, scaler = self.backwards, self._runtime.scaler
+        if not self._runtime.is_joint_step:
+            self._unclean_before = self._unclean_steps
+        was_unclean = self._unclean_steps > self._unclean_before
+        # Dropped first: inputs are not kept beyond their step, even if the code below raises. Another optimizer may
+        # find an overflow in this step.
+        self._has_stepped = True
+        if report.overflow or len(self._runtime.guards) < 2:
+            self._forget_used()
+        if was_unclean:
+            return
         if not report.overflow:
             self._clean_scale = max(self._clean_scale or 0.0, scaler.get_scale())
             self._unclean_steps, self._keeps_all = 0, False
@@ -90,7 +107,7 @@ class OverflowExplainer(StepObserver):
         is_search = scaler.get_scale() > scaler.smallest_scale and scaler.state.is_finding_its_level(self._clean_scale)
         if is_search and not any(backward.has_bad_loss() for backward in suspects):
             return
-        self._unclean_steps += 1
+        self._unclean_steps = self._unclean_before + 1
         # A run that fails at every step is not to spend its time on replays.
         if suspects and self._unclean_steps & (self._unclean_steps - 1) == 0:  # the 1st, 2nd, 4th, 8th, ... in a row
             self._publish(self._explain(suspects, backwards))

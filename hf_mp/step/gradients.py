@@ -28,7 +28,6 @@ from hf_mp.weights.source import WeightSource
 
 _SKIP_BY_THEMSELVES = ("cuda",)  # devices whose fused optimizers skip on found_inf, so that the host need not wait
 
-
 class Backwards:
     """The backwards under way that began at an output of the model, so that their gradients are scaled."""
 
@@ -277,6 +276,11 @@ class GradientCheck:
         numbers = largest[None] if so_far is None else torch.stack([largest, so_far.to(largest.device)])
         return Verdict(parameters, gradients, numbers)
 
+    def overflows(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether gradients of ``parameters`` overflow now; reads the device, and is a collective call of all ranks."""
+        overflow, _ = self.verdict(parameters).read()
+        return self._ranks.agree(StepReport(overflow), parameters).overflow
+
     def losses_are_finite(self) -> bool:
         """Whether the losses since the last step are finite: inf and NaN in a loss are there at any loss scale."""
         return all_finite([loss for loss in self._losses if loss is not None])
@@ -286,13 +290,14 @@ class GradientCheck:
         if isinstance(verdict, StepReport):
             return verdict
         overflow, largest = verdict.read()
-        if is_repaired := largest is not None and not overflow and not math.isfinite(largest) and self.is_scaled:
+        is_elsewhere = largest is not None and not overflow and not math.isfinite(largest) and self.is_scaled
+        if is_elsewhere and all_finite(local_parts(self.gradients(self.parameters()))):  # else another optimizer has it
             self.warn_once(
                 "gradients were inf or NaN when the backward ended, and are finite at optimizer.step(): the step is "
                 "taken with what is there now, and the loss scale does not learn of the overflow"
             )
         # Without loss scaling there is no headroom to tell of.
-        is_known = self.is_scaled and not overflow and not is_repaired
+        is_known = self.is_scaled and not overflow and not is_elsewhere
         is_of_scale = not overflow or self.losses_are_finite()
         return self._ranks.agree(StepReport(overflow, largest if is_known else None, is_of_scale), verdict.parameters)
 

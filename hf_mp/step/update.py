@@ -134,7 +134,7 @@ class StepGuard:
         if not is_queued and not was_skipped:
             self._update(runtimes, None)
         for runtime, report in zip(runtimes, reports, strict=True):
-            runtime.finish_step(report, was_skipped=was_skipped)
+            runtime.finish_step(optimizer, report, was_skipped=was_skipped)
 
     def _update(self, runtimes: list[StepRuntime], found_inf: Tensor | None) -> None:
         """Write masters and working copies; nothing where ``found_inf``, FP32 of shape (), is there and not 0."""
