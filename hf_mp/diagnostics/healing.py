@@ -115,8 +115,8 @@ class Healer(StepController):
         if is_healed:
             logger.warning(
                 "on_overflow='heal': this step is skipped, because the loop has changed its gradients since the "
-                "backward, has read those of a lean layout, has stepped another optimizer, or computes its loss outside "
-                "the model; the next step runs with the remedy. If the loop clips, pass max_grad_norm=... to "
+                "backward, has read those of a lean layout, has stepped another optimizer, or computes its loss "
+                "outside the model; the next step runs with the remedy. If the loop clips, pass max_grad_norm=... to "
                 "hf_mp.prepare instead"
             )
         return False

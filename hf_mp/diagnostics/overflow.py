@@ -13,14 +13,16 @@ from transformers.utils import logging
 from hf_mp.diagnostics.kept_state import IncomingGradient, KeptBackward, KeptCall, keep_random_states
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.replay import replay
-from hf_mp.kernels.gradient_scan import SQUARES_BELOW
+from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude
 from hf_mp.kernels.nested import named_tensors
-from hf_mp.ranks.parallelism import get_rank, is_distributed
+from hf_mp.model_walk import model_parameters
+from hf_mp.ranks.parallelism import get_rank, is_distributed, local_parts
 from hf_mp.scaling.loss_scaler import WAY_OUT
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.step.observers import StepObserver
 from hf_mp.weights.attachable import runtimes_of
+from hf_mp.weights.outside_reads import on_stored_values
 
 _Observer = TypeVar("_Observer", bound=StepObserver)
 logger = logging.get_logger(__name__)
@@ -45,11 +47,14 @@ class OverflowExplainer(StepObserver):
         self._unclean_before = 0  # before the current step, which several optimizers may share
         self._has_stepped = False  # whether an optimizer has used `backwards`
         self._keeps_all = False
+        self._at_first: list[Tensor] | None = None  # the largest magnitude of each matrix at the first forward
         self.reports: list[OverflowReport] = []
 
     def forward_began(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep the call; returns a callback for its outputs."""
         self._forget_used()
+        if self._at_first is None and self._runtime.model is not None:
+            self._at_first = _matrix_magnitudes(self._runtime.model)
         call = KeptCall(forward, args, kwargs, forward.module().training, keep_random_states())
 
         def forward_ended(outputs: Any) -> None:
@@ -124,7 +129,7 @@ class OverflowExplainer(StepObserver):
 
     def _explain(self, suspects: list[KeptBackward], backwards: list[KeptBackward]) -> OverflowReport:
         """The first report that has found an origin, else the last one."""
-        scaler = self._runtime.scaler
+        scaler, growth = self._runtime.scaler, self._weight_growth()
         for backward in suspects:
             report = OverflowReport(
                 step=self._runtime.stats.steps + 1,
@@ -134,6 +139,7 @@ class OverflowExplainer(StepObserver):
                 phase="not found",
                 loss_scale=scaler.get_scale(),
                 smallest_scale=scaler.smallest_scale,
+                weight_growth=growth,
             )
             try:
                 report = replay(self._runtime, backward, report)
@@ -145,6 +151,16 @@ class OverflowExplainer(StepObserver):
                 break
         return report
 
+    def _weight_growth(self) -> float | None:
+        """The factor by which trained matrices have grown since the first forward, in the median; None if not known."""
+        model, before = self._runtime.model, self._at_first
+        now = [] if model is None else _matrix_magnitudes(model)
+        if not before or len(now) != len(before):  # parameters were frozen or unfrozen
+            return None
+        growth = torch.stack([new.cpu() / old.cpu() for new, old in zip(now, before, strict=True)])
+        growth = growth[growth.isfinite()]
+        return growth.median().item() if growth.numel() else None
+
     def _publish(self, report: OverflowReport) -> None:
         """Keep ``report``, and log it if its culprit is new."""
         # An inf that came from another process is explained there: all replay at the same time.
@@ -155,6 +171,15 @@ class OverflowExplainer(StepObserver):
         # The same place overflows at many steps: it is one message.
         if report.culprit not in known:
             logger.warning(str(report))
+
+
+@on_stored_values
+def _matrix_magnitudes(model: nn.Module) -> list[Tensor]:
+    """The largest magnitude of each trained matrix of ``model``: FP32 of shape (), on its device; 0 for no element."""
+    matrices = [
+        one for one in model_parameters(model) if one.requires_grad and one.is_floating_point() and one.ndim > 1
+    ]
+    return [largest_magnitude(local_parts([one.detach()])) for one in matrices]
 
 
 def explain_overflows(model: nn.Module | MixedPrecision) -> OverflowExplainer:

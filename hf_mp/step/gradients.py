@@ -28,6 +28,12 @@ from hf_mp.weights.source import WeightSource
 
 _SKIP_BY_THEMSELVES = ("cuda",)  # devices whose fused optimizers skip on found_inf, so that the host need not wait
 
+NOT_ATTACHED = (
+    "an optimizer that was not attached updates the weights of an attached model: its steps are taken even when "
+    "gradients overflow, and the loss scale stays as it is. Call attach_optimizer(optimizer), or hf_mp.detach(model)"
+)
+
+
 class Backwards:
     """The backwards under way that began at an output of the model, so that their gradients are scaled."""
 
@@ -191,11 +197,7 @@ class GradientCheck:
         versions = _versions_of(parameters)
         is_used = any(versions.get(weight, seen) != seen for weight, seen in self._versions.items())
         if is_used:
-            self.warn_once(
-                "an optimizer that was not attached updates the weights of an attached model: its steps are taken even "
-                "when gradients overflow, and the loss scale stays as it is. Call attach_optimizer(optimizer), or "
-                "hf_mp.detach(model)"
-            )
+            self.warn_once(NOT_ATTACHED)
         if is_used or not self.gradients(parameters):
             self.forget()
 

@@ -35,6 +35,7 @@ from hf_mp.scaling.loss_scaler import Iteration, LossScaler
 from hf_mp.scaling.rules import PrecisionStats, StepReport
 from hf_mp.step.gradients import GradientCheck, Verdict, names_of_overflowing
 from hf_mp.step.observers import StepController, StepObserver
+from hf_mp.step.unattached import STEP_HOOK
 from hf_mp.weights.attachable import rules_for
 from hf_mp.weights.region import Region
 from hf_mp.weights.source import ForwardWeights, WeightLayout, WeightSource, make_layout
@@ -107,6 +108,7 @@ class StepRuntime:
         self._model = weakref.ref(model)
         self.region, self.check.is_scaled = self._make_region(model), self.scaler.is_scaling
         self._patches = weakref.finalize(model, acquire(PATCHES, VALUE_PATCHES, *cache_patches()))
+        STEP_HOOK.add(self)
 
     def _make_region(self, model: nn.Module | None) -> Region:
         rules = rules_for(model, self.policy, self.rules)

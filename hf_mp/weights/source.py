@@ -219,6 +219,18 @@ class WeightSource:
         """Refresh the working copies of the masters that ``optimizer`` has written."""
         self.layout.refresh_working_copies(optimizer)
 
+    def note_unseen_writes(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take in that ``parameters`` may have been written by code that leaves no trace, as fused optimizers do."""
+        self.layout.note_unseen_writes(parameters)
+
+    def differ_from_copies(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether a parameter has another value than its working copy; True if no copy of ``parameters`` is kept."""
+        return self.layout.differ_from_copies(parameters)
+
+    def refresh(self) -> None:
+        """Round all masters that have working copies again."""
+        self.layout.refresh()
+
     def copy_of(self, parameter: nn.Parameter) -> Tensor:
         """``parameter`` as the forward reads it, in 16 bits if it is floating; do not write to it.
 

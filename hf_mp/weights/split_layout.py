@@ -207,4 +207,4 @@ def _refuse_unwrapped_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             )
 
 
-_refuse_unwrapped_step.only_refuses = True  # type: ignore[attr-defined]
+_refuse_unwrapped_step.is_internal = True  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.split import REMAINDER_DTYPE, cache_blocks, merge, split
 from hf_mp.kernels.tensors import is_shared, version_of
+from hf_mp.kernels.watched import WatchedParameter, let_optimizers_be_fast, unwatch
 from hf_mp.weights.outside_reads import (
     DATA,
     StoredIn16Bits,
@@ -21,7 +22,6 @@ from hf_mp.weights.outside_reads import (
     view_of,
     writes_in_place,
 )
-from hf_mp.weights.working_copies import WatchedParameter, let_optimizers_be_fast, unwatch
 
 _GRAD: Any = Tensor.grad  # the property itself, which the class below overrides
 
