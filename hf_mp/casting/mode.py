@@ -27,10 +27,11 @@ from hf_mp.casting.rules import ModuleRule, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import TABLES, CastRule, TableName
 from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
 from hf_mp.casting.uncompiled import uncompiled
+from hf_mp.casting.watched import WatchedParameter, seen, unwatch, watch
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES, named_dtype
 from hf_mp.kernels.nested import map_tensors
-from hf_mp.kernels.watched import WatchedParameter, seen, unwatch, watch
 
+_WATCHABLE = (nn.Parameter, WatchedParameter)
 ALLOWED_DTYPES = (*LOWER_PRECISION_DTYPES, torch.float32)
 
 
@@ -87,7 +88,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     has_op_rules = False
     sums_in_fp64 = False
     puts_on_patches = True  # where nothing else keeps them on
-    plain_types: ClassVar[frozenset[type]] = frozenset({type(None), Tensor, nn.Parameter})  # that decide nothing
+    plain_types: ClassVar[frozenset[type]] = frozenset({type(None), Tensor, *_WATCHABLE})  # that decide nothing
     explain: ClassVar[Any] = _Explain()
 
     def __init__(
@@ -231,11 +232,12 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 
     def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``function`` so that it runs in this autocast again when gradient checkpointing recomputes it."""
+        forward = state.forward  # of an attached model, around this autocast: its weights are those of the forward
 
         def recompute(*args: Any, **kwargs: Any) -> Any:
             if active_autocast() is self:
                 return function(*args, **kwargs)
-            with self:
+            with contextlib.nullcontext() if forward is None else forward.for_recompute(args), self:
                 return function(*args, **kwargs)
 
         return recompute
@@ -324,9 +326,6 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         if kept is None or kept[1] != now or now[0] == -1:
             kept = self._casts[key] = (parameter, now, parameter.to(dtype))
         return kept[2]
-
-
-_WATCHABLE = (nn.Parameter, WatchedParameter)
 
 
 @functools.cache

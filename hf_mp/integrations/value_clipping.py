@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from hf_mp.casting.torch_patches import Patch, Patches, around
+from hf_mp.casting.watched import WatchedParameter
 from hf_mp.kernels.gradient_scan import all_finite
-from hf_mp.kernels.watched import WatchedParameter
 from hf_mp.ranks.parallelism import local_parts
 from hf_mp.weights.attachable import RUNTIMES
 from hf_mp.weights.split_parameter import SplitParameter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,12 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 def prepare(
-    model: _Model, optimizer: Optimizer, precision: PrecisionPolicy | torch.dtype | str = "fp16", **settings: Any
+    model: _Model,
+    optimizer: Optimizer,
+    precision: PrecisionPolicy | torch.dtype | str = "fp16",
+    *,
+    methods: Sequence[str] = (),
+    **settings: Any,
 ) -> tuple[_Model, AttachedOptimizer]:
     """Mixed precision for a plain loop: attach a policy to a model and its optimizer.
 
@@ -30,6 +36,7 @@ def prepare(
         model: any ``nn.Module``; one loaded in FP16/BF16 gets FP32 masters.
         optimizer: an optimizer over its parameters.
         precision, settings: as for :class:`MixedPrecision`; ``"fp32"`` changes nothing, and no step is skipped.
+        methods: names of methods that the loop calls besides the model itself (:meth:`MixedPrecision.attach`).
 
     Returns the same model, and the optimizer to use from now on (see :meth:`MixedPrecision.attach_optimizer`).
     Raises TypeError for anything but a module and an optimizer, and as ``attach`` and ``attach_optimizer`` do.
@@ -43,7 +50,7 @@ def prepare(
             "first, optimizer = prepare(first, optimizer); second, optimizer = prepare(second, optimizer)"
         )
     try:
-        return runtime.attach(model), runtime.attach_optimizer(optimizer)
+        return runtime.attach(model, methods), runtime.attach_optimizer(optimizer)
     except BaseException:
         runtime.detach()
         raise

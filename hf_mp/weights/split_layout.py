@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hf_mp.casting.watched import WatchedParameter
 from hf_mp.kernels.tensors import takes_lists
 from hf_mp.model_walk import model_parameters, modules_of, widen_buffers
 from hf_mp.ranks.parallelism import Parallelism, is_distributed
@@ -33,7 +34,6 @@ from hf_mp.weights.split_parameter import (
     put_masters_into_state_dict,
     unsplit,
 )
-from hf_mp.weights.working_copies import WatchedParameter
 
 _ORDINARY = (Tensor, nn.Parameter, WatchedParameter)
 
@@ -144,6 +144,8 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
 
 def _save_in_fp32(model: nn.Module) -> None:
     for module in model.modules():
+        if isinstance(module, torch.jit.RecursiveScriptModule):
+            continue  # frozen, or it would have been refused: it takes no hook
         if put_masters_into_state_dict not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(put_masters_into_state_dict)
     if hasattr(type(model), "save_pretrained"):

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_mp.casting.watched import WatchedParameter, let_optimizers_be_fast, unwatch
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.split import REMAINDER_DTYPE, cache_blocks, merge, split
 from hf_mp.kernels.tensors import is_shared, version_of
-from hf_mp.kernels.watched import WatchedParameter, let_optimizers_be_fast, unwatch
 from hf_mp.weights.outside_reads import (
     DATA,
     StoredIn16Bits,

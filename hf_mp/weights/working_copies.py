@@ -10,7 +10,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from hf_mp.kernels.watched import WatchedParameter, seen, unwatch, watch
+from hf_mp.casting.watched import WatchedParameter, seen, unwatch, watch
 
 
 def is_master(weight: Tensor) -> TypeGuard[nn.Parameter]:
@@ -74,6 +74,11 @@ class WorkingCopies:
         else:
             _refresh([(entry, parameter)])
         return entry.copy
+
+    def is_stale(self, weight: Tensor) -> bool:
+        """Whether ``weight`` was written in place since its copy was made; False if it has none."""
+        entry = self._entries.get(id(weight))
+        return entry is not None and entry.seen[0] != -1 and entry.seen[:2] != (weight._version, weight.data_ptr())
 
     def refresh_all(self, parameters: Iterable[nn.Parameter]) -> None:
         """Round ``parameters``, which an optimizer had gradients of, into their copies, in one fused pass.

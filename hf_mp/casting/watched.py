@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 
 from hf_mp._warnings import warn_caller
+from hf_mp.casting.active import state
 from hf_mp.kernels.tensors import is_shared, version_of
 
 _DATA: Any = Tensor.data  # the property itself, which the class below overrides
@@ -27,12 +28,12 @@ class WatchedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        self._data_was_out = True
+        self.note_unseen_write()
         return _DATA.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        self._data_was_out = True  # memory that is freed may come back at the address of the old value
+        self.note_unseen_write()  # memory that is freed may come back at the address of the old value
         _DATA.__set__(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -47,8 +48,10 @@ class WatchedParameter(nn.Parameter):
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
     def note_unseen_write(self) -> None:
-        """Take in that the value may have been written without a trace."""
+        """Take in that the value may be written without a trace; the forward that runs casts it again at each use."""
         self._data_was_out = True
+        if (forward := state.forward) is not None and forward.weights is not None:
+            forward.weights.slots.invalidate(self)
 
     def count_unseen_writes(self) -> int:
         """Return a number that is larger than before if the value may have changed unseen.
