@@ -28,11 +28,13 @@ class WatchedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
+        self._data_was_out = True
         self.note_unseen_write()
         return _DATA.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        self._data_was_out = True
         self.note_unseen_write()  # memory that is freed may come back at the address of the old value
         _DATA.__set__(self, value)
 
@@ -48,8 +50,8 @@ class WatchedParameter(nn.Parameter):
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
     def note_unseen_write(self) -> None:
-        """Take in that the value may be written without a trace; the forward that runs casts it again at each use."""
-        self._data_was_out = True
+        """Count a write that may leave no trace. A forward that runs no longer uses the working copy."""
+        self._unseen_writes += 1
         if (forward := state.forward) is not None and forward.weights is not None:
             forward.weights.slots.invalidate(self)
 

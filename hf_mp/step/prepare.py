@@ -50,7 +50,8 @@ def prepare(
             "first, optimizer = prepare(first, optimizer); second, optimizer = prepare(second, optimizer)"
         )
     try:
-        return runtime.attach(model, methods), runtime.attach_optimizer(optimizer)
+        runtime.attach(model, methods)
+        return model, runtime.attach_optimizer(optimizer)
     except BaseException:
         runtime.detach()
         raise

@@ -57,7 +57,7 @@ class _StepHook:
             if runtime not in attached_to and (model := runtime.model) is not None:
                 _note_step(runtime, model, optimizer, is_guarded=bool(attached_to))
 
-    _stepped.is_internal = True  # type: ignore[attr-defined]  # a step that calls no hooks need not call this one
+    _stepped.is_internal = True  # a step that calls no hooks need not call this one
 
 
 STEP_HOOK = _StepHook()

@@ -25,7 +25,7 @@ from hf_mp.weights.fused_adamw import KeptUpdates, can_skip, skipping
 
 if TYPE_CHECKING:
     # Of Any as well: the result replaces a variable of the user's own class, such as AdamW.
-    class AttachedOptimizer(Optimizer, Any):  # type: ignore[misc]
+    class AttachedOptimizer(Optimizer, Any):
         """An optimizer that is attached to a model: of its own class, or a :class:`MasterWeightOptimizer`."""
 
         step_was_skipped: bool  # whether the last step was skipped
