@@ -121,7 +121,7 @@ class TrainerSession(TrainerCallback):
             from hf_mp.diagnostics.healing import heal_overflows
 
             healer = heal_overflows(runtime)
-            healer.clip, healer.take_loss = functools.partial(self._clip_again, model), self._take_loss
+            healer.clip, healer.replace_logged_loss = functools.partial(self._clip_again, model), self._take_loss
 
     def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer to step from now on."""
