@@ -189,6 +189,7 @@ class GradientCheck:
         self._largest: Tensor | None = None  # of the unscaled gradients since the last step
         self._measured: Measured | None = None  # when the last backward ended
         self.clipping: Clipping | None = None  # what the next update will scale down
+        self.is_used_by_attached = False  # whether an optimizer that is attached to another model has used them
 
     # Backward
 
@@ -209,7 +210,7 @@ class GradientCheck:
         parameters = self.parameters()
         versions = _versions_of(parameters)
         is_used = any(versions.get(weight, seen) != seen for weight, seen in self._versions.items())
-        if is_used:
+        if is_used and not self.is_used_by_attached:
             self.warn_once(NOT_ATTACHED)
         if is_used or not self.gradients(parameters):
             self.forget()

@@ -70,8 +70,9 @@ def _note_step(runtime: Any, model: Any, optimizer: Optimizer, *, is_guarded: bo
     written = [one for one in optimizer_parameters(optimizer) if one.requires_grad and id(one) in in_model]
     if not written:
         return
-    # Another model's attached optimizer skips the steps that overflow.
-    if not is_guarded and _is_unchecked(runtime, written):
+    if is_guarded:  # another model's attached optimizer skips the steps that overflow
+        runtime.check.is_used_by_attached = True
+    elif _is_unchecked(runtime, written):
         runtime.check.warn_once(NOT_ATTACHED)
     runtime.weights.note_unseen_writes(written)
 
