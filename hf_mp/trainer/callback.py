@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from hf_mp.trainer.calling_trainer import (
 )
 from hf_mp.trainer.checkpoints import inspection, loaded_state
 from hf_mp.trainer.checkpoints.resuming import best_beside, choose_checkpoint, clear_up
+from hf_mp.trainer.model_loading import allowing_no_state, load_from_checkpoint
 from hf_mp.trainer.refusals import (
     refuse_late_masters,
     refuse_lean,
@@ -132,8 +134,12 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         """Guard the optimizer, attach a model that ``model_init`` made, and load the state of a checkpoint."""
         trainer, session = calling_trainer(self), self._session_for(args)
         self._trains_with = args
+        # Added after the Trainer was made, and called first when the checkpoint has been loaded.
+        is_late = trainer is not None and "_load_from_checkpoint" not in vars(trainer)
         self._come_first(trainer)
         checkpoint = resumed_checkpoint(trainer)
+        if trainer is not None and checkpoint is not None and is_late and not trainer.is_deepspeed_enabled:
+            trainer._load_from_checkpoint(str(checkpoint), trainer.model_wrapped if trainer.is_fsdp_enabled else None)
         if session.runtime is None:
             session.watch_contract(model)
             if checkpoint is not None:
@@ -224,6 +230,8 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
             callbacks.remove(self)
             callbacks.insert(0, self)
             extend_method(trainer, "train", functools.partial(_train, trainer))
+            extend_method(trainer, "_load_from_checkpoint", functools.partial(load_from_checkpoint, trainer))
+            extend_method(trainer, "_load_optimizer_and_scheduler", functools.partial(_load_optimizer, trainer))
             extend_save(trainer, lambda: _session_of(trainer))
             # With FP32, saves are left to the Trainer alone.
             Saves(trainer, lambda: _session_of(trainer, in_fp32=False))
@@ -239,6 +247,11 @@ def _train(trainer: Trainer, own: Callable[..., Any], *args: Any, **kwargs: Any)
     # A library's own train() may take no argument at all.
     given = () if chosen is None and not others else (None if chosen is None else str(chosen), *others)
     return own(*given, **kwargs)
+
+
+def _load_optimizer(trainer: Trainer, own: Callable[..., None], checkpoint: str | None) -> None:
+    with nullcontext() if checkpoint is None else allowing_no_state(trainer, checkpoint):
+        own(checkpoint)
 
 
 def _session_of(trainer: Trainer, *, in_fp32: bool = True) -> TrainerSession | None:

@@ -11,14 +11,14 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import SAFE_WEIGHTS_NAME, logging
+from transformers.utils import logging
 
-from hf_mp.ranks.parallelism import is_sharded
 from hf_mp.scaling.scalers import LossScaleError
 from hf_mp.trainer.checkpoints import inspection, loaded_state, resuming
 from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, CheckpointError
 from hf_mp.trainer.checkpoints.preemption import Preempted, PreemptionCallback
+from hf_mp.trainer.model_loading import allowing_no_state, load_best_model, load_from_checkpoint
 from hf_mp.trainer.saves import Saves, largest
 from hf_mp.trainer.session import TrainerSession
 
@@ -120,19 +120,22 @@ class CrashSafe(Trainer):
 
     # Transformers loads with strict=False and warnings: what does not fit is refused here, by name.
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        checkpoint, loaded = Path(resume_from_checkpoint), self.model if model is None else model
+        loaded = self.model if model is None else model
         assert loaded is not None
-        with loaded_state.naming(checkpoint, "the model"):
-            if (weights := checkpoint / SAFE_WEIGHTS_NAME).is_file() and not is_sharded(loaded):
-                loaded_state.check_weights_file(weights, loaded)
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        loaded_state.check_parameters(checkpoint, loaded)
+        load_from_checkpoint(self, super()._load_from_checkpoint, resume_from_checkpoint, model)
+        loaded_state.check_parameters(resume_from_checkpoint, loaded)
+
+    def _load_best_model(self) -> None:
+        load_best_model(self, super()._load_best_model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        with loaded_state.naming(checkpoint, "the state of the optimizer or the scheduler"):
+        with (
+            loaded_state.naming(checkpoint, "the state of the optimizer or the scheduler"),
+            allowing_no_state(self, checkpoint),
+        ):
             super()._load_optimizer_and_scheduler(checkpoint)
         if self.optimizer is not None:
             loaded_state.check_optimizer(checkpoint, self.optimizer)

@@ -19,6 +19,7 @@ from hf_mp.trainer.checkpoints import in_place, inspection
 from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
 from hf_mp.trainer.checkpoints.shards import refused_together
+from hf_mp.trainer.model_loading import load_best_model
 from hf_mp.trainer.session import TrainerSession
 
 logger = logging.get_logger(__name__)
@@ -147,7 +148,7 @@ class Saves:
             with refused_together():
                 if self._trainer.args.should_save:
                     inspection.refuse_problems(Path(str(self._trainer.state.best_model_checkpoint)))
-        own()
+        load_best_model(self._trainer, own)
 
     def _tell(self, checkpoint: Path, session: TrainerSession, errors: list[BaseException]) -> None:
         first = errors[0] if errors else None

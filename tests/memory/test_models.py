@@ -4,7 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BertConfig,
+    CLIPConfig,
+    DPRConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MarianConfig,
+    T5Config,
+    ViTConfig,
+    WhisperConfig,
+)  # fmt: skip
 from typer.testing import CliRunner
 
 import hf_mp
@@ -93,6 +103,26 @@ def test_the_class_is_that_of_the_checkpoint_or_a_language_model():
     classifier = BertConfig(architectures=["BertForSequenceClassification"])
     assert model_class(classifier).__name__ == "BertForSequenceClassification"
     assert model_class(GPT2Config(architectures=["Trainer", "logging", "GPT2Model"])) is GPT2LMHeadModel
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (T5Config(), "T5ForConditionalGeneration"),
+        (MarianConfig(), "MarianMTModel"),  # there is a decoder alone, too
+        (WhisperConfig(), "WhisperForConditionalGeneration"),
+        (ViTConfig(architectures=["ViTModel"]), "ViTForImageClassification"),
+        (CLIPConfig(architectures=["CLIPModel"]), "CLIPModel"),  # has a loss without a head
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_the_class_of_other_kinds_has_a_loss(config, name):
+    assert model_class(config).__name__ == name
+
+
+def test_a_configuration_without_a_class_that_has_a_loss_is_refused():
+    with pytest.raises(ValueError, match=r"no model with a loss is known for model_type 'dpr': name a class"):
+        model_class(DPRConfig())
 
 
 # Loading

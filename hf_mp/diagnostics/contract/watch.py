@@ -122,7 +122,7 @@ class ContractWatch(ExitStack, StepObserver):
             moments = NOT_SEEN if optimizer is None else _said(moments_of(optimizer, parameter), NONE)
         elif hasattr(self.model, "peft_config"):  # PEFT saves adapters alone
             saved = NONE
-        return ContractRow(kind, elements, stored, _said(computed), gradient, reduced, moments, saved)
+        return ContractRow(kind, elements, stored, _said(computed), gradient, reduced, moments, saved, (name,))
 
 
 def precision_contract(

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -34,18 +33,6 @@ def naming(checkpoint: str | Path, what: str) -> Iterator[None]:
             f"{what} of {checkpoint} does not fit this run: {str(error)[:_MOST_CHARACTERS]}. Resume with the model, "
             "the optimizer and the settings that it was saved with"
         ) from error
-
-
-def check_weights_file(path: Path, model: nn.Module) -> None:
-    """Raise if ``model.safetensors`` is another model's: no name in common, which the Trainer takes with a warning."""
-    expected = model.state_dict().keys()
-    with safe_open(path, "pt") as file:
-        names = set(file.keys())
-    if names and expected and not names & expected:
-        raise CheckpointError(
-            f"{path} has no tensor of this {type(model).__name__}: it has {str(sorted(names)[:3])[1:-1]:.300}, "
-            f"the model has {str(sorted(expected)[:3])[1:-1]}: load it into the model that was saved"
-        )
 
 
 def check_parameters(checkpoint: str | Path, model: nn.Module) -> None:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import hub_names
 import pytest
 import torch
 from eight_bits import EightBits
@@ -84,6 +85,41 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path, precision: str) -> None:
     assert train(again, other, 3, 5) == losses
     assert same(state(again, other), state(model, optimizer))
     assert again.first.weight is again.last.weight
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter"),
+    [
+        pytest.param(kind, adapter, marks=() if kind == sampled else pytest.mark.exhaustive)
+        for adapter, sampled in (("whole", "Mixtral"), ("LoRA", "DeepSeek-V3"))
+        for kind in hub_names.MODELS
+    ],
+)
+def test_models_with_other_names_on_the_hub_come_back(tmp_path: Path, kind: str, adapter: str) -> None:
+    # Each kind in one layout, which the kinds share out.
+    precision = ("bf16", "fp16", "bf16-lean")[list(hub_names.MODELS).index(kind) % 3]
+    make, rows = hub_names.adapted if adapter == "LoRA" else hub_names.make, hub_names.rows(kind, 6)
+
+    def made(seed: int) -> tuple[Any, Any]:
+        model = make(kind, seed)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        return hf_mp.prepare(model, optimizer, precision)
+
+    def run(model: nn.Module, optimizer: Any, start: int, stop: int) -> None:
+        for step in range(start, stop):
+            torch.manual_seed(step)  # for dropout
+            model(**hub_names.collate(rows[2 * step : 2 * step + 2])).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    first, again = made(0), made(1)
+    run(*first, 0, 2)
+    hf_mp.save_checkpoint(tmp_path / "c", *first, 2)
+    assert hf_mp.load_checkpoint(tmp_path / "c", *again) == (2, {})
+    assert same(state(*again), state(*first))
+    for parts in (first, again):
+        run(*parts, 2, 3)
+    assert same(state(*again), state(*first))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
