@@ -113,7 +113,7 @@ def train(case: Case, steps: int, precision: str, on_overflow: str) -> Run:
     optimizer: torch.optim.Optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     run = Run({"fp32": "FP32", "fp16": f"FP16, {on_overflow}"}[precision])
     if precision != "fp32":
-        model, optimizer = hf_mp.prepare(model, optimizer, precision, on_overflow=on_overflow)  # type: ignore[assignment]
+        model, optimizer = hf_mp.prepare(model, optimizer, precision, on_overflow=on_overflow)
     for ids in batches(steps):
         loss = model(ids)["loss"]
         loss.backward()

@@ -233,3 +233,18 @@ def test_torch_sums_no_sparse_gradients_in_fp16_on_a_cpu() -> None:
     model, _ = hf_mp.prepare(model, torch.optim.SGD(model.parameters()), "fp16-lean")
     with pytest.raises(NotImplementedError, match="cadd_sparse"):
         model(torch.arange(4)).sum().backward()
+
+
+@pytest.mark.parametrize("clips", ["loop", "max_grad_norm"])
+def test_gradients_that_are_clipped_to_zero_are_no_overflow(clips: str) -> None:
+    model = nn.Linear(8, 1)
+    settings = {"max_grad_norm": 1.0} if clips == "max_grad_norm" else {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    hf_mp.prepare(model, optimizer, "bf16", **settings)
+    before = copy.deepcopy(list(model.parameters()))
+    (model(torch.ones(4, 8)).sum() * 1e29).backward()
+    if clips == "loop":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert not optimizer.step_was_skipped  # type: ignore[attr-defined]
+    assert all(map(torch.equal, model.parameters(), before))

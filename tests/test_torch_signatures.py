@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import hf_mp
 
@@ -90,7 +91,7 @@ def test_what_is_neither_a_device_nor_a_dtype_is_refused() -> None:
 
 @pytest.mark.parametrize("cache_enabled", [None, True, False])
 def test_weights_are_cast_once_or_at_each_use(cache_enabled: bool | None) -> None:
-    weight = torch.ones(2, 2, requires_grad=True)
+    weight = nn.Parameter(torch.ones(2, 2))
     with hf_mp.autocast("cpu", FP16, cache_enabled=cache_enabled) as mode:
         once, again = mode.cast(weight, FP16), mode.cast(weight, FP16)
     assert (once is again) is (cache_enabled is not False)

@@ -6,12 +6,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from hf_mp._warnings import warn_caller
@@ -26,10 +27,11 @@ from hf_mp.casting.rules import ModuleRule, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import TABLES, CastRule, TableName
 from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
 from hf_mp.casting.uncompiled import uncompiled
+from hf_mp.casting.watched import WatchedParameter, seen, unwatch, watch
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES, named_dtype
 from hf_mp.kernels.nested import map_tensors
-from hf_mp.kernels.tensors import version_of
 
+_WATCHABLE = (nn.Parameter, WatchedParameter)
 ALLOWED_DTYPES = (*LOWER_PRECISION_DTYPES, torch.float32)
 
 
@@ -86,7 +88,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     has_op_rules = False
     sums_in_fp64 = False
     puts_on_patches = True  # where nothing else keeps them on
-    plain_types: ClassVar[frozenset[type]] = frozenset({type(None), Tensor, nn.Parameter})  # that decide nothing
+    plain_types: ClassVar[frozenset[type]] = frozenset({type(None), Tensor, *_WATCHABLE})  # that decide nothing
     explain: ClassVar[Any] = _Explain()
 
     def __init__(
@@ -123,7 +125,9 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             ops, in_modules = parse_rules(rules, TABLES[tables])
             self._plan, self.has_op_rules = with_rules(self._plan, ops, dtype), bool(ops)
             self._add_module_rules(in_modules, model)
-        self._casts: dict[tuple[int, torch.dtype, bool], tuple[Tensor, int, Tensor]] = {}
+        # A parameter, what was seen of it when it was cast, and the cast.
+        self._casts: dict[tuple[int, torch.dtype, bool], tuple[Tensor, tuple[int, int, int], Tensor]] = {}
+        self._watched: list[nn.Parameter] = []  # by this autocast, while it is entered
         self._rules_in_force: list[InForce] = []
         self.observer: Callable[..., Any] | None = None  # makes every call in place of apply(); see watching
 
@@ -178,6 +182,8 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         # One object may be entered twice: its casts and rules end with the outermost.
         if self not in state.active:
             self._casts.clear()
+            while self._watched:
+                unwatch(self._watched.pop())
             for rule in self._rules_in_force:
                 for handle in rule.handles:
                     handle.remove()
@@ -294,9 +300,10 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         found = value.dtype
         if found is dtype or found not in CASTABLE:
             return value
-        is_weight = value.requires_grad and value.is_leaf and self.cache_enabled
+        if type(value) not in _WATCHABLE or not (value.requires_grad and value.is_leaf and self.cache_enabled):
+            return value.to(dtype)
         # Compiled code needs no cache: the compiler merges equal casts of a graph.
-        return self._cast_once(value, dtype) if is_weight and not torch.compiler.is_compiling() else value.to(dtype)
+        return value.to(dtype) if torch.compiler.is_compiling() else self._cast_once(cast(nn.Parameter, value), dtype)
 
     def cast_arguments(self, args: Any, kwargs: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
         """:meth:`cast` for all arguments of a function or module, outside of a handler, with modes on."""
@@ -304,14 +311,39 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         with torch._C.DisableTorchFunction():  # an attached model says that a 16-bit weight is FP32
             return cast(args), {key: cast(arg) for key, arg in kwargs.items()}
 
-    def _cast_once(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """A trained weight in another floating dtype, cast once while this autocast lasts, as under torch.autocast."""
+    def _cast_once(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """A trained weight in another floating dtype, cast once while this autocast lasts, as under torch.autocast.
+
+        And again when it was written: also through ``.data``, and by an optimizer that raises no version counter.
+        """
+        if type(parameter) is nn.Parameter:
+            watch(parameter)
+            self._watched.append(parameter)
+            _note_steps()
         # A cast made without grad must not serve a forward with grad, nor one of an older value serve a newer.
-        key, version = (id(tensor), dtype, torch.is_grad_enabled()), version_of(tensor)
+        key, now = (id(parameter), dtype, torch.is_grad_enabled()), seen(parameter)
         kept = self._casts.get(key)
-        if kept is None or kept[1] != version or version == -1:
-            kept = self._casts[key] = (tensor, version, tensor.to(dtype))
+        if kept is None or kept[1] != now or now[0] == -1:
+            kept = self._casts[key] = (parameter, now, parameter.to(dtype))
         return kept[2]
+
+
+@functools.cache
+def _note_steps() -> None:
+    """Have each optimizer's step end the casts of weights in the autocasts around it.
+
+    Permanently: torch iterates over these hooks in each step, and autocasts end in any thread.
+    """
+    register_optimizer_step_post_hook(_forget_casts)
+
+
+def _forget_casts(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Hook after any optimizer's step, which may have written weights without raising their version counters."""
+    for mode in state.active:
+        mode._casts.clear()  # type: ignore[attr-defined]
+
+
+_forget_casts.is_internal = True  # type: ignore[attr-defined]
 
 
 def _read_torch_arguments(

@@ -82,7 +82,8 @@ class Healer(StepController):
             if not report.overflow:
                 self._replace_losses(losses)
                 return report
-        runtime.scaler.state = state  # failed reruns do not count
+        if runtime.scaler.state is not state:  # setting it would end the iteration of several optimizers
+            runtime.scaler.state = state  # failed reruns do not count
         return report
 
     def _apply_remedies(self) -> bool:
@@ -126,8 +127,9 @@ class Healer(StepController):
         if has_rules:
             logger.warning(
                 "on_overflow='heal': this step is skipped, because the loop has changed its gradients since the "
-                "backward, has read those of a lean layout, or computes its loss outside the model; the next step runs "
-                "with the remedy. If the loop clips, pass max_grad_norm=... to hf_mp.prepare instead"
+                "backward, has read those of a lean layout, has stepped another optimizer, or computes its loss "
+                "outside the model; the next step runs with the remedy. If the loop clips, pass max_grad_norm=... to "
+                "hf_mp.prepare instead"
             )
         return False
 

@@ -13,14 +13,16 @@ from transformers.utils import logging
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.replay import replay
 from hf_mp.diagnostics.step_snapshot import IncomingGradient, RecordedBackward, RecordedCall, save_rng_states
-from hf_mp.kernels.gradient_scan import SQUARES_BELOW
+from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude
 from hf_mp.kernels.nested import named_tensors
-from hf_mp.ranks.parallelism import get_rank, is_distributed
+from hf_mp.model_walk import model_parameters
+from hf_mp.ranks.parallelism import get_rank, is_distributed, local_parts
 from hf_mp.scaling.loss_scaler import WAY_OUT
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.step.observers import StepObserver
 from hf_mp.weights.attachable import runtimes_of
+from hf_mp.weights.outside_reads import on_stored_values
 
 _Observer = TypeVar("_Observer", bound=StepObserver)
 logger = logging.get_logger(__name__)
@@ -33,7 +35,7 @@ class OverflowExplainer(StepObserver):
 
     Attributes:
         reports: one :class:`OverflowReport` for each explained step, oldest first.
-        backwards: the micro-batches since the last step.
+        backwards: the micro-batches since the last step; with several optimizers, those that their steps have used.
     """
 
     def __init__(self, runtime: MixedPrecision) -> None:
@@ -41,11 +43,17 @@ class OverflowExplainer(StepObserver):
         self.backwards: list[RecordedBackward] = []
         self._clean_scale: float | None = None  # largest loss scale of an applied step
         self._unclean_steps = 0  # consecutive skips, without those of the search for the scale
+        self._unclean_before = 0  # the same before the current step, which several optimizers may share
+        self._has_stepped = False  # whether an optimizer has used `backwards`
         self._keeps_all = False  # whether gradients of any size are stored
+        self._at_first: list[Tensor] | None = None  # largest magnitude of each matrix at the first forward
         self.reports: list[OverflowReport] = []
 
     def forward_began(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the call; return a callback that hooks its outputs."""
+        self._drop_used()
+        if self._at_first is None and self._runtime.model is not None:
+            self._at_first = _matrix_magnitudes(self._runtime.model)
         call = RecordedCall(forward, args, kwargs, forward.module().training, save_rng_states())
 
         def forward_ended(outputs: Any) -> None:
@@ -64,6 +72,7 @@ class OverflowExplainer(StepObserver):
         # check_gradients removes the observers. DDP passes None for an output without a gradient.
         if gradient is None or self not in self._runtime.observers:
             return
+        self._drop_used()
         # Private API: outputs of one forward may receive gradients in several backwards, and the reverse.
         task = torch._C._current_graph_task_id()
         if not self.backwards or self.backwards[-1].task != task:
@@ -74,11 +83,24 @@ class OverflowExplainer(StepObserver):
         if self.backwards and largest is not None:
             self.backwards[-1].largest = largest
 
+    def _drop_used(self) -> None:
+        """Drop the micro-batches that an optimizer has used."""
+        if self._has_stepped:
+            self.backwards, self._has_stepped = [], False
+
     def stepped(self, report: StepReport) -> None:
         """Drop the recorded micro-batches, and explain the step if it was skipped unexpectedly."""
-        # First, so that inputs are freed even if the code below raises.
-        backwards, self.backwards = self.backwards, []
-        scaler = self._runtime.scaler
+        backwards, scaler = self.backwards, self._runtime.scaler
+        if not self._runtime.is_joint_step:
+            self._unclean_before = self._unclean_steps
+        was_unclean = self._unclean_steps > self._unclean_before
+        # First, so that inputs are freed even if the code below raises. After a step that was applied, another
+        # optimizer may find an overflow in the same micro-batches.
+        self._has_stepped = True
+        if report.overflow or len(self._runtime.guards) < 2:
+            self._drop_used()
+        if was_unclean:
+            return
         if not report.overflow:
             self._clean_scale = max(self._clean_scale or 0.0, scaler.get_scale())
             self._unclean_steps, self._keeps_all = 0, False
@@ -88,7 +110,7 @@ class OverflowExplainer(StepObserver):
         is_search = scaler.get_scale() > scaler.smallest_scale and scaler.state.is_finding_its_level(self._clean_scale)
         if is_search and not any(backward.has_nonfinite_loss() for backward in failed):
             return
-        self._unclean_steps += 1
+        self._unclean_steps = self._unclean_before + 1
         is_power_of_two = self._unclean_steps & (self._unclean_steps - 1) == 0
         if failed and is_power_of_two:
             self._publish(self._explain(failed, backwards))
@@ -105,7 +127,7 @@ class OverflowExplainer(StepObserver):
 
     def _explain(self, failed: list[RecordedBackward], backwards: list[RecordedBackward]) -> OverflowReport:
         """Replay ``failed`` micro-batches until an origin is found; return the last report."""
-        scaler = self._runtime.scaler
+        scaler, growth = self._runtime.scaler, self._weight_growth()
         for backward in failed:
             report = OverflowReport(
                 step=self._runtime.stats.steps + 1,
@@ -115,6 +137,7 @@ class OverflowExplainer(StepObserver):
                 phase="not found",
                 loss_scale=scaler.get_scale(),
                 smallest_scale=scaler.smallest_scale,
+                weight_growth=growth,
             )
             try:
                 report = replay(self._runtime, backward, report)
@@ -126,6 +149,16 @@ class OverflowExplainer(StepObserver):
                 break
         return report
 
+    def _weight_growth(self) -> float | None:
+        """Return the median growth of trained matrices since the first forward, a factor; None if it is unknown."""
+        model, before = self._runtime.model, self._at_first
+        now = [] if model is None else _matrix_magnitudes(model)
+        if not before or len(now) != len(before):  # parameters were frozen or unfrozen
+            return None
+        growth = torch.stack([new.cpu() / old.cpu() for new, old in zip(now, before, strict=True)])
+        growth = growth[growth.isfinite()]
+        return growth.median().item() if growth.numel() else None
+
     def _publish(self, report: OverflowReport) -> None:
         """Store ``report``, and log it if its origin is new."""
         # An inf of another rank is explained there.
@@ -135,6 +168,15 @@ class OverflowExplainer(StepObserver):
         self.reports.append(report)
         if report.culprit not in logged:
             logger.warning(str(report))
+
+
+@on_stored_values
+def _matrix_magnitudes(model: nn.Module) -> list[Tensor]:
+    """Return the largest magnitude of each trained matrix of ``model``, FP32 of shape (); 0 for an empty shard."""
+    matrices = [
+        one for one in model_parameters(model) if one.requires_grad and one.is_floating_point() and one.ndim > 1
+    ]
+    return [largest_magnitude(local_parts([one.detach()])) for one in matrices]
 
 
 def explain_overflows(model: nn.Module | MixedPrecision) -> OverflowExplainer:

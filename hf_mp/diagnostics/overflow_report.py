@@ -9,6 +9,8 @@ from typing import Any, Literal
 from hf_mp.diagnostics.values import TensorRange
 from hf_mp.scaling.rules import scale_text
 
+DIVERGED = 100.0  # growth of weights; a whole training from scratch reaches 30 (GPT-2)
+
 Phase = Literal["input", "weight", "forward", "backward", "loss outside of the model", "not found"]
 
 
@@ -39,6 +41,8 @@ class OverflowReport:
         finite_in_bf16: whether it is finite in BF16; None if not tried.
         rules: rules that ``on_overflow="heal"`` would add. Empty if none is needed or none helps; None if not tried.
         notes: further observations.
+        weight_growth: the factor by which the largest magnitude of a trained matrix has grown since the first forward,
+            in the median; None if it was not measured.
     """
 
     step: int
@@ -60,6 +64,7 @@ class OverflowReport:
     finite_in_bf16: bool | None = None
     rules: dict[str, str] | None = None
     notes: tuple[str, ...] = ()
+    weight_growth: float | None = None
 
     @property
     def culprit(self) -> tuple[str, str, str, str]:
@@ -90,7 +95,20 @@ class OverflowReport:
 
     @property
     def advice(self) -> str:
-        """Advice for the user; empty if no origin was found."""
+        """Advice for the user; empty if there is none."""
+        return " ".join(filter(None, (self._advice_on_divergence, self._advice_on_origin)))
+
+    @property
+    def _advice_on_divergence(self) -> str:
+        if self.phase == "input" or (self.weight_growth or 0.0) < DIVERGED:
+            return ""
+        return (
+            f"The weights have diverged: they are {self.weight_growth:.3g} times as large as at the first forward. "
+            "Lower the learning rate first."
+        )
+
+    @property
+    def _advice_on_origin(self) -> str:
         if self.phase == "not found":
             return ""
         if not self.smaller_scale_helps:

@@ -54,6 +54,7 @@ class PrecisionRecorder(StepObserver):
         self._collector: MagnitudeCollector | None = None  # of the current step
         self._due = runtime.stats.steps if histogram_steps else math.inf
         self._has_begun = False
+        self._record: dict[str, Any] = {}  # of the last step; of several with one number, a reader takes the last
         self._written_reports = self._written_remedies = 0
 
     def forward_began(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -70,14 +71,17 @@ class PrecisionRecorder(StepObserver):
         self._begin()  # not earlier: a run without a step adds nothing to the log
         scale, largest = self._runtime.scaler.get_scale(), report.largest_gradient
         reports = self._write_new()
-        self._log.write(
-            "step",
-            step=self._runtime.stats.steps + 1,
-            loss_scale=scale,
-            headroom=round(headroom_left(scale, largest), 3) if largest and not report.overflow else None,
-            skipped=report.overflow,
-            cause="" if not report.overflow else reports[-1].headline if reports else UNEXPLAINED,
-        )
+        new: dict[str, Any] = {
+            "step": self._runtime.stats.steps + 1,
+            "loss_scale": scale,
+            "headroom": round(headroom_left(scale, largest), 3) if largest and not report.overflow else None,
+            "skipped": report.overflow,
+            "cause": "" if not report.overflow else reports[-1].headline if reports else UNEXPLAINED,
+        }
+        if self._runtime.is_joint_step and (self._record["skipped"] or not report.overflow):
+            new = self._record  # an overflow that one of several optimizers has found is that of the step
+        self._record = new
+        self._log.write("step", **new)
         collector, self._collector = self._collector, None
         if collector is not None and report.overflow:
             collector.close()

@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from hf_mp.casting.torch_patches import Patch, Patches, around
+from hf_mp.casting.watched import WatchedParameter
 from hf_mp.kernels.gradient_scan import all_finite
 from hf_mp.ranks.parallelism import local_parts
 from hf_mp.weights.attachable import RUNTIMES
 from hf_mp.weights.split_parameter import SplitParameter
-from hf_mp.weights.working_copies import WatchedParameter
 
 
 @around

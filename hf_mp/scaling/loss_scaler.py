@@ -12,8 +12,8 @@ import copy
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, Self
 
 import torch
@@ -53,6 +53,15 @@ class ScaleTensors(NamedTuple):
 
     scale: Tensor
     inverse: Tensor
+
+
+@dataclass
+class Iteration:
+    """The optimizer steps between two backwards, which change the loss scale once."""
+
+    before: Any  # the value of the rule before the first of these steps
+    skips_before: int  # skipped iterations in a row
+    reports: dict[Hashable, StepReport] = field(default_factory=dict)  # by optimizer
 
 
 # A backward has a thread for each device, and all of them ask for S: none goes on while one waits for the verdict.
@@ -96,6 +105,7 @@ class LossScaler(Generic[Rule]):
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # each MixedPrecision that has this scaler
         self._pending_step: Callable[[], None] | None = None  # takes in the last step, which its device has decided
         self._is_finishing = False
+        self._iteration: Iteration | None = None  # None if no optimizer has stepped since the last backward
         self._begin_iteration()
         self._warn_if_inexact(rule, None)
 
@@ -107,6 +117,10 @@ class LossScaler(Generic[Rule]):
 
     @state.setter
     def state(self, state: Rule) -> None:
+        self._iteration = None  # a later step of this iteration must not undo what was set
+        self._set_state(state)
+
+    def _set_state(self, state: Rule) -> None:
         changed, self._state = state.scale != self._state.scale, state
         if changed:
             for user in self.users:
@@ -138,6 +152,29 @@ class LossScaler(Generic[Rule]):
             finally:
                 self._pending_step, self._is_finishing = None, False
 
+    # Iterations
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has stepped since the last backward; a pending step counts once it was taken in."""
+        return self._iteration is not None
+
+    def end_iteration(self) -> None:
+        """A backward begins: steps after it change the scale again. Takes in a pending step first."""
+        self.finish_pending_step()
+        self._iteration = None
+
+    def iteration_of(self, optimizer: Hashable) -> Iteration:
+        """The iteration of a step that ``optimizer`` is about to report, with the scale of its backward in force again.
+
+        A new one if none has begun since the last backward, or if ``optimizer`` has reported a step in it already.
+        """
+        iteration = self._iteration
+        if iteration is None or optimizer in iteration.reports:
+            iteration = self._iteration = Iteration(self._state, self._skips)
+        self._set_state(iteration.before)
+        return iteration
+
     @property
     def smallest_scale(self) -> float:
         """The smallest scale that overflows can lower this one to."""
@@ -163,9 +200,18 @@ class LossScaler(Generic[Rule]):
         return copy.deepcopy(self)
 
     def update_scale(
-        self, report: StepReport, nonfinite: Callable[[], Sequence[str]] = tuple, way_out: Callable[[], str] = str
+        self,
+        report: StepReport,
+        nonfinite: Callable[[], Sequence[str]] = tuple,
+        way_out: Callable[[], str] = str,
+        *,
+        optimizer: Hashable = None,
     ) -> None:
-        """Take in what an optimizer step saw and set the next scale.
+        """Set the next scale from the report of an optimizer step.
+
+        Between two calls of :meth:`end_iteration`, steps of several ``optimizer`` (any key) change the scale once, from
+        their reports together (:meth:`StepReport.of_all`). A step without a key, or of the same optimizer again, is an
+        iteration of its own.
 
         ``nonfinite`` gives the names of gradients that are inf or NaN, ``way_out`` what to do, if known; both are only
         called for the message of the error.
@@ -173,10 +219,15 @@ class LossScaler(Generic[Rule]):
         Raises:
             LossScaleError: after ``max_consecutive_skips`` skipped steps in a row, where a smaller scale cannot help.
         """
+        if optimizer is None:
+            self._iteration = None
+        iteration = self.iteration_of(optimizer)
+        iteration.reports[optimizer] = report
         if not self._enabled:
             return
-        before, self.state = self._state, (state := self._state.adjust(report))
-        self._skips = self._skips + 1 if report.overflow else 0
+        report, before = StepReport.of_all(iteration.reports.values()), iteration.before
+        self._set_state(state := before.adjust(report))
+        self._skips = iteration.skips_before + 1 if report.overflow else 0
         if self._skips >= self._max_consecutive_skips and not (report.is_of_scale and before.scale > before.floor):
             where = f" even at loss scale {scale_text(state.scale)}, the smallest allowed"
             if not self.is_scaling:
@@ -257,10 +308,12 @@ class LossScaler(Generic[Rule]):
         if self._reports:
             raise RuntimeError("pickle a loss scaler only between update() and the next unscale_() or step()")
         self.finish_pending_step()
-        return {**self.__dict__, "_tensors": {}, "users": None}
+        state = {**self.__dict__, "_tensors": {}, "users": None}
+        del state["_iteration"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, users=weakref.WeakSet())
+        self.__dict__.update(state, users=weakref.WeakSet(), _iteration=None)
 
     # The explicit style
 
@@ -362,8 +415,7 @@ class LossScaler(Generic[Rule]):
         if not reports:
             raise RuntimeError("no gradients were checked since the last update(): call step(optimizer) before it")
         self._begin_iteration()
-        measured = [report.largest_gradient for report in reports if report.largest_gradient is not None]
-        self.update_scale(StepReport(any(report.overflow for report in reports), max(measured, default=None)))
+        self.update_scale(StepReport.of_all(reports))
 
     def _check_scaled(self, method: str) -> None:
         if not self._tensors:

@@ -10,7 +10,7 @@ import ctypes
 import math
 import numbers
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, ClassVar, Self, TypeGuard, TypeVar
@@ -34,8 +34,21 @@ class StepReport:
     overflow: bool
     # largest magnitude among the unscaled gradients before clipping; None if it was not measured
     largest_gradient: float | None = None
-    # whether a smaller scale may have prevented the overflow: not where the loss itself was inf or NaN
+    # whether a smaller scale may have prevented the overflow: not if the loss itself was inf or NaN, nor if another
+    # optimizer has reported the same overflow before, because the scale was lowered then
     is_of_scale: bool = True
+
+    @classmethod
+    def of_all(cls, reports: Iterable[StepReport]) -> StepReport:
+        """Combine the reports of several optimizers, at least one, as ``GradScaler.update()`` does.
+
+        An overflow in one of them is an overflow; a largest gradient that was not measured does not count.
+        """
+        reports = list(reports)
+        if overflows := [report for report in reports if report.overflow]:
+            return cls(True, None, any(report.is_of_scale for report in overflows))
+        measured = [report.largest_gradient for report in reports if report.largest_gradient is not None]
+        return cls(False, max(measured, default=None))
 
 
 # Values from outside
@@ -410,9 +423,11 @@ def scale_text(scale: float) -> str:
 class PrecisionStats:
     """What mixed precision did so far in this process.
 
+    The steps of several optimizers between two backwards count as one.
+
     Attributes:
         steps: optimizer steps, skipped ones included.
-        skipped_steps: of those, the ones skipped for an overflow.
+        skipped_steps: of those, the ones skipped for an overflow, by at least one optimizer.
         loss_scale: the loss scale in force; 1.0 where nothing is scaled.
         loss_scale_first: the loss scale of the first step.
         loss_scale_min: the smallest that a step used.

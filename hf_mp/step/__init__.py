@@ -33,9 +33,10 @@ Files of this folder first, then the others of ``hf_mp`` that do the stage's wor
    for S.
    One kernel for both: ``weights/fused_adamw.py``, ``kernels/adamw.py`` (which of the two runs: ``registry.py``). Lean:
    ``weights/master_weight_optimizer.py``; halves of a master: ``kernels/split.py``; reads of them:
-   ``outside_reads.py``.
+   ``outside_reads.py``. Steps of optimizers that are not attached: ``unattached.py``.
 7. Next scale: ``StepRuntime.finish_step`` tells the observers (``step/observers.py``), and the loss scaler, which
-   sets the next S: ``scaling/loss_scaler.py``, ``scaling/rules.py``.
+   sets the next S: ``scaling/loss_scaler.py``, ``scaling/rules.py``. Steps of several optimizers between two backwards
+   set it once.
 
 ``profiling.py`` names these parts for a profiler.
 """

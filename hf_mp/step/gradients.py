@@ -29,6 +29,11 @@ from hf_mp.weights.source import WeightSource
 
 _SKIP_BY_THEMSELVES = ("cuda",)  # devices whose fused optimizers skip on found_inf, so that the host need not wait
 
+NOT_ATTACHED = (
+    "an optimizer that was not attached updates the weights of an attached model: its steps are taken even when "
+    "gradients overflow, and the loss scale stays as it is. Call attach_optimizer(optimizer), or hf_mp.detach(model)"
+)
+
 
 class Backwards:
     """The backwards under way that began at an output of the model, so that their gradients are scaled."""
@@ -186,6 +191,7 @@ class GradientCheck:
         self._largest: Tensor | None = None  # of the unscaled gradients since the last step
         self._measured: Measured | None = None  # when the last backward ended
         self.clipping: Clipping | None = None  # what the next update will scale down
+        self.is_used_by_attached = False  # whether an optimizer that is attached to another model has used them
 
     # Backward
 
@@ -206,12 +212,8 @@ class GradientCheck:
         parameters = self.parameters()
         versions = _versions_of(parameters)
         is_used = any(versions.get(weight, seen) != seen for weight, seen in self._versions.items())
-        if is_used:
-            self.warn_once(
-                "an optimizer that was not attached updates the weights of an attached model: its steps are taken even "
-                "when gradients overflow, and the loss scale stays as it is. Call attach_optimizer(optimizer), or "
-                "hf_mp.detach(model)"
-            )
+        if is_used and not self.is_used_by_attached:
+            self.warn_once(NOT_ATTACHED)
         if is_used or not self.gradients(parameters):
             self.forget()
 
@@ -292,6 +294,11 @@ class GradientCheck:
         numbers = largest[None] if so_far is None else torch.stack([largest, so_far.to(largest.device)])
         return Verdict(parameters, gradients, numbers)
 
+    def overflows(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether gradients of ``parameters`` overflow now; reads the device, and is a collective call of all ranks."""
+        overflow, _ = self.verdict(parameters).read()
+        return self._ranks.agree(StepReport(overflow), parameters).overflow
+
     def losses_are_finite(self) -> bool:
         """Whether the losses since the last step are finite: inf and NaN in a loss are there at any loss scale."""
         return all_finite([loss for loss in self._losses if loss is not None])
@@ -301,13 +308,14 @@ class GradientCheck:
         if isinstance(verdict, StepReport):
             return verdict
         overflow, largest = verdict.read()
-        if is_repaired := largest is not None and not overflow and not math.isfinite(largest) and self.is_scaled:
+        is_elsewhere = largest is not None and not overflow and not math.isfinite(largest) and self.is_scaled
+        if is_elsewhere and all_finite(local_parts(self.gradients(self.parameters()))):  # else another optimizer has it
             self.warn_once(
                 "gradients were inf or NaN when the backward ended, and are finite at optimizer.step(): the step is "
                 "taken with what is there now, and the loss scale does not learn of the overflow"
             )
         # Without loss scaling there is no headroom to tell of.
-        is_known = self.is_scaled and not overflow and not is_repaired
+        is_known = self.is_scaled and not overflow and not is_elsewhere
         is_of_scale = not overflow or self.losses_are_finite()
         return self._ranks.agree(StepReport(overflow, largest if is_known else None, is_of_scale), verdict.parameters)
 

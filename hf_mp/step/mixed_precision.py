@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -29,7 +29,8 @@ from hf_mp.step.observers import (
     controller_for,
 )
 from hf_mp.step.runtime import StepRuntime
-from hf_mp.step.update import guard_steps
+from hf_mp.step.unattached import STEP_HOOK
+from hf_mp.step.update import AttachedOptimizer, guard_steps
 from hf_mp.weights.attachable import RUNTIMES, check_attachable
 from hf_mp.weights.source import WeightLayout
 
@@ -155,20 +156,32 @@ class MixedPrecision(StepRuntime):
             if not isinstance(module.__dict__.get(name), AttachedForward):
                 vars(module)[name] = AttachedForward(self, module, name)  # Fabric's wrapper would set it inside
 
-    def attach_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def attach_optimizer(self, optimizer: Optimizer) -> AttachedOptimizer:
         """Guard ``optimizer.step()``: skip it when a gradient is inf or NaN, or 2**64 or larger.
 
         Returns:
             The same optimizer; in the lean layouts a :class:`MasterWeightOptimizer` around it, to be used from now on.
+            Its ``step_was_skipped`` is whether its last step was skipped.
 
         Raises TypeError for anything but one optimizer; ValueError before attach(), for an optimizer of another model,
         for a model without a trainable parameter, and for LBFGS.
         """
         if not self.policy.is_mixed:
-            return optimizer
+            if not hasattr(optimizer, "step_was_skipped"):  # for loops that take any precision
+                optimizer.step_was_skipped = False  # type: ignore[attr-defined]
+            return cast("AttachedOptimizer", optimizer)
         if self._model is None:
             raise ValueError("attach a model before its optimizer: MixedPrecision(...).attach(model)")
         return guard_steps(optimizer, self)
+
+    def refresh(self) -> None:
+        """Read the weights again after a write that hf_mp cannot detect; without effect if nothing was written.
+
+        ``fp16`` and ``bf16`` compute with 16-bit copies of the FP32 weights. Writes by torch functions, through
+        ``parameter.data`` and by optimizers refresh them. Call this after a write through NumPy, DLPack, a storage or
+        C++ code (``parameter.detach().numpy()[...] = value``), and before the next forward.
+        """
+        self.weights.refresh()
 
     def detach(self) -> None:
         """Leave the model as an ordinary FP32 model and its optimizers as they were: no hook, wrapper or copy stays."""
@@ -183,6 +196,7 @@ class MixedPrecision(StepRuntime):
         self.weights.restore(model)
         if model is not None:
             remove_replacements(model)
+        STEP_HOOK.discard(self)
         for observer in self.observers:
             observer.detached()
         if self._patches is not None:

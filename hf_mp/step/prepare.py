@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -11,25 +11,31 @@ from torch.optim import Optimizer
 
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.step.update import AttachedOptimizer
+
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
 def prepare(
-    model: nn.Module,
+    model: _Model,
     optimizer: Optimizer,
     precision: PrecisionPolicy | torch.dtype | str = "fp16",
     *,
     methods: Sequence[str] = (),
     **settings: Any,
-) -> tuple[nn.Module, Optimizer]:
+) -> tuple[_Model, AttachedOptimizer]:
     """Mixed precision for a plain loop: attach a policy to a model and its optimizer.
 
     The loop stays as it is in FP32. Step an LR scheduler only if ``optimizer.step_was_skipped`` is False. To undo it,
-    call :func:`hf_mp.detach`.
+    call :func:`hf_mp.detach`. For two models of one optimizer, call it once for each model::
+
+        first, optimizer = hf_mp.prepare(first, optimizer, precision="fp16")
+        second, optimizer = hf_mp.prepare(second, optimizer, precision="fp16")
 
     Args:
         model: any ``nn.Module``; one loaded in FP16/BF16 gets FP32 masters.
         optimizer: an optimizer over its parameters.
-        precision, settings: as for :class:`MixedPrecision`; ``"fp32"`` changes nothing.
+        precision, settings: as for :class:`MixedPrecision`; ``"fp32"`` changes nothing, and no step is skipped.
         methods: names of methods that the loop calls besides the model itself (:meth:`MixedPrecision.attach`).
 
     Returns the same model, and the optimizer to use from now on (see :meth:`MixedPrecision.attach_optimizer`).
@@ -38,12 +44,14 @@ def prepare(
     runtime = MixedPrecision(precision, **settings)  # first: a misspelt precision is told whatever else is wrong
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"prepare takes a model and its optimizer, not {type(model).__name__} and {type(optimizer).__name__}; "
-            "without an optimizer, or with several: MixedPrecision(...).attach(model), then "
-            "attach_optimizer(optimizer) for each"
+            f"prepare takes a model and its optimizer, not {type(model).__name__} and {type(optimizer).__name__}. "
+            "Without an optimizer, or with several: MixedPrecision(...).attach(model), then "
+            "attach_optimizer(optimizer) for each. For several models of one optimizer, prepare one after the other: "
+            "first, optimizer = prepare(first, optimizer); second, optimizer = prepare(second, optimizer)"
         )
     try:
-        return runtime.attach(model, methods), runtime.attach_optimizer(optimizer)
+        runtime.attach(model, methods)
+        return model, runtime.attach_optimizer(optimizer)
     except BaseException:
         runtime.detach()
         raise

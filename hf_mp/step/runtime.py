@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +33,12 @@ from hf_mp.ranks.parallelism import (
     mesh_groups,
     parallelism_of,
 )
-from hf_mp.scaling.loss_scaler import LossScaler
+from hf_mp.scaling.loss_scaler import Iteration, LossScaler
 from hf_mp.scaling.rules import PrecisionStats, StepReport
 from hf_mp.step.custom_backward import BACKWARD_PATCHES
 from hf_mp.step.gradients import GradientCheck, Verdict, names_of_overflowing
 from hf_mp.step.observers import StepController, StepObserver
+from hf_mp.step.unattached import STEP_HOOK
 from hf_mp.weights.alias_patches import ALIAS_PATCHES
 from hf_mp.weights.attachable import rules_for
 from hf_mp.weights.attached_autocast import AttachedAutocast
@@ -81,7 +84,10 @@ class StepRuntime:
         self._step_was_skipped = False
         # Forwards so far, and as of the last step of each optimizer.
         self._forwards_with_grad, self._forwards_at_step = 0, weakref.WeakKeyDictionary[Optimizer, int]()
-        self._stats = PrecisionStats.before_first_step(scaler.get_scale())
+        self._stats = self._stats_before = PrecisionStats.before_first_step(scaler.get_scale())
+        self._iteration: Iteration | None = None  # the one that `_stats` count and `_stats_before` do not
+        self.is_joint_step = False  # whether another optimizer has reported the last step before
+        self._reported: set[int] = set()  # optimizers, by identity, of which another one has reported the overflow
 
     @property
     def model(self) -> nn.Module | None:
@@ -110,6 +116,7 @@ class StepRuntime:
         self.autocast, self.check.is_scaled = self._make_autocast(model), self.scaler.is_scaling
         patches = PATCHES, VALUE_PATCHES, DDP_PATCHES, ALIAS_PATCHES, BACKWARD_PATCHES, *cache_patches()
         self._patches = weakref.finalize(model, acquire(*patches))
+        STEP_HOOK.add(self)
 
     def _make_autocast(self, model: nn.Module | None) -> AttachedAutocast:
         rules = rules_for(model, self.policy, self.rules)
@@ -188,6 +195,10 @@ class StepRuntime:
         return None
 
     def gradient_entered(self, node: Any, gradient: Tensor) -> None:
+        self.scaler.end_iteration()
+        if self._reported:  # gradients that were thrown away hold no overflow that was reported
+            attached = [guard.optimizer for guard in self.guards]
+            self._reported &= {id(one) for one in attached if self.check.gradients(optimizer_parameters(one))}
         is_asked_for = self.check.is_scaled or self.check.measures_norm or self.observers
         if is_asked_for or profiler._is_profiler_enabled:  # which shows the backward
             self.check.gradient_entered(getattr(node, "value", None))  # none where a second derivative begins
@@ -253,19 +264,44 @@ class StepRuntime:
         """The scaler is about to change S: gradients that are kept scaled keep the S that they have."""
         self.weights.before_next_scale(self.check.parameters)
 
-    def finish_step(self, report: StepReport, *, was_skipped: bool) -> None:
-        """Take in that a step was applied or skipped; sets the next loss scale."""
+    def finish_step(self, optimizer: Optimizer, report: StepReport, *, was_skipped: bool) -> None:
+        """Take in that a step of ``optimizer`` was applied or skipped; sets the next loss scale.
+
+        Steps of several optimizers between two backwards set it once, from the reports of all, and count as one step.
+        """
+        if report.overflow:
+            report = self._new_overflow(optimizer, report)
         self.check.forget()
         self._step_was_skipped = was_skipped
-        # Read before update_scale() sets the next one.
+        key = id(self), id(optimizer)  # a scaler may be that of several models
+        iteration = self.scaler.iteration_of(key)
+        self.is_joint_step = iteration is self._iteration
+        if self.is_joint_step:  # what the other optimizers' reports have set and counted is set and counted again
+            self._stats = replace(self._stats_before, remedies=self._stats.remedies)
+        self._iteration, self._stats_before = iteration, self._stats
         used_scale = self.scaler.get_scale()
         for observer in self.observers:
             observer.stepped(report)
+        nonfinite = partial(names_of_overflowing, self.weights, self.model)
         try:
-            self.scaler.update_scale(report, lambda: names_of_overflowing(self.weights, self.model), self._last_words)
+            self.scaler.update_scale(report, nonfinite, self._last_words, optimizer=key)
         finally:
             # Also for the step that ends the training, so that the log has its numbers.
-            self._stats = self._stats.with_step(used_scale, self.scaler.get_scale(), report)
+            together = StepReport.of_all(iteration.reports.values())
+            self._stats = self._stats.with_step(used_scale, self.scaler.get_scale(), together)
+
+    def _new_overflow(self, optimizer: Optimizer, report: StepReport) -> StepReport:
+        """``report`` of an overflow; one that another optimizer has reported already does not lower the scale again.
+
+        An optimizer that accumulates over more backwards reports it later, when the scale is lower.
+        """
+        was_reported = id(optimizer) in self._reported
+        self._reported.discard(id(optimizer))
+        if was_reported:
+            return replace(report, is_of_scale=False)
+        others = [guard.optimizer for guard in self.guards if guard.optimizer is not optimizer]
+        self._reported |= {id(one) for one in others if self.check.overflows(optimizer_parameters(one))}
+        return report
 
     def _last_words(self) -> str:
         return "\n".join(words for observer in self.observers if (words := observer.last_words()))

@@ -7,7 +7,7 @@ import types
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,15 @@ from hf_mp.step.profiling import profiled
 from hf_mp.step.runtime import StepRuntime
 from hf_mp.weights.attachable import check_optimizer
 from hf_mp.weights.fused_adamw import KeptUpdates, can_skip, skipping
+
+if TYPE_CHECKING:
+    # Of Any as well: the result replaces a variable of the user's own class, such as AdamW.
+    class AttachedOptimizer(Optimizer, Any):
+        """An optimizer that is attached to a model: of its own class, or a :class:`MasterWeightOptimizer`."""
+
+        step_was_skipped: bool  # whether the last step was skipped
+else:
+    AttachedOptimizer = Optimizer
 
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"
 
@@ -137,7 +146,7 @@ class StepGuard:
         if not is_queued and not was_skipped:
             self._update(runtimes, None)
         for runtime, report in zip(runtimes, reports, strict=True):
-            runtime.finish_step(report, was_skipped=was_skipped)
+            runtime.finish_step(optimizer, report, was_skipped=was_skipped)
 
     def _update(self, runtimes: list[StepRuntime], found_inf: Tensor | None) -> None:
         """Write masters and working copies; nothing where ``found_inf``, FP32 of shape (), is there and not 0."""
@@ -170,7 +179,7 @@ class StepGuard:
         state.update(self._before)
 
 
-def guard_steps(optimizer: Optimizer, runtime: StepRuntime) -> Optimizer:
+def guard_steps(optimizer: Any, runtime: StepRuntime) -> AttachedOptimizer:
     """Guard the steps of ``optimizer`` for the model of ``runtime``; returns the optimizer to step from now on.
 
     If accelerate has wrapped it, the one inside is guarded. Raises as :meth:`MixedPrecision.attach_optimizer`.

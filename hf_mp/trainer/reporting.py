@@ -76,16 +76,18 @@ def _precision_of(settings: SessionSettings) -> str:
     return f"{settings.policy}{', the default on every machine' if is_default else ''}"
 
 
-def warn_of_no_step(before: PrecisionStats, after: PrecisionStats, reports: Sequence[OverflowReport]) -> None:
-    """Warn where a run has skipped all of its steps: the Trainer ends it as a success."""
+def warn_of_skipped_steps(before: PrecisionStats, after: PrecisionStats, reports: Sequence[OverflowReport]) -> None:
+    """Warn if a run has skipped more than half of its steps: the Trainer ends it as a success."""
     steps, skipped = after.steps - before.steps, after.skipped_steps - before.skipped_steps
-    if not steps or skipped < steps:
+    if 2 * skipped <= steps:
         return
     scale = scale_text(after.loss_scale)
     way_out = f"The loss scale ({scale} now) had not found its level yet, or explain_overflows=False hid the reason."
     if reports:
         way_out = reports[-1].advice or WAY_OUT
-    logger.warning(f"0 of {steps} steps were taken: all were skipped for inf or NaN in their gradients. {way_out}")
+    which = "all" if skipped == steps else "the others"
+    taken = f"{steps - skipped} of {steps} steps were taken"
+    logger.warning(f"{taken}: {which} were skipped for inf or NaN in their gradients. {way_out}")
 
 
 def end_recording(recorder: PrecisionRecorder, *, with_report: bool) -> None:

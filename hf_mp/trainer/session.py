@@ -31,7 +31,7 @@ from hf_mp.trainer.checkpoints.loaded_state import naming
 from hf_mp.trainer.first_backward import check_first_backward
 from hf_mp.trainer.fused_head import keep_fused_heads_in_fp32
 from hf_mp.trainer.relative_steps import report_rates_without_gradients
-from hf_mp.trainer.reporting import end_recording, show_contract, start_recording, warn_of_no_step
+from hf_mp.trainer.reporting import end_recording, show_contract, start_recording, warn_of_skipped_steps
 from hf_mp.trainer.settings import OF_MIXED, SAVE_DTYPES, SessionSettings
 from hf_mp.weights.attachable import runtimes_of
 from hf_mp.weights.source import make_reading_layout
@@ -221,7 +221,7 @@ class TrainerSession(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Warn where the run took no step."""
         if self.runtime is not None and args.process_index == 0:
-            warn_of_no_step(self._at_begin, self.runtime.stats, self.overflow_reports)
+            warn_of_skipped_steps(self._at_begin, self.runtime.stats, self.overflow_reports)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep what the log has counted before the step, where the loss of that may be healed."""

@@ -28,7 +28,6 @@ from hf_mp.kernels.transforms import is_compiling_or_transforming
 from hf_mp.weights.forward_weights import ForwardWeights
 from hf_mp.weights.outside_reads import OF_THE_TENSOR_ITSELF
 from hf_mp.weights.slots import WeightAlias
-from hf_mp.weights.working_copies import WatchedParameter
 
 
 class AttachedAutocast(autocast):
@@ -39,7 +38,7 @@ class AttachedAutocast(autocast):
     """
 
     puts_on_patches = False  # the attached model keeps them on
-    plain_types = autocast.plain_types | {WatchedParameter, WeightAlias}
+    plain_types = autocast.plain_types | {WeightAlias}
     native_plan: Any = None
 
     def __init__(self, dtype: torch.dtype, *, model: nn.Module | None, **settings: Any) -> None:

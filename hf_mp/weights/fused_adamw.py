@@ -221,8 +221,8 @@ def has_hooks(optimizer: Any) -> bool:
     """Whether a step of ``optimizer`` calls hooks that are not hf_mp's."""
     # torch has no public way to list hooks, neither an optimizer's own nor those of all optimizers.
     before = (*optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values())
-    after = optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks
-    return bool(after) or not all([hasattr(hook, "only_refuses") for hook in before])
+    after = (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values())
+    return not all([hasattr(hook, "is_internal") for hook in (*before, *after)])
 
 
 def replaces_step(replaced_step: Callable[..., Any] | None) -> bool:

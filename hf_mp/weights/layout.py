@@ -100,6 +100,18 @@ class WeightLayout:
             [parameter for parameter in optimizer_parameters(optimizer) if parameter.grad is not None]
         )
 
+    def note_unseen_writes(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take in that the masters ``parameters`` may have been written by code that leaves no trace."""
+        self.copies.note_unseen_writes(parameters)
+
+    def differ_from_copies(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether a master has another value than its working copy; True if no copy of ``parameters`` is kept."""
+        return self.copies.differ(parameters)
+
+    def refresh(self) -> None:
+        """Round all masters that have working copies again."""
+        self.copies.refresh()
+
     def before_next_scale(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
         """Called before the loss scale changes: gradients that are still scaled keep the scale that they have."""
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp._warnings import warn_caller
+from hf_mp.casting.watched import seen, watch
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.gradient_scan import norm_of, real_values, tensor_norm, total_norm
 from hf_mp.kernels.split import split
@@ -32,7 +33,6 @@ from hf_mp.weights.split_parameter import (
     multiply_gradients,
     unscaled,
 )
-from hf_mp.weights.working_copies import seen, watch
 
 # Split masters are put together for as many parameters at once as have this many elements: 16 MiB in FP32.
 _BUCKET_ELEMENTS = 2**22
@@ -89,7 +89,7 @@ class MasterWeightOptimizer(Optimizer):
         self.optimizer = optimizer
         # The FP32 master of each 16-bit parameter that is not split, and seen() of the parameter when the master was
         # written; None for a master from a checkpoint.
-        self._masters: dict[nn.Parameter, tuple[Tensor, tuple[int, int] | None]] = {}
+        self._masters: dict[nn.Parameter, tuple[Tensor, tuple[int, int, int] | None]] = {}
         self._updates = KeptUpdates()
         # Not Optimizer.__init__, which would make param_groups of its own: those are the wrapped one's.
         super().__setstate__({})  # hooks, and the step that calls them
@@ -119,7 +119,7 @@ class MasterWeightOptimizer(Optimizer):
                 "call step() of the optimizer that prepare(...) or MasterWeightOptimizer(...) returned"
             )
 
-    _refuse_direct_step.only_refuses = True  # type: ignore[attr-defined]
+    _refuse_direct_step.is_internal = True  # type: ignore[attr-defined]
 
     def _adopt(self, parameters: list[nn.Parameter]) -> None:
         """Mark split ``parameters`` as having an optimizer; a TypeError for one that is not floating."""
@@ -167,11 +167,18 @@ class MasterWeightOptimizer(Optimizer):
             watch(parameter)
             self._masters[parameter] = parameter.float(), seen(parameter)
         master, when_written = self._masters[parameter]
-        unseen = getattr(parameter, "may_have_changed_unseen", bool)()
-        if unseen or when_written != seen(parameter):
+        if when_written != (now := seen(parameter)):
             master = _where_rounded(master.to(parameter.device), parameter.detach(), parameter.float())
-            self._masters[parameter] = master, seen(parameter)
+            self._masters[parameter] = master, now
         return master
+
+    def refresh(self) -> None:
+        """Take over what code that leaves no trace has written into FP16/BF16 parameters, before the next step.
+
+        Writes by torch functions and through ``parameter.data`` are taken over without it. A write through NumPy,
+        DLPack, a storage or C++ code is not detected: the next step would overwrite it with the old master.
+        """
+        self._masters.update({parameter: (master, None) for parameter, (master, _) in self._masters.items()})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the wrapped optimizer's; FP16/BF16 parameters get masters as well."""

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.borders import BorderUse, Crossings, inward_borders, outside_of
+from hf_mp.casting.watched import watch
 from hf_mp.kernels.native import native
 from hf_mp.weights.layout import WeightLayout
-from hf_mp.weights.working_copies import is_master, watch
+from hf_mp.weights.working_copies import is_master
 
 # Weights share an unscale node up to this many elements. On a GPU a node costs the host more than gradients that wait
 # for each other, up to 48 MiB of them, cost the memory.

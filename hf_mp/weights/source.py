@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp.borders import accumulating
+from hf_mp.casting.watched import unwatch
 from hf_mp.model_walk import Walk, optimizer_parameters
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import Parallelism, is_dtensor
@@ -26,7 +27,6 @@ from hf_mp.weights.slots import AliasSet, WeightSlots
 from hf_mp.weights.split_layout import SplitLayout
 from hf_mp.weights.spread_layouts import TensorParallelLayout, TransientLayout
 from hf_mp.weights.weight_uses import WeightUses
-from hf_mp.weights.working_copies import unwatch
 
 _MOST_SETS = 4  # kept for the forwards of one kind: so many in one backward cost no new borders
 
@@ -220,6 +220,18 @@ class WeightSource:
     def after_update(self, optimizer: Optimizer) -> None:
         """Refresh the working copies of the masters that ``optimizer`` has written."""
         self.layout.refresh_working_copies(optimizer)
+
+    def note_unseen_writes(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take in that ``parameters`` may have been written by code that leaves no trace, as fused optimizers do."""
+        self.layout.note_unseen_writes(parameters)
+
+    def differ_from_copies(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether a parameter has another value than its working copy; True if no copy of ``parameters`` is kept."""
+        return self.layout.differ_from_copies(parameters)
+
+    def refresh(self) -> None:
+        """Round all masters that have working copies again."""
+        self.layout.refresh()
 
     def copy_of(self, parameter: nn.Parameter) -> Tensor:
         """``parameter`` as the forward reads it, in 16 bits if it is floating; do not write to it.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hf_mp.casting.watched import WatchedParameter
 from hf_mp.kernels.tensors import takes_lists
 from hf_mp.model_walk import model_parameters, modules_of, widen_buffers
 from hf_mp.ranks.parallelism import Parallelism
@@ -33,7 +34,6 @@ from hf_mp.weights.split_parameter import (
     put_masters_into_state_dict,
     unsplit,
 )
-from hf_mp.weights.working_copies import WatchedParameter
 
 _ORDINARY = (Tensor, nn.Parameter, WatchedParameter)
 
@@ -213,4 +213,4 @@ def _refuse_unwrapped_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             )
 
 
-_refuse_unwrapped_step.only_refuses = True  # type: ignore[attr-defined]
+_refuse_unwrapped_step.is_internal = True  # type: ignore[attr-defined]

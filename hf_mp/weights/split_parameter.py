@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hf_mp._warnings import warn_caller
 from hf_mp.casting.active import state as autocasts
+from hf_mp.casting.watched import WatchedParameter, let_optimizers_be_fast, unwatch
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.split import REMAINDER_DTYPE, cache_blocks, merge, split
 from hf_mp.kernels.tensors import is_shared, version_of
@@ -25,7 +26,6 @@ from hf_mp.weights.outside_reads import (
     view_of,
     writes_in_place,
 )
-from hf_mp.weights.working_copies import WatchedParameter, let_optimizers_be_fast, unwatch
 
 _GRAD: Any = Tensor.grad  # the property itself, which the class below overrides
 

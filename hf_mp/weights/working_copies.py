@@ -5,61 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.optim import optimizer as optimizers
 
-from hf_mp._warnings import warn_caller
-from hf_mp.casting.active import state
-from hf_mp.kernels.tensors import is_shared, version_of
-
-_DATA: Any = Tensor.data  # the property itself, which the class below overrides
-
-
-class WatchedParameter(nn.Parameter):
-    """A parameter that notices writes through ``.data``.
-
-    In-place writes raise a tensor's version counter, but not those through ``parameter.data`` (EMA libraries, manual
-    surgery). Each read of ``.data`` hands out an alias; from then on, and for as long as anything shares the memory
-    (the alias, a view or a NumPy array made of it), the value may change unseen.
-    """
-
-    _data_was_out: bool = False
-
-    @property
-    def data(self) -> Tensor:
-        self._expose_data()
-        return _DATA.__get__(self)
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        self._expose_data()  # memory that is freed may come back at the address of the old value
-        _DATA.__set__(self, value)
-
-    def _expose_data(self) -> None:
-        self._data_was_out = True
-        if (forward := state.forward) is not None and forward.weights is not None:
-            forward.weights.slots.invalidate(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = nn.Parameter(self.detach(), self.requires_grad)
-        plain.__dict__.update({key: value for key, value in self.__dict__.items() if key != "_data_was_out"})
-        return plain.__reduce_ex__(protocol)
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return repr(nn.Parameter(self.detach(), self.requires_grad))
-
-    def may_have_changed_unseen(self) -> bool:
-        """Whether ``.data`` was read or set since the last call, or what was made of it still lives."""
-        changed = self._data_was_out
-        if changed:
-            self._data_was_out = is_shared(self)
-        return changed
+from hf_mp.casting.watched import WatchedParameter, seen, unwatch, watch
 
 
 def is_master(weight: Tensor) -> TypeGuard[nn.Parameter]:
@@ -67,42 +18,11 @@ def is_master(weight: Tensor) -> TypeGuard[nn.Parameter]:
     return weight.dtype is torch.float32 and isinstance(weight, nn.Parameter)
 
 
-def let_optimizers_be_fast(kind: type[nn.Parameter]) -> None:
-    """Have torch's optimizers use their multi-tensor implementations for parameters of ``kind`` as well."""
-    types = getattr(optimizers, "_foreach_supported_types", None)
-    if types is None:
-        warn_caller("torch.optim has no _foreach_supported_types: optimizers update tensor by tensor, which is slower")
-    elif kind not in types:
-        types.append(kind)
-
-
-def watch(parameter: nn.Parameter) -> None:
-    """Notice writes through ``parameter.data`` from now on. Subclasses of ``nn.Parameter`` are left as they are."""
-    if type(parameter) is nn.Parameter:
-        # torch.optim looks up the exact class of parameters before it takes a multi-tensor path.
-        let_optimizers_be_fast(WatchedParameter)
-        parameter.__class__ = WatchedParameter
-        # A parameter within a larger buffer is written through that, as FSDP does.
-        parameter._data_was_out = is_shared(parameter)  # type: ignore[attr-defined]
-
-
-def unwatch(parameter: nn.Parameter) -> None:
-    """Make a watched parameter an ordinary ``nn.Parameter`` again."""
-    if type(parameter) is WatchedParameter:
-        parameter.__dict__.pop("_data_was_out", None)
-        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-
-
-def seen(parameter: Tensor) -> tuple[int, int]:
-    """Version and address, by which a later look tells most writes."""
-    return version_of(parameter), parameter.data_ptr()
-
-
 @dataclass
 class _Entry:
     parameter: weakref.ref[nn.Parameter]
     copy: Tensor
-    seen: tuple[int, int]  # of the parameter, when the copy was made
+    seen: tuple[int, int, int]  # of the parameter, when the copy was made
 
 
 class WorkingCopies:
@@ -132,7 +52,7 @@ class WorkingCopies:
                 and type(weight) is WatchedParameter
                 and not weight._data_was_out  # shape and device change by way of .data, or of the version
                 and entry.seen[0] != -1
-                and entry.seen == (weight._version, weight.data_ptr())
+                and entry.seen == (weight._version, weight.data_ptr(), weight._unseen_writes)
             ):
                 found[id(weight)] = entry.copy
             elif is_master(weight):
@@ -144,17 +64,21 @@ class WorkingCopies:
         entry = self._entries.get(id(parameter))
         if entry is None or entry.copy.shape != parameter.shape or entry.copy.device != parameter.device:
             return self._make(parameter).copy
-        if entry.seen[0] == -1 or entry.seen != seen(parameter):
-            _refresh([(entry, parameter)])
-        elif type(parameter) is nn.Parameter or getattr(parameter, "may_have_changed_unseen", bool)():
-            watch(parameter)  # again, where another model that has it was detached
+        is_unwatched = type(parameter) is nn.Parameter  # again: another model that has it was detached
+        watch(parameter)
+        if entry.seen == (now := seen(parameter)) and now[0] != -1 and not is_unwatched:
+            return entry.copy
+        if entry.seen[:2] == now[:2] and now[0] != -1:
             _refresh_if_changed(entry, parameter)
+            entry.seen = now
+        else:
+            _refresh([(entry, parameter)])
         return entry.copy
 
     def is_stale(self, weight: Tensor) -> bool:
         """Whether ``weight`` was written in place since its copy was made; False if it has none."""
         entry = self._entries.get(id(weight))
-        return entry is not None and entry.seen[0] != -1 and entry.seen != (weight._version, weight.data_ptr())
+        return entry is not None and entry.seen[0] != -1 and entry.seen[:2] != (weight._version, weight.data_ptr())
 
     def refresh_all(self, parameters: Iterable[nn.Parameter]) -> None:
         """Round ``parameters``, which an optimizer had gradients of, into their copies, in one fused pass.
@@ -170,6 +94,27 @@ class WorkingCopies:
                 found.append((entry, parameter))
         _refresh(found)
 
+    def refresh(self) -> None:
+        """Round all parameters that have copies into them again, also those that no counter shows to be written."""
+        for entry in list(self._entries.values()):
+            if (parameter := entry.parameter()) is not None and self.get(parameter) is entry.copy:
+                _refresh_if_changed(entry, parameter)
+
+    def note_unseen_writes(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take in that ``parameters`` may have been written without a trace: :meth:`get` compares their copies."""
+        for parameter in parameters:
+            if (entry := self._entries.get(id(parameter))) is None:
+                continue
+            if isinstance(parameter, WatchedParameter):
+                parameter.note_unseen_write()
+            else:
+                entry.seen = -1, 0, 0
+
+    def differ(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether a copy is not its parameter rounded to nearest; True if none of ``parameters`` has a copy."""
+        found = [(entry, one) for one in parameters if (entry := self._entries.get(id(one))) is not None]
+        return not found or any(_has_changed(entry, parameter) for entry, parameter in found)
+
     def copies_of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
         """The copies that ``parameters`` have, whether or not they are fresh, for a kernel that writes both."""
         entries = [self._entries.get(id(parameter)) for parameter in parameters]
@@ -181,7 +126,8 @@ class WorkingCopies:
         found = [(entry, p) for p in parameters if (entry := self._entries.get(id(p))) is not None]
         torch.autograd.graph.increment_version([*parameters, *[entry.copy for entry, _ in found]])
         for entry, parameter in found:
-            entry.seen = parameter._version, parameter.data_ptr()  # seen(), inlined
+            unseen = parameter._unseen_writes if type(parameter) is WatchedParameter else 0
+            entry.seen = parameter._version, parameter.data_ptr(), unseen  # seen(), inlined
 
     def clear(self) -> None:
         """Release all copies, and leave the parameters as ordinary ones."""
@@ -210,13 +156,19 @@ class WorkingCopies:
         return entry
 
 
-@torch.no_grad()
 def _refresh_if_changed(entry: _Entry, parameter: nn.Parameter) -> None:
-    # A graph may have saved the copy: writing the same value again would only spoil its backward. Bits are compared,
-    # because NaN does not equal itself.
+    # A graph may have saved the copy: writing the same value again would only spoil its backward.
+    if _has_changed(entry, parameter):
+        _refresh([(entry, parameter)])
+
+
+@torch.no_grad()
+def _has_changed(entry: _Entry, parameter: nn.Parameter) -> bool:
+    # Bits are compared, because NaN does not equal itself.
     rounded = parameter.detach().to(entry.copy.dtype)
-    if not torch.equal(rounded.view(torch.int16), entry.copy.view(torch.int16)):
-        entry.copy.copy_(rounded)
+    if rounded.shape != entry.copy.shape or rounded.device != entry.copy.device:
+        return True
+    return not torch.equal(rounded.view(torch.int16), entry.copy.view(torch.int16))
 
 
 @torch.no_grad()
@@ -224,4 +176,4 @@ def _refresh(pairs: list[tuple[_Entry, nn.Parameter]]) -> None:
     if pairs:
         torch._foreach_copy_([entry.copy for entry, _ in pairs], [parameter for _, parameter in pairs])
     for entry, parameter in pairs:
-        entry.seen = (-1 if parameter.is_inference() else parameter._version), parameter.data_ptr()  # seen(), inlined
+        entry.seen = seen(parameter)

@@ -1,3 +1,4 @@
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,22 @@ def check_nothing_is_left() -> None:
     assert active_autocast() is None
     assert modes_on_the_stack() == 0
     assert product_dtype() is FP32
+
+
+class WritingData(torch.optim.Optimizer):
+    """Updates each parameter by ``write``."""
+
+    def __init__(self, parameters: Any, write: Callable[[Any], Any]) -> None:
+        super().__init__(parameters, {})
+        self.write = write
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.write(parameter)
+
+
+def write_by_numpy(parameter: nn.Parameter) -> None:
+    parameter.detach().numpy()[...] -= 0.1 * parameter.grad.numpy()  # type: ignore[union-attr]
 
 
 class CastsOf(TorchDispatchMode):
@@ -196,6 +213,76 @@ class TestCastsOfParameters:
             with torch.no_grad():
                 layer.weight.fill_(0.5)
             assert torch.equal(layer(torch.ones(1, 3)), torch.full((1, 5), 1.5, dtype=FP16))
+
+    @pytest.mark.parametrize("kind", ["fused", "foreach", "data", "NumPy in a step"])
+    def test_a_loop_inside_of_one_autocast_reads_what_the_optimizer_writes(self, kind: str) -> None:
+        """``fused=True`` raises no version counter, and ``.data`` has one of its own."""
+        makes: dict[str, Callable[[Any], Any]] = {
+            "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+            "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
+            "data": lambda parameters: WritingData(parameters, lambda p: p.data.add_(p.grad, alpha=-0.1)),
+            "NumPy in a step": lambda parameters: WritingData(parameters, write_by_numpy),
+        }
+
+        def losses(inside: bool) -> list[float]:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+            optimizer, found, around = makes[kind](model.parameters()), [], autocast(BF16)
+            with around if inside else contextlib.nullcontext():
+                for _ in range(5):
+                    with contextlib.nullcontext() if inside else autocast(BF16):
+                        loss = (model(random(8, 3)) - 1).square().mean()
+                        with torch.no_grad():
+                            evaluated = model(random(8, 3)).float().sum()
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    found += [loss.item(), evaluated.item()]
+            assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+            return found
+
+        expected = losses(inside=False)
+        assert losses(inside=True) == expected and len(set(expected)) > 8
+
+    @pytest.mark.parametrize("keeps", [False, True])
+    def test_one_written_through_data_is_cast_again(self, layer: nn.Linear, keeps: bool) -> None:
+        with CastsOf(layer.weight) as casts, autocast():
+            layer(random(2, 3))
+            alias = layer.weight.data.fill_(0.5)
+            if not keeps:
+                del alias
+            assert torch.equal(layer(torch.ones(1, 3)), torch.full((1, 5), 1.5, dtype=FP16))
+            if keeps:
+                alias.numpy()[...] = 1.0
+                assert torch.equal(layer(torch.ones(1, 3)), torch.full((1, 5), 3.0, dtype=FP16))
+            else:
+                layer(torch.ones(1, 3))
+                assert casts.count == 2
+
+    def test_an_autocast_inside_of_another_leaves_a_parameter_watched(self, layer: nn.Linear) -> None:
+        with autocast():
+            layer(random(2, 3))
+            with autocast(BF16):
+                layer(random(2, 3))
+            layer.weight.data.fill_(0.5)
+            assert torch.equal(layer(torch.ones(1, 3)), torch.full((1, 5), 1.5, dtype=FP16))
+        assert type(layer.weight) is nn.Parameter
+        with autocast():
+            with autocast(BF16):
+                layer(random(2, 3))
+            layer(random(2, 3))
+            layer.weight.data.fill_(1.0)
+            assert torch.equal(layer(torch.ones(1, 3)), torch.full((1, 5), 3.0, dtype=FP16))
+
+    def test_what_cannot_be_watched_is_cast_at_each_use(self) -> None:
+        class Special(nn.Parameter):
+            pass
+
+        for weight in (Special(torch.ones(2, 2)), torch.ones(2, 2, requires_grad=True)):
+            with autocast() as mode:
+                mode.cast(weight, FP16)
+                weight.data.fill_(0.5)
+                assert torch.equal(mode.cast(weight, FP16), torch.full((2, 2), 0.5, dtype=FP16))
 
     def test_each_dtype_has_its_own_cast(self, layer: nn.Linear) -> None:
         with autocast():

@@ -59,16 +59,20 @@ optimizers = sys.modules["torch.optim.optimizer"]
 # docs/design.md names what is added to them for good.
 lists = (optimizers._foreach_supported_types, torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS)
 lengths, hooks = [len(one) for one in lists], len(optimizers._global_optimizer_pre_hooks)
+after_step = optimizers._global_optimizer_post_hooks
+assert not after_step
 import hf_mp
 for name in hf_mp.__all__:
     getattr(hf_mp, name)
 assert not differences(before), ("import", differences(before))
 assert [len(one) for one in lists] == lengths and len(optimizers._global_optimizer_pre_hooks) == hooks
+assert not after_step
 model = GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9, n_positions=8))
 optimizer = torch.optim.AdamW(model.parameters())
 for precision in ("fp16", "bf16", "fp16-lean"):
     runtime = hf_mp.MixedPrecision(precision)
     runtime.attach(model)
+    assert len(after_step) == 1
     stepping = runtime.attach_optimizer(torch.optim.AdamW(model.parameters()))
     assert torch.autocast.__enter__ is not own, "not patched while attached"
     assert precision != "fp16" or differences(before), "the snapshot sees nothing"
@@ -78,7 +82,7 @@ for precision in ("fp16", "bf16", "fp16-lean"):
         stepping.step()
         stepping.zero_grad()
     runtime.detach()
-    assert not differences(before), (precision, differences(before))
+    assert not differences(before) and not after_step, (precision, differences(before))
 with hf_mp.autocast():
     assert torch.autocast.__enter__ is not own, "autocast alone patches as well"
     runtime.attach(model)
@@ -91,6 +95,11 @@ assert torch.autocast.__enter__ is not own
 del model, optimizer, stepping, ids
 gc.collect()
 assert not differences(before), ("the model is gone", differences(before))
+runtime.detach()
+assert not after_step, "a collection may have left the hook; the next attach or detach removes it"
+with hf_mp.autocast():
+    torch.nn.Linear(2, 2)(torch.ones(1, 2))
+assert len(after_step) == 1
 added = [[getattr(new, "__name__", str(new)) for new in one[length:]] for one, length in zip(lists, lengths)]
 assert added == [["WatchedParameter", "SplitParameter"], ["DispatchKey.AutocastIPU"]], added
 assert len(optimizers._global_optimizer_pre_hooks) == hooks + 1
@@ -102,7 +111,7 @@ def test_the_design_names_each_file_that_changes_others_code() -> None:
     page = (root.parent / "docs/design.md").read_text(encoding="utf-8")
     section = page.partition("### What is changed of others' code")[2].partition("\n### ")[0]
     changes = re.compile(
-        r"^[^#]*(\bPatch\(|setattr\(torch\b|Optimizer\.step_was_skipped =|register_optimizer_step_pre_hook\(|"
+        r"^[^#]*(\bPatch\(|setattr\(torch\b|Optimizer\.step_was_skipped =|register_optimizer_step_(?:pre|post)_hook\(|"
         r"\btypes\.append\(|FALLTHROUGH_DISPATCH_KEYS\.append)", re.MULTILINE,
     )  # fmt: skip
     found = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if changes.search(path.read_text())}

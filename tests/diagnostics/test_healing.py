@@ -191,6 +191,30 @@ def test_a_step_that_clips_itself_clips_the_one_that_runs_again(precision: str) 
     assert healing.skipped == [False] * 3 and healing.runtime.grad_norm == pytest.approx(ruled.runtime.grad_norm)
 
 
+@pytest.mark.parametrize("overflows_first", [True, False])
+def test_a_step_of_several_optimizers_is_healed_in_the_first_one(overflows_first: bool, warned: list[str]) -> None:
+    """Once an optimizer has stepped, the forwards would run with other weights: then the overflowing one is skipped."""
+    model: Any = Using(
+        lambda m, x: m.large(x * 2.0**10).square().mean() * 2.0**-40 + m.small(x).square().mean(),
+        large=nn.Linear(8, 8, bias=False), small=nn.Linear(8, 8, bias=False),
+    )  # fmt: skip
+    nn.init.constant_(model.large.weight, 2.0**5)
+    runtime = MixedPrecision("fp16", on_overflow="heal")
+    runtime.attach(model)
+    parts = [model.large, model.small] if overflows_first else [model.small, model.large]
+    optimizers: list[Any] = [runtime.attach_optimizer(torch.optim.SGD(part.parameters(), 0.1)) for part in parts]
+    skipped = []
+    for _ in range(3):
+        model(torch.ones(4, 8)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        skipped.append([optimizer.step_was_skipped for optimizer in optimizers])
+    assert skipped[1:] == [[False, False]] * 2 and "large" in " ".join(runtime.stats.remedies)
+    assert skipped[0] == [False, not overflows_first] and runtime.stats.steps == 3
+    assert any("has stepped another optimizer" in message for message in warned) is not overflows_first
+
+
 def test_a_loss_outside_the_model_skips_one_step(warned: list[str]) -> None:
     loop = Loop()
     for batch in batches(3):

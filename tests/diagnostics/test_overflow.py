@@ -75,6 +75,7 @@ def test_good_steps_run_the_same_ops(precision: str) -> None:
         model, optimizer = hf_mp.prepare(net := gpt2().train(), torch.optim.SGD(net.parameters(), lr=0.1), precision)
         if explained:
             explain_overflows(model)
+        model(**tokens(0))  # the first forward measures the weights
         with OpLog() as log:
             for seed in range(3):
                 model(**tokens(seed)).loss.backward()
@@ -84,6 +85,18 @@ def test_good_steps_run_the_same_ops(precision: str) -> None:
     # One view of the loss a step: no kernel, no synchronisation.
     assert len(logs[0]) == len(logs[1]) + 3
     assert sorted(logs[0]) == sorted([*logs[1], *["aten.detach.default"] * 3])
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp16-lean"])
+@pytest.mark.parametrize("learning_rate", [1e6, 1e-3])
+def test_weights_that_have_diverged_are_told_first(learning_rate: float, precision: str) -> None:
+    loop = Loop(precision, StaticLossScaler(1.0))
+    loop.optimizer.param_groups[0]["lr"] = learning_rate
+    loop.step(vectors(0))
+    loop.step(vectors(1), 1e38)
+    (report,) = loop.reports
+    advises = report.advice.startswith("The weights have diverged")
+    assert advises == ("Lower the learning rate first" in str(report)) == (learning_rate == 1e6)
 
 
 def steps(loop: Loop, batch: dict[str, Tensor]) -> Any:

@@ -214,6 +214,31 @@ def train_alone(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor)
     return {"steps": runtime_of(model).stats.steps}
 
 
+def several_optimizers() -> dict[str, Any]:
+    """Two optimizers, of which the second steps after every second backward; one process overflows before that."""
+    found = {}
+    for name, wrap in {"ddp": DistributedDataParallel, "fsdp": shard}.items():
+        runtime, model = hf_mp.MixedPrecision("fp16"), tiny_gpt2()
+        runtime.attach(model)
+        wrapped = wrap(model)
+        parts = [[], []]
+        for key, parameter in wrapped.named_parameters():
+            parts["h.1." in key].append(parameter)
+        optimizers = [runtime.attach_optimizer(torch.optim.SGD(part, lr=LEARNING_RATE)) for part in parts]
+        log: dict[str, Any] = {"scale": [], "skipped": [], "steps": []}
+        for step, batch in enumerate(batches(8)):
+            part = my_rows(batch)
+            overflow_at(4, rank=1)(step, wrapped(input_ids=part, labels=part).loss).backward()
+            for optimizer in optimizers[: 1 + step % 2]:
+                optimizer.step()
+                optimizer.zero_grad()
+            log["scale"].append(runtime.stats.loss_scale)
+            log["skipped"].append([optimizer.step_was_skipped for optimizer in optimizers])
+            log["steps"].append(runtime.stats.steps)
+        found[name] = {**log, "weights": weights(wrapped)}
+    return found
+
+
 def ddp_join() -> dict[str, Any]:
     """Uneven inputs: rank 1 has one batch less."""
     model, optimizer = prepared(DistributedDataParallel)
@@ -395,8 +420,8 @@ def fsdp_detach() -> dict[str, Any]:
 
 CASES = [
     ddp, ddp_headroom_differs, ddp_around_prepared_model, processes_of_their_own,
-    averaged_by_hand, ddp_join, fsdp, fsdp_of_fp16_model, fsdp_before_prepare, fsdp_checkpointing, compiled,
-    fsdp_without_resharding, fsdp_of_frozen_fp16, fsdp_hybrid, fsdp_outside_of_model, fsdp_custom_function,
+    averaged_by_hand, several_optimizers, ddp_join, fsdp, fsdp_of_fp16_model, fsdp_before_prepare, fsdp_checkpointing,
+    compiled, fsdp_without_resharding, fsdp_of_frozen_fp16, fsdp_hybrid, fsdp_outside_of_model, fsdp_custom_function,
     fsdp_saves_no_copies, fsdp_detach, deferred_outputs,
 ]  # fmt: skip
 

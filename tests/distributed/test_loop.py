@@ -64,6 +64,18 @@ def test_gradients_that_a_loop_averages_itself_are_looked_at_afterwards(two: Res
     assert all(bool(torch.isfinite(weight).all()) for weight in first["weights"].values())
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_processes_agree_on_an_overflow_that_two_optimizers_find_in_turn(two: Results, kind: str) -> None:
+    first, second = (rank["several_optimizers"][kind] for rank in two)
+    assert {key: first[key] for key in ("scale", "skipped", "steps")} == {
+        key: second[key] for key in ("scale", "skipped", "steps")
+    }
+    assert same_by_name(first["weights"], second["weights"]) and first["steps"] == list(range(1, 9))
+    assert first["skipped"][4] == [True, False] and first["skipped"][5] == [False, True]
+    # The overflow that the second one reports later neither lowers the scale again nor lets it rise.
+    assert first["scale"][4:6] == [1.0, 1.0] and min(first["scale"][:4] + first["scale"][6:]) > 2.0**4
+
+
 def test_uneven_inputs_under_join_do_not_hang(two: Results) -> None:
     assert [rank["ddp_join"]["steps"] for rank in two] == [3, 2]
 

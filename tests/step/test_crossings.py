@@ -7,6 +7,7 @@ import copy
 import functools
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_mp
 from hf_mp import MixedPrecision
+from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.weights.slots import _node_groups
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(3))
@@ -325,11 +327,12 @@ def test_a_part_of_an_attached_model_is_attached_as_well(precision: str) -> None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     hf_mp.prepare(model, optimizer, precision, loss_scaler=hf_mp.StaticLossScaler(1024.0))
     hf_mp.prepare(model[0], torch.optim.SGD(model[0].parameters(), lr=0.0), precision)
-    for _ in range(2):
-        for loss, gradients in zip(losses, expected, strict=True):
-            assert_true(gradients_of(model, loss), gradients)
-        optimizer.step()
-        assert not optimizer.step_was_skipped
+    with warnings.catch_warnings(action="error"):  # both optimizers are attached
+        for _ in range(2):
+            for loss, gradients in zip(losses, expected, strict=True):
+                assert_true(gradients_of(model, loss), gradients)
+            optimizer.step()
+            assert not optimizer.step_was_skipped
 
 
 @pytest.mark.parametrize("precision", ["fp16-lean", "fp16"])
@@ -340,16 +343,30 @@ def test_a_layer_of_a_lean_model_is_refused_in_another_one(precision: str) -> No
         attached(nn.Sequential(shared), precision)
 
 
-def test_one_optimizer_over_two_attached_models_skips_for_both() -> None:
-    one, other = nn.Linear(6, 2), nn.Linear(6, 2)
-    optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
-    for model in (one, other):
-        hf_mp.prepare(model, optimizer, "fp16")
-    before = copies([*one.parameters(), *other.parameters()])
-    for factor, skipped in ((float("inf"), True), (1.0, False)):
-        take_step(one(X).sum() + other(X).sum() * factor, optimizer)
-        assert optimizer.step_was_skipped is skipped
-        assert same([*one.parameters(), *other.parameters()], before) is skipped
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp16-lean", "bf16-lean"])
+def test_one_optimizer_over_two_prepared_models_skips_for_both(precision: str, fused: bool) -> None:
+    def make() -> tuple[nn.Module, nn.Module, Any]:
+        torch.manual_seed(0)
+        models = nn.Linear(6, 6), nn.Linear(6, 2)
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        return *models, torch.optim.AdamW(parameters, lr=0.01, fused=fused)
+
+    def losses(first: nn.Module, second: nn.Module, optimizer: Any, factors: list[float]) -> list[float]:
+        return [take_step(second(first(X)).square().sum() * factor, optimizer) for factor in factors]
+
+    expected = losses(*make(), [1.0] * 4)
+    first, second, optimizer = make()
+    first, optimizer = hf_mp.prepare(first, optimizer, precision)
+    second, optimizer = hf_mp.prepare(second, optimizer, precision)
+    found = losses(first, second, optimizer, [1.0] * 2)
+    before = copies([*first.state_dict().values(), *second.state_dict().values()])
+    losses(first, second, optimizer, [float("inf")])
+    assert optimizer.step_was_skipped
+    assert same([*first.state_dict().values(), *second.state_dict().values()], before)
+    found += losses(first, second, optimizer, [1.0] * 2)
+    assert found == pytest.approx(expected, rel=0.05) and not optimizer.step_was_skipped
+    assert [attached_runtime(model).stats.steps for model in (first, second)] == [5, 5]  # type: ignore[union-attr]
 
 
 def test_what_lies_in_the_place_of_a_weight_is_no_parameter() -> None:

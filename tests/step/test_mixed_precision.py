@@ -210,6 +210,7 @@ def test_fp32_changes_nothing(gpt2: GPT2LMHeadModel) -> None:
     assert hf_mp.prepare(gpt2, optimizer, "fp32") == (gpt2, optimizer)
     assert set(gpt2.__dict__) == before and "step" not in optimizer.__dict__
     assert all(type(p) is nn.Parameter for p in gpt2.parameters())
+    assert optimizer.step_was_skipped is False  # type: ignore[attr-defined]
 
 
 def test_attach_again_after_detach(run: Any) -> None:
@@ -296,7 +297,7 @@ BAD: dict[str, tuple[Callable[[GPT2LMHeadModel], Any], type[Exception], str]] = 
     ),
     "several optimizers": (
         lambda m: hf_mp.prepare(m, [SGD(m.parameters())]), TypeError,  # type: ignore[type-var]
-        "not GPT2LMHeadModel and list; without an optimizer, or with several: MixedPrecision",
+        "not GPT2LMHeadModel and list. Without an optimizer, or with several: MixedPrecision",
     ),
     "a misspelt precision, whatever else is wrong": (
         lambda m: hf_mp.prepare(m, None, precision="fp16_laen"), ValueError,  # type: ignore[arg-type]

@@ -107,11 +107,12 @@ def test_settings_that_json_has_no_word_for_are_told_as_text(contender: str, tmp
     [
         (range(6), {}, "0 of 6 steps were taken: .* No smaller loss scale helps. Look for a division by zero"),
         (range(6), {"explain_overflows": False}, "0 of 6 steps were taken: .* explain_overflows=False hid the reason"),
-        (range(1, 6), {}, None),
+        (range(2, 6), {}, "2 of 6 steps were taken: the others were skipped .* Look for a division by zero"),
+        (range(3, 6), {}, None),
     ],
-    ids=["explained", "not explained", "one was taken"],
+    ids=["explained", "not explained", "most were skipped", "half of them were taken"],
 )
-def test_a_run_that_took_no_step_says_so_and_what_to_do(
+def test_a_run_that_skipped_most_of_its_steps_says_so_and_what_to_do(
     contender: str, steps: Sequence[int], settings: dict[str, Any], told: str | None, tmp_path: Path
 ) -> None:
     with CaptureLogger(logging.get_logger("hf_mp.trainer.reporting")) as captured:

@@ -11,8 +11,8 @@ from tiny import Using
 from torch import Tensor, nn
 from torch.optim import optimizer
 
-from hf_mp.weights import working_copies
-from hf_mp.weights.working_copies import WatchedParameter, WorkingCopies, unwatch, watch
+from hf_mp.casting.watched import WatchedParameter, unwatch, watch
+from hf_mp.weights.working_copies import WorkingCopies
 
 FP16, BF16 = torch.float16, torch.bfloat16
 every_dtype = pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
@@ -213,7 +213,7 @@ class TestWatching:
     def test_a_torch_that_lists_no_classes_of_fast_parameters_costs_one_warning(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.delattr(working_copies.optimizers, "_foreach_supported_types")
+        monkeypatch.delattr(optimizer, "_foreach_supported_types")
         with pytest.warns(UserWarning, match="optimizers update tensor by tensor, which is slower"):
             check_current(WorkingCopies(FP16), nn.Parameter(torch.ones(3)))
 

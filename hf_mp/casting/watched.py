@@ -1,0 +1,102 @@
+"""``WatchedParameter``: a parameter that counts the writes that its version counter does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as optimizers
+
+from hf_mp._warnings import warn_caller
+from hf_mp.casting.active import state
+from hf_mp.kernels.tensors import is_shared, version_of
+
+_DATA: Any = Tensor.data  # the property itself, which the class below overrides
+
+
+class WatchedParameter(nn.Parameter):
+    """A parameter that notices writes through ``.data``.
+
+    In-place writes raise a tensor's version counter, but not those through ``parameter.data`` (EMA libraries, manual
+    surgery). Each read of ``.data`` hands out an alias; from then on, and for as long as anything shares the memory
+    (the alias, a view or a NumPy array made of it), the value may change unseen.
+    """
+
+    _data_was_out: bool = False
+    _unseen_writes: int = 0
+
+    @property
+    def data(self) -> Tensor:
+        self._data_was_out = True
+        self.note_unseen_write()
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._data_was_out = True
+        self.note_unseen_write()  # memory that is freed may come back at the address of the old value
+        _DATA.__set__(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = nn.Parameter(self.detach(), self.requires_grad)
+        plain.__dict__.update({key: value for key, value in self.__dict__.items() if key not in _OWN})
+        return plain.__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(nn.Parameter(self.detach(), self.requires_grad))
+
+    def note_unseen_write(self) -> None:
+        """Count a write that may leave no trace. A forward that runs no longer uses the working copy."""
+        self._unseen_writes += 1
+        if (forward := state.forward) is not None and forward.weights is not None:
+            forward.weights.slots.invalidate(self)
+
+    def count_unseen_writes(self) -> int:
+        """Return a number that is larger than before if the value may have changed unseen.
+
+        It may have changed if ``.data`` was read or set, or if the tensor, view or array made of that still exists.
+        """
+        if self._data_was_out:
+            self._data_was_out = is_shared(self)
+            self._unseen_writes += 1
+        return self._unseen_writes
+
+
+_OWN = ("_data_was_out", "_unseen_writes")
+
+
+def let_optimizers_be_fast(kind: type[nn.Parameter]) -> None:
+    """Have torch's optimizers use their multi-tensor implementations for parameters of ``kind`` as well."""
+    types = getattr(optimizers, "_foreach_supported_types", None)
+    if types is None:
+        warn_caller("torch.optim has no _foreach_supported_types: optimizers update tensor by tensor, which is slower")
+    elif kind not in types:
+        types.append(kind)
+
+
+def watch(parameter: nn.Parameter) -> None:
+    """Notice writes through ``parameter.data`` from now on. Subclasses of ``nn.Parameter`` are left as they are."""
+    if type(parameter) is nn.Parameter:
+        # torch.optim looks up the exact class of parameters before it takes a multi-tensor path.
+        let_optimizers_be_fast(WatchedParameter)
+        parameter.__class__ = WatchedParameter
+        # A parameter within a larger buffer is written through that, as FSDP does.
+        parameter._data_was_out = is_shared(parameter)  # type: ignore[attr-defined]
+
+
+def unwatch(parameter: nn.Parameter) -> None:
+    """Make a watched parameter an ordinary ``nn.Parameter`` again."""
+    if type(parameter) is WatchedParameter:
+        for name in _OWN:
+            parameter.__dict__.pop(name, None)
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def seen(tensor: Tensor) -> tuple[int, int, int]:
+    """Version (-1 for none), address and count of unseen writes, by which a later call detects most writes."""
+    unseen = tensor.count_unseen_writes() if type(tensor) is WatchedParameter else 0
+    return version_of(tensor), tensor.data_ptr(), unseen

@@ -1,0 +1,86 @@
+"""The hook after each optimizer's step, which detects the steps of optimizers that are not attached."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from hf_mp.model_walk import model_parameters, optimizer_parameters
+from hf_mp.step.gradients import NOT_ATTACHED
+from hf_mp.weights.outside_reads import on_stored_values
+
+
+class _StepHook:
+    """A hook of all optimizers, from the first attached model to the last.
+
+    Optimizers with ``fused=True``, and kernels of other libraries, write weights and raise no version counter.
+
+    A garbage collection that frees the last model leaves the hook: torch may be iterating over these hooks. The next
+    :meth:`add` or :meth:`discard` removes it.
+    """
+
+    def __init__(self) -> None:
+        self._runtimes = weakref.WeakSet[Any]()  # a StepRuntime for each attached model
+        self._handle: RemovableHandle | None = None
+
+    def add(self, runtime: Any) -> None:
+        """Note the steps of optimizers that are not attached to ``runtime`` from now on."""
+        self._runtimes.add(runtime)
+        self._register()
+
+    def discard(self, runtime: Any) -> None:
+        """Note no more steps for ``runtime``; without effect if it was not added."""
+        self._runtimes.discard(runtime)
+        self._register()
+
+    def _register(self) -> None:
+        is_needed = any([runtime.model is not None for runtime in self._runtimes])
+        if is_needed and self._handle is None:
+            self._handle = register_optimizer_step_post_hook(self._stepped)
+        elif not is_needed and self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    @torch.compiler.disable  # a compiled step calls it outside of its graph
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        guard = getattr(optimizer.step, "hf_mp_guard", None)
+        # A copied optimizer has the guard of the one that it was copied from.
+        attached_to = [] if guard is None or guard.optimizer is not optimizer else guard.runtimes
+        if len(self._runtimes) == len(attached_to) == 1:
+            return  # as nearly always: the only attached model is that of this optimizer
+        for runtime in tuple(self._runtimes):
+            if runtime not in attached_to and (model := runtime.model) is not None:
+                _note_step(runtime, model, optimizer, is_guarded=bool(attached_to))
+
+    _stepped.is_internal = True  # a step that calls no hooks need not call this one
+
+
+STEP_HOOK = _StepHook()
+
+
+@on_stored_values
+def _note_step(runtime: Any, model: Any, optimizer: Optimizer, *, is_guarded: bool) -> None:
+    """Take in that ``optimizer``, which is not attached to ``runtime``, may have written weights of its ``model``."""
+    in_model = set(map(id, model_parameters(model)))
+    written = [one for one in optimizer_parameters(optimizer) if one.requires_grad and id(one) in in_model]
+    if not written:
+        return
+    if is_guarded:  # another model's attached optimizer skips the steps that overflow
+        runtime.check.is_used_by_attached = True
+    elif _is_unchecked(runtime, written):
+        runtime.check.warn_once(NOT_ATTACHED)
+    runtime.weights.note_unseen_writes(written)
+
+
+def _is_unchecked(runtime: Any, written: list[Any]) -> bool:
+    """Whether no attached optimizer has checked the gradients that an update of ``written`` has used."""
+    attached = {id(one) for guard in runtime.guards for one in optimizer_parameters(guard.optimizer)}
+    if not attached.issuperset(map(id, written)):
+        return True
+    # The parameters of an optimizer around an attached one, which may accumulate, or of a second one.
+    return not runtime.scaler.has_stepped and runtime.weights.differ_from_copies(written)
