@@ -1,6 +1,6 @@
-"""``clip_grad_value_`` leaves the gradients of an attached model alone where one of them is inf or NaN.
+"""Patch of ``clip_grad_value_``: gradients of an attached model are not clipped if any of them is inf or NaN.
 
-Clipped, inf is a number as any other: the step would be taken, with what an overflow has left.
+Clipping would turn inf into a finite value, and the overflowed step would be taken.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _clip_value(original: Any, parameters: Any, clip_value: float, *args: Any, *
         with_grad = [parameter for parameter in parameters if parameter.grad is not None]
         if not all_finite(local_parts([p.grad for p in with_grad if id(p) in attached])):
             parameters = [parameter for parameter in with_grad if id(parameter) not in attached]
-            if not parameters:  # of which torch's own function raises
+            if not parameters:  # torch's function raises for an empty list
                 return
     original(parameters, clip_value, *args, **kwargs)
 
@@ -34,7 +34,7 @@ def _clip_value(original: Any, parameters: Any, clip_value: float, *args: Any, *
 VALUE_PATCHES = Patches(
     (
         Patch(
-            # torch.nn.utils has imported the function by name, and callers take it from there.
+            # torch.nn.utils imports the function by name, and callers use that one.
             ("torch.nn.utils.clip_grad:clip_grad_value_", "torch.nn.utils:clip_grad_value_"),
             _clip_value,
             "clip_grad_value_ hides an overflow from the step",
