@@ -62,10 +62,10 @@ class Flattened(NamedTuple):
 
 
 class BatchBuffers(NamedTuple):
-    """Buffers for a batch of parameters: masters and gradients in FP32, both halves of the masters."""
+    """Buffers for a batch of parameters."""
 
-    master: Flattened
-    gradient: Flattened
+    master: Flattened  # FP32
+    gradient: Flattened  # FP32
     working: Flattened  # FP16/BF16
     remainder: Flattened  # int16
 
@@ -73,8 +73,7 @@ class BatchBuffers(NamedTuple):
 class Room:
     """Buffers for joining small parameters into one tensor, with cached views for each batch.
 
-    The buffers are as large as the largest batch. They are reused from step to step, because making the views takes as
-    long as filling them.
+    They are reused from step to step, because making the views takes as long as filling them.
     """
 
     def __init__(self) -> None:
@@ -95,7 +94,7 @@ class Room:
         return found
 
     def _reserve(self, dtype: torch.dtype, elements: int) -> None:
-        """Make the buffers at least ``elements`` long, and drop cached views if they are outdated or too many."""
+        """Make the buffers at least ``elements`` long; drop cached views if outdated or too many."""
         is_large = dtype in self._memory and self._memory[dtype][0].numel() >= elements
         if not is_large or len(self._views) >= _MOST_BATCHES:  # other parameters may have gradients at each step
             self._views.clear()
@@ -225,7 +224,7 @@ class _Block(NamedTuple):
 
 
 def _joined_block(batch: Sequence[AdamWTensors], factor: Tensor | None, room: Room) -> Iterator[_Block]:
-    """Yield ``batch`` as one block of buffers, and afterwards copy its updated halves to the parameters."""
+    """Yield ``batch`` as one block of buffers, then copy its halves back to the parameters."""
     shapes = tuple([tensors.gradient.shape for tensors in batch])
     master, gradient, working, remainder = room.of(batch[0].working.dtype, shapes)  # type: ignore[union-attr]
     halves: Any = [*[tensors.working for tensors in batch], *[tensors.remainder for tensors in batch]]
@@ -238,7 +237,7 @@ def _joined_block(batch: Sequence[AdamWTensors], factor: Tensor | None, room: Ro
 
 
 def _blocks_of(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[_Block]:
-    """Yield blocks of one parameter. The halves are views, so their update is that of the parameter."""
+    """Yield blocks of one parameter, with views of its halves and moments."""
     # A multiple of the vector width, so that torch's scalar loop covers the same last elements as without blocks.
     elements = _max_block_elements()
     state: Any = (tensors.exp_avg, tensors.exp_avg_sq, tensors.working, tensors.remainder)

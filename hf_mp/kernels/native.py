@@ -48,9 +48,9 @@ def native() -> ModuleType | None:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except (OSError, ImportError, TimeoutError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
+        message = getattr(error, "stderr", None) or str(error)
         warn_caller(
-            f"hf_mp's casts in C++ are not used, and small models train slower ({VARIABLE}=0 silences this): {said}"
+            f"hf_mp's casts in C++ are not used, and small models train slower ({VARIABLE}=0 silences this): {message}"
         )
         return None
     return module

@@ -22,9 +22,9 @@ _ITERATED: Any = (types.GeneratorType, map, filter, zip, collections.abc.Mapping
 def apply_to_tensors(function: Callable[[Tensor], Any], value: Any, *, objects: bool = False) -> Any:
     """Apply ``function`` to the tensors of ``value``, in containers, dataclasses and namespaces.
 
-    A container without changes is returned itself. A changed one is copied, because a model may write to its arguments.
-    With ``objects``, attributes of objects of other classes (``torch.distributions``) are replaced in place, because
-    other code may refer to the objects. Modules, functions, Transformers' caches, generators and closures are skipped.
+    Only containers with changes are copied; a model may write to its arguments. With ``objects``, attributes of objects
+    of other classes (``torch.distributions``) are replaced in place, because other code may refer to the objects.
+    Modules, functions, Transformers' caches, generators and closures are skipped.
     """
     return _applied(function, value, objects, {})
 
@@ -32,18 +32,20 @@ def apply_to_tensors(function: Callable[[Tensor], Any], value: Any, *, objects: 
 def _applied(function: Callable[[Tensor], Any], value: Any, objects: bool, done: dict[int, Any]) -> Any:
     """Implement :func:`apply_to_tensors`. ``done`` has results by the id of an object, because objects may form cycles.
 
-    Not a recursive closure: its reference cycle would keep the outputs of a model, and their graph, until the garbage
-    collector runs.
+    Not a recursive closure: its reference cycle would keep a model's outputs alive until the garbage collector runs.
     """
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, _ATOMS):
         return value
-    if id(value) not in done:
-        done[id(value)] = value
-        entries = _entries(value, objects)
-        changed = {key: new for key, old in entries if (new := _applied(function, old, objects, done)) is not old}
-        done[id(value)] = _with_entries(value, entries, changed) if changed else value
+    if id(value) in done:
+        return done[id(value)]
+    done[id(value)] = value
+    entries = _entries(value, objects)
+    results = [(key, old, _applied(function, old, objects, done)) for key, old in entries]
+    changed = {key: new for key, old, new in results if new is not old}
+    if changed:
+        done[id(value)] = _with_entries(value, entries, changed)
     return done[id(value)]
 
 

@@ -58,7 +58,7 @@ def split_into(value: Tensor, working: Tensor, remainder: Tensor) -> None:
         raise TypeError(f"only FP32 values are split, not {value.dtype}: cast with .float() first")
     split_block, _, largest = _format(working.dtype)
     for whole, upper, lower in cache_blocks(value, working, remainder):
-        # The check saves nearly all blocks the slow path. On a GPU it would synchronize.
+        # Nearly all blocks take the fast path. On a GPU the check would synchronize.
         if whole.device.type == "cpu" and _is_within(whole, largest):
             split_block(whole, upper, lower)
             continue

@@ -8,8 +8,8 @@ import torch
 def is_compiling_or_transforming() -> bool:
     """Whether only differentiable torch ops may be used.
 
-    torch.compile chooses the tensors that it saves for backward. The transforms of torch.func support neither
-    saved-tensor hooks nor autograd functions without ``setup_context``.
+    torch.compile chooses the tensors to save, and torch.func supports neither saved-tensor hooks nor autograd functions
+    without ``setup_context``.
     """
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 

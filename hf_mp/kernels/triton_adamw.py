@@ -176,10 +176,7 @@ def adamw_kernel(
 
 @functools.cache
 def _constant(number: float, device: torch.device, stream: int) -> Tensor:
-    """Return a tensor of ``number`` as the default of ``factor`` or ``found_inf``, so that one kernel suffices.
-
-    It is cached permanently, because a captured graph reads it at each replay.
-    """
+    """Return ``number`` as the default of ``factor`` or ``found_inf``; cached, because CUDA graphs read it."""
     return torch.full((1,), number, dtype=torch.float32, device=device)
 
 
@@ -195,8 +192,8 @@ class _Format(NamedTuple):
 class Update:
     """AdamW steps for parameters of one device with unchanged addresses, without synchronization.
 
-    One launch for each group counts the steps. One launch for each format in a group updates the parameters that are
-    read in whole vectors, and a second one the others. ``counts`` are the numbers of parameters of the groups.
+    One launch for each group counts the steps. For each format in a group, one launch updates the aligned
+    parameters, and one the others. ``counts`` are the numbers of parameters of the groups.
     """
 
     def __init__(self, parameters: Sequence[AdamWTensors], counts: Sequence[int]) -> None:
@@ -211,6 +208,7 @@ class Update:
         self._numels = array("q", [one.gradient.numel() for one in parameters]).tobytes()
         # four addresses each: 0 for a missing working copy
         states = [(*[tensor.data_ptr() for tensor in one.state()], 0)[:4] for one in parameters]
+        # for each parameter the bitwise or of its addresses, which shows alignment
         self._bits = tuple([functools.reduce(operator.or_, state) for state in states])
         columns = (*zip(*states, strict=True), [one.step.data_ptr() for one in parameters])
         self._addresses = array("q", itertools.chain(*columns)).tobytes()

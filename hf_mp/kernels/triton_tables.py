@@ -50,13 +50,9 @@ def table_of(
     stream: int,
     others: tuple[int, ...] | None = None,
 ) -> Table:
-    """Return the table of tensors at ``addresses``.
+    """Return the table of tensors with int64 ``addresses`` and ``numels``; a launch is for one of the ``kinds``.
 
-    Args:
-        addresses: int64.
-        numels: int64.
-        kinds: one for each tensor; a launch is for one kind.
-        others: for each tensor, the bitwise or of further addresses that must be aligned.
+    ``others`` has, for each tensor, the bitwise or of further addresses that must be aligned.
     """
     bits = map(operator.or_, array("q", addresses), array("q", numels))
     bits = bits if others is None else map(operator.or_, bits, others)
