@@ -36,7 +36,7 @@ class ReplacedForward:
     def __init__(self, module: nn.Module, name: str = "forward") -> None:
         # A weak reference: in a reference cycle, the weights would live until the garbage collector runs.
         self.module, self.name = weakref.ref(module), name
-        before = module.__dict__.get(name)
+        before: Any = module.__dict__.get(name)
         is_original = before is not None and not isinstance(before, ReplacedForward)
         self.original = before if is_original else _class_method(module, name)
 
