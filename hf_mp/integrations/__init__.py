@@ -1,1 +1,1 @@
-"""What is there for other libraries' sake: accelerate, and torch's clipping by value."""
+"""Patches of other libraries: accelerate, and torch's clipping by value."""

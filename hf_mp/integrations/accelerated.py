@@ -1,4 +1,4 @@
-"""What accelerate's wrapper around an optimizer is told: which steps were skipped. accelerate is not imported."""
+"""Patch of accelerate's optimizer wrapper: report skipped steps of attached models, without an import of accelerate."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from hf_mp.casting.torch_patches import Patch, Patches, acquire
 
 
 def as_accelerated(optimizer: Any) -> Any:
-    """``optimizer`` if it is accelerate's wrapper around one, else None."""
+    """Return ``optimizer`` if it is accelerate's wrapper of an optimizer; otherwise None."""
     accelerate: Any = sys.modules.get("accelerate.optimizer")
     return optimizer if accelerate is not None and isinstance(optimizer, accelerate.AcceleratedOptimizer) else None
 
 
 def tell_accelerate(optimizer: Any) -> weakref.finalize[..., Any] | None:
-    """Have accelerate's wrappers, of which ``optimizer`` does not know, ask it whether its last step was skipped.
+    """Patch ``step_was_skipped`` of accelerate's wrappers to read that of ``optimizer``.
 
-    Gives what ends that; None while accelerate has not been imported, so that there is no wrapper.
+    Returns a finalizer that removes the patch; None if accelerate is not imported, so that there is no wrapper.
     """
     if "accelerate.optimizer" not in sys.modules:
         return None
     return weakref.finalize(optimizer, acquire(_WRAPPERS))
 
 
-def _asking_the_inside(original: Any) -> property:
+def _or_of_wrapped(original: Any) -> property:
     def step_was_skipped(self: Any) -> bool:
         """Whether or not the optimizer step was skipped."""
         return bool(original.fget(self) or getattr(self.optimizer, "step_was_skipped", False))
@@ -33,12 +33,12 @@ def _asking_the_inside(original: Any) -> property:
     return property(step_was_skipped)
 
 
-# accelerate and the Trainer hold LR schedulers back by it.
+# accelerate and the Trainer do not advance LR schedulers after a skipped step.
 _WRAPPERS = Patches(
     (
         Patch(
             ("accelerate.optimizer:AcceleratedOptimizer.step_was_skipped",),
-            _asking_the_inside,
+            _or_of_wrapped,
             "LR schedulers advance on skipped steps",
         ),
     )

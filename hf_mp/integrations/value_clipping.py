@@ -1,6 +1,6 @@
-"""``clip_grad_value_`` leaves the gradients of an attached model alone where one of them is inf or NaN.
+"""Patch of ``clip_grad_value_``: gradients of an attached model are not clipped if any of them is inf or NaN.
 
-Clipped, inf is a number as any other: the step would be taken, with what an overflow has left.
+Clipping would turn inf into a finite value, and the overflowed step would be taken.
 """
 
 from __future__ import annotations
@@ -21,20 +21,27 @@ from hf_mp.weights.split_parameter import SplitParameter
 def _clip_value(original: Any, parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if any(type(parameter) in (WatchedParameter, SplitParameter) for parameter in parameters):
-        models = [model for one in RUNTIMES if (model := one.model) is not None]
-        attached = {id(parameter) for model in models for parameter in model.parameters()}
-        with_grad = [parameter for parameter in parameters if parameter.grad is not None]
-        if not all_finite(local_parts([p.grad for p in with_grad if id(p) in attached])):
-            parameters = [parameter for parameter in with_grad if id(parameter) not in attached]
-            if not parameters:  # of which torch's own function raises
-                return
+        parameters = _without_overflows(parameters)
+        if not parameters:  # torch's function raises for an empty list
+            return
     original(parameters, clip_value, *args, **kwargs)
+
+
+def _without_overflows(parameters: list[Tensor]) -> list[Tensor]:
+    """Remove the parameters of attached models if any of their gradients is inf or NaN."""
+    models = [runtime.model for runtime in RUNTIMES]
+    attached = {id(parameter) for model in models if model is not None for parameter in model.parameters()}
+    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients: list[Any] = [parameter.grad for parameter in with_grad if id(parameter) in attached]
+    if all_finite(local_parts(gradients)):
+        return parameters
+    return [parameter for parameter in with_grad if id(parameter) not in attached]
 
 
 VALUE_PATCHES = Patches(
     (
         Patch(
-            # torch.nn.utils has imported the function by name, and callers take it from there.
+            # torch.nn.utils imports the function by name, and callers use that one.
             ("torch.nn.utils.clip_grad:clip_grad_value_", "torch.nn.utils:clip_grad_value_"),
             _clip_value,
             "clip_grad_value_ hides an overflow from the step",

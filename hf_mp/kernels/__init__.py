@@ -1,1 +1,1 @@
-"""Fused passes over many tensors, each with its PyTorch reference."""
+"""Fused passes over many tensors, each with a PyTorch reference."""

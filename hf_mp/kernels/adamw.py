@@ -1,7 +1,7 @@
-"""AdamW in one pass: reads gradients, masters and moments; writes masters, moments and working copies.
+"""AdamW in one pass over gradients, masters, moments and working copies.
 
-Decoupled weight decay: Loshchilov and Hutter 2019 (arXiv 1711.05101), Algorithm 2; the arithmetic is that of
-``torch.optim.AdamW(fused=True)``. Unscaling and the clip coefficient are one factor on the gradient.
+Decoupled weight decay: Loshchilov and Hutter 2019 (arXiv 1711.05101), Algorithm 2, with the arithmetic of
+``torch.optim.AdamW(fused=True)``. Unscaling and clipping are one factor on the gradient.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 
 from hf_mp.kernels.split import REMAINDER_DTYPE, cache_blocks, merge, merge_into, split_into
 
-# Small enough that what one operation leaves is in a core's cache for the next, large enough for some 20 calls a block.
+# Temporaries of a block stay in a core's cache between ops, and a block is large enough for some 20 calls.
 _BLOCK_ELEMENTS_PER_THREAD = 2**17
-_MOST_BATCHES = 64  # whose views a room keeps
-_SMALL_ELEMENTS = 2**16  # parameters up to this size are joined: each call costs more than its work
+_MOST_BATCHES = 64  # with cached views in a Room
+_SMALL_ELEMENTS = 2**16  # up to this size parameters are joined, because a call costs more than its work
 
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """The hyperparameters of one step, as in ``torch.optim.AdamW``."""
+    """Hyperparameters of one step, as in ``torch.optim.AdamW``."""
 
-    lr: float | Tensor  # a tensor of shape () on the device of the parameters is read there
+    lr: float | Tensor  # a tensor: shape (), on the device of the parameters, not read by the host
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -34,60 +34,72 @@ class AdamWSettings:
 
 
 class AdamWTensors(NamedTuple):
-    """What belongs to one parameter: tensors of its shape, but for ``step``."""
+    """Gradient, state and weights of one parameter; all but ``step`` have its shape."""
 
     gradient: Tensor  # FP32, FP16 or BF16
-    exp_avg: Tensor  # the moments, FP32
-    exp_avg_sq: Tensor
-    step: Tensor  # FP32, of shape (): the steps taken so far
-    master: Tensor | None = None  # FP32; None where it is split
-    working: Tensor | None = None  # the FP16/BF16 working copy; None if a master has none
-    remainder: Tensor | None = None  # int16, the other half of a split master (hf_mp.kernels.split)
+    exp_avg: Tensor  # first moment, FP32
+    exp_avg_sq: Tensor  # second moment, FP32
+    step: Tensor  # number of steps, FP32 of shape ()
+    master: Tensor | None = None  # FP32; None for a split master
+    working: Tensor | None = None  # FP16/BF16 working copy; None for a master without one
+    remainder: Tensor | None = None  # int16, of a split master (hf_mp.kernels.split)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> AdamWTensors:
-        """``function`` of each tensor that there is."""
+        """Apply ``function`` to each tensor that is not None."""
         return AdamWTensors(*[None if tensor is None else function(tensor) for tensor in self])  # type: ignore[arg-type]
 
     def state(self) -> list[Tensor]:
-        """What the update writes, without ``step``."""
+        """Return the tensors that an update writes, without ``step``."""
         written = (self.exp_avg, self.exp_avg_sq, self.master, self.working, self.remainder)
         return [tensor for tensor in written if tensor is not None]
 
 
-class Joined(NamedTuple):
-    """Tensors in one."""
+class Flattened(NamedTuple):
+    """A one-dimensional buffer for several tensors, and views of it with their shapes."""
 
-    whole: Tensor  # flat
-    parts: list[Tensor]  # views of it
+    flat: Tensor
+    views: list[Tensor]
+
+
+class BatchBuffers(NamedTuple):
+    """Buffers for a batch of parameters."""
+
+    master: Flattened  # FP32
+    gradient: Flattened  # FP32
+    working: Flattened  # FP16/BF16
+    remainder: Flattened  # int16
 
 
 class Room:
-    """Memory in which an update joins small parameters, as large as its largest batch, and views of it for each batch.
+    """Buffers for joining small parameters into one tensor, with cached views for each batch.
 
-    Kept from step to step: it takes as long to make the views as to fill them.
+    They are reused from step to step, because making the views takes as long as filling them.
     """
 
     def __init__(self) -> None:
-        self._memory: dict[torch.dtype, list[Tensor]] = {}
-        self._views: dict[tuple[torch.dtype, tuple[torch.Size, ...]], list[Joined]] = {}
+        self._memory: dict[torch.dtype, list[Tensor]] = {}  # by dtype of the working copies
+        self._views: dict[tuple[torch.dtype, tuple[torch.Size, ...]], BatchBuffers] = {}
 
-    def of(self, dtype: torch.dtype, shapes: tuple[torch.Size, ...]) -> list[Joined]:
-        """For parameters of these shapes: FP32 masters and gradients, working copies in ``dtype``, remainders."""
+    def of(self, dtype: torch.dtype, shapes: tuple[torch.Size, ...]) -> BatchBuffers:
+        """Return buffers for parameters of these shapes with working copies in ``dtype``."""
         if (found := self._views.get((dtype, shapes))) is None:
             sizes = [shape.numel() for shape in shapes]
-            with torch.inference_mode(False):  # a later step may be outside of it
-                self._make_room(dtype, sum(sizes))
+            with torch.inference_mode(False):  # later steps may run without inference mode
+                self._reserve(dtype, sum(sizes))
                 flats = [memory[: sum(sizes)] for memory in self._memory[dtype]]
-                found = [Joined(flat, list(map(Tensor.view, flat.split(sizes), shapes))) for flat in flats]
+                found = BatchBuffers(
+                    *[Flattened(flat, list(map(Tensor.view, flat.split(sizes), shapes))) for flat in flats]
+                )
             self._views[dtype, shapes] = found
         return found
 
-    def _make_room(self, dtype: torch.dtype, elements: int) -> None:
+    def _reserve(self, dtype: torch.dtype, elements: int) -> None:
+        """Make the buffers at least ``elements`` long; drop cached views if outdated or too many."""
         is_large = dtype in self._memory and self._memory[dtype][0].numel() >= elements
-        if not is_large or len(self._views) >= _MOST_BATCHES:  # where others have a gradient at each step
+        if not is_large or len(self._views) >= _MOST_BATCHES:  # other parameters may have gradients at each step
             self._views.clear()
         if not is_large:
-            self._memory.pop(dtype, None)  # before there is more
+            self._memory.pop(dtype, None)  # freed before the larger buffers are allocated
             dtypes = torch.float32, torch.float32, dtype, REMAINDER_DTYPE
             self._memory[dtype] = [torch.empty(elements, dtype=one, device="cpu") for one in dtypes]
 
@@ -99,12 +111,14 @@ def adamw_reference(
     factor: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """:func:`adamw_` operation by operation, each rounded to FP32: what the Triton kernel gives bit for bit.
+    """Run :func:`adamw_` one op at a time, each rounded to FP32. The Triton kernel is equal to it bit for bit.
 
-    torch's fused AdamW fuses one product and sum, in the first moment, and so differs from it by rounding. Nothing is
-    updated where ``found_inf``, FP32 of shape (), is not 0.
+    torch's fused AdamW differs by rounding: it fuses one multiplication and addition, in the first moment. Nothing is
+    written if ``found_inf``, FP32 of shape (), is not 0.
     """
-    for tensors in parameters if found_inf is None or found_inf == 0 else ():
+    if found_inf is not None and found_inf != 0:
+        return
+    for tensors in parameters:
         tensors.step.add_(1)
         steps, lr = int(tensors.step.item()), float(settings.lr)
         halves: Any = tensors.working, tensors.remainder
@@ -116,7 +130,7 @@ def adamw_reference(
         tensors.exp_avg.copy_(tensors.exp_avg + (gradient - tensors.exp_avg) * (1.0 - settings.beta1))
         square = gradient * (1.0 - settings.beta2) * gradient
         tensors.exp_avg_sq.copy_(tensors.exp_avg_sq * settings.beta2 + square)
-        root = tensors.exp_avg_sq.double().sqrt().float()  # torch's FP32 root on a CPU may be off by one ulp
+        root = tensors.exp_avg_sq.double().sqrt().float()  # the FP32 square root of a CPU may be off by one ulp
         denominator = root / root.new_tensor(math.sqrt(1.0 - power(settings.beta2, steps))) + settings.eps
         step_size = lr / (1.0 - power(settings.beta1, steps))
         master.copy_(decayed + tensors.exp_avg * -step_size / denominator)
@@ -127,7 +141,7 @@ def adamw_reference(
 
 
 def power(base: float, exponent: int) -> float:
-    """``base**exponent`` by squaring, as the Triton kernel computes it: libraries round powers in ways of their own."""
+    """Return ``base**exponent`` by squaring, as the Triton kernel does; ``pow`` is rounded differently by libraries."""
     result = 1.0
     while exponent:
         if exponent & 1:
@@ -144,84 +158,94 @@ def adamw_(
     found_inf: Tensor | None = None,
     room: Room | None = None,
 ) -> None:
-    """Take a step of AdamW in place on a CPU, for split masters with contiguous moments.
+    """Update split masters with contiguous moments in place by one AdamW step, on a CPU.
 
-    What this writes is bit for bit what torch's fused AdamW would make of each whole master. ``factor``, FP32 of one
-    element, is the inverse loss scale times the clip coefficient; None for 1. Nothing is written where ``found_inf``,
-    FP32 of shape (), is not 0. Small parameters are joined in ``room``, which the next step uses again.
+    The results are those of torch's fused AdamW on the merged masters, bit for bit.
+
+    Args:
+        factor: the inverse loss scale times the clip coefficient, FP32 with one element; None for 1.
+        found_inf: FP32 of shape (); nothing is written if it is not 0.
+        room: buffers to reuse in the next step.
     """
     if found_inf is not None and found_inf.item():
         return
     room = room or Room()
     fused: Any = torch._fused_adamw_
-    one = torch.ones((), device="cpu")  # given a number, torch makes a tensor of it for each step count
+    one = torch.ones((), device="cpu")  # a number would become one tensor for each step count
     for batch in _batches(parameters):
-        # Once for the whole parameter: its blocks are steps of torch's, which must all see the same count.
+        # Counted before the blocks: each block is a call of torch's step, and all need the same count.
         torch._foreach_add_([tensors.step for tensors in batch], one, alpha=1)
-        for parts, master, masters, gradients, halves in (
-            _joined(batch, factor, room) if len(batch) > 1 else _blocks_of(batch[0], factor)
-        ):
-            merge_into(master, *halves)
-            moments = [part.exp_avg for part in parts], [part.exp_avg_sq for part in parts]
-            steps = [part.step for part in parts]
-            fused(masters, gradients, *moments, [], steps, amsgrad=False, maximize=False, **vars(settings))
-            split_into(master, *halves)
+        blocks = _joined_block(batch, factor, room) if len(batch) > 1 else _blocks_of(batch[0], factor)
+        for block in blocks:
+            merge_into(block.master, *block.halves)
+            moments = [part.exp_avg for part in block.parts], [part.exp_avg_sq for part in block.parts]
+            steps = [part.step for part in block.parts]
+            fused(block.masters, block.gradients, *moments, [], steps, amsgrad=False, maximize=False, **vars(settings))
+            split_into(block.master, *block.halves)
 
 
-def _most_elements() -> int:
-    """How many elements a block has at most."""
+def _max_block_elements() -> int:
     return _BLOCK_ELEMENTS_PER_THREAD * torch.get_num_threads()
 
 
 def is_small(gradient: Tensor) -> bool:
-    """Whether :func:`adamw_` takes a parameter together with others of its size, given all at once."""
+    """Whether :func:`adamw_` joins the parameter of ``gradient`` with others, if it receives them in one call."""
     return 0 < gradient.numel() <= _SMALL_ELEMENTS
 
 
 def _batches(parameters: Sequence[AdamWTensors]) -> Iterator[list[AdamWTensors]]:
-    """The parameters one by one; small ones of the same dtypes together, up to the size of a block."""
-    joined: dict[tuple[torch.dtype, ...], tuple[list[AdamWTensors], int]] = {}  # with their number of elements
-    most = _most_elements()
+    """Yield large parameters one by one, and small ones of the same dtypes in batches of up to one block."""
+    open_batches: dict[tuple[torch.dtype, ...], tuple[list[AdamWTensors], int]] = {}  # and their number of elements
+    most = _max_block_elements()
     for tensors in parameters:
         if not is_small(tensors.gradient):
             yield [tensors]
             continue
-        kind = (tensors.gradient.dtype, tensors.working.dtype)  # type: ignore[union-attr]
-        batch, size = joined.get(kind, ([], 0))
+        dtypes = (tensors.gradient.dtype, tensors.working.dtype)  # type: ignore[union-attr]
+        batch, size = open_batches.get(dtypes, ([], 0))
         count = tensors.gradient.numel()
         if size + count > most:
             yield batch
             batch, size = [], 0
         batch.append(tensors)
-        joined[kind] = batch, size + count
-    for batch, _ in joined.values():
+        open_batches[dtypes] = batch, size + count
+    for batch, _ in open_batches.values():
         yield batch
 
 
-def _joined(batch: Sequence[AdamWTensors], factor: Tensor | None, room: Room) -> Iterator[tuple[Any, ...]]:
-    """All of ``batch`` as one block, as :func:`_blocks_of` gives them; in torch's step each is by itself."""
+class _Block(NamedTuple):
+    """Tensors of one merge, update and split, small enough for the cache."""
+
+    parts: Sequence[AdamWTensors]  # parameters, or a part of one
+    master: Tensor  # buffer for the merged master of all parts
+    masters: list[Tensor]  # views of it, one for each part
+    gradients: list[Tensor]  # FP32, unscaled and clipped
+    halves: tuple[Tensor, Tensor]  # working copy and remainder of ``master``
+
+
+def _joined_block(batch: Sequence[AdamWTensors], factor: Tensor | None, room: Room) -> Iterator[_Block]:
+    """Yield ``batch`` as one block of buffers, then copy its halves back to the parameters."""
     shapes = tuple([tensors.gradient.shape for tensors in batch])
     master, gradient, working, remainder = room.of(batch[0].working.dtype, shapes)  # type: ignore[union-attr]
     halves: Any = [*[tensors.working for tensors in batch], *[tensors.remainder for tensors in batch]]
-    inside = [*working.parts, *remainder.parts]
-    torch._foreach_copy_([*gradient.parts, *inside], [*[tensors.gradient for tensors in batch], *halves])
+    copies = [*working.views, *remainder.views]
+    torch._foreach_copy_([*gradient.views, *copies], [*[tensors.gradient for tensors in batch], *halves])
     if factor is not None:
-        gradient.whole.mul_(factor.squeeze())
-    yield batch, master.whole, master.parts, gradient.parts, (working.whole, remainder.whole)
-    torch._foreach_copy_(halves, inside)  # the block is updated
+        gradient.flat.mul_(factor.squeeze())
+    yield _Block(batch, master.flat, master.views, gradient.views, (working.flat, remainder.flat))
+    torch._foreach_copy_(halves, copies)
 
 
-def _blocks_of(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Blocks, each merged, updated and split while in the cache.
-
-    Gives of each: its parts; its master, as one tensor and as a list by part; gradients by part; both halves.
-    """
-    # whole vectors, so that torch's scalar loop for the rest begins where it would in the whole tensor
-    elements = _most_elements()
-    given: Any = (tensors.exp_avg, tensors.exp_avg_sq, tensors.working, tensors.remainder)
-    for gradient, exp_avg, exp_avg_sq, *halves in cache_blocks(
-        tensors.gradient.contiguous(), *given, elements=elements
+def _blocks_of(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[_Block]:
+    """Yield blocks of one parameter, with views of its halves and moments."""
+    # A multiple of the vector width, so that torch's scalar loop covers the same last elements as without blocks.
+    elements = _max_block_elements()
+    state: Any = (tensors.exp_avg, tensors.exp_avg_sq, tensors.working, tensors.remainder)
+    for gradient, exp_avg, exp_avg_sq, working, remainder in cache_blocks(
+        tensors.gradient.contiguous(), *state, elements=elements
     ):
         master = torch.empty_like(exp_avg)
-        true = gradient.float() if factor is None else gradient.to(torch.float32, copy=True).mul_(factor.squeeze())
-        yield [tensors._replace(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)], master, [master], [true], halves
+        fp32 = gradient.to(torch.float32, copy=factor is not None)
+        unscaled = fp32 if factor is None else fp32.mul_(factor.squeeze())
+        part = tensors._replace(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+        yield _Block([part], master, [master], [unscaled], (working, remainder))

@@ -1,4 +1,4 @@
-"""Cross-entropy of FP16/BF16 logits without FP32 logits: the arithmetic is FP32, a few rows at a time."""
+"""Cross-entropy of FP16/BF16 logits in FP32 arithmetic, without an FP32 copy of all logits."""
 
 from __future__ import annotations
 
@@ -14,30 +14,37 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from hf_mp.kernels.registry import kernel_for
 from hf_mp.kernels.tensors import is_shared, version_of
 
-# FP32 elements of one block of rows: on a CPU what stays in its cache, on a GPU what keeps it busy.
+# FP32 elements of one block of rows: a CPU caches them, and they are enough work for a GPU.
 _BLOCK_ELEMENTS = {"cpu": 2**19}
 _DEFAULT_BLOCK_ELEMENTS = 2**25
-FEW_ELEMENTS = 2**16  # of logits: with fewer, torch's loss is faster, because our calls cost more than they save
+FEW_ELEMENTS = 2**16  # with fewer logits torch's loss is faster, because of the overhead of a call
 
 
 def cross_entropy_reference(logits: Tensor, labels: Tensor, **settings: Any) -> Tensor:
-    """Reference of :func:`cross_entropy`, with all of the logits in FP32."""
+    """Compute :func:`cross_entropy` with all logits in FP32."""
     return F.cross_entropy(logits.float(), labels, **settings)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
-    """``torch.nn.functional.cross_entropy`` whose memory is that of the logits; gives a FP32 scalar.
+    """Compute ``torch.nn.functional.cross_entropy`` without FP32 logits, log-softmax or FP32 gradient in memory.
 
-    Blocks of rows are cast to FP32, so neither FP32 logits nor their log-softmax nor their FP32 gradient ever exist as
-    a whole. Backward computes the gradient when it knows what comes in, the loss scale included, and rounds it once to
-    the dtype of the logits, in their place where nobody else holds them and the graph is not kept.
+    Blocks of rows are cast to FP32. Backward computes the gradient from the scaled gradient of the loss and rounds it
+    once to the dtype of the logits. It overwrites the logits if no other tensor shares their memory and the graph is
+    not retained.
 
     Args:
-        logits: of shape (rows, classes); FP16, BF16 or FP32.
-        labels: int64 of shape (rows,); those of ``ignore_index`` do not count.
-        reduction: ``"mean"`` over the rows that count, or ``"sum"``.
+        logits: FP16, BF16 or FP32 of shape (rows, classes).
+        labels: int64 of shape (rows,).
+        ignore_index: label of the rows that are ignored; default -100.
+        reduction: ``"mean"`` over the rows that are not ignored (default), or ``"sum"``.
+
+    Returns:
+        The loss, FP32 of shape ().
+
+    Raises:
+        ValueError: for other shapes.
     """
-    if has_torch_function_unary(logits):  # an autocast is active, and may have been asked to explain what it sees
+    if has_torch_function_unary(logits):  # an active autocast intercepts the call, and may record it
         settings: Any = {"ignore_index": ignore_index, "reduction": reduction}
         return handle_torch_function(cross_entropy, (logits,), logits, labels, **settings)
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
@@ -51,9 +58,10 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100, r
 
 
 class _CrossEntropy(Function):
-    """Gives the loss, and what stands for the logits in the graph of second derivatives, without their memory.
+    """Outputs the loss and a placeholder of the logits for second derivatives, which needs no memory.
 
-    The node holds an alias of the logits, so that it is seen who else does; saved, they would have an owner more.
+    The node stores an alias of the logits instead of saving them. A saved tensor would add a reference, and
+    :func:`is_shared` could no longer decide whether the gradient may overwrite the logits.
     """
 
     @staticmethod
@@ -61,52 +69,59 @@ class _CrossEntropy(Function):
         ctx: Any, logits: Tensor, alias: Tensor, labels: Tensor, ignore_index: int, is_mean: bool
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        # A kernel reads the labels by their address.
-        ctx.rows = (kernel_for("cross_entropy", [alias]) if labels.device == alias.device else None) or Rows
+        # A kernel reads the labels by address, on the device of the logits.
+        kernels = kernel_for("cross_entropy", [alias]) if labels.device == alias.device else None
+        ctx.rows = kernels or RowReference
         denominators, losses = ctx.rows.forward(alias, labels, ignore_index)
-        # One element, expanded: autograd wants the shape of the logits here.
-        stand_in = alias.new_zeros(()).expand(alias.shape)
-        ctx.save_for_backward(stand_in, labels)
+        placeholder = alias.new_zeros(()).expand(alias.shape)  # one element with the shape that autograd requires
+        ctx.save_for_backward(placeholder, labels)
         ctx.logits, ctx.version, ctx.denominators = alias, version_of(alias), denominators
         ctx.count = (labels != ignore_index).sum() if is_mean else None
         ctx.ignore_index = ignore_index
         total = losses.sum()
-        return total if ctx.count is None else total / ctx.count, stand_in
+        return total if ctx.count is None else total / ctx.count, placeholder
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None, of_stand_in: Tensor | None) -> tuple[Tensor | None, ...]:
-        if gradient is None:  # a second derivative has come through the stand-in
-            return of_stand_in, None, None, None, None
-        stand_in, labels = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor | None, placeholder_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:  # only a second derivative
+            return placeholder_gradient, None, None, None, None
+        placeholder, labels = ctx.saved_tensors
         if version_of(ctx.logits) != ctx.version:
             raise RuntimeError(
                 "the logits were modified by an inplace operation after the loss was computed from them, which needs "
                 "them in backward: modify logits.clone()"
             )
         if torch.is_grad_enabled():  # create_graph=True
-            logits = stand_in + ctx.logits
+            logits = placeholder + ctx.logits
             reduction = "sum" if ctx.count is None else "mean"
             loss = cross_entropy_reference(logits, labels, ignore_index=ctx.ignore_index, reduction=reduction)
             (result,) = torch.autograd.grad(loss, logits, gradient, create_graph=True)
         else:
-            # retain_graph=True may come back for the logits; nothing public says that it was asked for.
-            keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-            result = torch.empty_like(ctx.logits) if keeps_graph or is_shared(ctx.logits) else ctx.logits
-            ctx.rows.backward(
-                result, ctx.logits, labels, ctx.denominators, gradient, ctx.count, ctx.ignore_index
-            )  # fmt: skip
-            if not keeps_graph:
-                ctx.logits = ctx.denominators = None  # holding the loss does not hold them
-        return result if of_stand_in is None else result + of_stand_in, None, None, None, None
+            result = _first_derivative(ctx, gradient, labels)
+        if placeholder_gradient is not None:
+            result = result + placeholder_gradient
+        return result, None, None, None, None
 
 
-class Rows:
-    """The reference: blocks of rows in FP32."""
+def _first_derivative(ctx: Any, gradient: Tensor, labels: Tensor) -> Tensor:
+    """Return the gradient of the logits, written over them if possible."""
+    # torch has no public API for retain_graph=True, after which another backward reads the logits.
+    keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+    result = torch.empty_like(ctx.logits) if keeps_graph or is_shared(ctx.logits) else ctx.logits
+    ctx.rows.backward(result, ctx.logits, labels, ctx.denominators, gradient, ctx.count, ctx.ignore_index)
+    if not keeps_graph:
+        ctx.logits = ctx.denominators = None  # a reference to the loss must not keep their memory
+    return result
+
+
+class RowReference:
+    """Reference of the kernels, for blocks of rows cast to FP32."""
 
     @staticmethod
     def forward(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-        """The logarithm of the softmax's denominator of each row, and its loss, 0 where it is ignored: FP32."""
-        targets = torch.where(counted := labels != ignore_index, labels, 0)
+        """Return the log of the softmax denominator and the loss of each row, FP32; the loss is 0 if ignored."""
+        counted = labels != ignore_index
+        targets = torch.where(counted, labels, 0)
         denominators = logits.new_empty(logits.shape[0], dtype=torch.float32)
         losses = torch.empty_like(denominators)
         for rows in _blocks(logits):
@@ -120,15 +135,16 @@ class Rows:
         result: Tensor, logits: Tensor, labels: Tensor, denominators: Tensor,
         gradient: Tensor, count: Tensor | None, ignore_index: int,
     ) -> None:  # fmt: skip
-        """Write the gradient of the logits into ``result``, which they may be, from that of the loss.
+        """Write the gradient of the logits to ``result``, which may be the logits.
 
-        ``count``: of rows in a mean.
+        ``gradient`` is that of the loss, ``count`` the number of rows of a mean, None for a sum.
         """
-        counted, factor = labels != ignore_index, gradient if count is None else gradient / count
+        counted = labels != ignore_index
+        factor = gradient if count is None else gradient / count
         targets, factors = torch.where(counted, labels, 0), torch.where(counted, factor, 0.0)
         hit = torch.full((1, 1), -1.0, dtype=torch.float32, device=logits.device)
         for rows in _blocks(logits):
-            # The softmax less 1 at the label, times what enters the row; 1 is subtracted before the product, in FP32.
+            # softmax - 1 at the label, times the gradient of the row's loss. The subtraction is in FP32.
             values = logits[rows].to(torch.float32, copy=True).sub_(denominators[rows, None]).exp_()
             values.scatter_add_(1, targets[rows, None], hit.expand(values.shape[0], 1))
             result[rows] = values.mul_(factors[rows, None])

@@ -1,7 +1,7 @@
-// What a step asks too often for Python: autocast's casts, and the look at a graph for edges that lead outside.
+// Functions that a step calls too often for Python: casts of autocast, walks over modules and over the autograd graph.
 //
-// The kernels follow rules that Python gives, one byte for each op: casting/dispatched.py has the references, which also
-// make every call that a rule leaves to them. Compiled at first use by native.py.
+// The kernels follow rules from Python, one byte for each op. casting/dispatched.py has the references, which also make
+// the calls that a rule leaves to Python. Compiled at first use by native.py.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -20,42 +20,42 @@ using at::Tensor;
 using c10::DispatchKey;
 using c10::IValue;
 
-// Of backends whose tensors only a torch of their vendors makes. The first is asked before the second, whose kernels are
-// Python's: a call that is left to them goes on with the first key excluded.
+// Keys of backends with tensors that only vendor builds of torch can make. KEY has priority over KEY_OF_PYTHON, which has
+// the Python kernels: a call is left to them with KEY excluded.
 constexpr auto KEY = DispatchKey::AutocastHPU, KEY_OF_PYTHON = DispatchKey::AutocastIPU;
 
 enum class Rule : uint8_t { python, as_given, lower_precision, fp32, fp32_output, widest };
 
-// A rule's byte: the rule, and what is otherwise where the first tensor lies on a CPU.
+// The byte of a rule has the Rule, and in its upper half the exception if the first tensor is on a CPU.
 enum class OnCpu : uint8_t { same, python, python_if_large, through_fp32 };
 constexpr uint8_t CPU_SHIFT = 4, RULE_MASK = 15;
 
 struct Sizes {
-  int64_t large, small;  // elements of one tensor, and of all: hf_mp/casting/cpu/
+  int64_t large, small;  // limits in elements, of the largest tensor and of all: hf_mp/casting/cpu/
 };
 
-// Working copies by the identity of a weight or of its alias: hf_mp/weights/slots.py, WeightSlots.working_copy().
+// Working copies by the address of a weight or its alias: hf_mp/weights/slots.py, WeightSlots.working_copy().
 class Copies {
  public:
-  // An undefined copy: Python makes one when an op reads the weight.
+  // Without a copy, Python makes one when an op reads the weight.
   void add(const Tensor& tensor, const std::optional<Tensor>& copy) {
     const std::lock_guard<std::mutex> lock(mutex_);
     entries_[tensor.unsafeGetTensorImpl()] = {tensor, copy.value_or(Tensor()), version_of(tensor)};
   }
 
-  // Python has compared all copies with their weights: from now on, a weight with another version was written.
+  // Called after Python has compared all copies with the weights: another version then means that a weight was written.
   void validate() {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (auto& [impl, entry] : entries_) entry.version = version_of(entry.tensor);
   }
 
-  // The weight may be written unseen, through `.data`: until validate(), Python makes the calls that read it.
+  // Leave calls that read the weight to Python until validate(), because `.data` may be written without a new version.
   void invalidate(const Tensor& tensor) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (auto found = entries_.find(tensor.unsafeGetTensorImpl()); found != entries_.end()) found->second.version = -1;
   }
 
-  // Null for a tensor that is no weight; undefined where Python has to make the call.
+  // Return the copy; nullopt if the tensor is not a weight; undefined if Python has to make the call.
   std::optional<Tensor> find(const Tensor& tensor) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = entries_.find(tensor.unsafeGetTensorImpl());
@@ -73,7 +73,7 @@ class Copies {
   static int64_t version_of(const Tensor& tensor) { return tensor.is_inference() ? -1 : tensor._version(); }
 
   std::unordered_map<const c10::TensorImpl*, Entry> entries_;
-  std::mutex mutex_;  // kernels run without the interpreter's lock
+  std::mutex mutex_;  // kernels run without the GIL
 };
 
 struct Plan {
@@ -83,11 +83,11 @@ struct Plan {
 };
 
 struct Running {
-  const Plan* plan;  // held by the autocast whose forward runs
-  std::shared_ptr<Copies> copies;  // of the weights of that forward; null without any
-  bool is_reading;  // the forward began without gradients
-  int task;  // autograd's number of the backward around that forward, or -1
-  bool is_innermost = true;  // no autocast inside of it decides about calls
+  const Plan* plan;  // owned by the running autocast
+  std::shared_ptr<Copies> copies;  // null if the forward has no weights
+  bool is_reading;  // the forward began with gradients disabled
+  int task;  // id of the backward around the forward, or -1
+  bool is_innermost = true;  // false while a nested autocast has priority
 };
 
 thread_local std::vector<Running> running;
@@ -124,14 +124,14 @@ class Kernel final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
     c10::impl::ExcludeDispatchKeyGuard not_again(KEY);
-    // Ops of a backward have their forward's dtypes; one inside of a forward sees the key, and is another task.
+    // Ops of a backward already have the dtypes of their forward. A backward during a forward is another graph task.
     if (running.empty() || running.back().task != torch::autograd::get_current_graph_task_id() || !make(op, stack)) {
       op.callBoxed(stack);
     }
   }
 
  private:
-  // Whether the call was made; if not, it is Python's.
+  // Return false, without a call, if Python has to make it.
   bool make(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     const Running& now = running.back();
     if (!now.is_innermost || (now.is_reading && at::GradMode::is_enabled())) return false;
@@ -167,7 +167,7 @@ class Kernel final : public c10::OperatorKernel {
           all += tensor.numel();
           largest = std::max(largest, tensor.numel());
         }
-        // Python keeps the cast of a trained weight while its autocast lasts.
+        // Python caches the cast of a trained weight until its autocast ends.
         casts_a_weight |= tensor.requires_grad() && tensor.scalar_type() != *dtype && is_castable(tensor) && tensor.is_leaf();
       });
     }
@@ -187,7 +187,7 @@ class Kernel final : public c10::OperatorKernel {
     return true;
   }
 
-  // The dtype to cast to, if the rule casts.
+  // Return the dtype to cast to, nullopt if the rule does not cast.
   static std::optional<at::ScalarType> target(Rule rule, const Plan& plan, const IValue* args, size_t count) {
     if (rule == Rule::lower_precision) return plan.dtype;
     if (rule == Rule::fp32) return at::kFloat;
@@ -199,7 +199,7 @@ class Kernel final : public c10::OperatorKernel {
     return has_fp32 ? at::kFloat : plan.dtype;
   }
 
-  // The kernel reads 16 bits and sums in FP32 anyway: to name the dtype of the result saves the cast of the input.
+  // Set the argument `dtype` to FP32. The kernels accumulate 16-bit inputs in FP32, so this saves the cast of the input.
   static void name_fp32(const c10::OperatorHandle& op, IValue* args, size_t count) {
     if (!args[0].isTensor() || !is_castable(args[0].toTensor()) || args[0].toTensor().scalar_type() == at::kFloat) return;
     for (size_t i = 0; i < count; ++i) {
@@ -216,10 +216,10 @@ class Kernel final : public c10::OperatorKernel {
   const size_t number_;
 };
 
-// Have a kernel for an op, for good: others are not affected.
+// Register a kernel for an op permanently.
 void register_op(const std::string& name_space, const std::string& name, size_t number) {
-  static std::map<std::string, torch::Library*> libraries;  // a library that is freed takes its kernels back
-  if (libraries.empty()) {  // all other ops go on to the next key
+  static std::map<std::string, torch::Library*> libraries;  // never freed: that would deregister the kernels
+  if (libraries.empty()) {  // other ops fall through to the next key
     libraries["_"] = new torch::Library(torch::Library::IMPL, "_", KEY, __FILE__, __LINE__);
     libraries["_"]->fallback(torch::CppFunction::makeFallthrough());
   }
@@ -228,8 +228,8 @@ void register_op(const std::string& name_space, const std::string& name, size_t 
   library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(number)));
 }
 
-// Whether the graph behind `results` leaves a forward, whose nodes have numbers from `first` on, by inward borders alone.
-// False also where only Python can tell: hf_mp/borders.py, add_late_borders.
+// Whether all edges from the nodes of a forward, with sequence numbers from `first` on, to older nodes in the graph of
+// `results` lead to unscale nodes. False also for graphs that only Python can check: hf_mp/borders.py, add_late_borders.
 bool leaves_by_borders(const std::vector<Tensor>& results, uint64_t first, uint64_t at_once, py::handle border) {
   std::vector<torch::autograd::Node*> todo;
   std::unordered_set<torch::autograd::Node*> seen;
@@ -262,10 +262,11 @@ void append(std::string& key, Value value) {
   append(key, &value, sizeof value);
 }
 
-// hf_mp/model_walk.py has the references. None where a module keeps what it has in no dictionary.
+// Call `function(name, value)` for the entries of a dictionary of each module; false if a module has no dictionary.
+// hf_mp/model_walk.py has the references.
 template <class Function>
 bool for_each_entry(const py::list& modules, const char* attribute, Function function) {
-  const py::str name_of_entries(attribute);  // once: a string that is made for each module costs as much as its look-up
+  const py::str name_of_entries(attribute);  // once: making the string costs as much as the lookup
   for (py::handle module : modules) {
     py::object entries = py::getattr(module, name_of_entries);
     if (!PyDict_Check(entries.ptr())) return false;
@@ -296,14 +297,14 @@ py::object look(const py::list& modules) {
     append(key, weight.has_storage() ? weight.storage_offset() : 0);
     if (weight.layout() == at::kStrided) append(key, weight.strides().data(), weight.dim() * sizeof(int64_t));
     append(key, weight.sizes().data(), weight.dim() * sizeof(int64_t));
-    // A parameter that was made with requires_grad=False, as bitsandbytes', has nothing of autograd's, which hooks() asserts.
+    // hooks() asserts autograd metadata, which a parameter made with requires_grad=False (bitsandbytes) does not have.
     append(key, !torch::autograd::impl::get_autograd_meta(weight) ||
                     (torch::autograd::impl::hooks(weight).empty() && !torch::autograd::impl::post_acc_grad_hooks(weight)));
   });
   return found ? py::object(py::make_tuple(weights, py::bytes(key))) : py::none();
 }
 
-// hf_mp/kernels/tensors.py, traits_reference().
+// Reference: traits_reference() in hf_mp/kernels/tensors.py.
 py::tuple traits(const py::sequence& tensors, py::handle parameter) {
   std::string addresses, numels, kinds;
   std::optional<at::Device> device;
@@ -325,7 +326,7 @@ py::tuple traits(const py::sequence& tensors, py::handle parameter) {
 }  // namespace
 
 PYBIND11_MODULE(hf_mp_native, module) {
-  // What Python composes a rule's byte of, in the order of the enumerations.
+  // Bytes by the names of Rule and OnCpu, in the order of the enumerations.
   const char* const rules[] = {"python", "as_given", "lower_precision", "fp32", "fp32_output", "widest"};
   const char* const on_cpu[] = {"same", "python", "python_if_large", "through_fp32"};
   py::dict bytes;

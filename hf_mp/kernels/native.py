@@ -1,6 +1,6 @@
-"""The kernels of ``native.cpp``, compiled at first use for the installed torch and kept in torch's cache of extensions.
+"""Compilation of ``native.cpp`` at its first use, into torch's cache of extensions.
 
-The stable ABI of torch has neither handles of ops nor guards of dispatch keys, so each torch needs its own.
+Each version of torch needs its own file: the stable ABI has neither op handles nor dispatch key guards.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from hf_mp._warnings import warn_caller
 
 VARIABLE = "HF_MP_NATIVE"
 SETTINGS = ("auto", "0", "1")
-COMPILE_SECONDS = 600.0  # after which a compiler, or another process that compiles, is no longer waited for
+COMPILE_SECONDS = 600.0  # timeout of the compiler, and of waiting for another process that compiles
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_NAME = "hf_mp_native"  # of the module, as in the source
+_NAME = "hf_mp_native"  # module name, as in the source
 
 
 @functools.cache
 def native() -> ModuleType | None:
-    """The compiled kernels; None where Python's are used: see :func:`why_not`. A failure costs one warning.
+    """Return the compiled module; None if it is not used (:func:`why_not`) or, with one warning, if it fails.
 
     Raises:
         ValueError: for an ``HF_MP_NATIVE`` that is not ``auto``, ``0`` or ``1``.
@@ -48,29 +48,30 @@ def native() -> ModuleType | None:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except (OSError, ImportError, TimeoutError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
+        message = getattr(error, "stderr", None) or str(error)
         warn_caller(
-            f"hf_mp's casts in C++ are not used, and small models train slower ({VARIABLE}=0 silences this): {said}"
+            f"hf_mp's casts in C++ are not used, and small models train slower ({VARIABLE}=0 silences this): {message}"
         )
         return None
     return module
 
 
 def why_not() -> str | None:
-    """Why the kernels in C++ are not asked for here, and how to have them; None where they are."""
-    if (asked := os.environ.get(VARIABLE, "auto")) not in SETTINGS:
-        raise ValueError(f"{VARIABLE}={asked!r} is not known: use one of {', '.join(SETTINGS)}")
-    if asked == "0":
+    """Return why the C++ kernels are not used, and how to enable them; None if they are used."""
+    setting = os.environ.get(VARIABLE, "auto")
+    if setting not in SETTINGS:
+        raise ValueError(f"{VARIABLE}={setting!r} is not known: use one of {', '.join(SETTINGS)}")
+    if setting == "0":
         return f"{VARIABLE}=0 is set"
-    if asked == "auto" and not torch.cuda.is_available():
+    if setting == "auto" and not torch.cuda.is_available():
         return f"there is no GPU: {VARIABLE}=1 compiles them anyway"
-    if asked == "auto" and shutil.which(_compiler()) is None:
+    if setting == "auto" and shutil.which(_compiler()) is None:
         return f"there is no C++ compiler ({_compiler()}): install one, or set CXX"
     return None
 
 
 def is_compiled() -> bool:
-    """Whether a process has compiled them for this torch."""
+    """Whether the kernels are compiled for this torch."""
     return _path().exists()
 
 
@@ -79,30 +80,30 @@ def _compiler() -> str:
 
 
 def _path() -> Path:
-    """Where the compiled file lies: another one for each source, torch and Python."""
-    # torch.utils.cpp_extension names this folder, and takes a quarter of a second to import.
+    """Return the path of the compiled file for this source, torch and Python."""
+    # The folder of torch.utils.cpp_extension, which takes 0.25 s to import.
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or f"{os.environ.get('XDG_CACHE_HOME', '~/.cache')}/torch_extensions"
     key = hashlib.sha256(_SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     return Path(root).expanduser() / _NAME / f"{key}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 def _compile(path: Path) -> None:
-    """Compile the extension to ``path``; other processes wait for it, up to ``COMPILE_SECONDS``."""
+    """Compile the extension to ``path``. Other processes wait up to ``COMPILE_SECONDS`` for it."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock", timeout=COMPILE_SECONDS), tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        if path.exists():  # another process was faster
+        if path.exists():  # compiled by another process
             return
         print(
             f"hf_mp compiles its casts in C++ for torch {torch.__version__}: half a minute, once ({VARIABLE}=0 trains "
             "without them)",
             file=sys.stderr,
         )
-        made = Path(folder) / path.name
+        compiled = Path(folder) / path.name
         headers = [f"-isystem{each}" for each in (*include_paths(), sysconfig.get_path("include"))]
         libraries = [f"-L{each}" for each in library_paths()]
-        command = [_compiler(), "-O2", "-std=c++20", "-shared", "-fPIC", *headers, str(_SOURCE), "-o", str(made)]
+        command = [_compiler(), "-O2", "-std=c++20", "-shared", "-fPIC", *headers, str(_SOURCE), "-o", str(compiled)]
         command += [*libraries, "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
-        made.replace(path)
+        compiled.replace(path)

@@ -1,4 +1,4 @@
-"""Tensors in the arguments and outputs of a model: the one helper for nested values."""
+"""Functions for the tensors in nested arguments and outputs of a model."""
 
 from __future__ import annotations
 
@@ -13,45 +13,46 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# Told first: nearly every value is one of these, and functions and classes have attributes that nobody means.
+# Tested first, because nearly all values are of these types. The attributes of functions and classes are not searched.
 _ATOMS = (str, bytes, int, float, complex, type(None), type, types.FunctionType, types.MethodType, types.ModuleType)
 _SEQUENCES = (list, tuple, set, frozenset, collections.deque)
 _ITERATED: Any = (types.GeneratorType, map, filter, zip, collections.abc.MappingView)
 
 
 def apply_to_tensors(function: Callable[[Tensor], Any], value: Any, *, objects: bool = False) -> Any:
-    """``value`` with ``function`` applied to its tensors, in containers, dataclasses and namespaces.
+    """Apply ``function`` to the tensors of ``value``, in containers, dataclasses and namespaces.
 
-    What holds no tensor that changes is returned itself; other containers are made anew, because a model may write into
-    those that it is given. ``objects`` changes the attributes of objects of any other class (``torch.distributions``),
-    too, in place: they are what others hold. Modules, functions and Transformers' caches are left alone, and what a
-    generator or a closure holds is out of reach.
+    Only containers with changes are copied; a model may write to its arguments. With ``objects``, attributes of objects
+    of other classes (``torch.distributions``) are replaced in place, because other code may refer to the objects.
+    Modules, functions, Transformers' caches, generators and closures are skipped.
     """
     return _applied(function, value, objects, {})
 
 
 def _applied(function: Callable[[Tensor], Any], value: Any, objects: bool, done: dict[int, Any]) -> Any:
-    """:func:`apply_to_tensors`; ``done`` has the result for each object so far, by identity: objects may form cycles.
+    """Implement :func:`apply_to_tensors`. ``done`` has results by the id of an object, because objects may form cycles.
 
-    No closure that calls itself: a cycle of references would keep the outputs of a model, and its graph, until the
-    garbage collector runs.
+    Not a recursive closure: its reference cycle would keep a model's outputs alive until the garbage collector runs.
     """
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, _ATOMS):
         return value
-    if id(value) not in done:
-        done[id(value)] = value
-        entries = _entries(value, objects)
-        changed = {key: new for key, old in entries if (new := _applied(function, old, objects, done)) is not old}
-        done[id(value)] = _with_entries(value, entries, changed) if changed else value
+    if id(value) in done:
+        return done[id(value)]
+    done[id(value)] = value
+    entries = _entries(value, objects)
+    results = [(key, old, _applied(function, old, objects, done)) for key, old in entries]
+    changed = {key: new for key, old, new in results if new is not old}
+    if changed:
+        done[id(value)] = _with_entries(value, entries, changed)
     return done[id(value)]
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """:func:`apply_to_tensors` for an argument or result of a call, in what ``torch.amp.custom_fwd`` looks into.
+    """Apply ``function`` to the tensors of an argument or result, in the containers of ``torch.amp.custom_fwd``.
 
-    torch.compile traces it. A mapping without a tensor that changes is returned itself: its owner may be writing to it.
+    torch.compile traces it. A mapping without changes is returned itself, because other code may write to it.
     """
     if isinstance(value, Tensor):
         return function(value)
@@ -66,7 +67,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in the containers that :func:`apply_to_tensors` knows, and in those inside them."""
+    """Yield the tensors in ``value``, in the containers that :func:`apply_to_tensors` supports, nested too."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -75,7 +76,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def named_tensors(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
-    """As :func:`tensors_in`, with paths such as ``"states.0"``."""
+    """Return the tensors of :func:`tensors_in` with their paths (``"states.0"``)."""
     if isinstance(value, Tensor):
         return [(name, value)]
     named = [(f"{name}.{key}" if name else str(key), item) for key, item in _entries(value)]
@@ -83,7 +84,7 @@ def named_tensors(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
 
 
 def _entries(value: Any, objects: bool = False) -> list[tuple[Any, Any]]:
-    """What ``value`` contains, by key, index or attribute; with ``objects`` also the attributes of any object."""
+    """Return keys, indices or attribute names of ``value`` with their values; with ``objects`` of any object."""
     if isinstance(value, _SEQUENCES):
         return list(enumerate(value))
     if isinstance(value, Mapping):
@@ -96,15 +97,15 @@ def _is_record(value: Any) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a loss may be computed from the attributes of ``value``: not from those of a cache."""
+    """Whether a loss may depend on the attributes of ``value``: False for modules and Transformers' caches."""
     cache_utils = sys.modules.get("transformers.cache_utils")
     return not isinstance(value, nn.Module if cache_utils is None else (nn.Module, cache_utils.Cache))
 
 
 def _with_entries(value: Any, entries: list[tuple[Any, Any]], changed: dict[Any, Any]) -> Any:
-    """``value`` with the entries in ``changed`` replaced; ``entries``: all that it has, read for sequences alone.
+    """Replace the entries in ``changed``, in a copy of a container or record, or in any other object itself.
 
-    Containers and records are made anew. Any other object is written in place, and returned.
+    ``entries`` are all entries; only those of a sequence are read.
     """
     if isinstance(value, _SEQUENCES):
         return _like(value, [changed.get(key, item) for key, item in entries])
@@ -112,7 +113,7 @@ def _with_entries(value: Any, entries: list[tuple[Any, Any]], changed: dict[Any,
     if is_mapping and not isinstance(value, MutableMapping):
         return type(value)({**value, **changed})
     target = copy.copy(value) if is_mapping or _is_record(value) else value
-    # Transformers' outputs have no update(), and a frozen dataclass lets nobody set attributes.
+    # Transformers' outputs have no update(), and a frozen dataclass has no setattr.
     put: Any = operator.setitem if is_mapping else object.__setattr__
     for key, entry in changed.items():
         put(target, key, entry)
@@ -120,8 +121,8 @@ def _with_entries(value: Any, entries: list[tuple[Any, Any]], changed: dict[Any,
 
 
 def _like(value: Any, items: list[Any]) -> Any:
-    """A sequence of the type of ``value``, of ``items``."""
-    if hasattr(value, "_fields"):  # a named tuple; torch.return_types.* have none
+    """Return a sequence of ``items`` of the type of ``value``."""
+    if hasattr(value, "_fields"):  # a named tuple; torch.return_types.* are built from a sequence
         return type(value)(*items)
     if isinstance(value, collections.deque):
         return type(value)(items, value.maxlen)
@@ -129,12 +130,11 @@ def _like(value: Any, items: list[Any]) -> Any:
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
-    """The attributes that ``value`` itself has: in its ``__dict__``, as fields of a dataclass, in slots."""
+    """Return the attributes of ``value`` in its ``__dict__``, dataclass fields and slots, not those of its class."""
     names = dict.fromkeys(getattr(value, "__dict__", ()))
     if is_dataclass(value):
         names.update(dict.fromkeys(field.name for field in fields(value)))
-    # Of all bases: a class lists only the slots that it adds.
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
+    for base in type(value).__mro__:  # a class lists only the slots that it adds
+        slots = vars(base).get("__slots__", ())
         names.update(dict.fromkeys([slots] if isinstance(slots, str) else slots))
     return [(name, getattr(value, name)) for name in names if hasattr(value, name)]

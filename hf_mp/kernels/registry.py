@@ -1,9 +1,11 @@
-"""The Triton kernels and their references, and which of the two a call uses.
+"""Choice between each Triton kernel and its PyTorch reference.
 
-``HF_MP_KERNELS`` in the environment decides, at each call: ``auto`` (default) is the kernel on a CUDA GPU, once it has
-shown there that it computes what its reference does (a small sample, at its first use on that device), and the
-reference elsewhere; ``triton`` the kernel without that, and where it cannot run the reference, with one warning that
-says why; ``reference`` always the reference. Of GPUs, an H200 has run the kernels.
+The environment variable ``HF_MP_KERNELS`` is read at each call:
+
+- ``auto`` (default): the kernel on a CUDA GPU, the reference elsewhere. At its first use on a device the kernel is
+  compared with its reference on a small sample; if they differ, the reference is used, with one warning.
+- ``triton``: the kernel without the comparison; the reference, with one warning, if the kernel cannot run.
+- ``reference``: always the reference.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,36 +25,46 @@ from hf_mp.kernels.tensors import KINDS, traits_of
 VARIABLE = "HF_MP_KERNELS"
 SETTINGS = ("auto", "triton", "reference")
 
-# What a kernel gave, by name, what its reference gives, and by how much they may differ, relatively.
-Pair = tuple[str, Tensor, Tensor, float]
 
-# The launcher of each, in hf_mp.kernels.triton_<name>; pairs(device) there compares it with its reference.
+class Pair(NamedTuple):
+    """A result of a kernel and that of its reference."""
+
+    name: str
+    found: Tensor
+    expected: Tensor
+    tolerance: float  # relative and absolute
+
+
+# Launcher of each kernel, in hf_mp.kernels.triton_<name>. The function pairs(device) there runs it on a sample.
 KERNELS = {"gradient_scan": "scan", "adamw": "Update", "cross_entropy": "RowKernels"}
 _READABLE = {KINDS[dtype] for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
 
 def kernel_for(name: str, tensors: Sequence[Tensor]) -> Any:
-    """The launcher of the kernel ``name``, if a call that reads ``tensors`` uses it; None for the reference.
+    """Return the launcher of the kernel ``name`` for a call that reads ``tensors``; None for the reference.
 
     Raises:
         ValueError: for an ``HF_MP_KERNELS`` that is not ``auto``, ``triton`` or ``reference``.
     """
-    if (asked := os.environ.get(VARIABLE, "auto")) not in SETTINGS:
-        raise ValueError(f"{VARIABLE}={asked!r} is not known: use one of {', '.join(SETTINGS)}")
-    # The environment is read at each call, so that a test or a user may change it in a running program.
-    if asked == "reference" or torch.compiler.is_compiling() or not any(map(Tensor.numel, tensors)):
+    setting = os.environ.get(VARIABLE, "auto")
+    if setting not in SETTINGS:
+        raise ValueError(f"{VARIABLE}={setting!r} is not known: use one of {', '.join(SETTINGS)}")
+    if setting == "reference" or torch.compiler.is_compiling() or not any(map(Tensor.numel, tensors)):
         return None
     device = tensors[0].device
-    if asked == "auto":
-        # Where the first tensor is on a CPU, as in each step there, the others need no look.
-        is_right = device.type != "cpu" and why_not(tensors) is None and _is_right_on(name, device)
-    elif not (is_right := (reason := why_not(tensors)) is None):
+    if setting == "auto":
+        # The device of the first tensor is checked first: on a CPU that suffices.
+        is_usable = device.type != "cpu" and why_not(tensors) is None and _is_right_on(name, device)
+        return launcher(name) if is_usable else None
+    reason = why_not(tensors)
+    if reason is not None:
         _warn_once(f"{VARIABLE}=triton: the reference of {name} is used, because {reason}")
-    return launcher(name) if is_right else None
+        return None
+    return launcher(name)
 
 
 def why_not(tensors: Sequence[Tensor]) -> str | None:
-    """Why no kernel can run on these tensors; None where they can."""
+    """Return the reason that no kernel can run on ``tensors``; None if kernels can."""
     device = tensors[0].device
     if not _has_triton():
         return "triton is not installed"
@@ -71,45 +83,44 @@ def _are_readable(tensors: Sequence[Tensor], device: torch.device) -> bool:
     return tensors[0].device == device and _READABLE.issuperset(traits_of(tensors).kinds)
 
 
-@functools.cache  # where there is none, every look goes through the folders of packages, at each step
+@functools.cache  # without Triton, find_spec searches the package folders at each call
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
 def is_interpreting() -> bool:
-    """Whether Triton runs kernels in its interpreter (``TRITON_INTERPRET=1``), which it can on a CPU."""
+    """Whether Triton runs kernels in its interpreter (``TRITON_INTERPRET=1``), which needs no GPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def launcher(name: str) -> Any:
-    """The launcher of the kernel ``name``, whose module is imported at its first use."""
-    # Not at import: Triton takes long to import, and many machines have none.
+    """Return the launcher of the kernel ``name``. Triton is imported at the first call, because that is slow."""
     return getattr(module_of(name), KERNELS[name])
 
 
 @functools.cache
 def module_of(name: str) -> Any:
-    """Where the kernel ``name`` and its comparison are."""
+    """Import the module of the kernel ``name``."""
     return importlib.import_module(f".triton_{name}", __package__)
 
 
-def difference(name: str, device: torch.device) -> str | None:
-    """What the kernel ``name`` computes otherwise than its reference on ``device``; None for nothing."""
-    for what, found, expected, allowed in module_of(name).pairs(device):
-        # The reference may have run on the CPU, where its rounding is known.
+def reference_mismatch(name: str, device: torch.device) -> str | None:
+    """Compare the kernel ``name`` with its reference on ``device``; return the first difference, None without any."""
+    for result, found, expected, tolerance in module_of(name).pairs(device):
+        # The reference may run on the CPU, with IEEE rounding.
         values = found.cpu().float(), expected.cpu().float()
-        if not torch.allclose(*values, rtol=allowed, atol=allowed, equal_nan=True):
-            return f"{what} differs"
+        if not torch.allclose(*values, rtol=tolerance, atol=tolerance, equal_nan=True):
+            return f"{result} differs"
     return None
 
 
 @functools.cache
 def _is_right_on(name: str, device: torch.device) -> bool:
-    """Whether the kernel ``name`` gives its reference's values on ``device``; warns if it does not."""
+    """Return whether the kernel ``name`` matches its reference on ``device``; warn if it does not."""
     try:
-        problem = difference(name, device)
+        problem = reference_mismatch(name, device)
     except Exception as error:
-        # Whatever Triton's compiler or the driver raises, also where there is no Triton: training goes on, and says so.
+        # Any error of Triton's import, compiler or driver: training continues with the reference.
         problem = f"it failed with {type(error).__name__}: {error}"
     if problem is not None:
         _warn_once(f"the Triton kernel {name} is not used on {device}: {problem}")

@@ -1,4 +1,4 @@
-"""Fused AdamW in Triton: one read and one write of everything that an update touches."""
+"""Fused AdamW in Triton: each tensor of an update is read once and written once."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 import operator
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,12 +31,12 @@ from hf_mp.kernels.triton_tables import (
     table_of,
 )
 
-STEPS = 128  # that a program counts
+STEPS = 128  # step counts advanced by one program
 
 
 @triton.jit
 def unit_bits(rounded):
-    """FP32 bits of 2**-25 of the binade of an FP16 number (``hf_mp.kernels.split``)."""
+    """Return the FP32 bits of 2**-25 of an FP16 number's binade (see ``hf_mp.kernels.split``)."""
     exponent = rounded.to(tl.int32, bitcast=True) & 0x7F800000
     return tl.minimum(tl.maximum(exponent, 0x38800000), 0x47000000) - (25 << 23)
 
@@ -67,7 +68,7 @@ def merge_bf16(working, remainder):
 
 @triton.jit
 def split_bf16(value):
-    """Ties go away from zero; a NaN keeps its upper half, quiet."""
+    """Split with ties away from zero. A NaN becomes a quiet NaN with its upper half."""
     bits = value.to(tl.int32, bitcast=True)
     upper = (bits + 0x8000) >> 16
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
@@ -81,24 +82,24 @@ def advance_kernel(
     columns, numbers, lr_at, found_inf, lr: tl.float64, weight_decay: tl.float64, beta1: tl.float64, beta2: tl.float64,
     begin, end, tensors, HAS_LR_AT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Count a step of the tensors ``begin`` to ``end``, one group's, and write the rows of ``numbers`` for them.
+    """Count a step of the tensors ``begin`` to ``end`` of one group, and write their ``numbers``.
 
-    Computed in FP64 and rounded once. ``columns`` and ``numbers`` as for :func:`adamw_kernel`; ``lr_at``: where the
-    learning rate is read, if ``HAS_LR_AT``, else it is ``lr``.
+    Computed in FP64 and rounded once. ``columns`` and ``numbers`` are those of :func:`adamw_kernel`. The learning rate
+    is read from ``lr_at`` if ``HAS_LR_AT``; otherwise it is ``lr``.
     """
     tensor = begin + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = tensor < end
     steps_at = tl.load(columns + 4 * tensors + tensor, mask=mask, other=0).to(tl.pointer_type(tl.float32))
     step = tl.load(steps_at, mask=mask, other=0.0) + tl.where(tl.load(found_inf) == 0, 1.0, 0.0)
     tl.store(steps_at, step, mask=mask)
-    if HAS_LR_AT:  # noqa: SIM108  (Triton decides this when it compiles)
+    if HAS_LR_AT:  # noqa: SIM108  (evaluated by Triton's compiler)
         rate = tl.load(lr_at).to(tl.float64)
     else:
         rate = tl.full((), 0.0, tl.float64) + lr
     one = tl.full((BLOCK,), 1.0, tl.float64)
     power1, power2, square1, square2 = one, one, one * beta1, one * beta2
     bits = step.to(tl.int32)
-    for _ in range(25):  # hf_mp.kernels.adamw.power, up to where FP32 stops to count
+    for _ in range(25):  # hf_mp.kernels.adamw.power; FP32 counts up to 2**24
         power1 = tl.where(bits & 1 == 1, power1 * square1, power1)
         power2 = tl.where(bits & 1 == 1, power2 * square2, power2)
         square1, square2, bits = square1 * square1, square2 * square2, bits >> 1
@@ -113,17 +114,17 @@ def adamw_kernel(
     beta2, weight1, weight2, eps, tensors,
     GRADIENT: tl.constexpr, WORKING: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program updates one block; the order of operations is that of ``adamw_reference``.
+    """Update one block per program, with the order of operations of ``adamw_reference``.
 
-    Tables have a column for each of the ``tensors`` parameters of the update:
+    Two tables have a column for each of the ``tensors`` parameters, and these rows:
 
-    - ``columns``, int64, addresses of: 0 the first moment, 1 the second, 2 the master or its working half, 3 the
-      working copy or the remainder (0 for none), 4 the step count.
-    - ``numbers``, FP32, as :func:`advance_kernel` wrote them: 0 minus the step size, 1 the root of the second moment's
-      bias correction, 2 the factor of weight decay.
+    - ``columns``, int64 addresses: 0 first moment, 1 second moment, 2 master or its working half, 3 working copy or
+      remainder (0 for none), 4 step count.
+    - ``numbers``, FP32, written by :func:`advance_kernel`: 0 minus the step size, 1 square root of the second moment's
+      bias correction, 2 factor of weight decay.
 
-    ``gradients``: their addresses; ``numels``, ``blocks`` as in ``Table``; ``factor``, ``found_inf`` as for
-    ``adamw_reference``; ``weight1``, ``weight2``: 1 - beta1, 1 - beta2.
+    ``gradients`` are addresses. ``numels`` and ``blocks`` are those of ``Table``, ``factor`` and ``found_inf`` those of
+    ``adamw_reference``. ``weight1`` and ``weight2`` are 1 - beta1 and 1 - beta2.
     """
     tensor, offsets, mask = place_of(numels, blocks, ALIGNED, BLOCK)
     mask = tl.where(tl.load(found_inf) == 0, mask, False)
@@ -174,34 +175,40 @@ def adamw_kernel(
 
 
 @functools.cache
-def _kept(number: float, device: torch.device, stream: int) -> Tensor:
-    """A tensor of ``number``, for a factor or verdict that is not given: a kernel that asked would be compiled twice.
-
-    Kept for good, because a captured graph reads it at each replay.
-    """
+def _constant(number: float, device: torch.device, stream: int) -> Tensor:
+    """Return ``number`` as the default of ``factor`` or ``found_inf``; cached, because CUDA graphs read it."""
     return torch.full((1,), number, dtype=torch.float32, device=device)
 
 
-class Update:
-    """Takes steps of AdamW for parameters of one device that stay where they are; never waits for the device.
+class _Format(NamedTuple):
+    """Constants of the kernel for one kind of parameters, and their group."""
 
-    One launch for each group counts its steps. One launch for each layout in a group (its dtypes, split or not) updates
-    the parameters that are read in whole vectors, and a second one the others. ``counts``: the number of parameters in
-    each group.
+    group: int
+    gradient: torch.dtype
+    working: torch.dtype | None
+    is_split: bool
+
+
+class Update:
+    """AdamW steps for parameters of one device with unchanged addresses, without synchronization.
+
+    One launch for each group counts the steps. For each format in a group, one launch updates the aligned
+    parameters, and one the others. ``counts`` are the numbers of parameters of the groups.
     """
 
     def __init__(self, parameters: Sequence[AdamWTensors], counts: Sequence[int]) -> None:
         self._device, self._counts = parameters[0].step.device, counts
         groups = [number for number, count in enumerate(counts) for _ in range(count)]
-        layouts = [
-            (group, one.gradient.dtype, getattr(one.working, "dtype", None), one.remainder is not None)
+        formats = [
+            _Format(group, one.gradient.dtype, getattr(one.working, "dtype", None), one.remainder is not None)
             for group, one in zip(groups, parameters, strict=True)
         ]
-        self._layouts = list(dict.fromkeys(layouts))
-        self._kinds = tuple(map(self._layouts.index, layouts))
+        self._formats = list(dict.fromkeys(formats))
+        self._kinds = tuple(map(self._formats.index, formats))
         self._numels = array("q", [one.gradient.numel() for one in parameters]).tobytes()
-        # 0 in the place of a working copy that is not there
+        # four addresses each: 0 for a missing working copy
         states = [(*[tensor.data_ptr() for tensor in one.state()], 0)[:4] for one in parameters]
+        # for each parameter the bitwise or of its addresses, which shows alignment
         self._bits = tuple([functools.reduce(operator.or_, state) for state in states])
         columns = (*zip(*states, strict=True), [one.step.data_ptr() for one in parameters])
         self._addresses = array("q", itertools.chain(*columns)).tobytes()
@@ -214,39 +221,39 @@ class Update:
         factor: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> None:
-        """As ``adamw_reference``, with the settings of each group, of gradients like those that this was made with."""
+        """Run ``adamw_reference`` with the settings of each group; gradients keep dtypes and sizes."""
         device, stream, count = self._device, stream_of(self._device), len(gradients)
         columns = on_device(self._addresses, device, stream)
         addresses = array("q", map(Tensor.data_ptr, gradients)).tobytes()
         table = table_of(addresses, self._numels, self._kinds, device, stream, self._bits)
-        found_inf = _kept(0.0, device, stream) if found_inf is None else found_inf.to(device)
-        factor = _kept(1.0, device, stream) if factor is None else factor.to(device)
+        found_inf = _constant(0.0, device, stream) if found_inf is None else found_inf.to(device)
+        factor = _constant(1.0, device, stream) if factor is None else factor.to(device)
         numbers, begin = torch.empty((3, count), dtype=torch.float32, device=device), 0
         with torch.cuda.device_of(numbers):  # Triton launches on the current device
-            # Steps are counted on the device: the host does not know yet whether the last update was skipped.
-            for its, size in zip(settings, self._counts, strict=True):
-                has_lr_at = isinstance(its.lr, Tensor)
-                lr_at, lr = (its.lr, 0.0) if has_lr_at else (numbers, its.lr)
+            # Steps are counted on the device: the host may not have read yet whether the last update was skipped.
+            for group, size in zip(settings, self._counts, strict=True):
+                has_lr_at = isinstance(group.lr, Tensor)
+                lr_at, lr = (group.lr, 0.0) if has_lr_at else (numbers, group.lr)
                 launch(
                     advance_kernel, triton.cdiv(size, STEPS), stream, columns, numbers, lr_at, found_inf,
-                    lr, its.weight_decay, its.beta1, its.beta2, begin, begin + size, count,
+                    lr, group.weight_decay, group.beta1, group.beta2, begin, begin + size, count,
                     HAS_LR_AT=has_lr_at, BLOCK=STEPS, num_warps=WARPS, enable_fp_fusion=False,
                 )  # fmt: skip
                 begin += size
             for part in table.parts:
-                group, gradient, working, is_split = self._layouts[part.kind]
-                its = settings[group]
+                form = self._formats[part.kind]
+                group = settings[form.group]
                 launch(
                     adamw_kernel, len(part.blocks), stream,
                     table.addresses, table.numels, columns, part.blocks, numbers, factor, found_inf,
-                    its.beta2, 1.0 - its.beta1, 1.0 - its.beta2, its.eps, count,
-                    GRADIENT=gradient, WORKING=working, SPLIT=is_split, **part.constants(),
-                    num_warps=WARPS, enable_fp_fusion=False,  # each product and sum is rounded, as the reference does
+                    group.beta2, 1.0 - group.beta1, 1.0 - group.beta2, group.eps, count,
+                    GRADIENT=form.gradient, WORKING=form.working, SPLIT=form.is_split, **part.constants(),
+                    num_warps=WARPS, enable_fp_fusion=False,  # no FMA: rounded as the reference
                 )  # fmt: skip
 
 
 def pairs(device: torch.device) -> Iterator[Pair]:
-    """Weights and state after two steps of the kernel, and of its reference (on the CPU)."""
+    """Yield weights and state after two steps of the kernel, with those of the reference on the CPU."""
     settings = AdamWSettings(lr=1e-2, weight_decay=0.1)
     generator = torch.Generator("cpu").manual_seed(0)
     sizes = 10.0 ** torch.linspace(-9, 4, 2 * BLOCKS[True] + 1, dtype=torch.float32, device="cpu")
@@ -264,4 +271,4 @@ def pairs(device: torch.device) -> Iterator[Pair]:
                 update([ours.gradient], [settings], factor.to(device))
                 adamw_reference([reference], settings, factor)
             for found, expected in zip((ours.step, *ours.state()), (reference.step, *reference.state()), strict=True):
-                yield f"the update of {dtype} weights", found, expected, 0.0
+                yield Pair(f"the update of {dtype} weights", found, expected, 0.0)

@@ -1,4 +1,4 @@
-"""The gradient scan in Triton: largest magnitude and sum of squares in one read."""
+"""Gradient scan in Triton: largest magnitude and sum of squares in one read."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -25,8 +25,7 @@ from hf_mp.kernels.triton_tables import (
     table_of,
 )
 
-# Partial results that the last kernel takes at once.
-PARTS = 4096
+PARTS = 4096  # partial results that the reduce kernel loads at once
 _DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 
 
@@ -35,11 +34,11 @@ def scan_kernel(
     gradients, numels, blocks, largest_bits, squares, begin,
     DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program: the bits of the largest magnitude of a block, and its sum of squares, in FP32."""
+    """Write the bits of the largest magnitude and the FP32 sum of squares of one block per program."""
     tensor, offsets, mask = place_of(numels, blocks, ALIGNED, BLOCK)
     values = load_as_fp32(tl.load(gradients + tensor), offsets, mask, ALIGNED, DTYPE)
     part = begin + tl.program_id(0)
-    # As integers, magnitudes are ordered as they are as numbers, with inf and then NaN above all.
+    # The bits of magnitudes have the order of the numbers, then inf, then NaN.
     magnitudes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     tl.store(largest_bits + part, tl.max(magnitudes, axis=0))
     tl.store(squares + part, tl.sum(values * values, axis=0))
@@ -47,11 +46,11 @@ def scan_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def reduce_kernel(largest_bits, squares, result, count, PARTS: tl.constexpr):
-    """One program: the largest magnitude of all blocks and, summed in FP64, their norm."""
+    """Write the largest magnitude of all blocks and the norm, summed in FP64; one program."""
     start = 0
     largest = tl.zeros((PARTS,), tl.int32)
     total = tl.zeros((PARTS,), tl.float64)
-    while start < count:  # the interpreter knows no range up to an argument
+    while start < count:  # the interpreter has no range() of an argument
         parts = start + tl.arange(0, PARTS)
         largest = tl.maximum(largest, tl.load(largest_bits + parts, mask=parts < count, other=0))
         total += tl.load(squares + parts, mask=parts < count, other=0.0).to(tl.float64)
@@ -62,7 +61,7 @@ def reduce_kernel(largest_bits, squares, result, count, PARTS: tl.constexpr):
 
 @torch.no_grad()
 def scan(tensors: Sequence[Tensor]) -> Scan:
-    """As ``scan_reference``; the sum of squares is FP32 within a block, FP64 across blocks."""
+    """Compute ``scan_reference``. Squares are summed in FP32 within a block, in FP64 across blocks."""
     device = tensors[0].device
     stream = stream_of(device)
     table = table_of(*traits_of(tensors), device, stream)
@@ -86,7 +85,7 @@ def scan(tensors: Sequence[Tensor]) -> Scan:
 
 
 def pairs(device: torch.device) -> Iterator[Pair]:
-    """Results of the kernel, and of its reference."""
+    """Yield results of the kernel with those of the reference."""
     generator = torch.Generator("cpu").manual_seed(0)
     for dtype in DTYPES:
         make = functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
@@ -94,5 +93,5 @@ def pairs(device: torch.device) -> Iterator[Pair]:
         for poison in (1.0, float("inf"), float("nan")):
             sample[1][BLOCKS[True]] = poison
             found, expected = scan(sample), scan_reference(sample)
-            yield f"the largest magnitude of {dtype}", found.largest, expected.largest, 0.0
-            yield f"the norm of {dtype}", found.norm, expected.norm, 1e-5
+            yield Pair(f"the largest magnitude of {dtype}", found.largest, expected.largest, 0.0)
+            yield Pair(f"the norm of {dtype}", found.norm, expected.norm, 1e-5)

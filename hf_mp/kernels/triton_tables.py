@@ -1,4 +1,4 @@
-"""What lets one launch go through many tensors: tables of their addresses, and of which block belongs to which."""
+"""Launches over many tensors, with tables of their addresses and blocks."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -17,31 +17,31 @@ from torch import Tensor
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 VECTOR = 16  # elements: 16 bytes of the smallest dtype, twice
 WARPS = 8
-# Elements of a program, by whether it reads whole vectors: element by element, more than 4 a thread cost registers.
+# Elements of a program, by whether it loads whole vectors. With scalar loads, more than 4 a thread cost registers.
 BLOCKS = {True: 4096, False: 1024}
 
 
 class Part(NamedTuple):
-    """What one launch goes through."""
+    """Tensors of one launch."""
 
-    kind: int  # of its tensors
-    is_aligned: bool  # whether all are whole vectors at addresses of whole vectors
-    blocks: Tensor  # int64 of shape (blocks, 2): the place of a tensor, and the number of a block in it, from 0
+    kind: int
+    is_aligned: bool  # addresses and sizes of all tensors are multiples of VECTOR
+    blocks: Tensor  # int64 of shape (blocks, 2): index of a tensor in the table, index of a block in the tensor
 
     def constants(self) -> dict[str, Any]:
-        """What the kernel is compiled for."""
+        """Return the compile-time constants of the kernel."""
         return {"ALIGNED": self.is_aligned, "BLOCK": BLOCKS[self.is_aligned]}
 
 
 class Table(NamedTuple):
-    """The tensors that some launches go through, on their device."""
+    """Tensors of several launches, on their device."""
 
     addresses: Tensor  # int64
-    numels: Tensor
-    parts: list[Part]  # for each kind one of the tensors that whole vectors are read of, and one of all others
+    numels: Tensor  # int64
+    parts: list[Part]  # for each kind up to two: aligned tensors, and others
 
 
-@functools.lru_cache(maxsize=64)  # that of the last steps, where addresses come back
+@functools.lru_cache(maxsize=64)  # the addresses of earlier steps are often reused
 def table_of(
     addresses: bytes,
     numels: bytes,
@@ -50,22 +50,26 @@ def table_of(
     stream: int,
     others: tuple[int, ...] | None = None,
 ) -> Table:
-    """The table of tensors at these addresses; ``others``: the bits of the addresses that belong to each."""
+    """Return the table of tensors with int64 ``addresses`` and ``numels``; a launch is for one of the ``kinds``.
+
+    ``others`` has, for each tensor, the bitwise or of further addresses that must be aligned.
+    """
     bits = map(operator.or_, array("q", addresses), array("q", numels))
     bits = bits if others is None else map(operator.or_, bits, others)
-    parts = _parts(numels, kinds, tuple([number % VECTOR == 0 for number in bits]), device, stream)
+    are_aligned = tuple([number % VECTOR == 0 for number in bits])
+    parts = _parts(numels, kinds, are_aligned, device, stream)
     return Table(on_device(addresses, device, stream), on_device(numels, device, stream), parts)
 
 
 def stream_of(device: torch.device) -> int:
-    """The current stream: a table is copied on it, so that another one would have to wait."""
+    """Return the current stream. It is part of the cache keys, because a table is copied on one stream."""
     return triton.runtime.driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
 
 
-# What has the addresses of the last steps has their table: a step that is captured in a graph copies nothing.
+# Cached, so that a step captured in a CUDA graph copies nothing.
 @functools.lru_cache(maxsize=256)
 def on_device(numbers: bytes, device: torch.device, stream: int) -> Tensor:
-    """Numbers of 64 bits as a tensor on ``device``: the one of an earlier call where they are the same."""
+    """Return int64 numbers as a tensor on ``device``, cached."""
     return _copied(torch.frombuffer(bytearray(numbers), dtype=torch.int64), device)
 
 
@@ -73,65 +77,69 @@ def on_device(numbers: bytes, device: torch.device, stream: int) -> Tensor:
 def _parts(
     numels: bytes, kinds: Sequence[int], are_aligned: tuple[bool, ...], device: torch.device, stream: int
 ) -> list[Part]:
-    """The parts of a table: its tensors by kind and alignment, without empty ones, cut into blocks."""
-    sizes, places = array("q", numels), dict[tuple[int, bool], list[int]]()
-    for place, numel in enumerate(sizes):
+    """Group the tensors of a table by kind and alignment, without empty ones."""
+    sizes, indices = array("q", numels), dict[tuple[int, bool], list[int]]()
+    for index, numel in enumerate(sizes):
         if numel:
-            places.setdefault((kinds[place], are_aligned[place]), []).append(place)
-    return [
-        Part(*which, _copied(_blocks(torch.tensor(found, device="cpu"), sizes, BLOCKS[which[1]]), device))
-        for which, found in places.items()
-    ]
+            indices.setdefault((kinds[index], are_aligned[index]), []).append(index)
+    parts = []
+    for (kind, is_aligned), found in indices.items():
+        blocks = _blocks(torch.tensor(found, device="cpu"), sizes, BLOCKS[is_aligned])
+        parts.append(Part(kind, is_aligned, _copied(blocks, device)))
+    return parts
 
 
-def _blocks(places: Tensor, numels: Sequence[int], size: int) -> Tensor:
-    counts = (torch.tensor(numels, dtype=torch.int64, device="cpu")[places] + size - 1) // size
-    number = torch.arange(int(counts.sum()), device="cpu") - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    return torch.stack([torch.repeat_interleave(places, counts), number], dim=1)
+def _blocks(indices: Tensor, numels: Sequence[int], size: int) -> Tensor:
+    """Return ``Part.blocks`` of the tensors ``indices``, for blocks of ``size`` elements."""
+    counts = (torch.tensor(numels, dtype=torch.int64, device="cpu")[indices] + size - 1) // size
+    first_of_tensor = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    block_index = torch.arange(int(counts.sum()), device="cpu") - first_of_tensor
+    return torch.stack([torch.repeat_interleave(indices, counts), block_index], dim=1)
 
 
 def _copied(table: Tensor, device: torch.device) -> Tensor:
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
-_COMPILED: dict[Any, Any] = {}  # by all that Triton compiles for; None where it launches otherwise than known here
+_COMPILED: dict[Any, Any] = {}  # by specialization; None if this version of Triton has another launch interface
 
 
 def launch(kernel: Any, programs: int, stream: int, *args: Any, **constants: Any) -> None:
-    """``kernel[(programs,)](*args, **constants)``, without Triton's look at each argument where it had that before.
+    """Call ``kernel[(programs,)](*args, **constants)``, from the second time on without Triton's argument analysis.
 
-    The look takes the host longer than the launch. ``kernel`` must specialize on no number; dtypes among ``constants``
-    are torch's.
+    The analysis takes the host longer than the launch. ``kernel`` must not specialize on numbers. dtypes in
+    ``constants`` are torch's.
     """
-    given = [(one.dtype, one.data_ptr() % 16) if isinstance(one, Tensor) else None for one in args]
-    key = (kernel, args[0].get_device(), *given, *constants.values())
-    if (compiled := _COMPILED.get(key)) is not None:
-        try:  # as Triton's own launch does, and PyTorch's compiler; hooks of a profiler are not called
+    specialization = [(one.dtype, one.data_ptr() % 16) if isinstance(one, Tensor) else None for one in args]
+    key = (kernel, args[0].get_device(), *specialization, *constants.values())
+    compiled = _COMPILED.get(key)
+    if compiled is not None:
+        try:  # the call of Triton's own launch and of PyTorch's compiler, without launch hooks of profilers
             return compiled.run(
                 programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-                *args, *kernel.arg_names[len(args) :],  # in the places of constants, which are compiled in
+                *args, *kernel.arg_names[len(args) :],  # placeholders of the constants, which are compiled in
             )  # fmt: skip
-        except (AttributeError, TypeError):  # before it launches
+        except (AttributeError, TypeError):  # raised before the launch
             _COMPILED[key] = None
     compiled = kernel[(programs,)](*args, **{name: DTYPES.get(value, value) for name, value in constants.items()})
-    _COMPILED.setdefault(key, compiled)  # None of the interpreter
+    _COMPILED.setdefault(key, compiled)  # None in the interpreter
 
 
 @triton.jit
 def place_of(numels, blocks, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Of this program: the place of its tensor, its offsets there, and which of them exist."""
+    """Return the index of this program's tensor, the offsets of its block in the tensor, and their mask."""
     block = blocks + 2 * tl.program_id(0)
     tensor = tl.load(block)
     offsets = tl.load(block + 1) * BLOCK + tl.arange(0, BLOCK)
     numel = tl.load(numels + tensor)
     if ALIGNED:
-        numel = numel // 16 * 16  # it is: said so that the compiler may load 16 bytes at once
+        numel = numel // 16 * 16  # no change; lets the compiler load 16 bytes at once
     return tensor, offsets, offsets < numel
 
 
 @triton.jit
 def places(address, offsets, ALIGNED: tl.constexpr, POINTER: tl.constexpr):
-    """Pointers to the elements at ``offsets`` from an address."""
+    """Return pointers to the elements at ``offsets`` from ``address``."""
     pointers = address.to(POINTER) + offsets
     if ALIGNED:
         pointers = tl.multiple_of(pointers, 16)
@@ -140,5 +148,5 @@ def places(address, offsets, ALIGNED: tl.constexpr, POINTER: tl.constexpr):
 
 @triton.jit
 def load_as_fp32(address, offsets, mask, ALIGNED: tl.constexpr, DTYPE: tl.constexpr):
-    """FP32 values from an address of those of ``DTYPE``; 0 where masked."""
+    """Load values of ``DTYPE`` and cast them to FP32; 0 where masked."""
     return tl.load(places(address, offsets, ALIGNED, tl.pointer_type(DTYPE)), mask=mask, other=0.0).to(tl.float32)

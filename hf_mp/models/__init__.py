@@ -1,4 +1,4 @@
-"""Pieces of a model that are replaced while mixed precision is attached; :data:`REPLACEMENTS` lists them."""
+"""Parts of models that are replaced while mixed precision is attached, in :data:`REPLACEMENTS`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ REPLACEMENTS: tuple[ModelReplacement, ...] = (LMLossReplacement(), TANH_GELUS, F
 
 
 def install_replacements(model: nn.Module, tables: TableName) -> None:
-    """Install in ``model`` what belongs to ``tables``."""
+    """Install the replacements of ``tables`` in ``model``."""
     for replacement in REPLACEMENTS:
         if replacement.tables is None or tables in replacement.tables:
             replacement.install(model)
 
 
 def remove_replacements(model: nn.Module) -> None:
-    """Take all of it out of ``model`` again."""
+    """Remove all replacements from ``model``."""
     for replacement in REPLACEMENTS:
         replacement.remove(model)

@@ -1,7 +1,7 @@
-"""Activations that Transformers computes step by step, as the one kernel of torch for them; for ``compact`` tables.
+"""Replacement of GELUs that Transformers computes in several ops by one kernel, for ``compact`` tables.
 
-GPT-2's GELU is eight operations, one of them a power, which autocast's tables run in FP32: six FP32 tensors of the
-width of the MLP are kept for its backward. torch's kernel computes in FP32 registers and keeps its FP16 input alone.
+GPT-2's GELU is eight ops. One is a power, an FP32 op in autocast's tables, so six FP32 tensors of the width of the MLP
+are saved for backward. torch's kernel computes in FP32 and saves only its FP16 input.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ GELUS = ("NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation")
 
 
 class TanhGELU(ReplacedForward):
-    """Takes the place of an activation module's ``forward``."""
+    """Replacement for the ``forward`` of an activation module."""
 
     def __call__(self, input: Tensor) -> Tensor:
         return F.gelu(input, approximate="tanh")
 
 
 def is_tanh_gelu(kind: type[Any]) -> bool:
-    """Whether a class of activations is one that torch has a kernel for."""
-    # By name: a training without Transformers does not import it.
+    """Whether ``kind`` is a class of activations that torch has a kernel for."""
+    # By name, so that Transformers is not imported.
     return kind.__module__ == "transformers.activations" and kind.__name__ in GELUS
 
 

@@ -1,4 +1,4 @@
-"""``ModelReplacement``: what is put in the place of a model's own piece while it is attached."""
+"""Base classes of the replacements for parts of an attached model."""
 
 from __future__ import annotations
 
@@ -14,51 +14,53 @@ from hf_mp.casting.tables import TableName
 
 
 class ModelReplacement:
-    """One piece, which computes the same in fewer kernels or less memory."""
+    """Replacement of one kind of part, with the same result in fewer kernels or less memory."""
 
-    tables: tuple[TableName, ...] | None = None  # for which of autocast's; None for all
+    tables: tuple[TableName, ...] | None = None  # op tables that use it; None for all
 
     def install(self, model: nn.Module) -> None:
-        """Put it wherever ``model`` has the piece."""
+        """Replace every such part of ``model``."""
         raise NotImplementedError
 
     def remove(self, model: nn.Module) -> None:
+        """Restore the parts of ``model``."""
         raise NotImplementedError
 
 
 class ReplacedForward:
-    """Takes the place of a module's ``forward``; a pickled module has its own again, a deep copy one that is new.
+    """Replacement for the ``forward``, or another method ``name``, of one module.
 
-    Or of another method ``name``.
+    Pickling the module restores its original method. A deep copy of the module gets a new replacement.
     """
 
     def __init__(self, module: nn.Module, name: str = "forward") -> None:
-        # The module holds this object: a strong reference would keep its weights until the garbage collector runs.
+        # A weak reference: in a reference cycle, the weights would live until the garbage collector runs.
         self.module, self.name = weakref.ref(module), name
-        before = module.__dict__.get(name)
-        self.original = _class_method(module, name) if before is None or isinstance(before, ReplacedForward) else before
+        before: Any = module.__dict__.get(name)
+        is_original = before is not None and not isinstance(before, ReplacedForward)
+        self.original = before if is_original else _class_method(module, name)
 
     def remove(self) -> None:
-        """Give the module its own forward back, unless a library has put one over this."""
+        """Restore the original method, unless a library has replaced this one."""
         module = self.module()
         if module is None or module.__dict__.get(self.name) is not self:
             return
-        # In vars(): nn.Module's own setattr and delattr look through parameters and buffers first.
+        # Through vars(): setattr and delattr of nn.Module search parameters and buffers first.
         del vars(module)[self.name]
         if getattr(self.original, "__func__", None) is not getattr(type(module), self.name, None):
             vars(module)[self.name] = self.original
 
-    # torch.export asks for it first, and without it fails in words that name nothing.
+    # torch.export reads it first. Without it, the error does not name the cause.
     @property
     def __code__(self) -> Any:
         raise AttributeError("torch.export cannot see through a model that is attached: export hf_mp.detach(model)")
 
     def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> ReplacedForward:
-        """The replacement for a deep copy of the module."""
+        """Return the replacement for ``module``, a deep copy of this one's module."""
         return type(self)(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedForward:
-        if (copied := memo.get(id(self.module()))) is None:  # a module is copied before its attributes
+        if (copied := memo.get(id(self.module()))) is None:  # deepcopy copies a module before its attributes
             raise TypeError("a replaced forward is copied only together with its model: copy.deepcopy(model)")
         return self.for_copy(copied, memo)
 
@@ -68,7 +70,7 @@ class ReplacedForward:
 
 @dataclass(frozen=True)
 class ForwardReplacement(ModelReplacement):
-    """Gives the modules of some classes another ``forward``; one that a library has put over the class's stays."""
+    """Replaces the ``forward`` of modules of some classes, except where a library has replaced it already."""
 
     kind: type[ReplacedForward]
     is_for: Callable[[type[Any]], bool]

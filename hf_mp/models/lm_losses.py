@@ -1,4 +1,4 @@
-"""The losses of attached language models of Transformers, from FP16/BF16 logits as they are."""
+"""Losses of Transformers' language models from FP16/BF16 logits, without a cast of all logits to FP32."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from hf_mp.models.base import ModelReplacement
 
 
 class LMLoss:
-    """Takes the place of ``ForCausalLMLoss`` or ``ForMaskedLMLoss`` of Transformers: same arguments, same value.
+    """Replacement for ``ForCausalLMLoss`` or ``ForMaskedLMLoss`` of Transformers, with the same arguments and value.
 
-    Those cast all logits to FP32 first. Here :func:`hf_mp.kernels.cross_entropy.cross_entropy` does without; few
-    logits are left to autocast and torch's. For FP64, and where its autograd function cannot be used (compiled code,
-    ``torch.func``, subclasses of tensors), the original is called.
+    It uses :func:`hf_mp.kernels.cross_entropy.cross_entropy`, or torch's for few logits. The original is called for
+    FP64 logits, compiled code, ``torch.func`` and tensor subclasses, which the autograd function does not support.
     """
 
     def __init__(self, loss_type: str) -> None:
@@ -34,12 +33,12 @@ class LMLoss:
             kwargs.update(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
             return _original(self.loss_type)(logits, labels, vocab_size, **kwargs)
         targets = labels
-        if self.loss_type == "ForCausalLM":  # in which each token predicts the next
+        if self.loss_type == "ForCausalLM":  # each token predicts the next
             targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
         targets = targets.reshape(-1).to(logits.device)
         reduction = "mean" if num_items_in_batch is None else "sum"
-        of_rows = F.cross_entropy if logits.numel() < FEW_ELEMENTS else cross_entropy
-        loss = of_rows(logits.view(-1, vocab_size), targets, ignore_index=ignore_index, reduction=reduction)
+        loss_function = F.cross_entropy if logits.numel() < FEW_ELEMENTS else cross_entropy
+        loss = loss_function(logits.view(-1, vocab_size), targets, ignore_index=ignore_index, reduction=reduction)
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(loss.device)
         return loss if num_items_in_batch is None else loss / num_items_in_batch
@@ -48,24 +47,24 @@ class LMLoss:
         return self
 
     def __reduce__(self) -> Any:
-        # A pickled model is an ordinary one.
+        # A pickled model has the original loss.
         return _original, (self.loss_type,)
 
 
 def _original(loss_type: str) -> Any:
-    # Of sys.modules: a model of Transformers is here only where that was imported.
+    # From sys.modules: with a model of Transformers, the module is imported.
     return sys.modules["transformers.loss.loss_utils"].LOSS_MAPPING[loss_type]
 
 
 class LMLossReplacement(ModelReplacement):
-    """Gives the Transformers models that would use the originals these losses; a loss of one's own stays."""
+    """Replaces the losses of Transformers models, except custom losses."""
 
     def install(self, model: nn.Module) -> None:
         modeling, losses = (sys.modules.get(f"transformers.{name}") for name in ("modeling_utils", "loss.loss_utils"))
         if modeling is None or losses is None:
             return
         ours = {_original(name): LMLoss(name) for name in ("ForCausalLM", "ForMaskedLM")}
-        default = _original("ForCausalLM")  # Transformers' own
+        default = _original("ForCausalLM")  # as in Transformers
         for module in model.modules():
             if not isinstance(module, modeling.PreTrainedModel) or "_loss_function" in module.__dict__:
                 continue

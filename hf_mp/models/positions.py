@@ -1,4 +1,4 @@
-"""Positions of tokens behind padding, counted as ``generate()`` counts them."""
+"""Positions of tokens after left padding, as in ``generate()``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hf_mp.models.base import ReplacedForward
 
 
 def positions_of(mask: Tensor) -> Tensor:
-    """Of the tokens of an ``attention_mask`` of shape (B, T): int64, from 0 at the first that is not padding."""
+    """Return token positions from an ``attention_mask``, both of shape (B, T): int64, 0 at the first unpadded token."""
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
 def counting_positions(replaced: ReplacedForward) -> Callable[..., Any]:
-    """The model's own forward, for ``exact_generation`` given the ``position_ids`` of the mask that it is given.
+    """Return the original forward, with ``position_ids`` computed from the attention mask (``exact_generation``).
 
-    Without, Transformers' forwards count from 0 at the first column, padding included.
+    Without them, Transformers counts from 0 at the first column, padding included.
     """
     forward, module = replaced.original, replaced.module()
     names = list(inspect.signature(forward).parameters)
@@ -29,7 +29,6 @@ def counting_positions(replaced: ReplacedForward) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        # The mask may come by position.
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         mask, tokens = given.get("attention_mask"), given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens

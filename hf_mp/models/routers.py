@@ -1,7 +1,7 @@
-"""Routers of mixtures of experts, which choose the experts of a token: in FP32.
+"""Routers of mixtures of experts in FP32.
 
-Logits in 16 bits choose other experts than FP32's for some tokens, and so do FP32 sums of 16-bit factors
-(``scripts/bench.py routing``); the product is a hundredth of a layer's.
+16-bit logits, and FP32 accumulation of 16-bit factors too, select other experts than FP32 for some tokens
+(``scripts/bench.py routing``). The matmul is a hundredth of a layer.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from hf_mp.models.base import ForwardReplacement, ReplacedForward
 
 
 class FP32Router(ReplacedForward):
-    """Takes the place of a router's ``forward``, and runs it in FP32, unless a rule names the router."""
+    """Replacement for the ``forward`` of a router that runs it in FP32, unless a rule names the router."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode, module = active_autocast(), self.module()
-        # An island of its own is one that a rule for it has made.
+        # mode.module is the router in the nested autocast of a rule for it.
         if mode is None or not mode.enabled or mode.module is module or mode.has_rule_for(module):
             return self.original(*args, **kwargs)
         with mode.island(module, torch.float32):
             return self.original(*mode.cast(args, torch.float32), **kwargs)
 
 
-_NAMES = ("Router", "Gating", "MoEV1Gate")  # of Mixtral, Llama 4, Switch; of JetMoe; of HunYuan
+_NAMES = ("Router", "Gating", "MoEV1Gate")  # Mixtral, Llama 4, Switch; JetMoe; HunYuan
 
 
 def is_router(kind: type[Any]) -> bool:
-    """Whether a class of Transformers, which names it so, chooses experts by their logits."""
+    """Whether ``kind`` has the name of a router class in Transformers."""
     return kind.__module__.startswith("transformers.models.") and kind.__name__.endswith(_NAMES)
 
 
@@ -39,5 +39,5 @@ FP32_ROUTERS = ForwardReplacement(FP32Router, is_router)
 
 
 def is_fp32_router(module: nn.Module) -> bool:
-    """Whether an attached model has this module run in FP32 because it chooses experts."""
+    """Whether ``module`` has the replaced forward of a router."""
     return isinstance(vars(module).get("forward"), FP32Router)

@@ -1,1 +1,1 @@
-"""What several processes need: DDP, FSDP2 and tensor parallelism."""
+"""Process groups: DDP, FSDP2 and tensor parallelism."""

@@ -1,4 +1,4 @@
-"""How a model is spread over processes: looked up in one walk, for all who decide by it."""
+"""Detection and checks of DDP, FSDP2 and tensor parallelism of a model."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from hf_mp.model_walk import model_parameters, modules_of, optimizer_parameters
 
 
 def is_distributed() -> bool:
-    """Whether this process is one of several."""
+    """Whether the process group has several processes."""
     return has_process_group() and torch.distributed.get_world_size() > 1
 
 
 def get_world_size() -> int:
-    """The number of processes; 1 without a process group."""
+    """Return the number of processes; 1 without a process group."""
     return torch.distributed.get_world_size() if has_process_group() else 1
 
 
 def get_rank() -> int:
-    """The rank of this process; 0 without a process group."""
+    """Return the rank of this process; 0 without a process group."""
     return torch.distributed.get_rank() if has_process_group() else 0
 
 
 def has_process_group() -> bool:
-    """Whether there is a process group, also of one process."""
+    """Whether there is a process group, even of one process."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def check_updates(optimizer: Any, model: nn.Module) -> None:
-    """Raise a ValueError if ``optimizer`` holds neither a parameter of ``model`` nor a DTensor, such as FSDP2's."""
+    """Raise a ValueError if ``optimizer`` has neither a parameter of ``model`` nor a DTensor (FSDP2)."""
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in own or is_dtensor(parameter) for parameter in optimizer_parameters(optimizer)):
         raise ValueError(
@@ -46,7 +46,7 @@ def check_updates(optimizer: Any, model: nn.Module) -> None:
 
 
 def mesh_groups(parameters: Iterable[Tensor]) -> list[torch.distributed.ProcessGroup]:
-    """The process groups of the dimensions of the meshes over which ``parameters`` are spread."""
+    """Return the process groups of all dimensions of the meshes of ``parameters``."""
     groups: list[torch.distributed.ProcessGroup] = []
     for mesh in {id(p.device_mesh): p.device_mesh for p in parameters if is_dtensor(p)}.values():  # type: ignore[attr-defined]
         groups += [group for group in mesh.get_all_groups() if group not in groups]
@@ -54,82 +54,80 @@ def mesh_groups(parameters: Iterable[Tensor]) -> list[torch.distributed.ProcessG
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is spread over processes."""
-    dtensors = sys.modules.get("torch.distributed.tensor")  # not imported: there is none
+    """Whether ``tensor`` is a DTensor."""
+    dtensors = sys.modules.get("torch.distributed.tensor")  # if it is not imported, there are no DTensors
     return dtensors is not None and isinstance(tensor, dtensors.DTensor)
 
 
 def has_dtensors(types: Iterable[type]) -> bool:
-    """Whether an op takes DTensors: a dispatch mode that leaves it to them sees the ops on shards, and collectives."""
+    """Whether an op has DTensors: a dispatch mode that returns NotImplemented then receives the ops on shards."""
     dtensors = sys.modules.get("torch.distributed.tensor")
     return dtensors is not None and any(issubclass(one, dtensors.DTensor) for one in types)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The shard of ``tensor`` that this process holds; any other tensor as it is."""
+    """Return the local shard of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """:func:`local_part` of each."""
+    """Return :func:`local_part` of each tensor."""
     return [tensor if type(tensor) is Tensor else local_part(tensor) for tensor in tensors]
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 (``torch.distributed.fsdp.fully_shard``) shards ``model`` or a part of it."""
+    """Whether FSDP2 (``torch.distributed.fsdp.fully_shard``) shards a module of ``model``."""
     return next(fsdp_modules(model), None) is not None
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[Any]:
-    """The parts of ``model`` that FSDP2 shards."""
+    """Return the modules of ``model`` that FSDP2 shards."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return (module for module in modules_of(model) if fsdp is not None and isinstance(module, fsdp.FSDPModule))
 
 
 @dataclass(frozen=True, eq=False)
 class Parallelism:
-    """How one model is spread over processes, as :func:`parallelism_of` finds it."""
+    """Parallelism of one model, detected by :func:`parallelism_of`."""
 
-    ddp: DistributedDataParallel | None = None  # in which a forward runs now
-    fsdp: tuple[Any, ...] = ()  # the modules that FSDP2 shards
-    dtensors: tuple[Any, ...] = ()  # the parameters that are DTensors
-    # Whether FSDP1 holds the model, also while a forward runs, when it shows views in the places of parameters.
-    is_flattened: bool = False
-    # Whether products compute with DTensors: the model has some that FSDP2 does not make whole before.
-    is_tensor_parallel: bool = False
+    ddp: DistributedDataParallel | None = None  # wrapper of the running forward
+    fsdp: tuple[Any, ...] = ()  # modules sharded by FSDP2
+    dtensors: tuple[Any, ...] = ()  # parameters that are DTensors
+    is_fsdp1: bool = False
+    is_tensor_parallel: bool = False  # matmuls read DTensors, which FSDP2 does not all-gather
 
 
 ALONE = Parallelism()
 
 
 def parallelism_of(model: nn.Module | None) -> Parallelism:
-    """How ``model`` is spread now: DDP and FSDP may come at any time. :data:`ALONE` without a process group."""
+    """Detect the current parallelism of ``model``, which may change between calls; :data:`ALONE` if there is none."""
     if model is None or not has_process_group():
         return ALONE
     modules, parameters, fsdp = modules_of(model), model_parameters(model), tuple(fsdp_modules(model))
-    # The DDP around a model is known to nobody but torch, and only while its forward runs.
+    # torch has no public API for the DDP wrapper of a module, and a private one only while its forward runs.
     ddp: Any = model if isinstance(model, DistributedDataParallel) else DistributedDataParallel._get_active_ddp_module()
-    # FSDP1's own mark. While its forward runs, plain views lie in the places of parameters.
-    is_flattened = any(hasattr(p, "_fsdp_flattened") or not isinstance(p, nn.Parameter) for p in parameters)
+    # FSDP1 marks parameters. During its forward the parameter slots hold plain views.
+    is_fsdp1 = any(hasattr(p, "_fsdp_flattened") or not isinstance(p, nn.Parameter) for p in parameters)
     dtensors = tuple(filter(is_dtensor, parameters))
-    return Parallelism(ddp, fsdp, dtensors, is_flattened, _is_tensor_parallel(modules, fsdp))
+    return Parallelism(ddp, fsdp, dtensors, is_fsdp1, _is_tensor_parallel(modules, fsdp))
 
 
 def _is_tensor_parallel(modules: Iterable[nn.Module], fsdp: Iterable[nn.Module]) -> bool:
-    """Whether one of ``modules`` has DTensors, and is not inside of those that FSDP2 shards."""
-    spread = {
+    """Whether one of ``modules`` has DTensors and is not in a module that FSDP2 shards."""
+    sharded = {
         module
         for module in modules
-        if not vars(module).get("_is_fsdp_managed_module")  # fully_shard's mark, also where it wraps from outside
+        if not vars(module).get("_is_fsdp_managed_module")  # set by fully_shard in all submodules
         and any(is_dtensor(parameter) for parameter in module._parameters.values() if parameter is not None)
     }
-    # torch's composable replicate(), an FSDPModule too, leaves no mark.
-    return bool(spread) and not spread <= {inner for module in fsdp for inner in module.modules()}
+    # torch's composable replicate() makes FSDPModules too, but sets no mark.
+    return bool(sharded) and not sharded <= {inner for module in fsdp for inner in module.modules()}
 
 
 def check_parallelism(model: nn.Module, parallelism: Parallelism) -> None:
-    """Raise a ValueError where ``model`` is spread over processes in a way that mixed precision cannot follow."""
-    if parallelism.is_flattened:
+    """Raise a ValueError if mixed precision does not support the parallelism of ``model``."""
+    if parallelism.is_fsdp1:
         raise ValueError(
             "FSDP1 (FullyShardedDataParallel) joins weights into flat parameters, which hf_mp cannot give 16-bit "
             "copies: use FSDP2 (fsdp_version 2, torch.distributed.fsdp.fully_shard)"
@@ -152,11 +150,12 @@ def check_parallelism(model: nn.Module, parallelism: Parallelism) -> None:
 def _check_dtensor(parameter: Any, parallelism: Parallelism, model: nn.Module) -> None:
     """Raise a ValueError for tensor parallelism together with FSDP2, or over a mesh of several dimensions."""
     placements = parameter.placements
-    # (Shard,) is FSDP, (Replicate, Shard) its hybrid form; anything else is (also) tensor parallelism.
+    # FSDP2 places parameters as (Shard,) or, hybrid, as (Replicate, Shard). Others are tensor parallel.
     is_hybrid = len(placements) == 2 and placements[0].is_replicate()
-    # torch refuses DistributedDataParallel around a tensor parallel model itself.
+    # DDP of a tensor parallel model raises in torch.
     is_tp_with_fsdp = parallelism.is_tensor_parallel and bool(parallelism.fsdp)
-    if is_tp_with_fsdp or (len(placements) > 1 and (parallelism.is_tensor_parallel or not is_hybrid)):
+    is_other_mesh = len(placements) > 1 and (parallelism.is_tensor_parallel or not is_hybrid)
+    if is_tp_with_fsdp or is_other_mesh:
         raise ValueError(
             f"{_name_of(parameter, model)} is placed as {tuple(placements)}: tensor and expert parallelism work "
             "alone, over a mesh of one dimension; leave FSDP2 and other dimensions out, or use FSDP2 alone"
@@ -164,15 +163,15 @@ def _check_dtensor(parameter: Any, parallelism: Parallelism, model: nn.Module) -
 
 
 def _check_masters(model: nn.Module, parallelism: Parallelism) -> None:
-    """Raise a ValueError where DDP or FSDP2 holds trained parameters of ``model`` in 16 bits, and nobody the rest."""
+    """Raise a ValueError if DDP or FSDP2 has trained 16-bit parameters of ``model`` without masters."""
     is_ddp = isinstance(model, DistributedDataParallel)
     if not is_ddp and not parallelism.fsdp:
         return
     wrapper = "DistributedDataParallel" if is_ddp else "fully_shard"
     for parameter in model_parameters(model):
-        # A split parameter has its own master.
-        is_narrow = parameter.dtype in LOWER_PRECISION_DTYPES and not hasattr(parameter, "remainder_bits")
-        if is_narrow and parameter.requires_grad:
+        # A split parameter is its own master.
+        has_no_master = parameter.dtype in LOWER_PRECISION_DTYPES and not hasattr(parameter, "remainder_bits")
+        if has_no_master and parameter.requires_grad:
             raise ValueError(
                 f"{_name_of(parameter, model)} is {parameter.dtype} and {wrapper} holds it already, so it cannot be "
                 f"given an FP32 master: attach mixed precision to the model before {wrapper}, or load it in FP32 "
@@ -181,7 +180,7 @@ def _check_masters(model: nn.Module, parallelism: Parallelism) -> None:
 
 
 def check_heads(model: Any, ranks: int) -> None:
-    """Raise a ValueError if so many tensor parallel ranks cannot share the heads of a model of Transformers."""
+    """Raise a ValueError if the number of tensor parallel ranks does not divide the heads of a Transformers model."""
     config = getattr(model, "config", None)
     read_text_config = getattr(config, "get_text_config", None)
     heads = 0 if read_text_config is None else getattr(read_text_config(), "num_key_value_heads", None) or 0

@@ -1,1 +1,1 @@
-"""Loss scaling: pure rules, scalers, and the explicit style of GradScaler."""
+"""Loss scaling: rules, scalers, and the methods of ``torch.amp.GradScaler``."""

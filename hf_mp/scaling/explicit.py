@@ -1,4 +1,4 @@
-"""The explicit style on the gradients of one optimizer: unscale them, and look at them."""
+"""Unscaling and overflow check of the gradients of one optimizer, for the methods of GradScaler."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hf_mp.scaling.rules import StepReport
 
 @torch.no_grad()
 def unscale_gradients(optimizer: Optimizer, inverse: float) -> StepReport | None:
-    """Multiply the gradients of ``optimizer`` by ``inverse`` in place; returns a report on them, None if it has none.
+    """Multiply the gradients of ``optimizer`` by ``inverse`` in place; return a report, None without gradients.
 
-    If the optimizer keeps FP32 masters, its FP16 gradients are replaced by FP32 ones; if not, they raise a ValueError.
+    FP16 gradients are replaced by FP32 ones if the optimizer has FP32 masters; otherwise a ValueError is raised.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not parameters:
@@ -34,7 +34,7 @@ def unscale_gradients(optimizer: Optimizer, inverse: float) -> StepReport | None
 
 
 def _widen(parameters: list[Tensor], optimizer: Optimizer) -> None:
-    """Give ``parameters`` their gradients in FP32, or raise a ValueError if ``optimizer`` cannot use them."""
+    """Cast the gradients of ``parameters`` to FP32; a ValueError if ``optimizer`` has no FP32 masters."""
     if parameters and not getattr(optimizer, "keeps_masters", False):
         raise ValueError(
             "Attempting to unscale FP16 gradients: they would underflow. Wrap the optimizer in "
@@ -47,13 +47,13 @@ def _widen(parameters: list[Tensor], optimizer: Optimizer) -> None:
 
 
 def _multiply(gradients: Iterable[Tensor], factor: float) -> None:
-    """Multiply in place: on an accelerator in one multi-tensor call for each device and dtype."""
+    """Multiply in place; on an accelerator with one multi-tensor call for each device and dtype."""
     groups: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         groups[gradient.device, gradient.dtype].append(gradient._values() if gradient.is_sparse else gradient)
     for (device, _), group in groups.items():
         if device.type == "cpu":
-            # On a CPU torch's multi-tensor call is a loop too, but rounds the factor to BF16 for BF16 gradients.
+            # On a CPU the multi-tensor call is also a loop, and rounds the factor to BF16 for BF16 gradients.
             for values in group:
                 values.mul_(factor)
         else:

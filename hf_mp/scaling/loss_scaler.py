@@ -1,9 +1,9 @@
-"""What every loss scaler is: :class:`LossScaler`, which keeps the value of a rule, with the methods of GradScaler.
+""":class:`LossScaler`: base of the loss scalers. It stores a rule and has the methods of ``torch.amp.GradScaler``.
 
-The rules are in :mod:`hf_mp.scaling.rules`. An attached model needs :meth:`LossScaler.scale_and_inverse` and
-:meth:`LossScaler.update_scale`: there the borders scale, and the guarded optimizer skips. ``scale``, ``unscale_``,
-``step`` and ``update`` are for loops written for ``torch.amp.GradScaler``, and for everything that is not a whole model
-and its optimizer (several losses, several optimizers).
+The rules are in :mod:`hf_mp.scaling.rules`. For an attached model, the scale boundary reads
+:meth:`LossScaler.scale_and_inverse`, and the guarded optimizer step calls :meth:`LossScaler.update_scale`. ``scale``,
+``unscale_``, ``step`` and ``update`` are for loops written for ``torch.amp.GradScaler``, with several losses or
+optimizers too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hf_mp.scaling.rules import (
     whole,
 )
 
-# Where no report says more.
+# default advice of the error
 WAY_OUT = (
     "The model or its data makes them, not the scale: look for NaN in the inputs, lower the learning rate, or train in "
     "a precision of wider range"
@@ -40,7 +40,7 @@ WAY_OUT = (
 
 
 class LossScaleError(RuntimeError):
-    """Training cannot go on: gradients overflow even at the smallest loss scale allowed.
+    """Gradients overflow even at the smallest loss scale allowed, so training cannot continue.
 
     Raised by ``optimizer.step()``, or by ``update()`` of a scaler, after ``max_consecutive_skips`` skipped steps in a
     row. The message names the first of these steps and the scale; for an attached model also some of the gradients that
@@ -49,7 +49,7 @@ class LossScaleError(RuntimeError):
 
 
 class ScaleTensors(NamedTuple):
-    """The loss scale and its inverse: FP32, of shape (1,), so that their products with FP16 are FP32."""
+    """The loss scale and its inverse: FP32 of shape (1,), so that FP16 gradients times them are FP32."""
 
     scale: Tensor
     inverse: Tensor
@@ -64,33 +64,32 @@ class Iteration:
     reports: dict[Hashable, StepReport] = field(default_factory=dict)  # by optimizer
 
 
-# A backward has a thread for each device, and all of them ask for S: none goes on while one waits for the verdict.
+# Backward has a thread for each device, and each reads S: all wait while one reads the overflow status.
 _SETTLING = threading.RLock()
 
-# what torch.amp.GradScaler.state_dict() holds
+# keys of torch.amp.GradScaler.state_dict()
 _TORCH_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 
 
 class LossScaler(Generic[Rule]):
-    """What all scalers share: the methods of ``torch.amp.GradScaler``, and a saved state of plain numbers.
+    """Base of the loss scalers: the methods of ``torch.amp.GradScaler``, and a saved state of plain numbers.
 
-    The methods do what those of ``GradScaler`` do, except:
+    The methods behave as those of ``GradScaler``, except:
 
-    - Gradients are looked at after they were unscaled and, if sparse, summed by coordinate, so an overflow that only
-      then arises skips the step too. torch looks before, and lets the infinity into the weights.
-    - An optimizer that unscales by itself (``fused=True``) is given unscaled gradients as any other, and is not called
-      in a skipped step. For a scale that is a power of two its weights are bit for bit those under torch's scaler.
-      For any other scale they differ by a rounding: the optimizer divides by the scale, and :meth:`unscale_` multiplies
-      by its inverse.
-    - The scale can be set (:meth:`update`) before anything was scaled.
+    - Gradients are checked after unscaling and, if sparse, after duplicate coordinates are summed, so an overflow in
+      either skips the step too. torch checks before, and the infinity reaches the weights.
+    - An optimizer with its own unscaling (``fused=True``) also receives unscaled gradients, and is not called in a
+      skipped step. If the scale is a power of two, its weights equal those under torch's scaler bit for bit. Otherwise
+      they differ by rounding: the optimizer divides by the scale, :meth:`unscale_` multiplies by its inverse.
+    - The scale can be set (:meth:`update`) before the first call of :meth:`scale`.
 
-    A disabled scaler (``enabled=False``) passes losses through, never skips, and saves an empty state.
+    A disabled scaler (``enabled=False``) returns losses unchanged, never skips, and saves an empty state.
 
     Args:
-        rule: the first value of a rule, which sets the scale from then on.
+        rule: the initial rule, which then sets the scale.
         max_consecutive_skips: skipped steps in a row at the smallest scale after which :class:`LossScaleError` is
             raised; default 50.
-        enabled: False makes every method pass through; default True.
+        enabled: False disables scaling and skipping; default True.
     """
 
     def __init__(self, rule: Rule, *, max_consecutive_skips: int = 50, enabled: bool = True) -> None:
@@ -100,10 +99,10 @@ class LossScaler(Generic[Rule]):
             raise TypeError(f"enabled must be True or False, not {enabled!r:.100}")
         self._enabled, self._max_consecutive_skips = bool(enabled), max_consecutive_skips
         self.kind, self._state = rule.name, rule.checked()
-        self._skips = rule.consecutive_skips  # in a row, also those that a rule learns nothing from
+        self._skips = rule.consecutive_skips  # in a row, also those that leave the rule unchanged
         self._tensors: dict[torch.device, ScaleTensors] = {}
-        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # each MixedPrecision that has this scaler
-        self._pending_step: Callable[[], None] | None = None  # takes in the last step, which its device has decided
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # the MixedPrecision objects with this scaler
+        self._pending_step: Callable[[], None] | None = None  # reports a step with an overflow status on a device
         self._is_finishing = False
         self._iteration: Iteration | None = None  # None if no optimizer has stepped since the last backward
         self._begin_iteration()
@@ -111,7 +110,7 @@ class LossScaler(Generic[Rule]):
 
     @property
     def state(self) -> Rule:
-        """The settings, and what the scaler remembers; a frozen value. Takes in a pending step first."""
+        """The rule: settings and recorded values, frozen. Reading it finishes a pending step first."""
         self.finish_pending_step()
         return self._state
 
@@ -125,25 +124,28 @@ class LossScaler(Generic[Rule]):
         if changed:
             for user in self.users:
                 user.before_next_scale()
-            # In place: graphs and kernels hold these tensors.
+            # In place: CUDA graphs and kernels refer to these tensors.
             for tensors in self._tensors.values():
                 tensors.scale.fill_(state.scale)
                 tensors.inverse.fill_(1.0 / state.scale)
 
     def get_scale(self) -> float:
-        """The loss scale in force; 1.0 for a disabled scaler."""
+        """Return the current loss scale; 1.0 for a disabled scaler."""
         return self.state.scale if self._enabled else 1.0
 
     def defer_step(self, take_in: Callable[[], None]) -> None:
-        """Have ``take_in()`` report the last step, which may wait for its device, once somebody asks for the state."""
+        """Register ``take_in`` to be called before the state is next read.
+
+        ``take_in()`` reports the last optimizer step and may wait for the device.
+        """
         self._pending_step = take_in
 
     def finish_pending_step(self) -> None:
-        """Take in the step that :meth:`defer_step` left for later, if there is one."""
+        """Report the step that was registered with :meth:`defer_step`, if any."""
         if self._pending_step is None:
             return
         with _SETTLING:
-            # Another thread may have taken the step in meanwhile, and the function that takes it in may ask again.
+            # Another thread may have finished it while this one waited, and the call below may read the state.
             if self._pending_step is None or self._is_finishing:
                 return
             self._is_finishing = True
@@ -181,22 +183,22 @@ class LossScaler(Generic[Rule]):
         return self._state.floor
 
     def scale_and_inverse(self, device: torch.device) -> ScaleTensors:
-        """The scale and its inverse on ``device``, which follow the scale from now on."""
+        """Return the scale and its inverse on ``device``. The tensors are updated in place when the scale changes."""
         if (tensors := self._tensors.get(device)) is None:
-            with torch.inference_mode(False):  # scale() may be the first to ask, in inference mode
+            with torch.inference_mode(False):  # the first call may be in inference mode
                 scale = torch.tensor([self.get_scale()], dtype=torch.float32, device=device)
                 tensors = ScaleTensors(scale, 1.0 / scale)
-            if type(scale) is Tensor:  # and not a fake one, of memory estimation
+            if type(scale) is Tensor:  # not a fake tensor of a memory estimate
                 self._tensors[device] = tensors
         return tensors
 
     @property
     def is_scaling(self) -> bool:
-        """Whether there is anything to multiply by: not for a constant scale of 1, or a disabled scaler."""
+        """Whether gradients are scaled: False for a constant scale of 1 and for a disabled scaler."""
         return self._enabled and (self._state.scale != 1.0 or not isinstance(self._state, StaticRule))
 
     def copy(self) -> Self:
-        """A scaler of the same settings and state, independent of this one from then on."""
+        """Return an independent scaler with the same settings and state."""
         return copy.deepcopy(self)
 
     def update_scale(
@@ -213,11 +215,11 @@ class LossScaler(Generic[Rule]):
         their reports together (:meth:`StepReport.of_all`). A step without a key, or of the same optimizer again, is an
         iteration of its own.
 
-        ``nonfinite`` gives the names of gradients that are inf or NaN, ``way_out`` what to do, if known; both are only
-        called for the message of the error.
+        ``nonfinite`` returns the names of gradients that are inf or NaN, ``way_out`` advice or ``""``. Both are called
+        only for the message of the error.
 
         Raises:
-            LossScaleError: after ``max_consecutive_skips`` skipped steps in a row, where a smaller scale cannot help.
+            LossScaleError: after ``max_consecutive_skips`` skipped steps in a row, if a smaller scale cannot help.
         """
         if optimizer is None:
             self._iteration = None
@@ -241,39 +243,36 @@ class LossScaler(Generic[Rule]):
             )
 
     def back_off(self, scale: float | None = None) -> bool:
-        """Lower the scale as an overflow does, for a step that runs again and is not counted; False if it stays.
+        """Lower the scale as an overflow does, for a step that is rerun and not counted; return whether it was lowered.
 
-        With ``scale``, set this one, but none below what overflows can lower it to. The rule learns from the step as
-        from one that follows an overflow.
+        ``scale`` is set instead, if given, but no scale below :attr:`smallest_scale`. The rule treats the rerun as the
+        first step after an overflow.
         """
         before, after = self.state, self._state.adjust(StepReport(overflow=True))
         is_lower = self._enabled and after.scale < before.scale
         if scale is not None and is_lower:
-            # A replay has found that this scale fits: no need to go down step by step.
             after = replace(after, scale=max(scale, min(self.smallest_scale, before.scale)))
         skips = max(before.consecutive_skips, int(is_lower))
         self.state = replace(after, steps=before.steps, skipped_steps=before.skipped_steps, consecutive_skips=skips)
         return is_lower
 
     def skips_once_too_often(self) -> bool:
-        """Whether an overflow now may be a :class:`LossScaleError`."""
+        """Return whether an overflow in this step may raise a :class:`LossScaleError`."""
         return self._skips + 1 >= self._max_consecutive_skips
 
-    # The saved state
+    # Saved state
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain numbers, for JSON; empty for a disabled scaler."""
+        """Return the state as plain numbers for JSON; empty for a disabled scaler."""
         return self.state.to_dict() if self._enabled else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` gave, or that of a ``torch.amp.GradScaler``.
-
-        A disabled scaler takes nothing over, as torch's.
+        """Load a state of :meth:`state_dict` or of a ``torch.amp.GradScaler``. A disabled scaler ignores it.
 
         Raises:
-            ValueError: for the state of another kind of scaler, missing or unknown keys, values that are no numbers,
-                or a scale that is no scale.
-            RuntimeError: for the empty state of a scaler that was disabled.
+            TypeError: if the state is not a mapping.
+            ValueError: for the state of another kind of scaler, missing or unknown keys, or values out of range.
+            RuntimeError: for the empty state of a disabled scaler.
         """
         if not self._enabled:
             return
@@ -290,20 +289,20 @@ class LossScaler(Generic[Rule]):
             self._set_checked(self.state.from_dict(state_dict))
 
     def _set_checked(self, rule: Rule) -> None:
-        """Make ``rule`` the state, with its skipped steps; a ValueError for a field out of range changes nothing."""
+        """Set the state to ``rule``; a ValueError for a field out of range changes nothing."""
         before, self.state = self._state, rule.checked()
         self._skips = rule.consecutive_skips
         self._warn_if_inexact(rule, before)
 
     def _warn_if_inexact(self, rule: Rule, before: Rule | None) -> None:
-        """Warn, at the user's line, about a scale or factor that makes scaling round gradients from now on."""
+        """Warn, at the user's line, about a new scale or factor that is not a power of two."""
         for name in rule.exact if self._enabled else ():
             value = getattr(rule, name)
             is_new = value != getattr(before, name, None)
             if is_new and value and math.isfinite(value) and math.frexp(value)[0] != 0.5:
                 warn_caller(f"{name}={value} is no power of two: scaling and unscaling then round gradients")
 
-    # As torch's: reports are keyed by the identity of optimizers, which a pickle does not keep.
+    # As in torch's scaler: reports are keyed by the id of an optimizer, which a pickle does not preserve.
     def __getstate__(self) -> dict[str, Any]:
         if self._reports:
             raise RuntimeError("pickle a loss scaler only between update() and the next unscale_() or step()")
@@ -315,29 +314,29 @@ class LossScaler(Generic[Rule]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, users=weakref.WeakSet(), _iteration=None)
 
-    # The explicit style
+    # Methods of torch.amp.GradScaler
 
     def _begin_iteration(self) -> None:
-        self._reports: dict[int, StepReport | None] = {}  # of the optimizers that are unscaled, by identity
+        self._reports: dict[int, StepReport | None] = {}  # by id of an optimizer with unscaled gradients
         self._stepped: set[int] = set()
 
     def is_enabled(self) -> bool:
-        """Whether this scaler does anything; a disabled one only passes losses through and steps."""
+        """Return whether scaling and skipping are enabled."""
         return self._enabled
 
     def scale(self, outputs: Any) -> Any:
-        """``outputs`` (a tensor, or nested iterables of tensors) multiplied by the loss scale.
+        """Return ``outputs`` (a tensor, or nested iterables of tensors) multiplied by the loss scale.
 
-        Of the backward through a result that was made before the scale changed, autograd says that a variable was
-        modified: its gradients would be unscaled by another factor.
+        If the scale changes before the backward of the result, autograd raises an error (a variable was modified in
+        place): the gradients would be unscaled by another factor.
 
         Raises:
-            ValueError: for anything else.
+            ValueError: for any other type.
         """
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            # A scalar tensor, so that outputs of one dimension and more keep their dtype, as with torch.
+            # A 0-dimensional factor leaves the dtype of outputs with dimensions unchanged, as in torch.
             return outputs * self.scale_and_inverse(outputs.device).scale.squeeze()
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes, Mapping)):
             scaled = map(self.scale, outputs)
@@ -345,16 +344,16 @@ class LossScaler(Generic[Rule]):
         raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, not {type(outputs).__name__}")
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of ``optimizer`` by the loss scale, so that they can be clipped or looked at.
+        """Divide the gradients of ``optimizer`` by the loss scale, for clipping or inspection.
 
         Optional, once per optimizer between two updates. FP16 gradients of a :class:`MasterWeightOptimizer` are
         replaced by FP32 ones.
 
         Raises:
-            RuntimeError: when called twice, after ``step``, before anything was scaled, or for an optimizer that is
-                guarded by an attached :class:`MixedPrecision` already.
-            ValueError: for FP16 gradients of an optimizer without FP32 masters: they cannot hold unscaled gradients.
-                No gradient was changed then.
+            RuntimeError: if called twice, after ``step``, before :meth:`scale`, or for an optimizer with a step guarded
+                by an attached :class:`MixedPrecision`.
+            ValueError: for FP16 gradients of an optimizer without FP32 masters, where unscaled gradients underflow. No
+                gradient is changed.
         """
         if not self._enabled:
             return
@@ -371,14 +370,14 @@ class LossScaler(Generic[Rule]):
         self._reports[id(optimizer)] = unscale_gradients(optimizer, to_fp32(1.0 / self.get_scale()))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """``optimizer.step(*args, **kwargs)`` with unscaled gradients, unless one of them is inf or NaN.
+        """Call ``optimizer.step(*args, **kwargs)`` with unscaled gradients, unless one of them is inf or NaN.
 
         Returns:
-            What ``optimizer.step`` returned; None if the step was skipped.
+            The result of ``optimizer.step``; None if the step was skipped.
 
         Raises:
-            RuntimeError: for a closure, when called twice before ``update``, for an optimizer that has no gradients,
-                and as :meth:`unscale_`.
+            RuntimeError: for a closure, for a second call before ``update``, for an optimizer without gradients, and as
+                :meth:`unscale_`.
             ValueError: as :meth:`unscale_`.
         """
         if not self._enabled:
@@ -397,7 +396,7 @@ class LossScaler(Generic[Rule]):
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Set the next loss scale from what the optimizers saw since the last update, or to ``new_scale``.
+        """Set the next loss scale from the gradients checked since the last update, or to ``new_scale``.
 
         Raises:
             RuntimeError: if no optimizer was unscaled or stepped since the last update.
@@ -425,7 +424,7 @@ class LossScaler(Generic[Rule]):
 
 
 def _one_number(new_scale: float | Tensor) -> float:
-    """``new_scale`` as a number; a ValueError for a tensor of several elements, or one that requires grad."""
+    """Return ``new_scale`` as a number; a ValueError for a tensor of several elements, or one that requires grad."""
     if not isinstance(new_scale, Tensor):
         return new_scale
     if new_scale.numel() != 1 or new_scale.requires_grad:

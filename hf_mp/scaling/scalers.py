@@ -1,4 +1,4 @@
-"""The loss scalers by name."""
+"""Loss scalers and their factory, :func:`make_loss_scaler`."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ __all__ = [
     "make_loss_scaler",
 ]  # fmt: skip
 
-OF_ALL_SCALERS = {"max_consecutive_skips", "enabled"}  # settings that every scaler has
+OF_ALL_SCALERS = {"max_consecutive_skips", "enabled"}  # settings of every scaler
 
 
 class StaticLossScaler(LossScaler[StaticRule]):
-    """A constant loss scale (Micikevicius et al. 2017, section 3.2); steps that overflow are still skipped.
+    """A constant loss scale (Micikevicius et al. 2017, section 3.2); steps with an overflow are skipped.
 
     Args:
-        scale: the loss scale; a power of two keeps scaling exact. 1 means no scaling.
+        scale: the loss scale; scaling is exact for a power of two. 1 means no scaling.
         max_consecutive_skips: skipped steps in a row after which :class:`LossScaleError` is raised; default 50.
-        enabled: False makes every method pass through; default True.
+        enabled: False disables scaling and skipping; default True.
 
     Raises:
         ValueError: for a scale that is not positive and finite.
@@ -50,38 +50,37 @@ class StaticLossScaler(LossScaler[StaticRule]):
 class DynamicLossScaler(LossScaler[DynamicRule]):
     """torch's dynamic loss scale: halved on an overflow, doubled after ``growth_interval`` clean steps.
 
-    Algorithm of ``torch.amp.GradScaler`` (its documentation; Micikevicius et al. 2017, section 3.2)::
+    Algorithm of ``torch.amp.GradScaler`` (see its documentation; Micikevicius et al. 2017, section 3.2)::
 
         overflow:  scale *= backoff_factor; tracker = 0
         clean:     tracker += 1
                    if tracker == growth_interval: scale *= growth_factor; tracker = 0
 
     Args:
-        device: accepted as in ``torch.amp.GradScaler`` and not needed: the scale follows each loss to its device.
-            Default None.
+        device: accepted for compatibility with ``torch.amp.GradScaler`` and unused: each device gets the scale when a
+            loss needs it. Default None.
         init_scale: scale of the first step; default 2**16.
-        growth_factor: at least 1; with 1 the scale never grows; default 2.
+        growth_factor: at least 1, which means no growth; default 2.
         backoff_factor: below 1; default 0.5.
         growth_interval: clean steps before the scale grows; default 2000.
-        hysteresis: number of overflows before the scale is lowered; default 1 lowers it at once. Every further overflow
-            lowers it too, until the scale grows, which restores the count, as in Megatron-LM (``--hysteresis``) and
-            DeepSpeed.
-        consecutive_hysteresis: a clean step restores the count as well, so that only overflows in a row lower the
-            scale, as DeepSpeed's setting of that name and NeMo's scaler do; default False.
+        hysteresis: overflows before the scale is lowered; default 1: at once. Further overflows lower it too. The count
+            is restored when the scale grows, as in Megatron-LM (``--hysteresis``) and DeepSpeed.
+        consecutive_hysteresis: restore the count at a clean step too, so that only overflows in a row lower the scale,
+            as DeepSpeed's setting of that name and NeMo's scaler do; default False.
         growth_delay: clean steps that do not count towards growth, at the beginning and after each overflow; default 0.
-            With 1, the scale grows when that of DeepSpeed does.
-        min_scale: the scale is not lowered below this; default 2**-48, where FP16's largest number is a gradient of
-            2**64, which no step is taken with. 0 removes the bound, except FP32's own, 2**-126.
-        max_scale: the scale does not grow above this; default None: no bound except FP32's.
+            1 gives the growth steps of DeepSpeed.
+        min_scale: lower bound; default 2**-48, where FP16's largest number is an unscaled gradient of 2**64, with which
+            every step is skipped. 0 means FP32's bound, 2**-126.
+        max_scale: upper bound of growth; default None: FP32's.
         max_consecutive_skips: skipped steps in a row at ``min_scale`` after which :class:`LossScaleError` is raised;
             default 50.
-        enabled: False turns scaling off, as in torch: ``step`` only calls ``optimizer.step()``.
+        enabled: False disables scaling, as in torch: ``step`` only calls ``optimizer.step()``. Default True.
 
     A factor or scale that is not a power of two is allowed, as in torch, with a warning, because scaling then rounds. A
     ``backoff_factor`` of 0 or less lowers the scale to ``min_scale``; torch's scale would become 0 or negative.
 
     Raises:
-        ValueError: for settings outside these ranges.
+        ValueError: for settings out of range.
         TypeError: if ``device`` is a number.
     """
 
@@ -119,7 +118,7 @@ class DynamicLossScaler(LossScaler[DynamicRule]):
         super().__init__(rule, max_consecutive_skips=max_consecutive_skips, enabled=enabled)
 
     def get_growth_factor(self) -> float:
-        """The factor by which the scale grows."""
+        """Return the factor by which the scale grows."""
         return self._state.growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
@@ -127,7 +126,7 @@ class DynamicLossScaler(LossScaler[DynamicRule]):
         self._set_checked(replace(self._state, growth_factor=new_factor))
 
     def get_backoff_factor(self) -> float:
-        """The factor by which an overflow lowers the scale."""
+        """Return the factor by which an overflow lowers the scale."""
         return self._state.backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
@@ -135,75 +134,75 @@ class DynamicLossScaler(LossScaler[DynamicRule]):
         self._set_checked(replace(self._state, backoff_factor=new_factor))
 
     def get_growth_interval(self) -> int:
-        """Clean steps before the scale grows."""
+        """Return the number of clean steps before the scale grows."""
         return self._state.growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the number of clean steps before the scale grows; at least 1.
 
-        If at least ``new_interval`` steps were clean already, the scale grows at the next clean step. (torch's scaler
-        waits for equality: its scale would not grow again until an overflow.)
+        After ``new_interval`` or more clean steps, the scale grows at the next one. (torch's scaler compares for
+        equality: its scale would not grow until an overflow.)
         """
         self._set_checked(replace(self._state, growth_interval=new_interval))
 
 
 class HeadroomLossScaler(LossScaler[HeadroomRule]):
-    """A loss scale that follows the gradients instead of probing for an overflow.
+    """A loss scale computed from the largest gradient, instead of raised until an overflow.
 
-    The pass that looks for inf and NaN also finds the largest gradient magnitude. At every step the scale is computed
-    from it, so that their product stays below 65504 (Micikevicius et al. 2017, section 3.2; NVIDIA's "Train With Mixed
-    Precision" guide). How much headroom the gradients need is learned from them::
+    The check for inf and NaN also finds the largest gradient magnitude. At every step the scale is computed from it, so
+    that their product stays below 65504 (Micikevicius et al. 2017, section 3.2; NVIDIA's "Train With Mixed Precision"
+    guide). The headroom adapts to the gradients::
 
         clean step with largest unscaled gradient g > 0:
-            if it is the first: level = g; headroom = what keeps the scale at 2**16 or below, at least 5; done
-            rise = log2(g / level)                      # doublings above what is usual
-            if an overflow came just before it:
+            if it is the first: level = g; headroom = enough for a scale of 2**16 at most, at least 5; done
+            rise = log2(g / level)                      # doublings above the level
+            if it follows an overflow:
                 if rise > headroom:                     # a jump explains the overflow: g is the new level
                     level = g; done
-                if quiet >= 16 and (futile or headroom >= max(12, that of scale 2**6)):
+                if quiet >= 16 and (futile or headroom >= max(12, headroom at scale 2**6)):
                     futile = True                       # no scale prevents it
                 else: headroom += 1.25
                 quiet = 0                               # clean steps since the last overflow without an explanation
             else:
                 quiet += 1
                 if quiet >= 16 * patience: futile = False
-            sinking = 1 / (1 + 8 * skipped steps so far)
+            sinking = 1 / (1 + 8 * number of skipped steps)
             if futile or no step was skipped: sinking = max(sinking, 2 * (headroom - 4))
             headroom = max(headroom - sinking / patience, rise + 0.5, 1)
-            level moves towards g, half the way (of their logarithms) in half_life steps,
-                where a fall counts 8 doublings at most
-        clean step with gradients of 0 alone:
-            nothing is learned; before the first level, scale /= backoff_factor, no further than to init_scale
+            level moves towards g, half the way (of their logarithms) in half_life steps;
+                a fall counts 8 doublings at most
+        clean step with all gradients 0:
+            no change; before the first level, scale /= backoff_factor, up to init_scale
         after a clean step with a level: scale = largest power of two with scale * level * 2**headroom <= 65504
         overflow:
-            scale *= backoff_factor, from above 1 no further than to 1
-        overflow with a loss of inf or NaN, which no scale changes: all stays
+            scale *= backoff_factor; a scale above 1 is lowered to 1 at most
+        overflow with a loss of inf or NaN, with any scale: no change
 
-    After an overflow the scale is far too low for one step, and the gradient of that step tells the reason. If it is
-    larger than usual, the level has risen. If not, the overflow came from a single spike, from a gradient of an
-    activation that is larger than any weight's, or from data that no scale can help. The more steps were skipped, the
-    longer headroom is kept.
+    After an overflow the scale is far too low for one step, and the gradient of that step shows the cause. If it is
+    larger than the level, the gradients have grown. Otherwise the cause was a single spike, an activation gradient
+    larger than any weight gradient, or data that overflow at any scale. The more steps were skipped, the slower the
+    headroom sinks.
 
     Args:
-        init_scale: scale of the first step; low, because nothing has been measured yet; default 2**10.
-        headroom: smallest headroom to begin with, in doublings between the level and FP16's largest number; default 5.
-            It sinks to 1 while gradients need no more.
+        init_scale: scale of the first step; low, because no gradient was measured; default 2**10.
+        headroom: smallest initial headroom, in doublings between the level and FP16's largest number; default 5. It
+            sinks to 1 if gradients need no more.
         half_life: steps in which the level moves half the way to a new one; default 25.
         backoff_factor: factor on an overflow; default 2**-20.
         patience: steps in which a headroom below 4.5 sinks by one doubling while no step is skipped; default 250.
-        min_scale: the scale is not lowered below this; default 2**-48, where FP16's largest number is a gradient of
-            2**64, which no step is taken with; 0 is no bound but FP32's.
-        max_scale: the scale does not grow above this; default 2**40, None for no bound but FP32's.
-        largest: the largest number of the dtype that gradients are computed in; default FP16's, 65504.
+        min_scale: lower bound; default 2**-48, where FP16's largest number is an unscaled gradient of 2**64, with which
+            every step is skipped. 0 means FP32's bound.
+        max_scale: upper bound; default 2**40; None means FP32's.
+        largest: largest number of the dtype of the gradients; default FP16's, 65504.
         max_consecutive_skips: skipped steps in a row at ``min_scale`` after which :class:`LossScaleError` is raised;
             default 50.
-        enabled: False makes every method pass through; default True.
+        enabled: False disables scaling and skipping; default True.
 
-    From its first update on the scale is a power of two, whatever the settings: bounds that are not powers of two are
-    moved inwards to the nearest one.
+    After the first update the scale is a power of two. Bounds that are not powers of two are moved inwards to the
+    nearest one.
 
     Raises:
-        ValueError: for settings outside their ranges.
+        ValueError: for settings out of range.
     """
 
     def __init__(
@@ -246,16 +245,21 @@ _SCALERS: dict[str, type[LossScaler[Any]]] = {
 def make_loss_scaler(
     loss_scale: str | float | None, compute: torch.dtype = torch.float16, /, **settings: Any
 ) -> LossScaler[Any]:
-    """The scaler that a policy's ``loss_scale`` names: a rule of ``RULES``, a number, or None (1: the guard remains).
+    """Return the scaler for the ``loss_scale`` of a policy.
 
-    ``compute`` is the dtype of the gradients, whose range the headroom rule leaves free. ``settings`` are the rule's
-    settings, ``max_consecutive_skips`` and ``enabled``; a ValueError for any other.
+    Args:
+        loss_scale: a name of ``RULES``, a number, or None for a scale of 1, with which overflows are still skipped.
+        compute: dtype of the gradients; its largest number, FP16's at most, is the limit of the headroom rule.
+        settings: settings of the rule, ``max_consecutive_skips`` and ``enabled``.
+
+    Raises:
+        ValueError: for another loss scale or setting.
     """
     kind = parse_loss_scale(loss_scale)
-    if kind == HeadroomRule.name:  # a scale that is asked for in a wide range stays in FP16's
+    if kind == HeadroomRule.name:
         settings = {"largest": min(compute_dtype(compute).largest, FP16_MAX), **settings}
     rule = RULES[kind] if isinstance(kind, str) else StaticRule
-    # A rule that is registered elsewhere needs no class of its own: its fields are its settings.
+    # Other registered rules have no scaler class: the fields are the settings.
     if (scaler := _SCALERS.get(rule.name)) is not None:
         allowed = set(signature(scaler).parameters) - {"scale", "device"}
     else:

@@ -220,7 +220,7 @@ def test_powers_are_those_of_python_up_to_rounding(beta: float, steps: int) -> N
 @pytest.mark.usefixtures("other_default_dtype")
 @pytest.mark.parametrize("kernel", registry.KERNELS)
 def test_the_check_of_first_use_is_passed_whatever_the_default_dtype(kernel: str) -> None:
-    assert registry.difference(kernel, torch.device(DEVICE)) is None
+    assert registry.reference_mismatch(kernel, torch.device(DEVICE)) is None
 
 
 @pytest.mark.parametrize("kernel", registry.KERNELS)
@@ -228,7 +228,7 @@ def test_the_check_of_first_use_is_passed_whatever_the_default_device(kernel: st
     for table in (triton_tables.table_of, triton_tables.on_device, triton_tables._parts):
         table.cache_clear()
     with torch.device("meta"):
-        assert registry.difference(kernel, torch.device(DEVICE)) is None
+        assert registry.reference_mismatch(kernel, torch.device(DEVICE)) is None
 
 
 def poisoned(*values: tuple[int, float]) -> list[Tensor]:

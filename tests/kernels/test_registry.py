@@ -83,7 +83,10 @@ def test_what_a_kernel_cannot_read_is_named(tensors: Any, reason: str) -> None:
 
 def _two(what: str, found: float) -> list[registry.Pair]:
     nan = torch.tensor(math.nan)
-    return [("the norm", nan, nan, 0.0), (what, torch.tensor(found), torch.tensor(0.0), 0.0)]
+    return [
+        registry.Pair("the norm", nan, nan, 0.0),
+        registry.Pair(what, torch.tensor(found), torch.tensor(0.0), 0.0),
+    ]
 
 
 @pytest.mark.parametrize(
