@@ -33,8 +33,8 @@ class StepReport:
     overflow: bool
     # largest magnitude of the unscaled gradients before clipping; None if it was not measured
     largest_gradient: float | None = None
-    # a smaller scale may prevent the overflow; False if the loss was inf or NaN, or if another optimizer has reported the
-    # same overflow before
+    # a smaller scale may prevent the overflow; False if the loss was inf or NaN, or if another optimizer has already
+    # reported the same overflow
     is_of_scale: bool = True
 
     @classmethod
