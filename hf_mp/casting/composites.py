@@ -1,8 +1,7 @@
-"""Python functions of torch that are made of other ops, opened up so that autocast sees the ops inside.
+"""Python functions of torch, decomposed so that autocast intercepts the ops inside.
 
-``torch.nn.functional.multi_head_attention_forward`` and its kind ask first whether a torch function mode takes the
-whole call. An opened function is the same code whose question is answered with no, so that it runs on, with the mode
-active.
+``torch.nn.functional.multi_head_attention_forward`` and similar functions first check whether a torch function mode
+handles the whole call. A decomposed function has the same code, but that check returns False.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def _no(*args: Any) -> bool:
 
 
 def _opened(function: types.FunctionType) -> Callable[..., Any]:
-    """``function``, made anew of its own code, with every question for a mode answered with no."""
+    """Return a copy of ``function`` in which each check for a mode returns False."""
     opened = types.FunctionType(
         function.__code__,
         {**function.__globals__, **dict.fromkeys(_QUESTIONS, _no)},
@@ -36,7 +35,7 @@ def _opened(function: types.FunctionType) -> Callable[..., Any]:
     return opened
 
 
-# Without an op of any table inside: not worth opening.
+# These contain no op of any table.
 _LEAVES = """
     dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout embedding relu relu6 silu mish elu selu
     celu leaky_relu hardtanh hardswish hardsigmoid glu rrelu softsign threshold tanh sigmoid assert_int_or_pair
@@ -49,16 +48,16 @@ def _find() -> dict[Callable[..., Any], Callable[..., Any]]:
         function: _opened(function)
         for module in (torch.nn.functional, torch.masked._ops, torch._lowrank, torch._lobpcg)
         for name, function in vars(module).items()
-        # Those that do not ask are made of others all the same: torch.compile takes them whole into its graph.
+        # Functions without the check are included: torch.compile puts them into its graph as a whole.
         if isinstance(function, types.FunctionType) and function.__globals__ is vars(module)
         if not name.startswith("_") and name not in leaves
     }
 
 
-# Names of Tensor's methods that are written in Python; torch.compile can call those as methods only.
+# Tensor methods written in Python; torch.compile can call them as methods only.
 PYTHON_METHODS = frozenset(
     name for name, function in vars(torch.Tensor).items() if isinstance(function, types.FunctionType)
 )
 
-# Composite function -> the same, opened. A constant, so that torch.compile can read it.
+# Composite function -> decomposed copy. A constant, so that torch.compile can read it.
 COMPOSITES = _find()

@@ -1,4 +1,4 @@
-"""Products and attention summed in FP64, so that no bit of a result depends on the order in which a kernel sums."""
+"""Matmuls and attention with FP64 accumulation: no bit of a result depends on the summation order of a kernel."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hf_mp.casting.handlers import CASTABLE, as_given, cast_all
 from hf_mp.casting.tables import OPS, CastRule, TableName
 from hf_mp.kernels.nested import map_tensors, tensors_in
 
-_GROUPED = ("_grouped_mm", "grouped_mm_fallback")  # products of stacked experts, of torch and of Transformers
+_GROUPED = ("_grouped_mm", "grouped_mm_fallback")  # grouped matmuls of stacked experts, of torch and of Transformers
 
 
 def exact_plan(plan: Plan, tables: TableName) -> Plan:
-    """``plan`` with all products and attention in FP64.
+    """Return ``plan`` with all matmuls and attention in FP64.
 
     Raises:
-        ValueError: where a rule has one of them run as it is called.
+        ValueError: if a rule leaves the dtypes of one of them unchanged.
     """
     found = {}
     products = {func: name for func, (rule, name) in OPS[tables].items() if rule is CastRule.LOWER_PRECISION}
-    # Transformers registers its op when its module is imported: plans take it in then, and OPS do not.
+    # Plans contain the op of Transformers only after its module is imported; OPS never do.
     products.update({func: entry.name for func, entry in plan.items() if entry.name in _GROUPED})
     for func, name in products.items():
         entry = plan[func]
@@ -42,13 +42,13 @@ def sum_in_fp64(
     mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any],
     dtype: torch.dtype | None = None,
 ) -> Any:  # fmt: skip
-    """Make a call of the lower-precision table in FP64, of operands and with a result in ``dtype``, or the mode's."""
+    """Run a lower-precision op in FP64, with operands and result in ``dtype``, by default that of ``mode``."""
     dtype = mode.dtype if dtype is None else dtype
-    if (out := kwargs.get("out")) is not None:  # as it is, like every call with one; autograd takes none (TRL's head)
+    if (out := kwargs.get("out")) is not None:  # unchanged, like every call with `out`; TRL's head, without autograd
         wide = functools.partial(map_tensors, lambda one: one.double() if one.dtype in CASTABLE else one)
         given = {key: wide(value) for key, value in kwargs.items() if key != "out"}
         return out.copy_(as_given(mode, name, func, tuple(map(wide, args)), given))
-    if any(one.dtype is torch.float64 for one in tensors_in((args, kwargs))):  # as it is, like every call with FP64
+    if any(one.dtype is torch.float64 for one in tensors_in((args, kwargs))):  # unchanged, like every call with FP64
         return func(*args, **kwargs)
     args, kwargs = cast_all(mode, dtype, args, kwargs)
     return run_through_fp32(func, args, kwargs, dtype, torch.float64)

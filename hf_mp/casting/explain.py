@@ -1,4 +1,4 @@
-"""``autocast.explain``: what ran in which dtype, op by op and module by module."""
+"""``autocast.explain``: the dtypes of each op in each module."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Dtypes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class ExplainedOp:
-    """Calls of one op in one module that were treated alike.
+    """Calls of one op in one module with the same rule and dtypes.
 
     Attributes:
-        module: name of the innermost module that made the call; empty outside of any.
+        module: name of the innermost module that made the call; empty outside modules.
         op: name of the op.
-        rule: the table or rule that decided, such as ``"lower precision"``; ``"unlisted"`` where none speaks of it.
-        inputs: dtypes in which the floating inputs came.
-        cast: dtypes in which the op got them; of an unlisted op the same as ``inputs``.
-        outputs: dtypes of its floating results.
-        count: number of such calls.
+        rule: the table or rule that was applied, for example ``"lower precision"``; ``"unlisted"`` if none applies.
+        inputs: dtypes of the floating inputs.
+        cast: dtypes that the op received; the same as ``inputs`` for an unlisted op.
+        outputs: dtypes of the floating results.
+        count: number of calls.
     """
 
     module: str
@@ -49,7 +49,7 @@ class ExplainedOp:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The calls under autocast, in the order in which they first came; prints as a table."""
+    """Calls under autocast, in the order of their first occurrence; prints as a table."""
 
     ops: tuple[ExplainedOp, ...]
 
@@ -66,7 +66,7 @@ class Explanation:
 
 
 def _shortly(dtypes: Dtypes) -> str:
-    """``"fp16, fp32 x2"`` of ``("float16", "float32", "float32")``."""
+    """Shorten ``("float16", "float32", "float32")`` to ``"fp16, fp32 x2"``."""
     runs = [(spell(dtype), len([*same])) for dtype, same in itertools.groupby(dtypes)]
     return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in runs)
 
@@ -79,16 +79,16 @@ def explain(
     rules: Rules | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """Call ``function`` once under autocast and tell what ran in which dtype.
+    """Call ``function`` once under autocast and record the dtypes of each op.
 
     Args:
-        function: a model or any function; a model that mixed precision is attached to is explained as it runs.
-        inputs: what to call it with.
-        dtype, tables, rules: as for :class:`autocast`; of no effect for an attached model.
-        kwargs: what to call it with, by name.
+        function: a model or any function. An attached model runs in its own autocast.
+        inputs: its positional arguments.
+        dtype, tables, rules: as for :class:`autocast`; no effect for an attached model.
+        kwargs: its keyword arguments.
 
     Returns:
-        An :class:`Explanation`: a table when printed, its rows as data in ``.ops``.
+        An :class:`Explanation`: prints as a table; its rows are in ``.ops``.
     """
     model = function if isinstance(function, nn.Module) else None
     attached = getattr(getattr(function, "forward", None), "runtime", None)
@@ -102,13 +102,13 @@ def explain(
 
 
 class _Recorder:
-    """Takes down the dtypes of each call that autocast sees."""
+    """Records the dtypes of each call that autocast intercepts."""
 
     def __init__(self) -> None:
         self._calls: Counter[ExplainedOp] = Counter()
 
     def record(self, call: WatchedCall) -> Any:
-        """Make a call and take it down."""
+        """Make a call and record its dtypes."""
         cast: list[Any] = []
 
         @functools.wraps(call.func)
@@ -117,21 +117,21 @@ class _Recorder:
             return call.func(*args, **kwargs)
 
         came = ran = _dtypes((call.args, call.kwargs))
-        # The others cast inside: what the op itself is given is seen by a function in its place.
+        # The handlers of other rules choose the casts: wrap the function to record its arguments.
         is_whole = call.entry.rule in (CastRule.UNLISTED, CastRule.LOWER_PRECISION)
         result = call.make(None if is_whole else watched)
-        # Also where the CPU computes through FP32: the numbers are FP16's.
+        # Also if the CPU computes in FP32, because the operands are rounded.
         if call.entry.rule is CastRule.LOWER_PRECISION:
             ran = len(came) * (_name(call.mode.dtype),)
-        elif cast:  # else hf_mp's function in the place of the op has read what came
+        elif cast:  # if empty, a function of hf_mp replaced the op, and read the inputs unchanged
             ran = _dtypes(cast[0])
-        if outputs := _dtypes(result):  # questions (`.shape`) and integer arithmetic have none
+        if outputs := _dtypes(result):  # attributes (`.shape`) and integer arithmetic have none
             op = op_name(call.func) if call.entry.rule is CastRule.UNLISTED else call.entry.name
             self._calls[ExplainedOp(call.module, op, call.entry.rule.value, came, ran, outputs)] += 1
         return result
 
     def explanation(self) -> Explanation:
-        """What was recorded."""
+        """Return the recorded calls."""
         return Explanation(tuple(replace(op, count=count) for op, count in self._calls.items()))
 
 
@@ -140,6 +140,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _dtypes(value: Any) -> Dtypes:
-    # The autocast is active, and would record these questions as calls of the model.
+    # The active autocast would record these reads as calls of the model.
     with torch._C.DisableTorchFunction():
         return tuple(_name(tensor.dtype) for tensor in tensors_in(value) if tensor.is_floating_point())

@@ -1,4 +1,4 @@
-"""The plan of an autocast for the kernels in C++: for each op, which of their rules does what its handler does."""
+"""Plans for the C++ kernels: the C++ rule that does the same as the handler of each op."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_mp.casting.cpu_handlers import native_attention, native_product, through
 from hf_mp.casting.handlers import AS_GIVEN, as_given, fp32, fp32_output, lower_precision, widest
 from hf_mp.kernels.native import native
 
-# By handler: the rule, and what is otherwise where the first tensor of a call lies on a CPU. All others are Python's.
+# Handler -> C++ rule, and its variant if the first tensor of a call is on a CPU. All other handlers run in Python.
 _RULES: dict[Callable[..., Any], tuple[str, str]] = {
     as_given: ("as_given", "same"),
     lower_precision: ("lower_precision", "same"),
@@ -29,13 +29,13 @@ _RULES: dict[Callable[..., Any], tuple[str, str]] = {
 }
 
 
-_with_kernels: list[OpOverload] = []  # for good: what a thread does not include changes nothing
+_with_kernels: list[OpOverload] = []  # never unregistered; threads without the key do not use them
 
 
 def native_plan(calls: Mapping[OpOverload, Callable[..., Any]], plan: Plan, dtype: torch.dtype) -> Any:
-    """``plan`` of an autocast in ``dtype`` for kernels in C++ of the ops of ``calls``; None where there is no C++.
+    """Return ``plan`` for the C++ kernels of an autocast in ``dtype``; None without C++.
 
-    ``calls`` has the function that the handler of each op is given; it only grows.
+    ``calls`` maps each op to the function that its handler receives. Ops are only added to it.
     """
     if (module := native()) is None:
         return None
@@ -48,7 +48,7 @@ def native_plan(calls: Mapping[OpOverload, Callable[..., Any]], plan: Plan, dtyp
 
 def _rule(op: OpOverload, call: Callable[..., Any], entry: PlannedCall) -> tuple[str, str]:
     rule, on_cpu = _RULES.get(entry.handler, ("python", "same"))
-    if call in ATTENTION:  # which also looks at the number of scores
+    if call in ATTENTION:  # its handler also reads the number of scores
         on_cpu = "python"
     if rule == "fp32_output" and not any(argument.name == "dtype" for argument in op._schema.arguments):
         rule = "python"

@@ -1,9 +1,9 @@
-"""The op tables: which op runs in which dtype, as data.
+"""Op tables, as data: the dtype in which each op runs.
 
-An op is named once, in one of the sets below; :func:`spellings` finds its Python names (``torch.mm``, ``Tensor.mm``).
+Each op is named once, in one of the sets below; :func:`spellings` finds its Python names (``torch.mm``, ``Tensor.mm``).
 
 Source: "Autocast Op Reference" of torch's AMP documentation (https://docs.pytorch.org/docs/stable/amp.html), and for
-what that page leaves out, the registrations in ``ATen/autocast_mode.h`` and ``autocast_mode.cpp`` of torch 2.13.
+ops that the page omits, ``ATen/autocast_mode.h`` and ``autocast_mode.cpp`` of torch 2.13.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ TableName = Literal["cuda", "cpu", "compact"]
 
 
 class CastRule(Enum):
-    """What autocast does with the floating inputs of an op."""
+    """Cast of the floating inputs of an op."""
 
-    LOWER_PRECISION = "lower precision"  # cast to autocast's dtype
-    FP32 = "fp32"  # cast to FP32
-    FP32_OUTPUT = "fp32 output"  # inputs stay; the op is told dtype=float32 unless the caller named a dtype
-    WIDEST = "widest type"  # cast to the widest floating dtype among the inputs
-    BANNED = "banned"  # refuse, with advice
-    UNLISTED = "unlisted"  # as if no table spoke of it
-    COMPOSITE = "composite"  # a Python function of torch, opened so that the ops inside are seen: see composites.py
+    LOWER_PRECISION = "lower precision"  # to autocast's dtype
+    FP32 = "fp32"  # to FP32
+    FP32_OUTPUT = "fp32 output"  # inputs unchanged; the op gets dtype=float32, unless the caller passes one
+    WIDEST = "widest type"  # to the widest floating dtype among the inputs
+    BANNED = "banned"  # raise, with advice
+    UNLISTED = "unlisted"  # as in no table
+    COMPOSITE = "composite"  # a Python function of torch, decomposed: see composites.py
 
 
 @dataclass(frozen=True)
 class OpTables:
-    """Autocast's tables for one family of devices: each op name in at most one set."""
+    """Tables for one family of devices; each op name is in at most one set."""
 
     lower_precision: frozenset[str]
     fp32: frozenset[str]
@@ -45,7 +45,7 @@ class OpTables:
     banned: dict[str, str] = field(default_factory=dict)
 
     def entries(self) -> Iterator[tuple[CastRule, str]]:
-        """Yield each op name with its rule, whose name its set has."""
+        """Yield each op name with its rule. The set has the name of the rule."""
         for rule in CastRule:
             yield from ((rule, name) for name in sorted(getattr(self, rule.name.lower(), ())))
 
@@ -55,7 +55,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _names_in_this_torch(text: str, key: str) -> frozenset[str]:
-    """Those of some versions' ops that this torch has an autocast kernel for."""
+    """Return the names of ops for which this torch has an autocast kernel."""
     registered = set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
     return frozenset(name for name in text.split() if f"aten::{name.replace('.', '_')}" in registered)
 
@@ -66,8 +66,8 @@ _BANNED_BINARY_CROSS_ENTROPY = (
     "the sigmoid, which is safe, or compute this loss inside `with autocast(enabled=False):` on FP32 tensors"
 )
 
-# Products that no autocast of torch names (https://github.com/pytorch/pytorch/issues/174763): stacked experts run in
-# FP32 there.
+# Grouped matmuls, missing in torch.autocast (https://github.com/pytorch/pytorch/issues/174763), which runs stacked
+# experts in FP32.
 BEYOND_TORCH = _names("_grouped_mm")
 
 CUDA_TABLES = OpTables(
@@ -92,7 +92,9 @@ CUDA_TABLES = OpTables(
         upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa
         upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa sum_to_size
     """)
-    | _names_in_this_torch("rms_norm linalg.matrix_sqrth", "AutocastCUDA"),  # after 2.11, and from 2.15
+    | _names_in_this_torch(
+        "rms_norm linalg.matrix_sqrth", "AutocastCUDA"
+    ),  # rms_norm after torch 2.11, matrix_sqrth from 2.15
     fp32_output=_names("""
         prod softmax log_softmax cumprod cumsum sum linalg.vector_norm linalg.matrix_norm linalg.norm
     """),
@@ -129,14 +131,16 @@ CPU_TABLES = OpTables(
         linalg.eig linalg.eigh linalg.eigvals linalg.eigvalsh linalg.inv linalg.inv_ex linalg.householder_product
         linalg.tensorinv linalg.tensorsolve linalg.qr linalg.lstsq linalg.pinv
     """)
-    | _names_in_this_torch("qr cholesky linalg.matrix_sqrth", "AutocastCPU"),  # before 2.15, and from it
+    | _names_in_this_torch(
+        "qr cholesky linalg.matrix_sqrth", "AutocastCPU"
+    ),  # matrix_sqrth from torch 2.15, the others before
     widest=_names("stack cat concat concatenate index_copy bilinear"),
 )
 
-# torch's lists for CUDA without FP32 copies where the kernel computes in FP32 registers anyway: softmax reads and
-# writes 16 bits, and so does RMSNorm of an input and a weight in 16 bits (bit for bit the FP32 result, rounded;
-# https://github.com/pytorch/pytorch/issues/188955). LayerNorm does not: a lean BERT, which adds residuals to what it
-# returns, would have gradients 1.4 times as far from FP64's. In an attached model, activations.py belongs to it too.
+# torch's CUDA lists without FP32 copies for kernels that compute in FP32 registers: softmax reads and writes 16 bits,
+# and so does RMSNorm of an input and a weight in 16 bits (bit for bit the rounded FP32 result;
+# https://github.com/pytorch/pytorch/issues/188955). LayerNorm stays FP32: a lean BERT adds residuals to its result, and
+# its gradients would be 1.4 times as far from FP64's. Attached models add activations.py.
 COMPACT_TABLES = replace(
     CUDA_TABLES,
     fp32=CUDA_TABLES.fp32 - {"rms_norm"},
@@ -146,19 +150,19 @@ COMPACT_TABLES = replace(
 
 TABLES: dict[TableName, OpTables] = {"cuda": CUDA_TABLES, "cpu": CPU_TABLES, "compact": COMPACT_TABLES}
 
-# Python operators and dunder methods that are spellings of a named op.
+# Dunder methods that are spellings of an op.
 _DUNDER_SPELLINGS = {
     "matmul": ("__matmul__", "__rmatmul__"),
     "pow": ("__pow__", "__rpow__"),
     "reciprocal": ("__rdiv__", "__rtruediv__"),
 }
-# Every place where torch keeps Python names of ops. torch._C._nn and torch._VF are where nn.functional finds its
-# builtins; they are what a module's forward calls directly.
+# Namespaces of torch with Python names of ops. torch._C._nn and torch._VF contain the builtins of nn.functional, which
+# modules also call directly.
 _NAMESPACES = (torch, torch.Tensor, F, torch._C._nn, torch._C._VariableFunctions, torch.special, torch.functional)
 
 
 def spellings(name: str) -> list[Callable[..., Any]]:
-    """Every distinct Python callable of torch's op ``name``, as its documentation has it (``"linalg.multi_dot"``)."""
+    """Return each distinct Python callable of torch's op ``name``, in documented spelling (``"linalg.multi_dot"``)."""
     prefix, _, short = name.rpartition(".")
     namespaces = (getattr(torch, prefix), getattr(torch._C, f"_{prefix}")) if prefix else _NAMESPACES
     names = (short, *_DUNDER_SPELLINGS.get(name, ()))
@@ -172,7 +176,7 @@ _OTHERWISE_IN_THE_DISPATCHER = {"sparse_mm": "_sparse_mm", "sparse_addmm": "_spa
 
 
 def of_the_dispatcher(name: str) -> list[Callable[..., Any]]:
-    """``torch.ops.aten``'s op of that name, and those of its overloads that write into no argument."""
+    """Return ``torch.ops.aten``'s op of that name, and its overloads that write to no argument."""
     packet = getattr(torch.ops.aten, _OTHERWISE_IN_THE_DISPATCHER.get(name, name), None)
     if packet is None:
         return []
@@ -180,13 +184,13 @@ def of_the_dispatcher(name: str) -> list[Callable[..., Any]]:
     return [packet, *(overload for overload in overloads if not overload._schema.is_mutable)]
 
 
-# Opened as composites: besides the op of their name they multiply by weights.
+# Composites: they also multiply by weights.
 _WEIGHTED = (F.l1_loss, F.mse_loss, F.huber_loss)
 _NAMESPACE_PREFIXES = ("torch.Tensor.", "torch.nn.functional.", "torch.functional.", "torch._C._nn.", "torch.")
 
 
 def op_name(function: Any) -> str:
-    """What an op is called where no table names it: ``tanh``, ``linalg.inv``, ``my_library.my_op``."""
+    """Return the name of an op outside the tables: ``tanh``, ``linalg.inv``, ``my_library.my_op``."""
     if isinstance(function, (OpOverload, OpOverloadPacket)):
         return str(function)
     name = torch.overrides.resolve_name(function) or getattr(function, "__name__", repr(function))
@@ -198,7 +202,7 @@ _OPERATORS = {"truediv": "div", "rtruediv": "div", "rmatmul": "matmul", "radd": 
 
 
 def called_name(function: Callable[..., Any]) -> str | None:
-    """What a call of ``function`` is reported as where no table names it; None for attributes such as ``.shape``."""
+    """Return the reported name of a call outside the tables; None for attributes (``.shape``)."""
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__"):
         return None
@@ -208,7 +212,7 @@ def called_name(function: Callable[..., Any]) -> str | None:
 
 @functools.cache
 def functions_called(name: str) -> frozenset[Callable[..., Any]]:
-    """Every function whose calls are reported as ``name``."""
+    """Return all functions with the reported name ``name``."""
     dunders = [entry for entry in dir(torch.Tensor) if entry.startswith("__")]
     entries = [(space, entry) for space in _NAMESPACES for entry in dir(space) if not entry.startswith("_")]
     values = [getattr(space, entry, None) for space, entry in [*entries, *((torch.Tensor, entry) for entry in dunders)]]
@@ -217,7 +221,7 @@ def functions_called(name: str) -> frozenset[Callable[..., Any]]:
 
 
 def op_table(tables: OpTables) -> dict[Callable[..., Any], tuple[CastRule, str]]:
-    """Map every callable of the tables' ops to its rule and op name."""
+    """Map each callable of the tables' ops to its rule and op name."""
     return {
         function: (rule, name)
         for rule, name in tables.entries()
@@ -226,5 +230,5 @@ def op_table(tables: OpTables) -> dict[Callable[..., Any], tuple[CastRule, str]]
     }
 
 
-# Made once, at import: torch.compile reads a constant dictionary, but not a cached function.
+# Made at import: torch.compile reads a constant dictionary, but not a cached function.
 OPS = {name: op_table(tables) for name, tables in TABLES.items()}

@@ -1,9 +1,9 @@
-"""What autocast changes in torch while it is in use: one table, put on with the first use and taken off with the last.
+"""Patches of torch for autocast, installed with its first use and removed with the last.
 
-torch's own autocast sits in the dispatcher, and gradient checkpointing, models with FP32 islands and the compiler know
-of it by name, but nothing of a torch function mode. Each entry of :data:`TABLE` replaces one attribute of torch;
-outside of our autocast each does what it replaced. They stay after code was compiled that enters an autocast inside.
-A torch that lacks the attribute costs what the entry says.
+Gradient checkpointing, autocast-disabled regions and the compiler support torch.autocast, but no torch function mode.
+Each entry of :data:`TABLE` replaces one attribute of torch. Outside hf_mp's autocast, a replacement calls the original.
+Once code was compiled that enters an autocast inside, the patches stay. If torch lacks the attribute, a warning names
+the consequence.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from hf_mp.casting.dispatched import undispatched
 from hf_mp.casting.uncompiled import uncompiled
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 
-# torch's own answers, whatever is patched below
+# The originals of functions patched below.
 is_torch_autocast_enabled = torch.is_autocast_enabled
 _torch_autocast_dtype = torch.get_autocast_dtype
 _MISSING = object()
 
 
 def around(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """What replaces an original by a call of ``function``, which is given it before the call's arguments."""
+    """Return a factory of replacements that call ``function(original, *args, **kwargs)``."""
 
     def replace(original: Any) -> Any:
         @functools.wraps(original)
-        @uncompiled  # the compiler skips torch's own frames, and would take this one for code to compile
+        @uncompiled  # the compiler skips torch's frames, and would compile this one
         def replacement(*args: Any, **kwargs: Any) -> Any:
             return function(original, *args, **kwargs)
 
@@ -47,15 +47,15 @@ def around(function: Callable[..., Any]) -> Callable[[Any], Any]:
     return replace
 
 
-# Gradient checkpointing runs a block again in backward, on CUDA in another thread: without our autocast it would
-# compute in FP32 what it computed in FP16, and torch raises CheckpointError. The mode is entered around the function
-# itself, where checkpoint() hands it on, so that code which imported checkpoint() by name is covered as well.
+# Gradient checkpointing recomputes a block in backward, on CUDA in another thread. Without this patch the block would
+# run in FP32, and torch raises CheckpointError because the recomputed dtypes differ. The function that checkpoint()
+# receives is wrapped, and not checkpoint() itself, so that code which imported it by name is covered.
 
 
 def _within_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, to run in the autocast that is active now."""
+    """Return ``function`` wrapped to run in the autocast that is active now."""
     mode = active_autocast()
-    # A compiled graph runs with all modes off: its casts are in it.
+    # A compiled graph runs with all modes off, because it contains its casts.
     if mode is None or torch._C._is_torch_function_all_disabled():
         return function
     return functools.wraps(function, updated=())(mode.recomputation(function))
@@ -75,25 +75,24 @@ def _checkpoint_function(original: Any) -> Any:
     return CheckpointFunction
 
 
-# Questions about autocast, and FP32 islands (`with torch.autocast(device, enabled=False)`), which speak of hf_mp's
-# autocast inside of it. Of torch's own code only these modules ask on behalf of a model; the others mean torch's own
-# state.
+# Queries about autocast, and regions of `with torch.autocast(device, enabled=False)`, refer to hf_mp's autocast if one
+# is active. Within torch, only these modules query it for a model; other code of torch means torch's own state.
 
 _ASK_FOR_MODELS = ("torch.amp.autocast_mode", "torch.nn.modules.")
 
 
 def _answering() -> Any:
-    """The autocast that answers a question, for the function that it was put to; None where torch itself answers."""
+    """Return the autocast that a patched query reports to its caller; None to report torch's own state."""
     ours = active_autocast()
     if ours is None or torch.compiler.is_dynamo_compiling():  # a compiler traces models only
         return ours
-    asking = str(sys._getframe(2).f_globals.get("__name__", ""))  # of the function that called the question
+    asking = str(sys._getframe(2).f_globals.get("__name__", ""))  # the caller of the query
     for_a_model = not asking.startswith("torch.") or asking.startswith(_ASK_FOR_MODELS)
     return ours if for_a_model else None
 
 
 def _asks(answer: Callable[..., Any]) -> Callable[[Any], Any]:
-    """What replaces a question: ``answer`` of our autocast and the question's arguments, where it is for a model."""
+    """Return a factory of queries that return ``answer(autocast, *args, **kwargs)`` if called for a model."""
 
     def replace(original: Any) -> Any:
         @functools.wraps(original)
@@ -101,7 +100,7 @@ def _asks(answer: Callable[..., Any]) -> Callable[[Any], Any]:
             ours = _answering()
             return original(*args, **kwargs) if ours is None else answer(ours, *args, **kwargs)
 
-        # torch.jit.script compiles torch.autocast, and looks its questions up in a table by identity.
+        # torch.jit.script compiles torch.autocast, and looks queries up by identity.
         if (op := torch.jit._builtins._find_builtin(original)) is not None:
             torch.jit._builtins._register_builtin(ask, op)
         return ask
@@ -124,8 +123,8 @@ def _leave_torch_autocast(original: Any, self: Any, /, *exc_info: Any) -> Any:
     return islands.pop().__exit__(*exc_info) if islands else original(self, *exc_info)
 
 
-# TorchScript calls no torch function in Python, and its formulas for gradients do not match casts in the dispatcher.
-# Its compiler inserts the casts of torch.autocast itself, so that is what runs around its calls.
+# No mode intercepts calls inside TorchScript, and its gradient formulas do not match casts in the dispatcher. Its
+# compiler inserts the casts of torch.autocast, so torch.autocast runs around its calls.
 
 
 @around
@@ -133,7 +132,7 @@ def _call_torch_script(original: Any, self: Any, /, *args: Any, **kwargs: Any) -
     mode = active_autocast()
     if mode is None or not mode.enabled or mode.sums_in_fp64 or mode.dtype not in LOWER_PRECISION_DTYPES:
         return original(self, *args, **kwargs)
-    # In an island, code in Python that TorchScript calls (torch.jit.ignore) is not cast a second time.
+    # Nested, so that Python code called by TorchScript (torch.jit.ignore) is not cast a second time.
     with mode.island(), undispatched(), _torchs_autocast(mode.dtype):
         return original(self, *args, **kwargs)
 
@@ -158,11 +157,11 @@ def _torchs_autocast(dtype: torch.dtype) -> Iterator[None]:
             torch.set_autocast_dtype(kind, its_dtype)
 
 
-# torch.compile has variables of its own for what we replace above: there, our functions are traced in their place.
+# torch.compile represents the objects patched above by its own variables, which trace these functions instead.
 
 
 def _trace(tx: Any, function: Callable[..., Any], args: list[Any]) -> Any:
-    """Have the compiler trace ``function(*args)`` as if the code that it compiles had called it."""
+    """Trace ``function(*args)`` as if the compiled code had called it."""
     from torch._dynamo.variables.base import VariableTracker
 
     return VariableTracker.build(tx, function).call_function(tx, args, {})
@@ -176,7 +175,7 @@ def _enter_traced_autocast(original: Any, self: Any, tx: Any) -> Any:
     self._hf_mp_island = _trace(tx, enter_island, [enabled]).as_python_constant()
     if not self._hf_mp_island:
         return original(self, tx)
-    # A graph that ends inside would leave torch's context, not the island: such a function is not compiled.
+    # A graph that ends inside would exit torch's context instead: such a function is not compiled.
     tx.active_generic_context_managers.append(self)
     return VariableTracker.build(tx, None)
 
@@ -191,7 +190,7 @@ def _leave_traced_autocast(original: Any, self: Any, tx: Any, *args: Any) -> Any
 
 @around
 def _make_cross_entropy(original: Any, self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    # Of an nn.CrossEntropyLoss that a forward makes, the compiler puts the function into its graph unseen by any mode.
+    # For an nn.CrossEntropyLoss made in a forward, the compiler adds the function to its graph without calling a mode.
     from torch._dynamo.variables import LambdaVariable
     from torch._dynamo.variables.base import VariableTracker
 
@@ -201,10 +200,10 @@ def _make_cross_entropy(original: Any, self: Any, tx: Any, args: list[Any], kwar
 
 @around
 def _call_user_compiler(original: Any, self: Any, /, graph: Any, inputs: list[Any]) -> Any:
-    """Compile ``graph``, and run it with modes off; a ValueError for sums in FP64."""
+    """Compile ``graph``, and run it with modes off; a ValueError with FP64 accumulation."""
     if (mode := active_autocast()) is None:  # a graph compiled outside any autocast is not run inside one
         return original(self, graph, inputs)
-    # A graph is called with the modes active that were traced into it: a backend that runs op by op would cast twice.
+    # A graph runs with the modes active that were traced into it. A backend that runs op by op would cast twice.
     if mode.sums_in_fp64:
         raise ValueError("exact_generation=True is for models that are not compiled: leave torch.compile out")
     compiled = original(self, graph, list(inputs))
@@ -218,9 +217,9 @@ def _call_user_compiler(original: Any, self: Any, /, graph: Any, inputs: list[An
 
 @around
 def _dispatch_torch_function(original: Any, tx: Any, fn: Any, args: Any, kwargs: Any) -> Any:
-    # The compiler hands the call of an operator (torch.cond, map, scan, a checkpoint) to the mode, and traces its
-    # functions with that mode off, without casts. A nested_compile_region becomes part of the code around it: whether
-    # its graph may be used again under a mode, the compiler cannot tell.
+    # The compiler passes the call of an operator (torch.cond, map, scan, a checkpoint) to the mode, and traces its
+    # functions with that mode off, without casts. A nested_compile_region is inlined, because the compiler cannot check
+    # whether its graph may be reused under a mode.
     from torch._dynamo.variables.higher_order_ops import TorchHigherOrderOperatorVariable
 
     if active_autocast() is None or not isinstance(fn, TorchHigherOrderOperatorVariable):
@@ -231,8 +230,8 @@ def _dispatch_torch_function(original: Any, tx: Any, fn: Any, args: Any, kwargs:
 
 
 def _overridable_functions(original: Any) -> Any:
-    # The compiler asks modes about the functions of torch's documented namespaces alone. torch.nn.functional calls
-    # others inside: the losses, paddings and interpolations of torch._C._nn, and private functions of torch.
+    # The compiler calls modes for functions of torch's documented namespaces only. torch.nn.functional calls others:
+    # losses, paddings and interpolations of torch._C._nn, and private functions of torch.
     from hf_mp.casting.composites import COMPOSITES
     from hf_mp.casting.tables import OPS
 
@@ -242,18 +241,18 @@ def _overridable_functions(original: Any) -> Any:
 
 @around
 def _hash_by_identity(original: Any, self: Any, *tx: Any) -> Any:
-    # The compiler holds `Tensor.norm` of a value that it computed itself in a variable without a source, whose hash is
-    # not the function's: it finds it in no table, and the guard on that fails at once. torch 2.11 hashes the function.
+    # The compiler represents `Tensor.norm` of an intermediate result by a variable without a source. Its hash is not
+    # the function's, so it is found in no table, and a guard fails. torch 2.11 hashes the function.
     return original(self, *tx) if self.source or not tx else (hash(self.fn), False)
 
 
-# torch 2.11 to 2.15 ask a mode about l1_loss with all arguments but its weights. And they ask by taking the mode off
-# and on again in Python: what needs no answer is called at once.
+# torch 2.11 to 2.15 pass l1_loss to a mode without its weights. They also exit and re-enter the mode in Python: a call
+# that needs no mode is made at once.
 
 
 def _keep_weights_of_l1_loss(original: Any) -> Any:
     @functools.wraps(original)
-    @uncompiled  # the compiler, where it skips a frame, would take it for code to compile
+    @uncompiled  # the compiler would compile it after a skipped frame
     def handle_torch_function(api: Callable[..., Any], relevant: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         mode = active_autocast()
         if mode is not None and (entry := mode.shortcut(api, relevant)) is not None:
@@ -270,9 +269,9 @@ def _keep_weights_of_l1_loss(original: Any) -> Any:
 class Patch:
     """One attribute of torch to replace."""
 
-    places: tuple[str, ...]  # ``module:attribute``, under the names that torch has given it
-    replace: Callable[[Any], Any]  # gives the replacement for the original
-    lost: str  # what does not work on a torch that has none of them
+    places: tuple[str, ...]  # ``module:attribute``, one name for each version of torch
+    replace: Callable[[Any], Any]  # original -> replacement
+    lost: str  # the consequence if torch lacks them all
 
 
 _ISLANDS = "FP32 islands that models make with torch.autocast(enabled=False) are not honoured"
@@ -319,28 +318,28 @@ TABLE: tuple[Patch, ...] = (
 
 @dataclass
 class Patches:
-    """Puts a table on with the first :meth:`acquire` and takes it off with the last :meth:`release`."""
+    """Installs a table with the first :meth:`acquire` and removes it with the last :meth:`release`."""
 
     table: tuple[Patch, ...] = TABLE
     _users: int = 0
-    # Owners and names, what the owner itself had (not what it inherits), and what stands in its place.
+    # Owner, name, the owner's own attribute (not inherited), and the replacement.
     _replaced: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
     _lock: Any = field(default_factory=threading.RLock)
 
     def acquire(self) -> None:
-        """One more autocast or attached model is in use."""
+        """Add a user, an autocast or attached model."""
         if torch.compiler.is_dynamo_compiling():
             _stay_for_compiled_code()
         else:
             self.count(1)
 
     def release(self) -> None:
-        """One less."""
+        """Remove a user."""
         if not torch.compiler.is_dynamo_compiling():
             self.count(-1)
 
     def count(self, more: int, *, may_stay: bool = False) -> None:
-        """So many more users; ``may_stay``: where code is being compiled, take nothing off before that has ended."""
+        """Add ``more`` users. With ``may_stay``, patches are removed only after a running compilation."""
         with self._lock:
             self._users += more
             if self._users > 0 and not self._replaced:
@@ -349,19 +348,19 @@ class Patches:
                 compiling = torch._guards.CompileContext.try_get() if may_stay else None
                 if compiling is None:
                     self._take_off()
-                else:  # the context goes when the compiler has checked its guards
+                else:  # freed when the compiler has checked its guards
                     weakref.finalize(compiling, self.count, 0, may_stay=True)
 
     def _put_on(self) -> None:
         from torch._dynamo import trace_rules
 
-        trace_rules.get_torch_obj_rule_map()  # once: the compiler takes down torch's functions as torch has them
+        trace_rules.get_torch_obj_rule_map()  # once: the compiler records torch's functions unpatched
         for patch in self.table:
             if not any([self._replace(place, patch.replace) for place in patch.places]):
                 _warn_of_lack(patch)
 
     def _replace(self, place: str, replace: Callable[[Any], Any]) -> bool:
-        """Replace the attribute at ``place`` and note what it was; False if this torch has no such attribute."""
+        """Replace the attribute at ``place`` and record the original; return False if torch has no such attribute."""
         module, _, path = place.partition(":")
         *owners, name = path.split(".")
         try:
@@ -370,7 +369,7 @@ class Patches:
             return False
         if (original := getattr(owner, name, _MISSING)) is _MISSING:
             return False
-        if type(original).__hash__ is None:  # a method that pybind11 made: the function inside it can be a key
+        if type(original).__hash__ is None:  # a method of pybind11; the function inside is hashable
             original = getattr(original, "__func__", original)
         replacement = _replacement(replace, original)
         self._replaced.append((owner, name, vars(owner).get(name, _MISSING), replacement))
@@ -378,11 +377,11 @@ class Patches:
         return True
 
     def _take_off(self) -> None:
-        """Give each attribute back what it was, unless somebody has replaced it since."""
+        """Restore each attribute, unless other code has replaced it since."""
         while self._replaced:
             owner, name, own, replacement = self._replaced.pop()
             if vars(owner).get(name) is not replacement:
-                continue  # somebody has patched over it; outside of autocasts a replacement does what it replaced
+                continue  # other code has patched over it
             if own is _MISSING:
                 delattr(owner, name)
             else:
@@ -391,7 +390,7 @@ class Patches:
 
 @functools.cache
 def _replacement(replace: Callable[[Any], Any], original: Any) -> Any:
-    """The same one every time: compiled code is guarded by the functions that it was traced with."""
+    """Return the same replacement each time, because guards of compiled code compare it."""
     return replace(original)
 
 
@@ -405,11 +404,11 @@ PATCHES = Patches()
 
 
 def acquire(*patches: Patches) -> Callable[[], None]:
-    """One more user of all of them; returns a function that releases them."""
+    """Add a user of all ``patches``, and return a function that removes it."""
     for one in patches:
         one.acquire()
 
-    def release() -> None:  # of a model that is gone, at any time: the compiler asks again for what it has traced
+    def release() -> None:  # as a finalizer it may run during a compilation
         for one in patches:
             one.count(-1, may_stay=True)
 
@@ -417,10 +416,10 @@ def acquire(*patches: Patches) -> Callable[[], None]:
 
 
 def _stay_for_compiled_code() -> None:
-    # Code that enters an autocast inside is guarded by the functions that it was traced with: without them it would be
-    # compiled anew. Nobody tells when such code is gone, so they stay.
+    # Guards of compiled code that enters an autocast compare the patched functions. Without patches it would be
+    # recompiled. torch reports no end of such code, so they stay.
     PATCHES.count(1)
 
 
-# As torch.compiler.assume_constant_result does, without its import of the compiler: called when code is traced.
+# As torch.compiler.assume_constant_result, without its import of the compiler, because this call is traced.
 _stay_for_compiled_code._dynamo_marked_constant = True  # type: ignore[attr-defined]
