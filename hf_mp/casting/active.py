@@ -11,7 +11,7 @@ from hf_mp.casting.calls import CustomBackward, Forward, Mode
 
 BOTH_ACTIVE = (
     "torch.autocast was entered inside hf_mp.autocast, and the two would cast each other's results: use hf_mp.autocast "
-    "for both, or torch.autocast(..., enabled=False) for an FP32 island"
+    "for both, or torch.autocast(..., enabled=False) for an autocast-disabled region"
 )
 
 
@@ -31,7 +31,7 @@ def active_autocast() -> Mode | None:
     return state.active[-1] if state.active else None
 
 
-def enter_island(enabled: bool) -> bool:
+def enter_disabled_region(enabled: bool) -> bool:
     """Enter a nested autocast for a ``torch.autocast(enabled=...)`` of user code.
 
     Args:
@@ -45,7 +45,7 @@ def enter_island(enabled: bool) -> bool:
         RuntimeError: if torch's autocast would be active inside hf_mp's.
     """
     ours = active_autocast()
-    entered = None
+    entered: Mode | None = None
     if state.backward is not None and (ours is None or enabled):
         # torch.amp.custom_bwd, or a checkpoint implementation, restores the autocast state of the forward.
         entered = state.backward.autocast_for(enabled)
@@ -60,6 +60,6 @@ def enter_island(enabled: bool) -> bool:
     return True
 
 
-def leave_island() -> None:
+def exit_disabled_region() -> None:
     """Exit the region that :func:`enter_disabled_region` entered."""
     state.active[-1].__exit__(None, None, None)

@@ -15,24 +15,24 @@ import torch._lowrank
 import torch.masked._ops
 import torch.nn.functional
 
-_QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_MODE_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
-def _no(*args: Any) -> bool:
+def _return_false(*args: Any) -> bool:
     return False
 
 
-def _opened(function: types.FunctionType) -> Callable[..., Any]:
+def _decomposed(function: types.FunctionType) -> Callable[..., Any]:
     """Return a copy of ``function`` in which each check for a mode returns False."""
-    opened = types.FunctionType(
+    decomposed = types.FunctionType(
         function.__code__,
-        {**function.__globals__, **dict.fromkeys(_QUESTIONS, _no)},
+        {**function.__globals__, **dict.fromkeys(_MODE_CHECKS, _return_false)},
         function.__name__,
         function.__defaults__,
         function.__closure__,
     )
-    opened.__kwdefaults__ = function.__kwdefaults__
-    return opened
+    decomposed.__kwdefaults__ = function.__kwdefaults__
+    return decomposed
 
 
 # These contain no op of any table.
@@ -42,10 +42,10 @@ _LEAVES = """
 """
 
 
-def _find() -> dict[Callable[..., Any], Callable[..., Any]]:
+def _find_composites() -> dict[Callable[..., Any], Callable[..., Any]]:
     leaves = _LEAVES.split()
     return {
-        function: _opened(function)
+        function: _decomposed(function)
         for module in (torch.nn.functional, torch.masked._ops, torch._lowrank, torch._lobpcg)
         for name, function in vars(module).items()
         # Functions without the check are included: torch.compile puts them into its graph as a whole.
@@ -60,4 +60,4 @@ PYTHON_METHODS = frozenset(
 )
 
 # Composite function -> decomposed copy. A constant, so that torch.compile can read it.
-COMPOSITES = _find()
+COMPOSITES = _find_composites()

@@ -26,7 +26,7 @@ from hf_mp.casting.active import state
 from hf_mp.casting.calls import Forward, Plan
 from hf_mp.casting.handlers import AS_GIVEN
 from hf_mp.casting.native_plan import native_plan
-from hf_mp.casting.tables import of_the_dispatcher
+from hf_mp.casting.tables import dispatcher_ops
 from hf_mp.casting.uncompiled import uncompiled
 
 # In no table, but composed of ops in the tables. As in the mode, such a call is cast as a whole or not at all.
@@ -64,15 +64,15 @@ def _key() -> Any:
         lost = "autocast intercepts every torch call in Python, which takes a microsecond each"
         warn_caller(f"torch {torch.__version__} takes no kernels for the key {_KEY} ({error}): {lost}")
         return None
-    return _passed_by_higher_order_ops(found)
+    return _skip_in_higher_order_ops(found)
 
 
 @functools.cache
 def _native_key() -> Any:
-    return _passed_by_higher_order_ops(getattr(torch._C.DispatchKey, _NATIVE_KEY))
+    return _skip_in_higher_order_ops(getattr(torch._C.DispatchKey, _NATIVE_KEY))
 
 
-def _passed_by_higher_order_ops(key: Any) -> Any:
+def _skip_in_higher_order_ops(key: Any) -> Any:
     # Flex attention, cond and others have their own dispatch, with the keys of torch's autocast only.
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
     for higher_order in torch._ops._higher_order_ops.values():
@@ -131,7 +131,7 @@ def undispatched() -> AbstractContextManager[None]:
     return torch._C._ExcludeDispatchKeyGuard(keys)
 
 
-def note_innermost() -> None:
+def sync_innermost() -> None:
     """Set in the C++ plan whether the autocast of the forward is the innermost one."""
     if (forward := state.forward) is not None and forward.is_dispatched and forward.autocast.native_plan is not None:
         forward.autocast.native_plan.set_innermost(bool(state.active) and state.active[-1] is forward.autocast)
@@ -143,7 +143,7 @@ def register(plan: Plan, dtype: torch.dtype) -> Any:
     Returns the plan for the C++ kernels of an autocast in ``dtype``; None without C++.
     """
     ops = [func for func in plan if isinstance(func, OpOverload)]
-    ops += [op for name in _WHOLE.split() for op in of_the_dispatcher(name) if isinstance(op, OpOverload)]
+    ops += [op for name in _WHOLE.split() for op in dispatcher_ops(name) if isinstance(op, OpOverload)]
     bound = [(entry.name, func) for func, entry in plan.items() if isinstance(func, types.BuiltinFunctionType)]
     builtins = dict(reversed(bound))  # the first spelling, torch's own
     for op in dict.fromkeys(ops).keys() - _registered.keys():

@@ -56,8 +56,8 @@ class Explanation:
     def __str__(self) -> str:
         rows = [("", "rule", "came as", "ran as", "gave", "calls")]
         for op in self.ops:
-            ran = _shortly(op.cast) if op.cast != op.inputs else "same"
-            rows.append((f"  {op.op}", op.rule, _shortly(op.inputs), ran, _shortly(op.outputs), str(op.count)))
+            ran = _join_dtypes(op.cast) if op.cast != op.inputs else "same"
+            rows.append((f"  {op.op}", op.rule, _join_dtypes(op.inputs), ran, _join_dtypes(op.outputs), str(op.count)))
         header, *lines = aligned(rows).splitlines()
         shown = [header]
         for module, calls in itertools.groupby(zip(self.ops, lines, strict=True), key=lambda pair: pair[0].module):
@@ -65,7 +65,7 @@ class Explanation:
         return "\n".join(shown)
 
 
-def _shortly(dtypes: Dtypes) -> str:
+def _join_dtypes(dtypes: Dtypes) -> str:
     """Shorten ``("float16", "float32", "float32")`` to ``"fp16, fp32 x2"``."""
     runs = [(spell(dtype), len([*same])) for dtype, same in itertools.groupby(dtypes)]
     return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in runs)
@@ -109,25 +109,25 @@ class _Recorder:
 
     def record(self, call: WatchedCall) -> Any:
         """Make a call and record its dtypes."""
-        cast: list[Any] = []
+        received: list[Any] = []
 
         @functools.wraps(call.func)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            cast.append((args, kwargs))
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            received.append((args, kwargs))
             return call.func(*args, **kwargs)
 
-        came = ran = _dtypes((call.args, call.kwargs))
+        inputs = cast = _dtypes((call.args, call.kwargs))
         # The handlers of other rules choose the casts: wrap the function to record its arguments.
-        is_whole = call.entry.rule in (CastRule.UNLISTED, CastRule.LOWER_PRECISION)
-        result = call.make(None if is_whole else watched)
+        has_fixed_casts = call.entry.rule in (CastRule.UNLISTED, CastRule.LOWER_PRECISION)
+        result = call.make(None if has_fixed_casts else recorded)
         # Also if the CPU computes in FP32, because the operands are rounded.
         if call.entry.rule is CastRule.LOWER_PRECISION:
-            ran = len(came) * (_name(call.mode.dtype),)
-        elif cast:  # if empty, a function of hf_mp replaced the op, and read the inputs unchanged
-            ran = _dtypes(cast[0])
+            cast = len(inputs) * (_name(call.mode.dtype),)
+        elif received:  # if empty, a function of hf_mp replaced the op, and read the inputs unchanged
+            cast = _dtypes(received[0])
         if outputs := _dtypes(result):  # attributes (`.shape`) and integer arithmetic have none
             op = op_name(call.func) if call.entry.rule is CastRule.UNLISTED else call.entry.name
-            self._calls[ExplainedOp(call.module, op, call.entry.rule.value, came, ran, outputs)] += 1
+            self._calls[ExplainedOp(call.module, op, call.entry.rule.value, inputs, cast, outputs)] += 1
         return result
 
     def explanation(self) -> Explanation:

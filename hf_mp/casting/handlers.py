@@ -20,7 +20,7 @@ CASTABLE = frozenset(
     dtype for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype is not torch.float64
 )  # fmt: skip
-_NARROW = CASTABLE - {torch.float32}
+_LOWER_PRECISION = CASTABLE - {torch.float32}
 
 
 def _call_in_dtype(
@@ -33,9 +33,13 @@ def _call_in_dtype(
     dtype = mode.dtype if dtype is None else dtype
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
-        if value.dtype is not dtype if kind in _TENSORS else kind not in _WITHOUT_TENSORS and not is_shape(value):
-            args, kwargs = cast_all(mode, dtype, args, kwargs)
-            break
+        if kind in _TENSORS:
+            if value.dtype is dtype:
+                continue
+        elif kind in _WITHOUT_TENSORS or is_shape(value):
+            continue
+        args, kwargs = cast_all(mode, dtype, args, kwargs)
+        break
     return func(*args, **kwargs)
 
 
@@ -63,7 +67,7 @@ def fp32_output(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwar
     """Make a call with ``dtype=float32``, unless it passes a dtype."""
     # The kernel reads 16 bits and accumulates in FP32. With the dtype of the result, the input needs no cast.
     first = args[0] if args else kwargs.get("input")
-    if getattr(first, "dtype", None) not in _NARROW or kwargs.get("out") is not None:
+    if getattr(first, "dtype", None) not in _LOWER_PRECISION or kwargs.get("out") is not None:
         return as_given(mode, name, func, args, kwargs)
     while args and args[-1] is None:  # `softmax(x, -1, None)` passes no dtype by position
         args = args[:-1]
@@ -93,8 +97,8 @@ def _banned(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: 
     raise RuntimeError(TABLES[mode.tables].banned[name])
 
 
-def _open(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return mode.run_inside(COMPOSITES[func], args, kwargs)
+def _run_decomposed(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return mode.run_with_mode(COMPOSITES[func], args, kwargs)
 
 
 def as_given(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -109,7 +113,7 @@ AS_GIVEN = PlannedCall(CastRule.UNLISTED, "", as_given)  # for calls in no table
 WHOLE_CALLS = frozenset({as_given, fp32, fp32_output})  # handlers that make one call, which no mode needs to intercept
 
 _HANDLERS: dict[CastRule, Callable[..., Any]] = {
-    CastRule.COMPOSITE: _open,
+    CastRule.COMPOSITE: _run_decomposed,
     CastRule.UNLISTED: as_given,
     CastRule.LOWER_PRECISION: lower_precision,
     CastRule.FP32: fp32,

@@ -21,16 +21,18 @@ from hf_mp.casting.tables import CastRule
 from hf_mp.casting.torch_patches import Patch, Patches
 
 
-def _into_cache(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _write_to_cache(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Write keys or values into a static cache; for an FP32 cache they are cast to FP32, which is exact."""
-    if len(args) == 4 and args[3].dtype is mode.dtype and args[0].dtype is torch.float32:
-        return as_given(mode, name, func, (*args[:3], args[3].float()), kwargs)
+    if len(args) == 4:
+        cache, dim, index, source = args
+        if source.dtype is mode.dtype and cache.dtype is torch.float32:
+            return as_given(mode, name, func, (cache, dim, index, source.float()), kwargs)
     return func(*args, **kwargs)
 
 
 CACHE_WRITES: Plan = dict.fromkeys(
     (Tensor.index_copy_, torch.ops.aten.index_copy_.default),
-    PlannedCall(CastRule.UNLISTED, "index_copy_", _into_cache),
+    PlannedCall(CastRule.UNLISTED, "index_copy_", _write_to_cache),
 )
 
 

@@ -30,18 +30,18 @@ def planned_losses(plan: Mapping[Callable[..., Any], PlannedCall]) -> dict[Calla
 
 
 def _cross_entropy(
-    planned: Callable[..., Any], region: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any
+    planned: Callable[..., Any], mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """Compute the loss of a language model without FP32 logits and gradients of the whole batch."""
     if not kwargs and len(args) == 6 and not is_compiling_or_transforming():
         logits, labels, weight, reduction, ignore_index, smoothing = args
         is_plain = weight is None and not smoothing and reduction in _REDUCTIONS
-        if is_plain and _are_rows_of_classes(logits, labels):
+        if is_plain and _are_logits_and_labels(logits, labels):
             return cross_entropy(logits, labels, ignore_index=ignore_index, reduction=_REDUCTIONS[reduction])
-    return planned(region, name, func, args, kwargs)
+    return planned(mode, name, func, args, kwargs)
 
 
-def _are_rows_of_classes(logits: Tensor, labels: Tensor) -> bool:
+def _are_logits_and_labels(logits: Tensor, labels: Tensor) -> bool:
     if not is_ordinary(logits) or logits.dtype not in LOWER_PRECISION_DTYPES:
         return False
     # The loss stores its logits itself, without saved-tensor hooks.

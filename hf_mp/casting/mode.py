@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from hf_mp._warnings import warn_caller
 from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.calls import PlannedCall
-from hf_mp.casting.dispatched import note_innermost
+from hf_mp.casting.dispatched import sync_innermost
 from hf_mp.casting.exact_sums import exact_plan
 from hf_mp.casting.handlers import AS_GIVEN, CASTABLE, WHOLE_CALLS, is_shape
-from hf_mp.casting.module_rules import InForce, put_on
+from hf_mp.casting.module_rules import ActiveRule, apply_rule
 from hf_mp.casting.plans import plan_for, with_rules
 from hf_mp.casting.rules import ModuleRule, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import TABLES, CastRule, TableName
@@ -35,10 +35,16 @@ ALLOWED_DTYPES = (*LOWER_PRECISION_DTYPES, torch.float32)
 
 # Outer autocasts apply these rules too. A constant, because an enum look-up costs as much as a small op.
 ALWAYS_HELD = (CastRule.COMPOSITE, CastRule.UNLISTED)
-# Python functions that check for a mode, and the one op of the tables that each calls. _LEAVES call none.
-_ASKING = {getattr(F, name): getattr(torch, name) for name in ("layer_norm", "group_norm", "rms_norm")}
-_ASKING[F.cross_entropy] = torch._C._nn.cross_entropy_loss
-_LEAVES = dict.fromkeys((F.dropout, F.embedding, F.silu, F.relu), AS_GIVEN)
+# Python functions that check for a mode, and the one op of the tables that each calls. _WITHOUT_OPS call none.
+_OP_OF_FUNCTION = {getattr(F, name): getattr(torch, name) for name in ("layer_norm", "group_norm", "rms_norm")}
+_OP_OF_FUNCTION[F.cross_entropy] = torch._C._nn.cross_entropy_loss
+_WITHOUT_OPS = dict.fromkeys((F.dropout, F.embedding, F.silu, F.relu), AS_GIVEN)
+
+
+class _CachedCast(NamedTuple):
+    source: Tensor
+    version: int
+    result: Tensor
 
 
 class _Explain:
@@ -101,16 +107,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     ) -> None:
         super().__init__()
         dtype, tables, enabled = _read_torch_arguments(device_type, dtype, tables, enabled)
-        allowed = ", ".join(map(str, ALLOWED_DTYPES))
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(
-                f"autocast's dtype must be a torch.dtype or its name, not {type(dtype).__name__} ({dtype!r}): use one "
-                f"of {allowed}"
-            )
-        if dtype not in ALLOWED_DTYPES:
-            raise ValueError(f"autocast cannot use {dtype}: use one of {allowed}")
-        if tables not in TABLES:
-            raise ValueError(f"tables={tables!r} is not known: use one of {', '.join(map(repr, TABLES))}")
+        _check_settings(dtype, tables)
         self.dtype = dtype
         self.enabled = enabled
         self.cache_enabled = cache_enabled is not False
@@ -122,8 +119,8 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             ops, in_modules = parse_rules(rules, TABLES[tables])
             self._plan, self.has_op_rules = with_rules(self._plan, ops, dtype), bool(ops)
             self._add_module_rules(in_modules, model)
-        self._casts: dict[tuple[int, torch.dtype, bool], tuple[Tensor, int, Tensor]] = {}
-        self._rules_in_force: list[InForce] = []
+        self._casts: dict[tuple[int, torch.dtype, bool], _CachedCast] = {}
+        self._active_rules: list[ActiveRule] = []
         self.observer: Callable[..., Any] | None = None  # makes each call instead of apply(); see watching
 
     def _add_module_rules(self, rules: tuple[ModuleRule, ...], model: nn.Module | None) -> None:
@@ -157,12 +154,12 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             raise RuntimeError(
                 "torch.autocast is active: use either torch.autocast or hf_mp.autocast, not one inside the other"
             )
-        if self._ruled_modules and not self._rules_in_force:
-            self._rules_in_force = [put_on(*ruled, self) for ruled in self._ruled_modules]
+        if self._ruled_modules and not self._active_rules:
+            self._active_rules = [apply_rule(*ruled, self) for ruled in self._ruled_modules]
         if self.puts_on_patches:
             PATCHES.acquire()
         state.active.append(self)
-        note_innermost()
+        sync_innermost()
         if self.sees_calls():  # otherwise the autocasts around it make all calls unchanged
             super().__enter__()
         return self
@@ -171,16 +168,16 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         if self.sees_calls():
             super().__exit__(*exc_info)
         state.active.pop()
-        note_innermost()
+        sync_innermost()
         if self.puts_on_patches:
             PATCHES.release()
         # The same object may be entered twice.
         if self not in state.active:
             self._casts.clear()
-            for rule in self._rules_in_force:
+            for rule in self._active_rules:
                 for handle in rule.handles:
                     handle.remove()
-            self._rules_in_force = []
+            self._active_rules = []
 
     def sees_calls(self) -> bool:
         """Return whether torch passes each call to this mode."""
@@ -191,25 +188,25 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 
         Needed for the outermost module only: its pre-hooks have run before this autocast was entered.
         """
-        own = [rule for rule in self._rules_in_force if rule.module is module]
+        rules = [rule for rule in self._active_rules if rule.module is module]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            for rule in own:
+            for rule in rules:
                 args, kwargs = rule.enter(rule.module, args, kwargs) or (args, kwargs)
             try:
                 return forward(*args, **kwargs)
             finally:
-                for rule in reversed(own):
+                for rule in reversed(rules):
                     rule.leave(rule.module, args, None)
 
-        return run if own else forward
+        return run if rules else forward
 
     def shortcut(self, func: Callable[..., Any], tensors: Sequence[Any]) -> PlannedCall | None:
         """Return the plan entry to call ``func`` with all modes off, without its ``__torch_function__`` protocol.
 
         None if a mode has to intercept the call, or a call inside ``func``.
         """
-        entry = self._plan.get(_ASKING.get(func, func)) or _LEAVES.get(func)
+        entry = self._plan.get(_OP_OF_FUNCTION.get(func, func)) or _WITHOUT_OPS.get(func)
         if entry is None or entry.handler not in WHOLE_CALLS or self.observer is not None or not self.is_alone:
             return None
         if not self.plain_types.issuperset(map(type, tensors)) or self.must_see_all():
@@ -274,7 +271,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         """Make a call by its plan entry."""
         return entry.handler(self, entry.name, func, args, kwargs)
 
-    def run_inside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run_with_mode(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call ``function`` with this mode active, which torch has removed from its stack for the current call."""
         if is_dynamo_compiling():
             with self:  # public API, at no cost in a graph
@@ -296,9 +293,9 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         found = value.dtype
         if found is dtype or found not in CASTABLE:
             return value
-        is_weight = value.requires_grad and value.is_leaf and self.cache_enabled
+        is_cached = value.requires_grad and value.is_leaf and self.cache_enabled
         # The compiler merges equal casts of a graph.
-        return self._cast_once(value, dtype) if is_weight and not torch.compiler.is_compiling() else value.to(dtype)
+        return self._cast_once(value, dtype) if is_cached and not torch.compiler.is_compiling() else value.to(dtype)
 
     def cast_arguments(self, args: Any, kwargs: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
         """Cast all arguments of a function or module, outside a handler."""
@@ -310,10 +307,23 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         """Cast a trained weight once while this autocast is active, as in torch.autocast."""
         # A forward with grad needs a cast made with grad, and a changed weight a new one.
         key, version = (id(tensor), dtype, torch.is_grad_enabled()), version_of(tensor)
-        kept = self._casts.get(key)
-        if kept is None or kept[1] != version or version == -1:
-            kept = self._casts[key] = (tensor, version, tensor.to(dtype))
-        return kept[2]
+        cached = self._casts.get(key)
+        if cached is None or cached.version != version or version == -1:
+            cached = self._casts[key] = _CachedCast(tensor, version, tensor.to(dtype))
+        return cached.result
+
+
+def _check_settings(dtype: Any, tables: str) -> None:
+    allowed = ", ".join(map(str, ALLOWED_DTYPES))
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(
+            f"autocast's dtype must be a torch.dtype or its name, not {type(dtype).__name__} ({dtype!r}): use one "
+            f"of {allowed}"
+        )
+    if dtype not in ALLOWED_DTYPES:
+        raise ValueError(f"autocast cannot use {dtype}: use one of {allowed}")
+    if tables not in TABLES:
+        raise ValueError(f"tables={tables!r} is not known: use one of {', '.join(map(repr, TABLES))}")
 
 
 def _read_torch_arguments(
@@ -328,15 +338,12 @@ def _read_torch_arguments(
         with contextlib.suppress(RuntimeError):  # not a device: the caller raises for it as a dtype
             kind = torch.device(first).type
             dtype = torch.get_autocast_dtype(kind) if dtype is None else dtype
-            return dtype, tables or ("cpu" if kind == "cpu" else "cuda"), enabled and _is_available(kind, dtype)
+            if enabled and kind == "cuda" and not torch.cuda.is_available():
+                warn_caller(
+                    'CUDA is not available: autocast("cuda", ...) is switched off, as torch.autocast is. '
+                    f"autocast({dtype}) computes in {dtype} on any device"
+                )
+                enabled = False
+            return dtype, tables or ("cpu" if kind == "cpu" else "cuda"), enabled
     chosen = dtype if first is None else first
     return torch.float16 if chosen is None else chosen, tables or "cuda", enabled
-
-
-def _is_available(device: str, dtype: Any) -> bool:
-    if is_missing := device == "cuda" and not torch.cuda.is_available():
-        warn_caller(
-            'CUDA is not available: autocast("cuda", ...) is switched off, as torch.autocast is. '
-            f"autocast({dtype}) computes in {dtype} on any device"
-        )
-    return not is_missing

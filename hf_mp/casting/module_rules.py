@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from hf_mp.casting.rules import SCALABLE, ModuleRule
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 
 
-class InForce(NamedTuple):
+class ActiveRule(NamedTuple):
     """A rule of a module in an active autocast."""
 
     module: nn.Module
@@ -28,14 +27,14 @@ class InForce(NamedTuple):
     handles: list[RemovableHandle]
 
 
-def put_on(module: nn.Module, rule: ModuleRule, outer: Mode) -> InForce:
+def apply_rule(module: nn.Module, rule: ModuleRule, outer: Mode) -> ActiveRule:
     """Apply ``rule`` to ``module`` inside ``outer``, until the handles are removed."""
-    return (
-        _make_island(module, rule.dtype or outer.dtype, outer) if not rule.functions else _watch_op(module, rule, outer)
-    )
+    if rule.functions:
+        return _apply_op_rule(module, rule, outer)
+    return _apply_dtype_rule(module, rule.dtype or outer.dtype, outer)
 
 
-def _hooked(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> list[RemovableHandle]:
+def _register_hooks(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> list[RemovableHandle]:
     # always_call: also after an exception, so that nothing entered stays active.
     return [
         module.register_forward_pre_hook(enter, with_kwargs=True),
@@ -43,7 +42,7 @@ def _hooked(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., A
     ]
 
 
-def _make_island(module: nn.Module, dtype: torch.dtype, outer: Mode) -> InForce:
+def _apply_dtype_rule(module: nn.Module, dtype: torch.dtype, outer: Mode) -> ActiveRule:
     """Run ``module`` in ``dtype`` inside ``outer``, without the other rules; FP32 also casts floating inputs."""
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -60,7 +59,7 @@ def _make_island(module: nn.Module, dtype: torch.dtype, outer: Mode) -> InForce:
         if island is not None and island.module is module:
             island.__exit__(None, None, None)
 
-    return InForce(module, enter, leave, _hooked(module, enter, leave))
+    return ActiveRule(module, enter, leave, _register_hooks(module, enter, leave))
 
 
 class _OpsOfModule(TorchFunctionMode):
@@ -69,7 +68,7 @@ class _OpsOfModule(TorchFunctionMode):
     def __init__(self, module: nn.Module, rule: ModuleRule, outer: Mode) -> None:
         super().__init__()
         self.module, self.outer, self._functions = module, outer, rule.functions
-        self._make = _in_fp32 if rule.dtype is not None else functools.partial(_divided, rule)
+        self._make = _in_fp32 if rule.dtype is not None else functools.partial(_scaled_matmul, rule)
         self.running = _Running()
 
     def __torch_function__(
@@ -91,17 +90,18 @@ class _Running(threading.local):
 def _in_fp32(outer: Mode, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Make a call with eligible tensors in FP32. FP32 also replaces 16-bit dtypes among the arguments."""
 
-    def wide(arg: Any) -> Any:
-        is_dtype = isinstance(arg, torch.dtype)  # as in `x.to(y.dtype)`
-        return torch.float32 if is_dtype and arg in LOWER_PRECISION_DTYPES else outer.cast(arg, torch.float32)
+    def to_fp32(arg: Any) -> Any:
+        if isinstance(arg, torch.dtype):  # as in `x.to(y.dtype)`
+            return torch.float32 if arg in LOWER_PRECISION_DTYPES else arg
+        return outer.cast(arg, torch.float32)
 
-    args = list(map(wide, args))
-    kwargs = {key: wide(arg) for key, arg in kwargs.items()}
+    args = list(map(to_fp32, args))
+    kwargs = {key: to_fp32(arg) for key, arg in kwargs.items()}
     with outer.island():
         return func(*args, **kwargs)
 
 
-class _Times(torch.autograd.Function):
+class _MultiplyBy(torch.autograd.Function):
     """Multiplies by ``factor`` in forward, and the gradient by ``gradient_factor`` in backward."""
 
     @staticmethod
@@ -114,30 +114,32 @@ class _Times(torch.autograd.Function):
         return gradient * ctx.gradient_factor, None, None
 
 
-def _divided(rule: ModuleRule, outer: Mode, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _scaled_matmul(
+    rule: ModuleRule, outer: Mode, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+) -> Any:
     """Make a matmul with its input divided by the rule's divisor, and multiply the FP32 result by it.
 
     A power of two changes no mantissa, and a matmul is linear in each factor. So the result is that of 16 bits with a
     wider exponent, except for values below FP16's smallest number. Gradients are scaled alike.
     """
-    by, product = float(rule.divisor), SCALABLE[rule.op]
+    divisor, op = float(rule.divisor), SCALABLE[rule.op]
     if rule.op == "einsum":  # its operands may be a list
         args = [args[0], *(args[1] if isinstance(args[1], (list, tuple)) else args[1:])]
-    divided_places = {*product.input, *(product.added or ())}
+    divided = {*op.input, *(op.added or ())}
 
-    def divided(place: int | str, arg: Any) -> Any:
+    def scaled(place: int | str, arg: Any) -> Any:
         if not isinstance(arg, Tensor):
             return arg
         # The result restores the divisor, and in backward the gradients of the other factors do.
-        return _Times.apply(arg, 1.0 / by, 1.0) if place in divided_places else _Times.apply(arg, 1.0, by)
+        factor, gradient_factor = (1.0 / divisor, 1.0) if place in divided else (1.0, divisor)
+        return _MultiplyBy.apply(arg, factor, gradient_factor)
 
-    result = func(
-        *itertools.starmap(divided, enumerate(args)), **{key: divided(key, arg) for key, arg in kwargs.items()}
-    )
-    return _Times.apply(result.to(torch.float32), by, 1.0)
+    scaled_args = [scaled(position, arg) for position, arg in enumerate(args)]
+    result = func(*scaled_args, **{key: scaled(key, arg) for key, arg in kwargs.items()})
+    return _MultiplyBy.apply(result.to(torch.float32), divisor, 1.0)
 
 
-def _watch_op(module: nn.Module, rule: ModuleRule, outer: Mode) -> InForce:
+def _apply_op_rule(module: nn.Module, rule: ModuleRule, outer: Mode) -> ActiveRule:
     """Apply ``rule`` to the calls of one op that ``module`` makes itself, and not to those of modules inside it."""
     mode = _OpsOfModule(module, rule, outer)
 
@@ -154,8 +156,8 @@ def _watch_op(module: nn.Module, rule: ModuleRule, outer: Mode) -> InForce:
             if left is module:
                 mode.__exit__(None, None, None)
 
-    handles = [handle for one in (module, *_called_children(module)) for handle in _hooked(one, enter, leave)]
-    return InForce(module, enter, leave, handles)
+    handles = [handle for one in (module, *_called_children(module)) for handle in _register_hooks(one, enter, leave)]
+    return ActiveRule(module, enter, leave, handles)
 
 
 def _called_children(module: nn.Module) -> Iterator[nn.Module]:

@@ -10,14 +10,14 @@ from torch._ops import OpOverload
 
 from hf_mp.casting.calls import Plan, PlannedCall
 from hf_mp.casting.cpu.attention import ATTENTION
-from hf_mp.casting.cpu.products import OWN_ELEMENTS
+from hf_mp.casting.cpu.products import MIN_ELEMENTS
 from hf_mp.casting.cpu.upcast import SMALL_ELEMENTS
 from hf_mp.casting.cpu_handlers import native_attention, native_product, through_fp32
 from hf_mp.casting.handlers import AS_GIVEN, as_given, fp32, fp32_output, lower_precision, widest
 from hf_mp.kernels.native import native
 
 # Handler -> C++ rule, and its variant if the first tensor of a call is on a CPU. All other handlers run in Python.
-_RULES: dict[Callable[..., Any], tuple[str, str]] = {
+_NATIVE_RULES: dict[Callable[..., Any], tuple[str, str]] = {
     as_given: ("as_given", "same"),
     lower_precision: ("lower_precision", "same"),
     native_product: ("lower_precision", "python_if_large"),
@@ -42,12 +42,12 @@ def native_plan(calls: Mapping[OpOverload, Callable[..., Any]], plan: Plan, dtyp
     for op in [*calls][len(_with_kernels) :]:
         module.register_op(op.namespace, op._name.partition("::")[2], len(_with_kernels))
         _with_kernels.append(op)
-    rules = bytes(module.RULES[_rule(op, call, plan.get(call, AS_GIVEN))] for op, call in calls.items())
-    return module.Plan(rules, dtype, OWN_ELEMENTS, SMALL_ELEMENTS)
+    rules = bytes(module.RULES[_native_rule(op, call, plan.get(call, AS_GIVEN))] for op, call in calls.items())
+    return module.Plan(rules, dtype, MIN_ELEMENTS, SMALL_ELEMENTS)
 
 
-def _rule(op: OpOverload, call: Callable[..., Any], entry: PlannedCall) -> tuple[str, str]:
-    rule, on_cpu = _RULES.get(entry.handler, ("python", "same"))
+def _native_rule(op: OpOverload, call: Callable[..., Any], entry: PlannedCall) -> tuple[str, str]:
+    rule, on_cpu = _NATIVE_RULES.get(entry.handler, ("python", "same"))
     if call in ATTENTION:  # its handler also reads the number of scores
         on_cpu = "python"
     if rule == "fp32_output" and not any(argument.name == "dtype" for argument in op._schema.arguments):

@@ -26,7 +26,7 @@ _UPCAST_CONVOLUTIONS = {name: upcast_plan(plan, "conv") for name, plan in _PLANS
 def plan_for(tables: TableName, dtype: torch.dtype) -> Plan:
     """Return the plan of a set of tables for this machine; callers do not change it."""
     if "transformers.integrations.moe" in sys.modules and not is_dynamo_compiling():
-        _take_in_experts()
+        _add_grouped_matmul()
     if not runs_natively(dtype, "cpu"):
         return _UPCAST[tables]
     return _PLANS[tables] if runs_natively(dtype, "cpu", "conv") else _UPCAST_CONVOLUTIONS[tables]
@@ -34,7 +34,7 @@ def plan_for(tables: TableName, dtype: torch.dtype) -> Plan:
 
 # Transformers registers the op when its module is imported, maybe after this one.
 @functools.cache
-def _take_in_experts() -> None:
+def _add_grouped_matmul() -> None:
     """Add the grouped matmul of Transformers to all plans; compiled code has it instead of ``grouped_mm``."""
     if (op := getattr(torch.ops.transformers, "grouped_mm_fallback", None)) is not None:
         lowered = plan_of(dict.fromkeys([op, op.default], (CastRule.LOWER_PRECISION, "grouped_mm_fallback")))
@@ -46,7 +46,9 @@ def _take_in_experts() -> None:
 
 def with_rules(plan: Plan, ops: OpRules, dtype: torch.dtype) -> Plan:
     """Return ``plan`` with rules by op."""
-    ruled = plan_of(ops)
+    by_rule = plan_of(ops)
     # Unlisted composites are decomposed, as without a rule.
-    opened = {func: _COMPOSITES.get(func, entry) for func, entry in ruled.items() if entry.rule is CastRule.UNLISTED}
-    return {**plan, **(ruled if runs_natively(dtype, "cpu") else upcast_plan(ruled)), **opened}
+    unlisted = {f: _COMPOSITES.get(f, entry) for f, entry in by_rule.items() if entry.rule is CastRule.UNLISTED}
+    if not runs_natively(dtype, "cpu"):
+        by_rule = upcast_plan(by_rule)
+    return {**plan, **by_rule, **unlisted}

@@ -123,7 +123,8 @@ def _parse_op_rule(key: str, pattern: str, op: str, value: Any) -> ModuleRule:
     if not (functions := functions_called(op)):
         raise ValueError(f"rule {key!r}: torch has no op {op!r}: use a name such as 'linear', 'matmul' or 'mul'")
     # In compiled code on a CPU, this op of Transformers replaces a grouped matmul in FP16.
-    if op == "_grouped_mm" and (fallback := getattr(torch.ops.transformers, "grouped_mm_fallback", None)) is not None:
+    fallback = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
+    if op == "_grouped_mm" and fallback is not None:
         functions |= {fallback, fallback.default}
     if value == "fp32":
         return ModuleRule(key, pattern, functions, op, torch.float32)
@@ -162,17 +163,21 @@ def match_modules(rules: Collection[ModuleRule], model: nn.Module) -> list[tuple
     """Return the modules of ``model`` with their rules, outermost first; a ValueError for rules that match none."""
     named = dict(model.named_modules())
     found = [(m, rule) for name, m in named.items() for rule in rules if fnmatch.fnmatchcase(name, rule.pattern)]
-    fitting = {rule.key for _, rule in found}
-    if lost := [rule for rule in rules if rule.key not in fitting]:
-        raise ValueError(_fits_none(lost, named, type(model).__name__))
+    matched = {rule.key for _, rule in found}
+    unmatched = [rule for rule in rules if rule.key not in matched]
+    if unmatched:
+        raise ValueError(_no_match_message(unmatched, named, type(model).__name__))
     return found
 
 
-def _fits_none(lost: list[ModuleRule], names: Iterable[str], model: str) -> str:
-    told = ", ".join(repr(rule.key) for rule in lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
-    what = f"rule {told} matches" if len(lost) == 1 else f"rules {told} match"
-    patterns = [rule.pattern.replace("*", "") for rule in lost[:5]]
-    inner = list(filter(None, names))
-    near = dict.fromkeys(one for given in patterns for one in difflib.get_close_matches(given, inner, n=1, cutoff=0.0))
-    close = f"; close to it are {', '.join(map(repr, near))}" if near else ""
-    return f"{what} no module of {model}{close}"
+def _no_match_message(unmatched: list[ModuleRule], names: Iterable[str], model: str) -> str:
+    shown = unmatched[:5]
+    more = f" and {len(unmatched) - 5} more" if len(unmatched) > 5 else ""
+    keys = ", ".join(repr(rule.key) for rule in shown) + more
+    subject = f"rule {keys} matches" if len(unmatched) == 1 else f"rules {keys} match"
+    modules = list(filter(None, names))
+    near: dict[str, None] = {}
+    for rule in shown:
+        near.update(dict.fromkeys(difflib.get_close_matches(rule.pattern.replace("*", ""), modules, n=1, cutoff=0.0)))
+    hint = f"; close to it are {', '.join(map(repr, near))}" if near else ""
+    return f"{subject} no module of {model}{hint}"

@@ -92,9 +92,7 @@ CUDA_TABLES = OpTables(
         upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa
         upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa sum_to_size
     """)
-    | _names_in_this_torch(
-        "rms_norm linalg.matrix_sqrth", "AutocastCUDA"
-    ),  # rms_norm after torch 2.11, matrix_sqrth from 2.15
+    | _names_in_this_torch("rms_norm linalg.matrix_sqrth", "AutocastCUDA"),  # after torch 2.11; from 2.15
     fp32_output=_names("""
         prod softmax log_softmax cumprod cumsum sum linalg.vector_norm linalg.matrix_norm linalg.norm
     """),
@@ -131,9 +129,7 @@ CPU_TABLES = OpTables(
         linalg.eig linalg.eigh linalg.eigvals linalg.eigvalsh linalg.inv linalg.inv_ex linalg.householder_product
         linalg.tensorinv linalg.tensorsolve linalg.qr linalg.lstsq linalg.pinv
     """)
-    | _names_in_this_torch(
-        "qr cholesky linalg.matrix_sqrth", "AutocastCPU"
-    ),  # matrix_sqrth from torch 2.15, the others before
+    | _names_in_this_torch("qr cholesky linalg.matrix_sqrth", "AutocastCPU"),  # before torch 2.15; from 2.15
     widest=_names("stack cat concat concatenate index_copy bilinear"),
 )
 
@@ -164,20 +160,22 @@ _NAMESPACES = (torch, torch.Tensor, F, torch._C._nn, torch._C._VariableFunctions
 def spellings(name: str) -> list[Callable[..., Any]]:
     """Return each distinct Python callable of torch's op ``name``, in documented spelling (``"linalg.multi_dot"``)."""
     prefix, _, short = name.rpartition(".")
-    namespaces = (getattr(torch, prefix), getattr(torch._C, f"_{prefix}")) if prefix else _NAMESPACES
-    names = (short, *_DUNDER_SPELLINGS.get(name, ()))
     if prefix:
-        names = (short, f"{prefix}_{short}")
-    found = {id(f): f for ns in namespaces for n in names if callable(f := getattr(ns, n, None))}
-    return [*found.values(), *of_the_dispatcher(name.replace(".", "_"))]
+        namespaces: tuple[Any, ...] = (getattr(torch, prefix), getattr(torch._C, f"_{prefix}"))
+        names: tuple[str, ...] = (short, f"{prefix}_{short}")
+    else:
+        namespaces, names = _NAMESPACES, (short, *_DUNDER_SPELLINGS.get(name, ()))
+    found = [getattr(namespace, one, None) for namespace in namespaces for one in names]
+    distinct = {id(function): function for function in found if callable(function)}
+    return [*distinct.values(), *dispatcher_ops(name.replace(".", "_"))]
 
 
-_OTHERWISE_IN_THE_DISPATCHER = {"sparse_mm": "_sparse_mm", "sparse_addmm": "_sparse_addmm"}
+_DISPATCHER_NAMES = {"sparse_mm": "_sparse_mm", "sparse_addmm": "_sparse_addmm"}
 
 
-def of_the_dispatcher(name: str) -> list[Callable[..., Any]]:
+def dispatcher_ops(name: str) -> list[Callable[..., Any]]:
     """Return ``torch.ops.aten``'s op of that name, and its overloads that write to no argument."""
-    packet = getattr(torch.ops.aten, _OTHERWISE_IN_THE_DISPATCHER.get(name, name), None)
+    packet = getattr(torch.ops.aten, _DISPATCHER_NAMES.get(name, name), None)
     if packet is None:
         return []
     overloads = [getattr(packet, overload) for overload in packet.overloads()]
@@ -194,8 +192,8 @@ def op_name(function: Any) -> str:
     if isinstance(function, (OpOverload, OpOverloadPacket)):
         return str(function)
     name = torch.overrides.resolve_name(function) or getattr(function, "__name__", repr(function))
-    name = next((name.removeprefix(prefix) for prefix in _NAMESPACE_PREFIXES if name.startswith(prefix)), name)
-    return name.removesuffix(".__get__")
+    prefix = next(filter(name.startswith, _NAMESPACE_PREFIXES), "")
+    return name.removeprefix(prefix).removesuffix(".__get__")
 
 
 _OPERATORS = {"truediv": "div", "rtruediv": "div", "rmatmul": "matmul", "radd": "add", "rmul": "mul", "rsub": "sub"}
@@ -213,11 +211,12 @@ def called_name(function: Callable[..., Any]) -> str | None:
 @functools.cache
 def functions_called(name: str) -> frozenset[Callable[..., Any]]:
     """Return all functions with the reported name ``name``."""
-    dunders = [entry for entry in dir(torch.Tensor) if entry.startswith("__")]
-    entries = [(space, entry) for space in _NAMESPACES for entry in dir(space) if not entry.startswith("_")]
-    values = [getattr(space, entry, None) for space, entry in [*entries, *((torch.Tensor, entry) for entry in dunders)]]
+    places = [(space, entry) for space in _NAMESPACES for entry in dir(space) if not entry.startswith("_")]
+    places += [(torch.Tensor, entry) for entry in dir(torch.Tensor) if entry.startswith("__")]
+    values = [getattr(space, entry, None) for space, entry in places]
     named = [value for value in values if callable(value) and called_name(value) == name]
-    return frozenset([*named, *(spellings(name) if named or name in BEYOND_TORCH else ())])
+    is_op = bool(named) or name in BEYOND_TORCH
+    return frozenset([*named, *spellings(name)] if is_op else ())
 
 
 def op_table(tables: OpTables) -> dict[Callable[..., Any], tuple[CastRule, str]]:

@@ -17,12 +17,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hf_mp._warnings import warn_caller
-from hf_mp.casting.active import active_autocast, enter_island, leave_island
+from hf_mp.casting.active import active_autocast, enter_disabled_region, exit_disabled_region
 from hf_mp.casting.dispatched import undispatched
 from hf_mp.casting.uncompiled import uncompiled
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
@@ -52,7 +52,7 @@ def around(function: Callable[..., Any]) -> Callable[[Any], Any]:
 # receives is wrapped, and not checkpoint() itself, so that code which imported it by name is covered.
 
 
-def _within_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_active_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` wrapped to run in the autocast that is active now."""
     mode = active_autocast()
     # A compiled graph runs with all modes off, because it contains its casts.
@@ -63,14 +63,14 @@ def _within_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @around
 def _checkpoint_generator(original: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return original(_within_autocast(function), *args, **kwargs)
+    return original(_with_active_autocast(function), *args, **kwargs)
 
 
 def _checkpoint_function(original: Any) -> Any:
     class CheckpointFunction(original):
         @classmethod
         def apply(cls, function: Callable[..., Any], *args: Any) -> Any:
-            return original.apply(_within_autocast(function), *args)
+            return original.apply(_with_active_autocast(function), *args)
 
     return CheckpointFunction
 
@@ -78,39 +78,39 @@ def _checkpoint_function(original: Any) -> Any:
 # Queries about autocast, and regions of `with torch.autocast(device, enabled=False)`, refer to hf_mp's autocast if one
 # is active. Within torch, only these modules query it for a model; other code of torch means torch's own state.
 
-_ASK_FOR_MODELS = ("torch.amp.autocast_mode", "torch.nn.modules.")
+_QUERY_FOR_MODELS = ("torch.amp.autocast_mode", "torch.nn.modules.")
 
 
-def _answering() -> Any:
+def _autocast_for_caller() -> Any:
     """Return the autocast that a patched query reports to its caller; None to report torch's own state."""
     ours = active_autocast()
     if ours is None or torch.compiler.is_dynamo_compiling():  # a compiler traces models only
         return ours
-    asking = str(sys._getframe(2).f_globals.get("__name__", ""))  # the caller of the query
-    for_a_model = not asking.startswith("torch.") or asking.startswith(_ASK_FOR_MODELS)
-    return ours if for_a_model else None
+    caller = str(sys._getframe(2).f_globals.get("__name__", ""))  # the caller of the query
+    is_for_model = not caller.startswith("torch.") or caller.startswith(_QUERY_FOR_MODELS)
+    return ours if is_for_model else None
 
 
-def _asks(answer: Callable[..., Any]) -> Callable[[Any], Any]:
+def _patched_query(answer: Callable[..., Any]) -> Callable[[Any], Any]:
     """Return a factory of queries that return ``answer(autocast, *args, **kwargs)`` if called for a model."""
 
     def replace(original: Any) -> Any:
         @functools.wraps(original)
-        def ask(*args: Any, **kwargs: Any) -> Any:
-            ours = _answering()
+        def query(*args: Any, **kwargs: Any) -> Any:
+            ours = _autocast_for_caller()
             return original(*args, **kwargs) if ours is None else answer(ours, *args, **kwargs)
 
         # torch.jit.script compiles torch.autocast, and looks queries up by identity.
         if (op := torch.jit._builtins._find_builtin(original)) is not None:
-            torch.jit._builtins._register_builtin(ask, op)
-        return ask
+            torch.jit._builtins._register_builtin(query, op)
+        return query
 
     return replace
 
 
 @around
 def _enter_torch_autocast(original: Any, self: Any) -> Any:
-    if not enter_island(self._enabled):
+    if not enter_disabled_region(self._enabled):
         return original(self)
     island = active_autocast()
     self.__dict__.setdefault("_hf_mp_islands", []).append(island)
@@ -133,12 +133,12 @@ def _call_torch_script(original: Any, self: Any, /, *args: Any, **kwargs: Any) -
     if mode is None or not mode.enabled or mode.sums_in_fp64 or mode.dtype not in LOWER_PRECISION_DTYPES:
         return original(self, *args, **kwargs)
     # Nested, so that Python code called by TorchScript (torch.jit.ignore) is not cast a second time.
-    with mode.island(), undispatched(), _torchs_autocast(mode.dtype):
+    with mode.island(), undispatched(), _torch_autocast(mode.dtype):
         return original(self, *args, **kwargs)
 
 
 @contextlib.contextmanager
-def _torchs_autocast(dtype: torch.dtype) -> Iterator[None]:
+def _torch_autocast(dtype: torch.dtype) -> Iterator[None]:
     """Enter torch's own autocast in ``dtype``, on the CPU and the accelerator, without the patches above."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kinds = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
@@ -152,9 +152,9 @@ def _torchs_autocast(dtype: torch.dtype) -> Iterator[None]:
     finally:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
-        for kind, was_enabled, its_dtype in before:
+        for kind, was_enabled, previous_dtype in before:
             torch.set_autocast_enabled(kind, was_enabled)
-            torch.set_autocast_dtype(kind, its_dtype)
+            torch.set_autocast_dtype(kind, previous_dtype)
 
 
 # torch.compile represents the objects patched above by its own variables, which trace these functions instead.
@@ -172,7 +172,7 @@ def _enter_traced_autocast(original: Any, self: Any, tx: Any) -> Any:
     from torch._dynamo.variables.base import VariableTracker
 
     enabled = VariableTracker.build(tx, bool(self.target_values[2]))
-    self._hf_mp_island = _trace(tx, enter_island, [enabled]).as_python_constant()
+    self._hf_mp_island = _trace(tx, enter_disabled_region, [enabled]).as_python_constant()
     if not self._hf_mp_island:
         return original(self, tx)
     # A graph that ends inside would exit torch's context instead: such a function is not compiled.
@@ -185,7 +185,7 @@ def _leave_traced_autocast(original: Any, self: Any, tx: Any, *args: Any) -> Any
     if not getattr(self, "_hf_mp_island", False):
         return original(self, tx, *args)
     tx.active_generic_context_managers.pop()
-    return _trace(tx, leave_island, [])
+    return _trace(tx, exit_disabled_region, [])
 
 
 @around
@@ -250,12 +250,13 @@ def _hash_by_identity(original: Any, self: Any, *tx: Any) -> Any:
 # that needs no mode is made at once.
 
 
-def _keep_weights_of_l1_loss(original: Any) -> Any:
+def _handle_torch_function(original: Any) -> Any:
     @functools.wraps(original)
     @uncompiled  # the compiler would compile it after a skipped frame
     def handle_torch_function(api: Callable[..., Any], relevant: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         mode = active_autocast()
-        if mode is not None and (entry := mode.shortcut(api, relevant)) is not None:
+        entry = None if mode is None else mode.shortcut(api, relevant)
+        if entry is not None:
             with torch._C.DisableTorchFunction():
                 return entry.handler(mode, entry.name, api, args, kwargs)
         if api is torch.nn.functional.l1_loss and relevant[2] is not None:
@@ -274,8 +275,8 @@ class Patch:
     lost: str  # the consequence if torch lacks them all
 
 
-_ISLANDS = "FP32 islands that models make with torch.autocast(enabled=False) are not honoured"
-_TRACED_ISLANDS = "FP32 islands that models make with torch.autocast(enabled=False) are lost in compiled code"
+_DISABLED_REGIONS = "autocast-disabled regions (torch.autocast(enabled=False)) of models are not honoured"
+_TRACED_REGIONS = "autocast-disabled regions (torch.autocast(enabled=False)) of models are lost in compiled code"
 _CHECKPOINT = "torch.utils.checkpoint:"
 
 TABLE: tuple[Patch, ...] = (
@@ -286,20 +287,20 @@ TABLE: tuple[Patch, ...] = (
         "gradient checkpointing with use_reentrant=False raises CheckpointError",
     ),
     Patch((f"{_CHECKPOINT}CheckpointFunction",), _checkpoint_function, "gradient checkpointing recomputes in FP32"),
-    *(Patch((f"torch:{name}",), _asks(lambda ours, *_, **__: ours.enabled),
+    *(Patch((f"torch:{name}",), _patched_query(lambda ours, *_, **__: ours.enabled),
             "models that ask whether autocast is enabled are told that it is not")
       for name in ("is_autocast_enabled", "is_autocast_cpu_enabled")),
-    *(Patch((f"torch:{name}",), _asks(lambda ours, *_, **__: ours.dtype),
+    *(Patch((f"torch:{name}",), _patched_query(lambda ours, *_, **__: ours.dtype),
             "models that ask for autocast's dtype are told torch.autocast's")
       for name in ("get_autocast_dtype", "get_autocast_gpu_dtype", "get_autocast_cpu_dtype")),
-    Patch(("torch:_C._is_any_autocast_enabled",), _asks(lambda ours: ours.enabled),
+    Patch(("torch:_C._is_any_autocast_enabled",), _patched_query(lambda ours: ours.enabled),
           "nn.LSTM, nn.GRU and nn.RNN refuse mixed dtypes"),
     *(Patch((f"torch:_C.{kind}.__call__",), _call_torch_script, "TorchScript runs without the casts of autocast")
       for kind in ("ScriptFunction", "ScriptMethod")),
-    Patch(("torch:autocast.__enter__",), _enter_torch_autocast, _ISLANDS),
-    Patch(("torch:autocast.__exit__",), _leave_torch_autocast, _ISLANDS),
-    Patch(("torch._dynamo.variables.ctx_manager:AutocastModeVariable.enter",), _enter_traced_autocast, _TRACED_ISLANDS),
-    Patch(("torch._dynamo.variables.ctx_manager:AutocastModeVariable.exit",), _leave_traced_autocast, _TRACED_ISLANDS),
+    Patch(("torch:autocast.__enter__",), _enter_torch_autocast, _DISABLED_REGIONS),
+    Patch(("torch:autocast.__exit__",), _leave_torch_autocast, _DISABLED_REGIONS),
+    Patch(("torch._dynamo.variables.ctx_manager:AutocastModeVariable.enter",), _enter_traced_autocast, _TRACED_REGIONS),
+    Patch(("torch._dynamo.variables.ctx_manager:AutocastModeVariable.exit",), _leave_traced_autocast, _TRACED_REGIONS),
     Patch(("torch._dynamo.variables.user_defined:UserDefinedClassVariable._call_cross_entropy_loss",),
           _make_cross_entropy,
           "compiled code computes the nn.CrossEntropyLoss of a forward in the dtype of its logits"),
@@ -312,8 +313,15 @@ TABLE: tuple[Patch, ...] = (
     Patch(("torch._dynamo.variables.functions:UserFunctionVariable.hash_impl",
            "torch._dynamo.variables.functions:UserFunctionVariable.get_python_hash"), _hash_by_identity,
           "Tensor.norm of an intermediate result fails in compiled code"),
-    Patch(("torch:nn.functional.handle_torch_function",), _keep_weights_of_l1_loss, "F.l1_loss loses its weights"),
+    Patch(("torch:nn.functional.handle_torch_function",), _handle_torch_function, "F.l1_loss loses its weights"),
 )  # fmt: skip
+
+
+class _Replaced(NamedTuple):
+    owner: Any
+    name: str
+    own: Any  # attribute of the owner itself, not inherited; _MISSING if it had none
+    replacement: Any
 
 
 @dataclass
@@ -322,8 +330,7 @@ class Patches:
 
     table: tuple[Patch, ...] = TABLE
     _users: int = 0
-    # Owner, name, the owner's own attribute (not inherited), and the replacement.
-    _replaced: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
+    _replaced: list[_Replaced] = field(default_factory=list)
     _lock: Any = field(default_factory=threading.RLock)
 
     def acquire(self) -> None:
@@ -331,33 +338,33 @@ class Patches:
         if torch.compiler.is_dynamo_compiling():
             _stay_for_compiled_code()
         else:
-            self.count(1)
+            self.add_users(1)
 
     def release(self) -> None:
         """Remove a user."""
         if not torch.compiler.is_dynamo_compiling():
-            self.count(-1)
+            self.add_users(-1)
 
-    def count(self, more: int, *, may_stay: bool = False) -> None:
-        """Add ``more`` users. With ``may_stay``, patches are removed only after a running compilation."""
+    def add_users(self, number: int, *, during_compilation: bool = False) -> None:
+        """Add ``number`` users. ``during_compilation``: a running compilation may still need the patches."""
         with self._lock:
-            self._users += more
+            self._users += number
             if self._users > 0 and not self._replaced:
-                self._put_on()
+                self._install()
             elif self._users == 0:
-                compiling = torch._guards.CompileContext.try_get() if may_stay else None
+                compiling = torch._guards.CompileContext.try_get() if during_compilation else None
                 if compiling is None:
-                    self._take_off()
+                    self._uninstall()
                 else:  # freed when the compiler has checked its guards
-                    weakref.finalize(compiling, self.count, 0, may_stay=True)
+                    weakref.finalize(compiling, self.add_users, 0, during_compilation=True)
 
-    def _put_on(self) -> None:
+    def _install(self) -> None:
         from torch._dynamo import trace_rules
 
         trace_rules.get_torch_obj_rule_map()  # once: the compiler records torch's functions unpatched
         for patch in self.table:
             if not any([self._replace(place, patch.replace) for place in patch.places]):
-                _warn_of_lack(patch)
+                _warn_missing(patch)
 
     def _replace(self, place: str, replace: Callable[[Any], Any]) -> bool:
         """Replace the attribute at ``place`` and record the original; return False if torch has no such attribute."""
@@ -372,11 +379,11 @@ class Patches:
         if type(original).__hash__ is None:  # a method of pybind11; the function inside is hashable
             original = getattr(original, "__func__", original)
         replacement = _replacement(replace, original)
-        self._replaced.append((owner, name, vars(owner).get(name, _MISSING), replacement))
+        self._replaced.append(_Replaced(owner, name, vars(owner).get(name, _MISSING), replacement))
         setattr(owner, name, replacement)
         return True
 
-    def _take_off(self) -> None:
+    def _uninstall(self) -> None:
         """Restore each attribute, unless other code has replaced it since."""
         while self._replaced:
             owner, name, own, replacement = self._replaced.pop()
@@ -395,7 +402,7 @@ def _replacement(replace: Callable[[Any], Any], original: Any) -> Any:
 
 
 @functools.cache
-def _warn_of_lack(patch: Patch) -> None:
+def _warn_missing(patch: Patch) -> None:
     places = " or ".join(patch.places).replace(":", ".")
     warn_caller(f"torch {torch.__version__} has no {places}: {patch.lost}")
 
@@ -410,7 +417,7 @@ def acquire(*patches: Patches) -> Callable[[], None]:
 
     def release() -> None:  # as a finalizer it may run during a compilation
         for one in patches:
-            one.count(-1, may_stay=True)
+            one.add_users(-1, during_compilation=True)
 
     return release
 
@@ -418,7 +425,7 @@ def acquire(*patches: Patches) -> Callable[[], None]:
 def _stay_for_compiled_code() -> None:
     # Guards of compiled code that enters an autocast compare the patched functions. Without patches it would be
     # recompiled. torch reports no end of such code, so they stay.
-    PATCHES.count(1)
+    PATCHES.add_users(1)
 
 
 # As torch.compiler.assume_constant_result, without its import of the compiler, because this call is traced.

@@ -67,14 +67,14 @@ def watching(
     def observe(entry: PlannedCall, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return called(WatchedCall(running[-1] if running else "", mode, entry, func, args, kwargs))  # type: ignore[misc, arg-type]
 
-    with ExitStack() as watches:
+    with ExitStack() as exits:
         for name, module in modules.items():
             before = functools.partial(enter, name)
             # prepend: calls of other hooks belong to the module.
-            watches.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            watches.enter_context(module.register_forward_hook(functools.partial(leave, name), always_call=True))
+            exits.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            exits.enter_context(module.register_forward_hook(functools.partial(leave, name), always_call=True))
         if mode is not None:
             # With two observers, the inner one makes the calls, and the outer one is restored at the end.
-            watches.callback(setattr, mode, "observer", mode.observer)
+            exits.callback(setattr, mode, "observer", mode.observer)
             mode.observer = observe
         yield

@@ -129,7 +129,7 @@ def holder(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 def test_the_table_stays_until_the_last_user_has_left(holder: types.SimpleNamespace) -> None:
     patches, seen = Patches((Patch(("a_torch:present",), lambda original: "ours", ""),)), []
     for more in (1, 1, -1, -1, 1, -1):
-        patches.count(more)
+        patches.add_users(more)
         seen.append(holder.present)
     assert seen == ["ours"] * 3 + ["original", "ours", "original"]
 

@@ -75,7 +75,7 @@ def _read(
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Attention | None:  # fmt: skip
     """Parse the arguments of an attention; None if torch computes it."""
-    if not 0.0 < dropout_p < 1.0 or not all(map(_are_heads, (query, key, value), [query.dtype] * 3)):
+    if not 0.0 < dropout_p < 1.0 or not all([_are_heads(one, query.dtype) for one in (query, key, value)]):
         return None
     # Shared keys are left to torch: models with them are trained without dropout.
     if query.shape[:2] != key.shape[:2] or value.shape[:3] != key.shape[:3] or query.shape[3] != key.shape[3]:
@@ -90,8 +90,8 @@ def _read(
 
 
 def _are_heads(tensor: Tensor, dtype: torch.dtype) -> bool:
-    is_known = tensor.dtype is dtype and dtype in LOWER_PRECISION_DTYPES
-    return is_known and tensor.dim() == 4 and tensor.numel() > 0 and tensor.device.type == "cpu" and is_dense(tensor)
+    has_dtype = tensor.dtype is dtype and dtype in LOWER_PRECISION_DTYPES
+    return has_dtype and tensor.dim() == 4 and tensor.numel() > 0 and tensor.device.type == "cpu" and is_dense(tensor)
 
 
 def _is_mask(mask: Tensor, dtype: torch.dtype) -> bool:
@@ -104,24 +104,26 @@ def attend(attention: Attention) -> Tensor:
 
     Returns (batch, heads, L, Ev) in the dtype of the query. A backward with ``create_graph=True`` raises RuntimeError.
     """
-    result: Tensor = _Attention.apply(*attention[:4], attention[4:])
+    query, key, value, mask, *settings = attention
+    result: Tensor = _Attention.apply(query, key, value, mask, settings)
     return result
 
 
 def _blocks(query: Tensor, key: Tensor) -> list[tuple[int, slice]]:
     """Return the indices of heads that are computed together."""
-    several = max(1, BLOCK_SCORES // (query.shape[2] * key.shape[2]))
-    starts = range(0, query.shape[1], several)
-    places = [(batch, slice(start, start + several)) for batch in range(query.shape[0]) for start in starts]
+    heads = max(1, BLOCK_SCORES // (query.shape[2] * key.shape[2]))
+    starts = range(0, query.shape[1], heads)
+    places = [(batch, slice(start, start + heads)) for batch in range(query.shape[0]) for start in starts]
     # Fake tensors have no values: the first block represents the memory of all.
     return places[:1] if is_fake(query) else places
 
 
-def _attended(heads: Sequence[Tensor], mask: Tensor | None, settings: Any) -> Tensor:
+def _attention_of_heads(heads: Sequence[Tensor], mask: Tensor | None, settings: Any) -> Tensor:
     dropout, is_causal, scale = settings
-    given = (head.unsqueeze(0) for head in heads)
-    found: Tensor = _MATH(*given, mask, dropout, is_causal, scale=scale)[0][0]
-    return found
+    batches = (head.unsqueeze(0) for head in heads)
+    output, _ = _MATH(*batches, mask, dropout, is_causal, scale=scale)
+    result: Tensor = output[0]
+    return result
 
 
 class _Attention(Function):
@@ -133,7 +135,7 @@ class _Attention(Function):
         result = torch.empty_like(query[..., :1].expand(*query.shape[:3], value.shape[-1]))
         for place in _blocks(query, key):
             heads = [tensor[place].float() for tensor in (query, key, value)]
-            result[place].copy_(_attended(heads, _part(mask, place), settings))
+            result[place].copy_(_attention_of_heads(heads, _additive_mask(mask, place), settings))
         return result
 
     @staticmethod
@@ -143,27 +145,26 @@ class _Attention(Function):
                 "create_graph=True does not go through 16-bit attention with dropout on a CPU: load the model with "
                 "attn_implementation='eager', or set its attention's dropout to 0"
             )
-        *given, mask = ctx.saved_tensors
-        found = [torch.empty_like(tensor) for tensor in given]
+        *operands, mask = ctx.saved_tensors
+        gradients = [torch.empty_like(tensor) for tensor in operands]
         with torch.random.fork_rng(devices=()):
             torch.set_rng_state(ctx.random)
-            for place in _blocks(*given[:2]):
-                heads = [tensor[place].float().requires_grad_() for tensor in given]
+            for place in _blocks(*operands[:2]):
+                heads = [tensor[place].float().requires_grad_() for tensor in operands]
                 with torch.enable_grad():
-                    result = _attended(heads, _part(mask, place), ctx.settings)
-                for target, one in zip(found, torch.autograd.grad(result, heads, gradient[place].float()), strict=True):
-                    target[place].copy_(one)
-        return *found, None, None
+                    result = _attention_of_heads(heads, _additive_mask(mask, place), ctx.settings)
+                of_heads = torch.autograd.grad(result, heads, gradient[place].float())
+                for target, part in zip(gradients, of_heads, strict=True):
+                    target[place].copy_(part)
+        return *gradients, None, None
 
 
-def _part(mask: Tensor | None, place: tuple[int, slice]) -> Tensor | None:
+def _additive_mask(mask: Tensor | None, place: tuple[int, slice]) -> Tensor | None:
     """Return the term added to the scores of some heads."""
     if mask is None:
         return None
     part = mask[place]
     # torch's kernel would add True as 1; its caller converts a bool mask like this.
-    return (
-        torch.zeros(part.shape, device="cpu").masked_fill_(~part, -math.inf)
-        if part.dtype is torch.bool
-        else part.float()
-    )
+    if part.dtype is torch.bool:
+        return torch.zeros(part.shape, device="cpu").masked_fill_(~part, -math.inf)
+    return part.float()

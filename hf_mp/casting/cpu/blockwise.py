@@ -26,7 +26,8 @@ def blockwise_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     Shapes are (M, K), (N, K) and (N,), without 0; strides are any.
     """
     (rows, inner), outer = x.shape, weight.shape[0]
-    if max(rows, outer) * max(rows, inner) <= BLOCK_ELEMENTS and inner <= LONGEST_ROW:  # one block
+    is_one_block = max(rows, outer) * max(rows, inner) <= BLOCK_ELEMENTS and inner <= LONGEST_ROW
+    if is_one_block:
         bias32 = None if bias is None else bias.float()
         return fp32_product(x.float(), weight.float().t(), bias32).to(x.dtype)
     width = inner if inner <= LONGEST_ROW else math.isqrt(BLOCK_ELEMENTS)

@@ -64,12 +64,12 @@ def run_through_fp32(
     exact. A RuntimeError if one was modified in place in between. ``is_small`` skips the size check. Gradients of the
     inputs are rounded to ``dtype`` too.
     """
-    keeps_wide = is_small or not torch.is_grad_enabled() or is_compiling_or_transforming() or are_small(args, kwargs)
-    saved = None if keeps_wide else _SavedInputs(dtype, wide)
+    saves_wide = is_small or not torch.is_grad_enabled() or is_compiling_or_transforming() or are_small(args, kwargs)
+    saved = None if saves_wide else _SavedInputs(dtype, wide)
 
     def upcast(tensor: Tensor) -> Tensor:
-        widened = tensor.to(wide) if tensor.dtype is dtype else tensor
-        return widened if saved is None else saved.remember(tensor, widened)
+        result = tensor.to(wide) if tensor.dtype is dtype else tensor
+        return result if saved is None else saved.record(tensor, result)
 
     upcast_args = [map_tensors(upcast, arg) for arg in args]
     upcast_kwargs = {name: map_tensors(upcast, arg) for name, arg in kwargs.items()}
@@ -103,7 +103,7 @@ class _SavedInputs:
         # torch calls the innermost hooks only. These call the outer ones (gradient checkpointing, offloading).
         self._outer: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
-    def remember(self, source: Tensor, upcast: Tensor) -> Tensor:
+    def record(self, source: Tensor, upcast: Tensor) -> Tensor:
         """Record ``source`` for :meth:`pack`, and return ``upcast``."""
         if upcast is source or not is_dense(source):
             return upcast
@@ -112,8 +112,8 @@ class _SavedInputs:
         return upcast
 
     def unpack(self, saved: Any) -> Tensor:
-        kept = saved.source if isinstance(saved, _SavedInput) else saved
-        source: Tensor = kept if self._outer is None else self._outer[1](kept)
+        packed = saved.source if isinstance(saved, _SavedInput) else saved
+        source: Tensor = packed if self._outer is None else self._outer[1](packed)
         if not isinstance(saved, _SavedInput):
             return source
         if self._outer is None and source._version != saved.version:
@@ -128,17 +128,17 @@ class _SavedInputs:
 
     def pack(self, tensor: Any) -> Any:
         if tensor.dtype is not self._wide or tensor.numel() == 0 or not is_dense(tensor):
-            return self._keep(tensor)
-        found = self.sources.get(tensor.untyped_storage()._cdata)
-        if found is not None:
-            source, upcast = found[0].detach(), found[1]
-            place = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-            return _SavedInput(self._keep(source), source._version, upcast.stride(), *place)
+            return self._save(tensor)
+        recorded = self.sources.get(tensor.untyped_storage()._cdata)
+        if recorded is not None:
+            source, upcast = recorded[0].detach(), recorded[1]
+            view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            return _SavedInput(self._save(source), source._version, upcast.stride(), *view)
         # Some ops copy an operand (broadcasting matmul, einsum). 16 bits represent such a copy exactly.
         source = tensor.detach().to(self._dtype).contiguous()
         if not torch.equal(source.to(self._wide), tensor):
-            return self._keep(tensor)
-        return _SavedInput(self._keep(source), source._version, source.stride(), source.size(), source.stride(), 0)
+            return self._save(tensor)
+        return _SavedInput(self._save(source), source._version, source.stride(), source.size(), source.stride(), 0)
 
-    def _keep(self, tensor: Tensor) -> Any:
+    def _save(self, tensor: Tensor) -> Any:
         return tensor if self._outer is None else self._outer[0](tensor)
