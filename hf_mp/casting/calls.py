@@ -39,14 +39,14 @@ class Mode(Protocol):
 class Forward(Protocol):
     """Running forward of an attached model: :class:`hf_mp.step.forward.ForwardContext`."""
 
-    runtime: Any  # StepRuntime of the model
-    autocast: Any  # AttachedAutocast that casts the calls
+    runtime: Any  # StepRuntime
+    autocast: Any  # AttachedAutocast
     weights: Any  # ForwardWeights; None in a functorch transform, and if parameter slots are unchanged
     graph_task: int  # autograd's id of the backward around it; -1 if none
     began_without_grad: bool  # whether it began without grad, and without an observer
-    is_dispatched: bool  # whether dispatcher kernels cast the calls
-    lowers_caches: bool  # whether Transformers' caches receive 16-bit keys and values
-    is_recomputing: bool  # whether a backward recomputes a part of it; gradients of weights are not scaled then
+    is_dispatched: bool  # dispatcher kernels cast its calls
+    lowers_caches: bool  # whether caches receive 16-bit keys and values
+    is_recomputing: bool  # in a backward; gradients of weights are not scaled then
 
     def for_recompute(self, args: tuple[Any, ...] | None) -> AbstractContextManager[Any]:
         """Return a context manager to recompute a part of the forward, in any thread.

@@ -20,7 +20,6 @@ from hf_mp.kernels.transforms import is_compiling_or_transforming
 
 def through_fp32(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run an op in FP32 on a CPU that lacks it in the mode's dtype; on other devices, in the mode's dtype."""
-    # The plan is chosen for the CPU, but calls may have tensors on any device.
     first = next(tensors_in((args, kwargs)), None)
     is_on_cpu = first is not None and first.device.type == "cpu"
     if kwargs.get("out") is not None or not is_on_cpu:

@@ -53,7 +53,6 @@ def custom_fwd(
         ctx._hf_mp_autocast = active
         if active is None or not active.enabled or cast_inputs is None:
             return forward(ctx, *args, **kwargs)
-        # Backward runs with autocast off too.
         ctx._hf_mp_autocast = active.island()
         with ctx._hf_mp_autocast:
             args, kwargs = active.cast_arguments(args, kwargs, cast_inputs)

@@ -94,7 +94,6 @@ def explain(
     attached = getattr(getattr(function, "forward", None), "runtime", None)
     mode = autocast(dtype, tables=tables, rules=rules, model=model) if attached is None else attached.autocast
     recorder = _Recorder()
-    # An attached model enters its autocast itself.
     modules = {} if model is None else dict(model.named_modules())
     with watching(modules, mode, recorder.record), mode if attached is None else nullcontext():
         function(*inputs, **kwargs)

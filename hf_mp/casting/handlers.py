@@ -59,8 +59,8 @@ _TENSORS = frozenset({Tensor, nn.Parameter})  # by class, because isinstance() c
 _WITHOUT_TENSORS = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype})
 
 
-lower_precision = functools.partial(_call_in_dtype, None)  # handler of the lower-precision table
-fp32 = functools.partial(_call_in_dtype, torch.float32)  # handler of the FP32 table
+lower_precision = functools.partial(_call_in_dtype, None)
+fp32 = functools.partial(_call_in_dtype, torch.float32)
 
 
 def fp32_output(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from hf_mp.kernels.cross_entropy import FEW_ELEMENTS, cross_entropy
 from hf_mp.kernels.tensors import is_ordinary
 from hf_mp.kernels.transforms import is_compiling_or_transforming, is_saving_elsewhere
 
-_FUNCTION = torch._C._nn.cross_entropy_loss  # called by F.cross_entropy and nn.CrossEntropyLoss
+_FUNCTION = torch._C._nn.cross_entropy_loss  # of F.cross_entropy
 _REDUCTIONS = {1: "mean", 2: "sum"}  # torch's codes
 
 

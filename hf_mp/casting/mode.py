@@ -171,7 +171,6 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         sync_innermost()
         if self.puts_on_patches:
             PATCHES.release()
-        # The same object may be entered twice.
         if self not in state.active:
             self._casts.clear()
             for rule in self._active_rules:
@@ -225,7 +224,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 
     def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` wrapped to run in this autocast when gradient checkpointing recomputes it."""
-        forward = state.forward  # the attached forward around this autocast, with the weights to use
+        forward = state.forward
 
         def recompute(*args: Any, **kwargs: Any) -> Any:
             if active_autocast() is self:
@@ -274,7 +273,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     def run_with_mode(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call ``function`` with this mode active, which torch has removed from its stack for the current call."""
         if is_dynamo_compiling():
-            with self:  # public API, at no cost in a graph
+            with self:  # public API
                 return function(*args, **kwargs)
         _push_mode(self)  # `with self` without our __enter__, because this autocast is active already
         try:

@@ -76,7 +76,6 @@ class _OpsOfModule(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         is_ours = func in self._functions and self.running.modules[-1] is self.module and kwargs.get("out") is None
-        # A nested autocast has priority.
         if not is_ours or active_autocast() is not self.outer:
             return func(*args, **kwargs)
         return self._make(self.outer, func, args, kwargs)

@@ -48,7 +48,7 @@ def native_plan(calls: Mapping[OpOverload, Callable[..., Any]], plan: Plan, dtyp
 
 def _native_rule(op: OpOverload, call: Callable[..., Any], entry: PlannedCall) -> tuple[str, str]:
     rule, on_cpu = _NATIVE_RULES.get(entry.handler, ("python", "same"))
-    if call in ATTENTION:  # its handler also reads the number of scores
+    if call in ATTENTION:  # depends on the number of scores
         on_cpu = "python"
     if rule == "fp32_output" and not any(argument.name == "dtype" for argument in op._schema.arguments):
         rule = "python"

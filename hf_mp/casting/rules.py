@@ -66,8 +66,8 @@ def parse_divisor(rule: Any) -> int | None:
 class ModuleRule(NamedTuple):
     """A rule for modules, or for one op that they call."""
 
-    key: str  # as the user wrote it
-    pattern: str  # of module names
+    key: str
+    pattern: str
     functions: frozenset[Callable[..., Any]]  # each spelling of the op; empty in a rule for whole modules
     op: str
     dtype: torch.dtype | None  # None: autocast's dtype; in a rule for an op, None if it is scaled

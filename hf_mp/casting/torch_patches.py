@@ -27,7 +27,7 @@ from hf_mp.casting.dispatched import undispatched
 from hf_mp.casting.uncompiled import uncompiled
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 
-# The originals of functions patched below.
+# Unpatched.
 is_torch_autocast_enabled = torch.is_autocast_enabled
 _torch_autocast_dtype = torch.get_autocast_dtype
 _MISSING = object()
@@ -201,7 +201,7 @@ def _make_cross_entropy(original: Any, self: Any, tx: Any, args: list[Any], kwar
 @around
 def _call_user_compiler(original: Any, self: Any, /, graph: Any, inputs: list[Any]) -> Any:
     """Compile ``graph``, and run it with modes off; a ValueError with FP64 accumulation."""
-    if (mode := active_autocast()) is None:  # a graph compiled outside any autocast is not run inside one
+    if (mode := active_autocast()) is None:
         return original(self, graph, inputs)
     # A graph runs with the modes active that were traced into it. A backend that runs op by op would cast twice.
     if mode.sums_in_fp64:
@@ -334,7 +334,7 @@ class Patches:
     _lock: Any = field(default_factory=threading.RLock)
 
     def acquire(self) -> None:
-        """Add a user, an autocast or attached model."""
+        """Add a user."""
         if torch.compiler.is_dynamo_compiling():
             _stay_for_compiled_code()
         else:
@@ -415,7 +415,7 @@ def acquire(*patches: Patches) -> Callable[[], None]:
     for one in patches:
         one.acquire()
 
-    def release() -> None:  # as a finalizer it may run during a compilation
+    def release() -> None:  # a finalizer
         for one in patches:
             one.add_users(-1, during_compilation=True)
 

@@ -33,7 +33,7 @@ else:
 
 
 def uncompiled(function: Any) -> Any:
-    """Exclude frames of ``function`` and its callees from compilation, except inside other compiled code."""
+    """Do not compile frames of ``function`` and its callees, except inside other compiled code."""
     _pass_by(function, with_calls=True)
     return function
 

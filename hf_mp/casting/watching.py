@@ -18,7 +18,7 @@ class WatchedCall(NamedTuple):
 
     module: str  # name of the innermost observed module; empty outside modules
     mode: Mode
-    entry: PlannedCall  # from the tables, or of a rule
+    entry: PlannedCall
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]

@@ -41,9 +41,9 @@ class Attention(NamedTuple):
     key: Tensor  # (batch, heads, S, E)
     value: Tensor  # (batch, heads, S, Ev)
     mask: Tensor | None  # broadcast to (batch, heads, L, S); bool (False hides), or added to the scores
-    dropout: float  # dropout probability
+    dropout: float
     is_causal: bool  # whether row i attends to keys up to i only
-    scale: float  # factor on the scores
+    scale: float
 
 
 def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Attention | None:

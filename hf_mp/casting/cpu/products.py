@@ -101,7 +101,6 @@ class _Matmul(Function):
     ) -> Tensor:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight.inside if needs_x else None)
-        # References to the tensors would keep their memory allocated.
         ctx.shapes, ctx.dtype, ctx.crossings = (x.shape, outside.shape), outside.dtype, weight.crossings
         # Read by add_late_borders(): this backward unscales the gradient of input 1.
         ctx.border_at = () if weight.crossings is None or not needs_weight else (1,)
