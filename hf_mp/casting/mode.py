@@ -90,7 +90,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     module: nn.Module | None = None  # the module with a dtype rule that it runs, if any
     has_op_rules = False
     sums_in_fp64 = False
-    puts_on_patches = True  # if no other user of the patches is active
+    puts_on_patches = True  # False if other code keeps them installed
     plain_types: ClassVar[frozenset[type]] = frozenset({type(None), Tensor, nn.Parameter})  # they need no further check
     explain: ClassVar[Any] = _Explain()
 

@@ -214,7 +214,7 @@ def test_what_a_torch_lacks_costs_one_warning_and_nothing_else(holder: types.Sim
 
 
 def test_this_torch_lacks_nothing(recwarn: pytest.WarningsRecorder) -> None:
-    torch_patches._warn_of_lack.cache_clear()
+    torch_patches._warn_missing.cache_clear()
     with hf_mp.autocast():
         places = {place for patch in TABLE for place in patch.places}
         assert len(PATCHES._replaced) >= len(TABLE) and len(places) >= len(TABLE)
