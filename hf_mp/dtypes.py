@@ -1,4 +1,4 @@
-"""What it means to compute in a dtype: the one table of those that a policy can compute in, and their names."""
+"""Table of the dtypes that a policy can compute in, and their names."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import torch
 
 @dataclass(frozen=True)
 class ComputeDtype:
-    """What it means to compute in a dtype.
+    """Properties of a compute dtype.
 
     Attributes:
-        dtype: of lower-precision ops, and of working copies.
-        name: what policies, presets and tables call it.
-        spellings: what else people write.
-        loss_scale: the rule that its presets set S by; None where FP32's exponents fit, so that S is not needed.
-        cpp_name: what torch's C++ calls it, as DDP logs it.
-        has_cpu_products: asks torch whether this CPU multiplies it; it is computed through FP32 elsewhere.
-        has_cpu_convolutions: whether oneDNN has the gradients of its convolutions as well.
+        dtype: of lower-precision ops and working copies.
+        name: its name in policies, presets and tables.
+        spellings: other names.
+        loss_scale: the loss scale rule of its presets; None if its exponent range needs no scaling.
+        cpp_name: its name in torch's C++, as DDP logs it.
+        has_cpu_products: ``has_cpu_products()`` returns whether oneDNN has fast matmuls in it on this CPU. Otherwise
+            they run in FP32.
+        has_cpu_convolutions: whether oneDNN also has the gradients of convolutions.
     """
 
     dtype: torch.dtype
@@ -38,13 +39,13 @@ class ComputeDtype:
 
     @property
     def label(self) -> str:
-        """Its name in sentences."""
+        """Name for messages."""
         return self.name.upper()
 
 
 def _has_cpu_bf16() -> bool:
-    # oneDNN takes BF16 on each CPU with AVX512. Without AVX512-BF16 it only converts, and takes several times as long
-    # as for FP32.
+    # oneDNN supports BF16 on each CPU with AVX512. Without AVX512-BF16 it only converts, and takes several times as
+    # long as in FP32.
     has = torch.cpu.get_capabilities().get
     only_converts = has("avx512_f") and not has("avx512_bf16")
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and not only_converts
@@ -59,7 +60,7 @@ LOWER_PRECISION_DTYPES: dict[torch.dtype, ComputeDtype] = {
             ("float16", "half"),
             "c10::Half",
             loss_scale="headroom",
-            # torch has no public question for what oneDNN multiplies on this CPU.
+            # torch has no public API for oneDNN's FP16 support on this CPU.
             has_cpu_products=lambda: bool(torch.ops.mkldnn._is_mkldnn_fp16_supported()),
             has_cpu_convolutions=False,
         ),
@@ -72,28 +73,28 @@ LOWER_PRECISION_DTYPES: dict[torch.dtype, ComputeDtype] = {
         ),
     )
 }
-"""The dtypes that a policy can compute in besides FP32. All that asks what a dtype means asks here."""
+"""Compute dtypes other than FP32."""
 
 FP32 = ComputeDtype(torch.float32, "fp32", ("float32", "float"), "float", has_cpu_products=lambda: True)
 
 
 def compute_dtypes() -> tuple[ComputeDtype, ...]:
-    """FP32, and the entries of :data:`LOWER_PRECISION_DTYPES`."""
+    """Return FP32 and the entries of :data:`LOWER_PRECISION_DTYPES`."""
     return (FP32, *LOWER_PRECISION_DTYPES.values())
 
 
 def compute_dtype(dtype: torch.dtype) -> ComputeDtype:
-    """What ``dtype`` means; a KeyError for one that no policy computes in."""
+    """Return the properties of ``dtype``; a KeyError if no policy computes in it."""
     return FP32 if dtype is torch.float32 else LOWER_PRECISION_DTYPES[dtype]
 
 
 def needs_loss_scale(dtype: torch.dtype) -> bool:
-    """Whether values of FP32 leave the range of ``dtype``, so that its gradients are scaled."""
+    """Return whether FP32 values exceed the range of ``dtype``, so that gradients are scaled."""
     return dtype in LOWER_PRECISION_DTYPES and LOWER_PRECISION_DTYPES[dtype].loss_scale is not None
 
 
 def spell(precision: str | torch.dtype) -> str:
-    """The name of a precision as it is written here: ``torch.float16``, ``"FP16"``, ``"half"`` are all ``"fp16"``."""
+    """Return hf_mp's name of a precision: ``"fp16"`` for ``torch.float16``, ``"FP16"`` and ``"half"``."""
     name = str(precision).strip().lower().removeprefix("torch.").replace("_", "-")
     dtype, *layout = name.split("-", 1)
     known = (entry.name for entry in compute_dtypes() if dtype in entry.spellings)
@@ -101,6 +102,6 @@ def spell(precision: str | torch.dtype) -> str:
 
 
 def named_dtype(value: Any) -> Any:
-    """The dtype that a text names (:func:`spell`), or else ``value`` itself."""
+    """Return the dtype that a string names (:func:`spell`), otherwise ``value``."""
     named = {entry.name: entry.dtype for entry in compute_dtypes()}
     return named.get(spell(value), value) if isinstance(value, str) else value

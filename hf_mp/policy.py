@@ -1,4 +1,4 @@
-"""Which dtype is stored, computed in and updated: the :class:`PrecisionPolicy`, as a value and as a string."""
+""":class:`PrecisionPolicy`: the dtypes of storage, compute and communication, as a value and as a string."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hf_mp.dtypes import (
 from hf_mp.scaling.rules import parse_loss_scale
 
 _DTYPE_FIELDS = ("params", "compute", "reduce")
-SWITCHES = ("fp32_head", "exact_generation")  # fields that are on or off
+SWITCHES = ("fp32_head", "exact_generation")  # bool fields
 
 
 def did_you_mean(precision: object, names: Iterable[str]) -> str:
-    """The nearest of ``names`` as a question, ``. Did you mean 'fp16'?``; empty where none is near."""
+    """Return ``. Did you mean 'fp16'?`` with the nearest of ``names``; empty if none is near."""
     # Lightning and Keras: "16-mixed", "mixed_float16".
     text = spell(spell(str(precision)).replace("mixed", "").strip("-"))
     near = difflib.get_close_matches(text, names, n=1)
@@ -36,22 +36,21 @@ def did_you_mean(precision: object, names: Iterable[str]) -> str:
 class PrecisionPolicy:
     """The dtypes of a training run.
 
-    After Micikevicius et al. 2017 (arXiv 1710.03740, section 3.1): weights are updated in FP32 masters, and floating
-    outputs leave the model in FP32. ``compute`` is the dtype of matmuls and convolutions.
+    As in Micikevicius et al. 2017 (arXiv 1710.03740, section 3.1), weights are updated in FP32 masters, and floating
+    model outputs are FP32. ``compute`` is the dtype of matmuls and convolutions.
 
     Attributes:
-        params: dtype in which the model's own parameters are stored. ``float32`` (the default) makes them the master
-            weights; ``float16``/``bfloat16`` (lean layouts) makes them the working copies.
-        compute: dtype of autocast's lower-precision ops, ``float16`` by default. ``float32`` switches mixed precision
-            off.
+        params: dtype of the model's parameters. ``float32`` (default) makes them the master weights;
+            ``float16``/``bfloat16`` (lean layouts) makes them the working copies.
+        compute: dtype of lower-precision ops, ``float16`` by default. ``float32`` switches mixed precision off.
         loss_scale: ``"headroom"`` (in the FP16 presets), ``"dynamic"`` (torch's algorithm), a positive number (static),
-            or None (the default here, and in the BF16 and FP32 presets, whose exponent range needs no scaling).
-        reduce: dtype in which scaled gradients travel between processes: ``float32`` or ``compute``. None (default)
-            means ``float32``, and ``compute`` in the lean layouts. The receiving process sums them in FP32.
+            or None (default, also in the BF16 and FP32 presets: their exponent range needs no scaling).
+        reduce: dtype of scaled gradients in communication, ``float32`` or ``compute``. None (default) is ``float32``,
+            and ``compute`` in the lean layouts. Gradients are summed in FP32.
         fp32_head: whether the output embedding runs in FP32, in training and in ``generate()``; default False.
-        exact_generation: whether a token's log-probability has the same bits in ``generate()`` as in the training
-            forward. 16-bit matmuls and attention are summed in FP64 and rounded once, so that no bit depends on the
-            order of summation, and with it on the rest of the batch; positions behind padding are counted as in
+        exact_generation: whether the log-probability of a token has the same bits in ``generate()`` as in the training
+            forward. 16-bit matmuls and attention are accumulated in FP64 and rounded once, so that no bit depends on
+            the order of summation, and so on the rest of the batch. Positions after padding are counted as in
             ``generate()``. Slow, for a CPU; default False.
 
     Raises:
@@ -80,61 +79,62 @@ class PrecisionPolicy:
 
     def _check_dtypes(self) -> None:
         """Raise a TypeError or ValueError for dtypes that cannot be combined."""
-        names, said = {entry.dtype: entry.name for entry in compute_dtypes()}, {}  # as messages spell the fields
+        names = {entry.dtype: entry.name for entry in compute_dtypes()}
+        shown = {}  # fields as in messages
         for field in _DTYPE_FIELDS:
             dtype = self.wire if field == "reduce" else getattr(self, field)
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"{field}={dtype!r} must be a torch.dtype; text is read by PrecisionPolicy.parse")
             if dtype not in names:
                 raise ValueError(f"{field}={dtype} is not allowed: use {', '.join(names.values())}")
-            said[field] = f"{field}={names[dtype]}"
+            shown[field] = f"{field}={names[dtype]}"
         if self.params not in (torch.float32, self.compute):
             raise ValueError(
-                f"{said['params']} with {said['compute']} is not allowed: store parameters in fp32 (default layout) or "
-                "in the compute dtype (lean layout)"
+                f"{shown['params']} with {shown['compute']} is not allowed: store parameters in fp32 (default "
+                "layout) or in the compute dtype (lean layout)"
             )
         if self.wire not in (torch.float32, self.compute):
             raise ValueError(
-                f"{said['reduce']} with {said['compute']} is not allowed: gradients travel in fp32 or in the compute "
+                f"{shown['reduce']} with {shown['compute']} is not allowed: gradients travel in fp32 or in the compute "
                 "dtype"
             )
 
     @property
     def is_mixed(self) -> bool:
-        """Whether anything runs in another dtype than FP32."""
+        """Whether any op runs in another dtype than FP32."""
         return self.compute is not torch.float32
 
     @property
     def is_lean(self) -> bool:
-        """Whether the model's parameters are the working copies (masters live with the optimizer)."""
+        """Whether the model's parameters are the working copies; the optimizer wrapper has the masters."""
         return self.params is not torch.float32
 
     @property
     def wire(self) -> torch.dtype:
-        """The dtype in which gradients travel between processes."""
+        """Dtype of gradients in communication."""
         return self.params if self.reduce is None else self.reduce
 
     @classmethod
     def parse(cls, text: str | torch.dtype | PrecisionPolicy, **switches: bool) -> PrecisionPolicy:
-        """Make a policy from a preset or from a policy that is spelled out.
+        """Make a policy from a preset or from its fields.
 
         Args:
-            text: one of :data:`PRESETS`, or fields as in ``"params=fp32,compute=fp16,loss_scale=dynamic"``, where
-                those that are not named have the values of ``"fp16"``, or of a preset that comes first, as in
-                ``"bf16,fp32_head=true"``. ``"FP16"``, ``"float16"`` and ``torch.float16`` are ``"fp16"``. A policy is
-                returned as it is.
+            text: one of :data:`PRESETS`, or fields as in ``"params=fp32,compute=fp16,loss_scale=dynamic"``. Other
+                fields have the values of ``"fp16"``, or of a preset before them, as in ``"bf16,fp32_head=true"``.
+                ``"FP16"``, ``"float16"`` and ``torch.float16`` are ``"fp16"``. A policy is returned unchanged.
             switches: further ones of :data:`SWITCHES` to turn on.
 
         Raises:
-            TypeError: for anything but text, a dtype and a policy, and for an unknown switch.
+            TypeError: if ``text`` is no string, dtype or policy, and for an unknown switch.
             ValueError: for an unknown preset, field or dtype.
         """
-        if unknown := [name for name in switches if name not in SWITCHES]:
-            raise TypeError(
-                f"{unknown[0]} is no option of mixed precision: {_option_for(unknown[0], switches, cls.parse(text))}"
-            )
-        if on := {name: value for name, value in switches.items() if value}:
-            return replace(cls.parse(text), **on)  # type: ignore[arg-type]
+        unknown = next((name for name in switches if name not in SWITCHES), None)
+        if unknown is not None:
+            advice = _advice_for(unknown, switches, cls.parse(text))
+            raise TypeError(f"{unknown} is no option of mixed precision: {advice}")
+        enabled = {name: value for name, value in switches.items() if value}
+        if enabled:
+            return replace(cls.parse(text), **enabled)  # type: ignore[arg-type]
         if isinstance(text, cls):
             return text
         if not isinstance(text, (str, torch.dtype)):
@@ -151,7 +151,7 @@ class PrecisionPolicy:
 
     @classmethod
     def _parse_fields(cls, text: str) -> PrecisionPolicy:
-        """The policy of ``text``: a preset or not, then fields; a ValueError for an unknown or repeated field."""
+        """Parse an optional preset and fields; a ValueError for an unknown or repeated field."""
         values: dict[str, Any] = {}
         names = [field.name for field in fields(cls)]
         first, *others = text.split(",")
@@ -169,7 +169,7 @@ class PrecisionPolicy:
         return replace(base or cls(), **values)
 
     def explain_change(self, saved: PrecisionPolicy) -> str:
-        """Say in one line what changes if a run saved under ``saved`` goes on under this policy."""
+        """Return one line about the changes when a run saved under ``saved`` is resumed under this policy."""
         effect = "the FP32 weights and the optimizer's state go on as they were saved"
         if self.loss_scale != saved.loss_scale:
             was, now = saved.loss_scale or "none", self.loss_scale or "none"
@@ -188,23 +188,25 @@ class PrecisionPolicy:
 
 
 def _read_field(key: str, value: str) -> object:
-    """The value of the field ``key``; a ValueError for text that is none."""
+    """Parse the value of the field ``key``; a ValueError if it is invalid."""
     if key == "loss_scale":
         return parse_loss_scale(value)
     if key in SWITCHES:
         if value.lower() not in ("true", "false"):
             raise ValueError(f"{key}={value!r} in a precision policy: write {key}=true or {key}=false")
         return value.lower() == "true"
-    if isinstance(dtype := named_dtype(value), str):
+    dtype = named_dtype(value)
+    if isinstance(dtype, str):
         names = ", ".join(entry.name for entry in compute_dtypes())
         raise ValueError(f"{key}={value!r} is not a dtype of a precision policy: use one of {names}")
     return dtype
 
 
-def _option_for(name: str, given: Mapping[str, object], policy: PrecisionPolicy) -> str:
-    """Say which argument to use in place of ``name``, which is not one."""
-    if isinstance(value := given[name], (str, torch.dtype)) and (preset := spell(value)) in PRESETS:
-        return f"the dtype is named by the precision, as in prepare(model, optimizer, precision={preset!r})"
+def _advice_for(name: str, given: Mapping[str, object], policy: PrecisionPolicy) -> str:
+    """Return advice for ``name``, which is no option."""
+    value = given[name]
+    if isinstance(value, (str, torch.dtype)) and spell(value) in PRESETS:
+        return f"the dtype is named by the precision, as in prepare(model, optimizer, precision={spell(value)!r})"
     if name in ("loss_scale", "loss_scaler_settings") and policy.loss_scale is None:
         return f"precision={str(policy)!r} has no loss scale, so leave it out"
     if name == "loss_scaler_settings":
@@ -215,7 +217,7 @@ def _option_for(name: str, given: Mapping[str, object], policy: PrecisionPolicy)
 
 
 def _layouts(*entries: ComputeDtype) -> dict[str, PrecisionPolicy]:
-    """All default layouts, then all lean ones: help texts and messages list them in this order."""
+    """Return the default layouts, then the lean ones: the order of help texts and messages."""
     default = {entry.name: PrecisionPolicy(compute=entry.dtype, loss_scale=entry.loss_scale) for entry in entries}
     return default | {f"{name}-lean": replace(policy, params=policy.compute) for name, policy in default.items()}
 
@@ -224,18 +226,18 @@ PRESETS: dict[str, PrecisionPolicy] = {
     "fp32": PrecisionPolicy(compute=torch.float32),
     **_layouts(*LOWER_PRECISION_DTYPES.values()),
 }
-"""The policies by name. A new one is one entry, before :mod:`hf_mp.trainer` and :mod:`hf_mp.memory` are imported."""
+"""Policies by name. Add entries before :mod:`hf_mp.trainer` and :mod:`hf_mp.memory` are imported."""
 
 
 def add_compute_dtype(entry: ComputeDtype) -> None:
-    """Let policies compute in another dtype, by a preset of its name and a lean one.
+    """Allow policies to compute in another dtype, with a preset of its name and a lean one.
 
-    A program calls it before :mod:`hf_mp.trainer` and :mod:`hf_mp.memory` are imported.
+    Call it before :mod:`hf_mp.trainer` and :mod:`hf_mp.memory` are imported.
     """
     LOWER_PRECISION_DTYPES[entry.dtype] = entry
     PRESETS.update(_layouts(entry))
 
 
 def mixed_presets() -> tuple[str, ...]:
-    """The names of the presets in which anything runs in another dtype than FP32."""
+    """Return the names of the presets with an op in another dtype than FP32."""
     return tuple(name for name, preset in PRESETS.items() if preset.is_mixed)

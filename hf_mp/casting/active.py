@@ -1,6 +1,6 @@
-"""The autocasts of a thread, and its innermost forward of an attached model.
+"""Per-thread stack of active autocasts, and the innermost forward of an attached model.
 
-Functions that torch.compile traces, with side effects that it knows.
+torch.compile traces these functions and supports their side effects.
 """
 
 from __future__ import annotations
@@ -11,43 +11,43 @@ from hf_mp.casting.calls import CustomBackward, Forward, Mode
 
 BOTH_ACTIVE = (
     "torch.autocast was entered inside hf_mp.autocast, and the two would cast each other's results: use hf_mp.autocast "
-    "for both, or torch.autocast(..., enabled=False) for an FP32 island"
+    "for both, or torch.autocast(..., enabled=False) for an autocast-disabled region"
 )
 
 
 class _ThreadState(threading.local):
     def __init__(self) -> None:
-        self.active: list[Mode] = []  # the active autocasts, innermost last
-        self.forward: Forward | None = None  # innermost; it holds the one around it
-        self.backward: CustomBackward | None = None  # innermost backward of a custom autograd function that runs
+        self.active: list[Mode] = []  # active autocasts, innermost last
+        self.forward: Forward | None = None  # innermost; it stores the forward around it
+        self.backward: CustomBackward | None = None  # innermost running backward of a custom autograd function
 
 
-# Besides torch's own stack of modes, which does not hold an autocast while it makes a call, nor one that is disabled.
+# torch's stack of modes is not enough: it lacks an autocast while that makes a call, and a disabled one always.
 state = _ThreadState()
 
 
 def active_autocast() -> Mode | None:
-    """The innermost autocast of this thread, enabled or not; None if no autocast is active."""
+    """Return the innermost autocast of this thread, enabled or not; None if there is none."""
     return state.active[-1] if state.active else None
 
 
-def enter_island(enabled: bool) -> bool:
-    """Enter an FP32 island in the active autocast, for a ``torch.autocast(enabled=...)`` that somebody entered.
+def enter_disabled_region(enabled: bool) -> bool:
+    """Enter a nested autocast for a ``torch.autocast(enabled=...)`` of user code.
 
     Args:
         enabled: whether that enables torch's autocast.
 
     Returns:
-        True if an island was entered: the caller has to end it, by :func:`leave_island` or the island's ``__exit__``.
-        False if no autocast of hf_mp is active: the caller enters torch's.
+        True if an autocast-disabled region was entered: the caller ends it with :func:`exit_disabled_region` or its
+            ``__exit__``. False if no autocast of hf_mp is active: the caller enters torch's.
 
     Raises:
         RuntimeError: if torch's autocast would be active inside hf_mp's.
     """
     ours = active_autocast()
-    entered = None
+    entered: Mode | None = None
     if state.backward is not None and (ours is None or enabled):
-        # Of torch.amp.custom_bwd, or of a checkpoint of one's own: it restores what was active in the forward.
+        # torch.amp.custom_bwd, or a checkpoint implementation, restores the autocast state of the forward.
         entered = state.backward.autocast_for(enabled)
     if entered is None:
         if ours is None:
@@ -55,11 +55,11 @@ def enter_island(enabled: bool) -> bool:
         if enabled:
             raise RuntimeError(BOTH_ACTIVE)
         entered = ours.island()
-    # Not by `with`: the torch.autocast that somebody entered says when the island ends.
+    # Not `with`: the exit of the torch.autocast ends the region.
     entered.__enter__()
     return True
 
 
-def leave_island() -> None:
-    """Leave the island that :func:`enter_island` entered."""
+def exit_disabled_region() -> None:
+    """Exit the region that :func:`enter_disabled_region` entered."""
     state.active[-1].__exit__(None, None, None)

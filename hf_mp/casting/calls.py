@@ -1,4 +1,4 @@
-"""Calls of torch functions under an autocast (:class:`Mode`): what is done with one (:class:`PlannedCall`)."""
+"""Interfaces of autocasts, forwards and backwards, and the plan entry of a torch function (:class:`PlannedCall`)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hf_mp.casting.tables import CastRule, TableName
 
 
 class Mode(Protocol):
-    """:class:`hf_mp.autocast`, as those know it that make its calls or ask which one is active."""
+    """:class:`hf_mp.autocast` as handlers, module rules and patches use it."""
 
     dtype: torch.dtype
     enabled: bool
     tables: TableName
-    module: nn.Module | None  # of an island
+    module: nn.Module | None  # the module with a dtype rule that it runs, if any
     sums_in_fp64: bool
     observer: Callable[..., Any] | None
 
@@ -29,7 +29,7 @@ class Mode(Protocol):
         self, args: Any, kwargs: Mapping[str, Any], dtype: torch.dtype
     ) -> tuple[Any, dict[str, Any]]: ...
     def apply(self, entry: PlannedCall, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any: ...
-    def run_inside(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any: ...
+    def run_with_mode(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any: ...
     def island(self, module: nn.Module | None = None, dtype: torch.dtype | None = None) -> Mode: ...
     def has_rule_for(self, module: nn.Module | None) -> bool: ...
     def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]: ...
@@ -37,34 +37,37 @@ class Mode(Protocol):
 
 
 class Forward(Protocol):
-    """Forward of an attached model that runs in this thread: :class:`hf_mp.step.forward.ForwardContext`."""
+    """Running forward of an attached model: :class:`hf_mp.step.forward.ForwardContext`."""
 
-    runtime: Any  # the StepRuntime of the model
-    autocast: Any  # the AttachedAutocast that casts its calls
-    weights: Any  # its ForwardWeights; None in a transform of functorch, and where slots are left alone
-    graph_task: int  # autograd's number of the backward around it; -1 without one
-    began_without_grad: bool  # also: no observer makes its calls
-    is_dispatched: bool  # whether kernels of the dispatcher cast its calls
-    lowers_caches: bool  # whether Transformers' caches receive 16-bit keys and values
-    is_recomputing: bool  # whether a backward recomputes a part of it: gradients of its weights are not scaled
+    runtime: Any  # StepRuntime
+    autocast: Any  # AttachedAutocast
+    weights: Any  # ForwardWeights; None in a functorch transform, and if parameter slots are unchanged
+    graph_task: int  # autograd's id of the backward around it; -1 if none
+    began_without_grad: bool  # whether it began without grad, and without an observer
+    is_dispatched: bool  # dispatcher kernels cast its calls
+    lowers_caches: bool  # whether caches receive 16-bit keys and values
+    is_recomputing: bool  # in a backward; gradients of weights are not scaled then
 
     def for_recompute(self, args: tuple[Any, ...] | None) -> AbstractContextManager[Any]:
-        """A context to recompute a part of it in, whose arguments are ``args`` (None: not known); in any thread."""
+        """Return a context manager to recompute a part of the forward, in any thread.
+
+        ``args`` are the arguments of that part; None if unavailable.
+        """
 
 
 class CustomBackward(Protocol):
-    """Backward of a custom autograd function that runs in this thread: of :mod:`hf_mp.step.custom_backward`."""
+    """Running backward of a custom autograd function, from :mod:`hf_mp.step.custom_backward`."""
 
     @property
     def forward(self) -> Forward | None:
-        """The forward that made its node; None if no attached forward did."""
+        """The attached forward that created the node, or None."""
 
     def autocast_for(self, enabled: bool) -> Mode | None:
-        """The autocast to enter for a ``torch.autocast(enabled=...)`` in it; None if torch's own is to be entered."""
+        """Return the autocast to enter for ``torch.autocast(enabled=...)``; None to enter torch's own."""
 
 
 class PlannedCall(NamedTuple):
-    """What an autocast does with the calls of one torch function."""
+    """Plan entry: how an autocast makes calls of one torch function."""
 
     rule: CastRule
     name: str

@@ -1,4 +1,4 @@
-"""Tables as plain text, for consoles and logs."""
+"""Plain-text tables for consoles and logs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 
 def aligned(lines: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> str:
-    """Join lines of cells into columns; those at the places ``numbers`` are aligned on the right."""
-    # Not rich: training prints a table before anything else needs it, and boxes do not belong in logs.
+    """Format lines of cells as columns; the columns at the indices ``numbers`` are right-aligned."""
+    # Not rich: only this table would need the import, and boxes do not belong in logs.
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(

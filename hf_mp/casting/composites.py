@@ -1,8 +1,7 @@
-"""Python functions of torch that are made of other ops, opened up so that autocast sees the ops inside.
+"""Python functions of torch, decomposed so that autocast intercepts the ops inside.
 
-``torch.nn.functional.multi_head_attention_forward`` and its kind ask first whether a torch function mode takes the
-whole call. An opened function is the same code whose question is answered with no, so that it runs on, with the mode
-active.
+``torch.nn.functional.multi_head_attention_forward`` and similar functions first check whether a torch function mode
+handles the whole call. A decomposed function has the same code, but that check returns False.
 """
 
 from __future__ import annotations
@@ -16,49 +15,49 @@ import torch._lowrank
 import torch.masked._ops
 import torch.nn.functional
 
-_QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_MODE_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
-def _no(*args: Any) -> bool:
+def _return_false(*args: Any) -> bool:
     return False
 
 
-def _opened(function: types.FunctionType) -> Callable[..., Any]:
-    """``function``, made anew of its own code, with every question for a mode answered with no."""
-    opened = types.FunctionType(
+def _decomposed(function: types.FunctionType) -> Callable[..., Any]:
+    """Return a copy of ``function`` in which each check for a mode returns False."""
+    decomposed = types.FunctionType(
         function.__code__,
-        {**function.__globals__, **dict.fromkeys(_QUESTIONS, _no)},
+        {**function.__globals__, **dict.fromkeys(_MODE_CHECKS, _return_false)},
         function.__name__,
         function.__defaults__,
         function.__closure__,
     )
-    opened.__kwdefaults__ = function.__kwdefaults__
-    return opened
+    decomposed.__kwdefaults__ = function.__kwdefaults__
+    return decomposed
 
 
-# Without an op of any table inside: not worth opening.
+# These contain no op of any table.
 _LEAVES = """
     dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout embedding relu relu6 silu mish elu selu
     celu leaky_relu hardtanh hardswish hardsigmoid glu rrelu softsign threshold tanh sigmoid assert_int_or_pair
 """
 
 
-def _find() -> dict[Callable[..., Any], Callable[..., Any]]:
+def _find_composites() -> dict[Callable[..., Any], Callable[..., Any]]:
     leaves = _LEAVES.split()
     return {
-        function: _opened(function)
+        function: _decomposed(function)
         for module in (torch.nn.functional, torch.masked._ops, torch._lowrank, torch._lobpcg)
         for name, function in vars(module).items()
-        # Those that do not ask are made of others all the same: torch.compile takes them whole into its graph.
+        # Functions without the check are included: torch.compile puts them into its graph as a whole.
         if isinstance(function, types.FunctionType) and function.__globals__ is vars(module)
         if not name.startswith("_") and name not in leaves
     }
 
 
-# Names of Tensor's methods that are written in Python; torch.compile can call those as methods only.
+# Tensor methods written in Python; torch.compile can call them as methods only.
 PYTHON_METHODS = frozenset(
     name for name, function in vars(torch.Tensor).items() if isinstance(function, types.FunctionType)
 )
 
-# Composite function -> the same, opened. A constant, so that torch.compile can read it.
-COMPOSITES = _find()
+# Composite function -> decomposed copy. A constant, so that torch.compile can read it.
+COMPOSITES = _find_composites()

@@ -1,4 +1,4 @@
-"""How a CPU makes calls of the lower-precision table, where torch's own way is slow or takes much memory."""
+"""CPU handlers of lower-precision ops for which torch's kernels are slow or need much memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_mp.casting.calls import Mode, Plan
 from hf_mp.casting.cpu import attention, upcast
 from hf_mp.casting.cpu.attention import ATTENTION, attend, has_flash, read_attention, score_count
-from hf_mp.casting.cpu.products import OWN_ELEMENTS, PRODUCTS, Product, multiply, read_product
+from hf_mp.casting.cpu.products import MIN_ELEMENTS, WEIGHT_POSITIONS, MatmulCall, multiply, parse_matmul
 from hf_mp.casting.cpu.upcast import are_small, run_through_fp32
 from hf_mp.casting.handlers import cast_all, lower_precision
 from hf_mp.kernels.nested import tensors_in
@@ -19,75 +19,80 @@ from hf_mp.kernels.transforms import is_compiling_or_transforming
 
 
 def through_fp32(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make a call in a dtype that the CPU has no such op for; those of other devices go on."""
-    # A plan is made for the CPU's dtypes and sees tensors of all devices.
+    """Run an op in FP32 on a CPU that lacks it in the mode's dtype; on other devices, in the mode's dtype."""
     first = next(tensors_in((args, kwargs)), None)
-    if kwargs.get("out") is not None or first is None or first.device.type != "cpu":
+    is_on_cpu = first is not None and first.device.type == "cpu"
+    if kwargs.get("out") is not None or not is_on_cpu:
         return lower_precision(mode, name, func, args, kwargs)
     is_small = not is_compiling_or_transforming() and are_small(args, kwargs)
-    if not is_small and (product := read_product(name, func, args, kwargs)) is not None:
-        return _multiply(mode, product, native=False)
+    call = None if is_small else parse_matmul(name, func, args, kwargs)
+    if call is not None:
+        return _multiply(mode, call, native=False)
     args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
     found = read_attention(args, kwargs) if func in ATTENTION else None
-    # Of few operands there may be many scores, which torch would keep.
+    # Few operands can have many scores, which torch would save.
     if found is not None and (not is_small or score_count(found.query, found.key) > upcast.SMALL_ELEMENTS):
         return attend(found)
     return run_through_fp32(func, args, kwargs, mode.dtype, is_small=is_small)
 
 
 def native_product(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make a product that the CPU has; of a large weight, with a function that writes the weight's gradient itself."""
-    # Nearly all weights are small, and one look at the weight's place says so: to read the call costs the host more.
-    place = PRODUCTS[name]
-    is_small = len(args) > place and isinstance(args[place], Tensor) and args[place].numel() < OWN_ELEMENTS
+    """Run a matmul that the CPU supports; :func:`multiply` writes the gradient of a large weight."""
+    # Most weights are small. To check the size first costs the host less than to parse the call.
+    position = WEIGHT_POSITIONS[name]
+    is_small = len(args) > position and isinstance(args[position], Tensor) and args[position].numel() < MIN_ELEMENTS
     if not is_small and torch.is_grad_enabled():
-        product = read_product(name, func, args, kwargs)
-        if product is not None and product.weight.numel() >= OWN_ELEMENTS:
-            return _multiply(mode, product, native=True)
+        call = parse_matmul(name, func, args, kwargs)
+        if call is not None and call.weight.numel() >= MIN_ELEMENTS:
+            return _multiply(mode, call, native=True)
     return lower_precision(mode, name, func, args, kwargs)
 
 
 def native_attention(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make an attention on a CPU that multiplies in 16 bits.
+    """Run attention on a CPU that multiplies in 16 bits.
 
-    With many scores by :func:`attend`, in blocks. Else by torch's flash kernel, in FP32 unless AMX makes BF16 faster;
-    where there is no such kernel, by what torch has.
+    :func:`attend` runs many scores, in blocks. Fewer run in torch's flash kernel, in FP32 unless AMX makes BF16 faster.
+    Without a flash kernel, torch's own attention runs.
     """
     args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
-    few = attention.OWN_SCORES
-    # With dropout there is no flash kernel, and few scores are torch's: asked first, because reading a call costs more.
-    if len(args) > 4 and args[4] and type(args[0]) is type(args[1]) is Tensor and score_count(*args[:2]) < few:
+    min_scores = attention.OWN_SCORES
+    has_dropout = len(args) > 4 and args[4]
+    # With dropout there is no flash kernel. Few scores go to torch before the call is parsed, which costs more.
+    if has_dropout and type(args[0]) is type(args[1]) is Tensor and score_count(*args[:2]) < min_scores:
         return func(*args, **kwargs)
-    if (found := read_attention(args, kwargs)) is not None and score_count(found.query, found.key) >= few:
+    found = read_attention(args, kwargs)
+    if found is not None and score_count(found.query, found.key) >= min_scores:
         return attend(found)
-    is_torchs = is_compiling_or_transforming() or (attention.HAS_AMX and mode.dtype is torch.bfloat16)
-    if is_torchs or not has_flash(*args, **kwargs):
+    is_fast_in_bf16 = attention.HAS_AMX and mode.dtype is torch.bfloat16
+    if is_compiling_or_transforming() or is_fast_in_bf16 or not has_flash(*args, **kwargs):
         return func(*args, **kwargs)
     return run_through_fp32(func, args, kwargs, mode.dtype)
 
 
-def _multiply(mode: Mode, product: Product, *, native: bool) -> Tensor:
-    bias = mode.cast(product.bias, mode.dtype)
-    x, weight = mode.cast(product.x, mode.dtype), mode.cast(product.weight, mode.dtype)
-    return multiply(x, weight, bias, transposed=product.transposed, native=native)
+def _multiply(mode: Mode, call: MatmulCall, *, native: bool) -> Tensor:
+    x, weight, bias = [mode.cast(operand, mode.dtype) for operand in (call.x, call.weight, call.bias)]
+    return multiply(x, weight, bias, transposed=call.transposed, native=native)
 
 
-_IN_TRAINING = {**dict.fromkeys(PRODUCTS, native_product), "scaled_dot_product_attention": native_attention}
+_IN_TRAINING = {**dict.fromkeys(WEIGHT_POSITIONS, native_product), "scaled_dot_product_attention": native_attention}
 
 
 def upcast_plan(plan: Plan, only: str = "") -> Plan:
-    """``plan`` for a dtype that a CPU does not multiply in: through FP32; ``only``: what is in an op's name."""
+    """Return ``plan`` with its lower-precision ops run in FP32, if their name contains ``only``."""
     names = [entry.name for entry in plan.values() if only in entry.name]
-    return _with(plan, dict.fromkeys(names, through_fp32))
+    return _with_handlers(plan, dict.fromkeys(names, through_fp32))
 
 
 def training_plan(plan: Plan) -> Plan:
-    """``plan`` with a CPU's own ways to train with large weights and with attention."""
-    return _with(plan, _IN_TRAINING)
+    """Return ``plan`` with the CPU's training handlers, for large weights and attention."""
+    return _with_handlers(plan, _IN_TRAINING)
 
 
-def _with(plan: Plan, handlers: Mapping[str, Callable[..., Any]]) -> Plan:
-    """``plan`` with handlers, by an op's name, for calls of the lower-precision table."""
-    lowered = {func: entry for func, entry in plan.items() if entry.handler is lower_precision}
-    found = {f: e._replace(handler=handlers[e.name]) for f, e in lowered.items() if e.name in handlers}
-    return {**plan, **found}
+def _with_handlers(plan: Plan, handlers: Mapping[str, Callable[..., Any]]) -> Plan:
+    """Replace handlers of lower-precision ops in ``plan`` by ``handlers``, which has op names as keys."""
+    replaced = {
+        func: entry._replace(handler=handlers[entry.name])
+        for func, entry in plan.items()
+        if entry.handler is lower_precision and entry.name in handlers
+    }
+    return {**plan, **replaced}

@@ -1,4 +1,4 @@
-"""Autocast for autograd functions of one's own: equivalents of ``torch.amp.custom_fwd`` and ``custom_bwd``."""
+"""Autocast for custom autograd functions: equivalents of ``torch.amp.custom_fwd`` and ``custom_bwd``."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def custom_fwd(
 
     Args:
         forward: the static method, for use as ``@custom_fwd`` without arguments.
-        device_type: accepted as in torch and not needed: it works on every device. Default None.
-        cast_inputs: None (default) runs ``forward`` in the autocast that is active. A dtype casts floating inputs other
-            than FP64 to it, also those in dictionaries, sequences and generators, and runs ``forward`` with autocast
-            off; outside of any autocast it has no effect.
+        device_type: has no effect; accepted as in torch. Default None.
+        cast_inputs: None (default) runs ``forward`` in the active autocast. A dtype casts floating inputs other than
+            FP64 to it, also in dictionaries, sequences and generators, and runs ``forward`` with autocast off. Without
+            an active autocast it has no effect.
 
     Raises:
         TypeError: if ``cast_inputs`` is not a dtype.
@@ -49,11 +49,10 @@ def custom_fwd(
     @functools.wraps(forward)
     def decorated(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         active = active_autocast()
-        # Kept on ctx, as torch.amp does: on CUDA, autograd runs backward in a thread that knows of no autocast.
+        # Stored on ctx, as in torch.amp: on CUDA, backward runs in a thread without an active autocast.
         ctx._hf_mp_autocast = active
         if active is None or not active.enabled or cast_inputs is None:
             return forward(ctx, *args, **kwargs)
-        # Backward runs with autocast off, too, as forward did.
         ctx._hf_mp_autocast = active.island()
         with ctx._hf_mp_autocast:
             args, kwargs = active.cast_arguments(args, kwargs, cast_inputs)
@@ -63,13 +62,13 @@ def custom_fwd(
 
 
 def custom_bwd(backward: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Callable[..., Any]:
-    """Decorate the ``backward`` of a ``torch.autograd.Function``: it runs in the autocast that its forward ran in.
+    """Decorate the ``backward`` of a ``torch.autograd.Function``: it runs in the autocast of its forward.
 
     The equivalent of ``torch.amp.custom_bwd``; decorate the ``forward`` with :func:`custom_fwd`.
 
     Args:
         backward: the static method, for use as ``@custom_bwd`` without arguments.
-        device_type: accepted as in torch and not needed. Default None.
+        device_type: has no effect; accepted as in torch. Default None.
     """
     if backward is None:
         return functools.partial(custom_bwd, device_type=device_type)

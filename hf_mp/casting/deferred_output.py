@@ -1,4 +1,4 @@
-"""``DeferredOutput``: a large output in FP32 that is cast when somebody reads it, and not before."""
+"""``DeferredOutput``: a large FP32 output that is cast at its first read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFERRED_ELEMENTS = 2**20  # smaller outputs are cast at once
 
 
 def may_stay_unread(outputs: Any) -> bool:
-    """Whether perhaps nobody reads the large tensors among a model's outputs: a loss is the first of them."""
+    """Return whether the large tensors in ``outputs`` may stay unread, because its first entry is a loss."""
     if isinstance(outputs, Mapping):
         first = outputs.get("loss")
     else:
@@ -25,22 +25,22 @@ def may_stay_unread(outputs: Any) -> bool:
 
 
 def can_be_deferred(output: Tensor) -> bool:
-    """Whether ``output`` is worth a :class:`DeferredOutput`: ordinary tensors, and the fake ones of an estimate."""
+    """Return whether ``output`` is large, 16-bit, and an ordinary tensor (or the fake tensor of an estimate)."""
     is_large = output.numel() >= DEFERRED_ELEMENTS
     return is_large and output.dtype in LOWER_PRECISION_DTYPES and is_ordinary(output)
 
 
 class DeferredOutput(Tensor):
-    """A FP32 tensor whose values are those of an FP16/BF16 one, cast at the first operation that needs them.
+    """An FP32 tensor with the values of an FP16/BF16 one, cast by the first operation that needs them.
 
-    A training loop that takes the loss never looks at the logits, whose cast costs more than a layer of GPT-2.
-    Shape, dtype, device and graph are there from the start, and every operation gives an ordinary tensor.
+    A training loop reads the loss and not the logits, and their cast costs more than a layer of GPT-2. Shape, dtype,
+    device and graph exist from the start. Every operation returns an ordinary tensor.
     """
 
     _source: Tensor
     _value: Tensor | None
 
-    # Operations give ordinary tensors below, in __torch_dispatch__; torch's default would make this class of them.
+    # torch's default would convert the ordinary results of __torch_dispatch__ to this class.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -48,25 +48,25 @@ class DeferredOutput(Tensor):
         wrapper = Tensor._make_wrapper_subclass(
             cls, source.shape, strides=source.stride(), dtype=torch.float32, device=source.device
         )
-        torch._C._set_throw_on_mutable_data_ptr(wrapper)  # extensions that read memory themselves would read at 0
-        # Detached: the wrapper itself has the place in the graph, behind the border that made it.
+        torch._C._set_throw_on_mutable_data_ptr(wrapper)  # extensions would read at address 0
+        # Detached: the wrapper itself is part of the graph.
         wrapper._source = source.detach()
         wrapper._value = None
         return wrapper
 
     def value(self) -> Tensor:
-        """The FP32 values, outside of the graph; the same tensor every time."""
+        """Return the FP32 values, detached; the same tensor each time."""
         if self._value is None:
             self._value = self._source.to(torch.float32)
-            # Both together would take six bytes a logit.
+            # Both tensors would take six bytes a logit.
             del self._source
         return self._value
 
     def data_ptr(self) -> int:
-        """As ``Tensor.data_ptr``, of the FP32 values: kernels written in Triton ask for it."""
+        """Return ``Tensor.data_ptr`` of the FP32 values, which Triton kernels read."""
         return self.value().data_ptr()
 
-    # torch's C++ refuses these two of a wrapper subclass, which has no storage: an ordinary tensor answers.
+    # torch raises for these two on a wrapper subclass, which has no storage.
     def numpy(self, *, force: bool = False) -> Any:
         """As ``Tensor.numpy``."""
         return self.clone().numpy(force=force)
@@ -84,7 +84,7 @@ class DeferredOutput(Tensor):
         )
         result = func(*values, **named)
         if func._schema.is_mutable and args and result is values[0]:  # type: ignore[attr-defined]
-            return args[0]  # in-place operations give what they were called on
+            return args[0]  # in-place operations return their first argument
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:

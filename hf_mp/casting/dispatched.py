@@ -1,12 +1,11 @@
-"""Autocast by kernels of torch's dispatcher: calls that no table names never meet it.
+"""Autocast by dispatcher kernels, which are called only for ops in the tables.
 
-A torch function mode is asked about each torch call of a model, most of them in no table, for a microsecond each. So
-torch's own autocast consists of kernels on a dispatch key (``ATen/autocast_mode.cpp``), and so does this one: of a key
-that no tensor has, that a thread sees only while it is included there, and that lets all other ops through.
+A torch function mode costs about 1 us for each torch call, and most calls are in no table. Kernels on a dispatch key
+are called only for ops in the tables, as in ``torch.autocast`` (``ATen/autocast_mode.cpp``). No tensor has the key; a
+thread includes it while a forward runs. All other ops fall through.
 
-The kernels below are the reference, and make every call where no C++ was compiled. Where it was
-(``kernels/native.py``), its kernels lie before these, on a key of their own, and leave to them what asks Python:
-losses, caches, islands.
+The Python kernels below are the reference. If the C++ extension (``kernels/native.py``) is compiled, its kernels run
+first, on a second key. They pass losses, caches and autocast-disabled regions on to the Python kernels.
 """
 
 from __future__ import annotations
@@ -27,54 +26,54 @@ from hf_mp.casting.active import state
 from hf_mp.casting.calls import Forward, Plan
 from hf_mp.casting.handlers import AS_GIVEN
 from hf_mp.casting.native_plan import native_plan
-from hf_mp.casting.tables import of_the_dispatcher
+from hf_mp.casting.tables import dispatcher_ops
 from hf_mp.casting.uncompiled import uncompiled
 
-# In no table, and made of ops that are in some: all of a call is cast or nothing, as by the mode.
+# In no table, but composed of ops in the tables. As in the mode, such a call is cast as a whole or not at all.
 _WHOLE = """
     cov corrcoef matrix_power linalg_matrix_power ldexp mvlgamma pad
 """
-# Of backends whose tensors only a torch of their vendors makes. The second is native.cpp's, and is asked first.
+# Keys of backends with tensors in vendor builds of torch only. native.cpp uses the second, which has priority.
 _KEY, _NATIVE_KEY = "AutocastIPU", "AutocastHPU"
 
-# Public ways to include a key hold for a backend's tensors alone.
+# torch's public API includes a key for tensors of its backend only.
 _set_included = getattr(torch._C, "_dispatch_tls_set_dispatch_key_included", None)
-# For each call of a kernel: torch's guard, which does the same, costs the host more.
+# Used in each kernel call, because torch's guard for it costs the host more.
 _set_excluded = getattr(torch._C, "_dispatch_tls_set_dispatch_key_excluded", None)
 _is_included = getattr(torch._C, "_dispatch_tls_is_dispatch_key_included", None)
 current_graph_task = torch._C._current_graph_task_id
 
-_registered: dict[OpOverload, Callable[..., Any]] = {}  # what the kernel of an op calls
+_registered: dict[OpOverload, Callable[..., Any]] = {}  # the function that the kernel of an op calls
 
 
 @functools.cache
 def _library(namespace: str) -> torch.library.Library:
-    """The ``torch.library`` handle of ``namespace``. Cached: its kernels are unregistered when it is freed."""
+    """Return the ``torch.library`` handle of ``namespace``; cached, because freeing it unregisters its kernels."""
     return torch.library.Library(namespace, "IMPL", _KEY)
 
 
 @functools.cache
 def _key() -> Any:
-    """The key of the kernels below; None where this torch does not have it."""
+    """Return the key of the kernels below; None, with a warning, if this torch does not support it."""
     try:
         found = getattr(torch._C.DispatchKey, _KEY)
         if _set_included is None or _set_excluded is None or _is_included is None:
             raise AttributeError("torch._C has no _dispatch_tls_set_dispatch_key_included")
-        _library("_").fallback(torch.library.fallthrough_kernel)  # of all namespaces
+        _library("_").fallback(torch.library.fallthrough_kernel)  # for all namespaces
     except (AttributeError, RuntimeError) as error:
         lost = "autocast intercepts every torch call in Python, which takes a microsecond each"
         warn_caller(f"torch {torch.__version__} takes no kernels for the key {_KEY} ({error}): {lost}")
         return None
-    return _passed_by_higher_order_ops(found)
+    return _skip_in_higher_order_ops(found)
 
 
 @functools.cache
 def _native_key() -> Any:
-    return _passed_by_higher_order_ops(getattr(torch._C.DispatchKey, _NATIVE_KEY))
+    return _skip_in_higher_order_ops(getattr(torch._C.DispatchKey, _NATIVE_KEY))
 
 
-def _passed_by_higher_order_ops(key: Any) -> Any:
-    # Flex attention, cond have tables of their own, which know torch's autocasts alone.
+def _skip_in_higher_order_ops(key: Any) -> Any:
+    # Flex attention, cond and others have their own dispatch, with the keys of torch's autocast only.
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
     for higher_order in torch._ops._higher_order_ops.values():
         higher_order.fallthrough(key)
@@ -86,20 +85,23 @@ def _keys(autocast: Any) -> tuple[Any, ...]:
 
 
 def can_dispatch() -> bool:
-    """Whether this torch takes kernels; warns once if not."""
+    """Return whether this torch supports the kernels; the first call warns if not."""
     return _key() is not None
 
 
 def compiled_frames() -> int:
-    """How many frames torch.compile, which knows of modes and not of keys, has looked at since its last reset."""
+    """Return how many frames torch.compile has converted since its last reset.
+
+    Compiled code supports modes, but not dispatch keys.
+    """
     return getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)
 
 
 @contextmanager
 def dispatched(forward: Forward) -> Iterator[None]:
-    """Run ``forward``, the innermost one, with the kernels: each op that has one is cast as its autocast plans."""
+    """Run ``forward``, the innermost one, with the kernels of its autocast's plan."""
     autocast = forward.autocast
-    # Not "no forward around": one without kernels may lie between this one and one with kernels.
+    # An outer forward may have the key included although the one around this has no kernels.
     were_included = _is_included(_key())  # type: ignore[misc]
     plan = autocast.native_plan
     if plan is not None:
@@ -115,65 +117,65 @@ def dispatched(forward: Forward) -> Iterator[None]:
 
 
 def _set_keys(autocast: Any, on: bool) -> None:
-    # These keys alone: a forward may switch others on and leave them so, as of a profiler.
+    # Restore these keys only: a forward may leave others included, as a profiler does.
     for key in _keys(autocast):
         _set_excluded(key, not on)  # type: ignore[misc]
         _set_included(key, on)  # type: ignore[misc]
 
 
 def undispatched() -> AbstractContextManager[None]:
-    """To run code in that has its casts already, as a compiled graph has."""
+    """Return a context manager that excludes the kernels, for code with its own casts, as a compiled graph."""
     if (forward := state.forward) is None or not forward.is_dispatched:
         return nullcontext()
     keys = functools.reduce(operator.or_, map(torch._C.DispatchKeySet, _keys(forward.autocast)))
     return torch._C._ExcludeDispatchKeyGuard(keys)
 
 
-def note_innermost() -> None:
-    """Tell the kernels in C++ whether another autocast decides about calls now, of which they know nothing."""
+def sync_innermost() -> None:
+    """Set in the C++ plan whether the autocast of the forward is the innermost one."""
     if (forward := state.forward) is not None and forward.is_dispatched and forward.autocast.native_plan is not None:
         forward.autocast.native_plan.set_innermost(bool(state.active) and state.active[-1] is forward.autocast)
 
 
 def register(plan: Plan, dtype: torch.dtype) -> Any:
-    """Have a kernel for each op that ``plan`` names; for good, since others are not affected.
+    """Register a kernel for each op in ``plan``. Kernels stay registered; code without the key does not use them.
 
-    Gives the plan for the kernels in C++ of an autocast in ``dtype``; None without them.
+    Returns the plan for the C++ kernels of an autocast in ``dtype``; None without C++.
     """
     ops = [func for func in plan if isinstance(func, OpOverload)]
-    ops += [op for name in _WHOLE.split() for op in of_the_dispatcher(name) if isinstance(op, OpOverload)]
+    ops += [op for name in _WHOLE.split() for op in dispatcher_ops(name) if isinstance(op, OpOverload)]
     bound = [(entry.name, func) for func, entry in plan.items() if isinstance(func, types.BuiltinFunctionType)]
     builtins = dict(reversed(bound))  # the first spelling, torch's own
     for op in dict.fromkeys(ops).keys() - _registered.keys():
         call = builtins.get(plan[op].name, op) if op in plan else op
-        # torch's binding of the op takes half the time of the op as an object.
+        # torch's binding takes half the time of the OpOverload.
         _library(op.namespace).impl(op, _kernel(call, _defaults(op)))
         _registered[op] = call
     return native_plan(_registered, plan, dtype)
 
 
 def _defaults(op: OpOverload) -> tuple[Any, ...]:
-    """What the arguments of ``op`` are where the dispatcher leaves them out, as their defaults; empty for most ops.
+    """Return the defaults of the positional arguments of ``op`` if it has a ``reduction``, else an empty tuple.
 
-    torch's bindings of the losses take another default: no reduction.
+    The dispatcher omits arguments with default values. torch's loss bindings have another default: no reduction.
     """
     arguments = [one for one in op._schema.arguments if not one.kwarg_only]
     return tuple(one.default_value for one in arguments) if any(one.name == "reduction" for one in arguments) else ()
 
 
 def _kernel(call: Callable[..., Any], defaults: tuple[Any, ...]) -> Callable[..., Any]:
-    """The kernel of the op ``call``, as this thread's autocast plans it; ``defaults`` stand for absent arguments."""
+    """Return a kernel that makes ``call`` by the plan of the thread's autocast, with ``defaults`` appended."""
     key, set_excluded = _key(), _set_excluded
     assert set_excluded is not None
 
-    @uncompiled  # torch 2.11 meets its frame while a block of the model is compiled
+    @uncompiled  # torch 2.11 would compile its frame when it compiles a block of the model
     def kernel(*args: Any, **kwargs: Any) -> Any:
         forward, autocast, entry = state.forward, None, AS_GIVEN
-        # Ops of a backward have their forward's dtypes; one inside of a forward sees the key, and is another task.
+        # A backward runs in the dtypes of its forward. If it runs inside a forward, its graph task differs.
         if forward is not None and forward.is_dispatched and forward.graph_task == current_graph_task():
             autocast = forward.autocast
             entry = autocast.planned(call)
-        set_excluded(key, True)  # nothing that this call is made of is looked at again
+        set_excluded(key, True)  # ops inside this call are not cast again
         try:
             args = (*args, *defaults[len(args) :]) if defaults else args
             return entry.handler(autocast, entry.name, call, args, kwargs)

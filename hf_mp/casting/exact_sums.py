@@ -1,4 +1,4 @@
-"""Products and attention summed in FP64, so that no bit of a result depends on the order in which a kernel sums."""
+"""Matmuls and attention with FP64 accumulation: no bit of a result depends on the summation order of a kernel."""
 
 from __future__ import annotations
 
@@ -14,47 +14,49 @@ from hf_mp.casting.handlers import CASTABLE, as_given, cast_all
 from hf_mp.casting.tables import OPS, CastRule, TableName
 from hf_mp.kernels.nested import map_tensors, tensors_in
 
-_GROUPED = ("_grouped_mm", "grouped_mm_fallback")  # products of stacked experts, of torch and of Transformers
+_GROUPED = ("_grouped_mm", "grouped_mm_fallback")  # grouped matmuls of stacked experts, of torch and of Transformers
 
 
 def exact_plan(plan: Plan, tables: TableName) -> Plan:
-    """``plan`` with all products and attention in FP64.
+    """Return ``plan`` with all matmuls and attention in FP64.
 
     Raises:
-        ValueError: where a rule has one of them run as it is called.
+        ValueError: if a rule leaves the dtypes of one of them unchanged.
     """
-    found = {}
-    products = {func: name for func, (rule, name) in OPS[tables].items() if rule is CastRule.LOWER_PRECISION}
-    # Transformers registers its op when its module is imported: plans take it in then, and OPS do not.
-    products.update({func: entry.name for func, entry in plan.items() if entry.name in _GROUPED})
-    for func, name in products.items():
+    replaced = {}
+    matmuls = {func: name for func, (rule, name) in OPS[tables].items() if rule is CastRule.LOWER_PRECISION}
+    # Plans contain the op of Transformers only after its module is imported; OPS never do.
+    matmuls.update({func: entry.name for func, entry in plan.items() if entry.name in _GROUPED})
+    for func, name in matmuls.items():
         entry = plan[func]
         if entry.rule not in _HANDLERS:
             raise ValueError(
                 f"exact_generation=True sums {name} in FP64, and a rule keeps the dtypes it is called with: leave that "
                 "rule out, or make it 'fp32'"
             )
-        found[func] = entry._replace(handler=_refuse_grouped if name in _GROUPED else _HANDLERS[entry.rule])
-    return {**plan, **found}
+        handler = _raise_for_grouped if name in _GROUPED else _HANDLERS[entry.rule]
+        replaced[func] = entry._replace(handler=handler)
+    return {**plan, **replaced}
 
 
 def sum_in_fp64(
     mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any],
     dtype: torch.dtype | None = None,
 ) -> Any:  # fmt: skip
-    """Make a call of the lower-precision table in FP64, of operands and with a result in ``dtype``, or the mode's."""
+    """Run a lower-precision op in FP64, with operands and result in ``dtype``, by default that of ``mode``."""
     dtype = mode.dtype if dtype is None else dtype
-    if (out := kwargs.get("out")) is not None:  # as it is, like every call with one; autograd takes none (TRL's head)
-        wide = functools.partial(map_tensors, lambda one: one.double() if one.dtype in CASTABLE else one)
-        given = {key: wide(value) for key, value in kwargs.items() if key != "out"}
-        return out.copy_(as_given(mode, name, func, tuple(map(wide, args)), given))
-    if any(one.dtype is torch.float64 for one in tensors_in((args, kwargs))):  # as it is, like every call with FP64
+    if (out := kwargs.get("out")) is not None:
+        # Operands are not rounded first, as in every call with `out`. Such calls (TRL's head) have no autograd.
+        to_fp64 = functools.partial(map_tensors, lambda one: one.double() if one.dtype in CASTABLE else one)
+        others = {key: to_fp64(value) for key, value in kwargs.items() if key != "out"}
+        return out.copy_(as_given(mode, name, func, tuple(map(to_fp64, args)), others))
+    if any(one.dtype is torch.float64 for one in tensors_in((args, kwargs))):
         return func(*args, **kwargs)
     args, kwargs = cast_all(mode, dtype, args, kwargs)
     return run_through_fp32(func, args, kwargs, dtype, torch.float64)
 
 
-def _refuse_grouped(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _raise_for_grouped(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     raise ValueError(
         "exact_generation=True sums matmuls in FP64, and grouped matmuls of experts have no FP64 kernel: load the "
         "model with experts_implementation='eager'"

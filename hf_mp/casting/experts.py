@@ -1,20 +1,19 @@
 """Stacked experts of Transformers' mixtures.
 
-A module of stacked experts has one parameter of three dimensions for the weights of all experts. It multiplies them by
-one grouped product of tokens that are sorted by expert, by a batched product of the weights that each token gathers, or
-in a loop over the experts.
+One parameter of three dimensions contains the weights of all experts of a module. They are multiplied in one grouped
+matmul of tokens sorted by expert, in a batched matmul of the weights gathered for each token, or in a loop.
 """
 
 from __future__ import annotations
 
 from torch import nn
 
-_FORWARD = "transformers.integrations.moe"  # its forward takes the place of that of every class of stacked experts
+_FORWARD = "transformers.integrations.moe"  # its forward replaces those of all classes of stacked experts
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 def has_stacked_experts(module: nn.Module) -> bool:
-    """Whether ``module`` is of a class of Transformers that stacks the weights of experts."""
-    # Transformers' decorator gives the classes no base class or mark in common, only this forward.
-    forward = getattr(type(module), "forward", None)  # a scripted module has none
+    """Return whether the class of ``module`` is one of Transformers that stack the weights of experts."""
+    # The classes share no base class or mark, only the forward that Transformers' decorator sets.
+    forward = getattr(type(module), "forward", None)  # scripted modules lack it
     return getattr(forward, "__globals__", {}).get("__name__") == _FORWARD

@@ -1,4 +1,4 @@
-"""``autocast.explain``: what ran in which dtype, op by op and module by module."""
+"""``autocast.explain``: the dtypes of each op in each module."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Dtypes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class ExplainedOp:
-    """Calls of one op in one module that were treated alike.
+    """Calls of one op in one module with the same rule and dtypes.
 
     Attributes:
-        module: name of the innermost module that made the call; empty outside of any.
+        module: name of the innermost module that made the call; empty outside modules.
         op: name of the op.
-        rule: the table or rule that decided, such as ``"lower precision"``; ``"unlisted"`` where none speaks of it.
-        inputs: dtypes in which the floating inputs came.
-        cast: dtypes in which the op got them; of an unlisted op the same as ``inputs``.
-        outputs: dtypes of its floating results.
-        count: number of such calls.
+        rule: the table or rule that was applied, for example ``"lower precision"``; ``"unlisted"`` if none applies.
+        inputs: dtypes of the floating inputs.
+        cast: dtypes that the op received; the same as ``inputs`` for an unlisted op.
+        outputs: dtypes of the floating results.
+        count: number of calls.
     """
 
     module: str
@@ -49,15 +49,15 @@ class ExplainedOp:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The calls under autocast, in the order in which they first came; prints as a table."""
+    """Calls under autocast, in the order of their first occurrence; prints as a table."""
 
     ops: tuple[ExplainedOp, ...]
 
     def __str__(self) -> str:
         rows = [("", "rule", "came as", "ran as", "gave", "calls")]
         for op in self.ops:
-            ran = _shortly(op.cast) if op.cast != op.inputs else "same"
-            rows.append((f"  {op.op}", op.rule, _shortly(op.inputs), ran, _shortly(op.outputs), str(op.count)))
+            ran = _join_dtypes(op.cast) if op.cast != op.inputs else "same"
+            rows.append((f"  {op.op}", op.rule, _join_dtypes(op.inputs), ran, _join_dtypes(op.outputs), str(op.count)))
         header, *lines = aligned(rows).splitlines()
         shown = [header]
         for module, calls in itertools.groupby(zip(self.ops, lines, strict=True), key=lambda pair: pair[0].module):
@@ -65,8 +65,8 @@ class Explanation:
         return "\n".join(shown)
 
 
-def _shortly(dtypes: Dtypes) -> str:
-    """``"fp16, fp32 x2"`` of ``("float16", "float32", "float32")``."""
+def _join_dtypes(dtypes: Dtypes) -> str:
+    """Shorten ``("float16", "float32", "float32")`` to ``"fp16, fp32 x2"``."""
     runs = [(spell(dtype), len([*same])) for dtype, same in itertools.groupby(dtypes)]
     return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in runs)
 
@@ -79,22 +79,21 @@ def explain(
     rules: Rules | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """Call ``function`` once under autocast and tell what ran in which dtype.
+    """Call ``function`` once under autocast and record the dtypes of each op.
 
     Args:
-        function: a model or any function; a model that mixed precision is attached to is explained as it runs.
-        inputs: what to call it with.
-        dtype, tables, rules: as for :class:`autocast`; of no effect for an attached model.
-        kwargs: what to call it with, by name.
+        function: a model or any function. An attached model runs in its own autocast.
+        inputs: its positional arguments.
+        dtype, tables, rules: as for :class:`autocast`; no effect for an attached model.
+        kwargs: its keyword arguments.
 
     Returns:
-        An :class:`Explanation`: a table when printed, its rows as data in ``.ops``.
+        An :class:`Explanation`: prints as a table; its rows are in ``.ops``.
     """
     model = function if isinstance(function, nn.Module) else None
     attached = getattr(getattr(function, "forward", None), "runtime", None)
     mode = autocast(dtype, tables=tables, rules=rules, model=model) if attached is None else attached.autocast
     recorder = _Recorder()
-    # An attached model enters its autocast itself.
     modules = {} if model is None else dict(model.named_modules())
     with watching(modules, mode, recorder.record), mode if attached is None else nullcontext():
         function(*inputs, **kwargs)
@@ -102,36 +101,36 @@ def explain(
 
 
 class _Recorder:
-    """Takes down the dtypes of each call that autocast sees."""
+    """Records the dtypes of each call that autocast intercepts."""
 
     def __init__(self) -> None:
         self._calls: Counter[ExplainedOp] = Counter()
 
     def record(self, call: WatchedCall) -> Any:
-        """Make a call and take it down."""
-        cast: list[Any] = []
+        """Make a call and record its dtypes."""
+        received: list[Any] = []
 
         @functools.wraps(call.func)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            cast.append((args, kwargs))
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            received.append((args, kwargs))
             return call.func(*args, **kwargs)
 
-        came = ran = _dtypes((call.args, call.kwargs))
-        # The others cast inside: what the op itself is given is seen by a function in its place.
-        is_whole = call.entry.rule in (CastRule.UNLISTED, CastRule.LOWER_PRECISION)
-        result = call.make(None if is_whole else watched)
-        # Also where the CPU computes through FP32: the numbers are FP16's.
+        inputs = cast = _dtypes((call.args, call.kwargs))
+        # The handlers of other rules choose the casts: wrap the function to record its arguments.
+        has_fixed_casts = call.entry.rule in (CastRule.UNLISTED, CastRule.LOWER_PRECISION)
+        result = call.make(None if has_fixed_casts else recorded)
+        # Also if the CPU computes in FP32, because the operands are rounded.
         if call.entry.rule is CastRule.LOWER_PRECISION:
-            ran = len(came) * (_name(call.mode.dtype),)
-        elif cast:  # else hf_mp's function in the place of the op has read what came
-            ran = _dtypes(cast[0])
-        if outputs := _dtypes(result):  # questions (`.shape`) and integer arithmetic have none
+            cast = len(inputs) * (_name(call.mode.dtype),)
+        elif received:  # if empty, a function of hf_mp replaced the op, and read the inputs unchanged
+            cast = _dtypes(received[0])
+        if outputs := _dtypes(result):  # attributes (`.shape`) and integer arithmetic have none
             op = op_name(call.func) if call.entry.rule is CastRule.UNLISTED else call.entry.name
-            self._calls[ExplainedOp(call.module, op, call.entry.rule.value, came, ran, outputs)] += 1
+            self._calls[ExplainedOp(call.module, op, call.entry.rule.value, inputs, cast, outputs)] += 1
         return result
 
     def explanation(self) -> Explanation:
-        """What was recorded."""
+        """Return the recorded calls."""
         return Explanation(tuple(replace(op, count=count) for op, count in self._calls.items()))
 
 
@@ -140,6 +139,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _dtypes(value: Any) -> Dtypes:
-    # The autocast is active, and would record these questions as calls of the model.
+    # The active autocast would record these reads as calls of the model.
     with torch._C.DisableTorchFunction():
         return tuple(_name(tensor.dtype) for tensor in tensors_in(value) if tensor.is_floating_point())

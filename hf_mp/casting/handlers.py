@@ -1,4 +1,4 @@
-"""What autocast does with a call of each table."""
+"""Handlers: how autocast makes the calls of each table."""
 
 from __future__ import annotations
 
@@ -15,57 +15,61 @@ from hf_mp.casting.composites import COMPOSITES, PYTHON_METHODS
 from hf_mp.casting.tables import TABLES, CastRule
 from hf_mp.kernels.nested import tensors_in
 
-# Not FP64: torch's autocast leaves it alone, and a person who computes in it wants its bits.
+# torch.autocast leaves FP64 unchanged too.
 CASTABLE = frozenset(
     dtype for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype is not torch.float64
 )  # fmt: skip
-_NARROW = CASTABLE - {torch.float32}
+_LOWER_PRECISION = CASTABLE - {torch.float32}
 
 
 def _call_in_dtype(
     dtype: torch.dtype | None, mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    """Make a call with its eligible tensors in ``dtype``, or the mode's; nearly all calls have nothing to cast."""
-    # What is written into `out` has the caller's dtype, as under torch.autocast.
+    """Make a call with eligible tensors in ``dtype``, by default the mode's. Most calls need no cast."""
+    # `out` has the caller's dtype, as under torch.autocast.
     if kwargs and kwargs.get("out") is not None:
         return as_given(mode, name, func, args, kwargs)
     dtype = mode.dtype if dtype is None else dtype
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
-        if value.dtype is not dtype if kind in _TENSORS else kind not in _WITHOUT_TENSORS and not is_shape(value):
-            args, kwargs = cast_all(mode, dtype, args, kwargs)
-            break
+        if kind in _TENSORS:
+            if value.dtype is dtype:
+                continue
+        elif kind in _WITHOUT_TENSORS or is_shape(value):
+            continue
+        args, kwargs = cast_all(mode, dtype, args, kwargs)
+        break
     return func(*args, **kwargs)
 
 
 def cast_all(mode: Mode, dtype: torch.dtype, args: Any, kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """The arguments of a call, with the eligible tensors in ``dtype``."""
+    """Return the arguments of a call with the eligible tensors in ``dtype``."""
     plain, cast = _WITHOUT_TENSORS, mode.cast
     cast_args = [arg if type(arg) in plain else cast(arg, dtype) for arg in args]
     return cast_args, {key: arg if type(arg) in plain else cast(arg, dtype) for key, arg in kwargs.items()}
 
 
 def is_shape(value: Any) -> bool:
-    """Whether it is a tuple or list of numbers, as sizes, strides and dimensions are."""
+    """Return whether ``value`` is a tuple or list of integers: sizes, strides or dimensions."""
     return isinstance(value, (tuple, list)) and len(value) > 0 and type(value[0]) is int
 
 
-_TENSORS = frozenset({Tensor, nn.Parameter})  # by class: to ask isinstance() of each costs more
+_TENSORS = frozenset({Tensor, nn.Parameter})  # by class, because isinstance() costs more
 _WITHOUT_TENSORS = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype})
 
 
-lower_precision = functools.partial(_call_in_dtype, None)  # the handler of the lower-precision table
-fp32 = functools.partial(_call_in_dtype, torch.float32)  # of the FP32 table
+lower_precision = functools.partial(_call_in_dtype, None)
+fp32 = functools.partial(_call_in_dtype, torch.float32)
 
 
 def fp32_output(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make a call that is told ``dtype=float32``, unless it names a dtype."""
-    # The kernel reads 16 bits and sums in FP32 anyway: to name the dtype of the result saves the cast of the input.
+    """Make a call with ``dtype=float32``, unless it passes a dtype."""
+    # The kernel reads 16 bits and accumulates in FP32. With the dtype of the result, the input needs no cast.
     first = args[0] if args else kwargs.get("input")
-    if getattr(first, "dtype", None) not in _NARROW or kwargs.get("out") is not None:
+    if getattr(first, "dtype", None) not in _LOWER_PRECISION or kwargs.get("out") is not None:
         return as_given(mode, name, func, args, kwargs)
-    while args and args[-1] is None:  # `softmax(x, -1, None)`: a dtype of None, by position
+    while args and args[-1] is None:  # `softmax(x, -1, None)` passes no dtype by position
         args = args[:-1]
     if kwargs.get("dtype") is None and not any([isinstance(arg, torch.dtype) for arg in args]):
         kwargs = {**kwargs, "dtype": torch.float32}
@@ -77,13 +81,13 @@ def _has_fp32(value: Any) -> bool:
 
 
 def widest(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make a call whose operands must have one dtype."""
+    """Make a call of an op that needs operands of one dtype."""
     dtype = torch.float32 if _has_fp32((args, kwargs)) else mode.dtype
     return _call_in_dtype(dtype, mode, name, func, args, kwargs)
 
 
 def widened(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make a call of an island inside ``mode``, whose 16-bit weights may meet FP32 activations."""
+    """Make a call of a region that ``mode`` does not cast: 16-bit weights are cast for FP32 activations."""
     if _has_fp32((args, kwargs)):
         return widest(mode, name, func, args, kwargs)
     return as_given(mode, name, func, args, kwargs)
@@ -93,23 +97,23 @@ def _banned(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: 
     raise RuntimeError(TABLES[mode.tables].banned[name])
 
 
-def _open(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return mode.run_inside(COMPOSITES[func], args, kwargs)
+def _run_decomposed(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return mode.run_with_mode(COMPOSITES[func], args, kwargs)
 
 
 def as_given(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make a call as it is, in the way that torch.compile understands."""
+    """Make a call without casts, in a form that torch.compile supports."""
     if is_dynamo_compiling() and func.__name__ in PYTHON_METHODS and isinstance(args[0], Tensor):
         return getattr(args[0], func.__name__)(*args[1:], **kwargs)
     return func(*args, **kwargs)
 
 
-AS_GIVEN = PlannedCall(CastRule.UNLISTED, "", as_given)  # of calls that no table speaks of
+AS_GIVEN = PlannedCall(CastRule.UNLISTED, "", as_given)  # for calls in no table
 
-WHOLE_CALLS = frozenset({as_given, fp32, fp32_output})  # handlers that make one call, which nobody else has to see
+WHOLE_CALLS = frozenset({as_given, fp32, fp32_output})  # handlers that make one call, which no mode needs to intercept
 
 _HANDLERS: dict[CastRule, Callable[..., Any]] = {
-    CastRule.COMPOSITE: _open,
+    CastRule.COMPOSITE: _run_decomposed,
     CastRule.UNLISTED: as_given,
     CastRule.LOWER_PRECISION: lower_precision,
     CastRule.FP32: fp32,
@@ -120,5 +124,5 @@ _HANDLERS: dict[CastRule, Callable[..., Any]] = {
 
 
 def plan_of(ops: Mapping[Callable[..., Any], tuple[CastRule, str]]) -> Plan:
-    """What to do with each call."""
+    """Return a plan for ``ops``."""
     return {func: PlannedCall(rule, name, _HANDLERS[rule]) for func, (rule, name) in ops.items()}

@@ -1,6 +1,6 @@
-"""What a forward without gradients does otherwise: Transformers' caches keep keys and values in 16 bits.
+"""16-bit keys and values in Transformers' caches, in a forward without gradients.
 
-The patch of the caches asks in each forward, and changes nothing in one with gradients.
+The patched caches check each forward, and change nothing if it has gradients.
 """
 
 from __future__ import annotations
@@ -21,34 +21,36 @@ from hf_mp.casting.tables import CastRule
 from hf_mp.casting.torch_patches import Patch, Patches
 
 
-def _into_cache(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A write of keys or values into a static cache, which may have been made in FP32: they are widened, exactly."""
-    if len(args) == 4 and args[3].dtype is mode.dtype and args[0].dtype is torch.float32:
-        return as_given(mode, name, func, (*args[:3], args[3].float()), kwargs)
+def _write_to_cache(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Write keys or values into a static cache; for an FP32 cache they are cast to FP32, which is exact."""
+    if len(args) == 4:
+        cache, dim, index, source = args
+        if source.dtype is mode.dtype and cache.dtype is torch.float32:
+            return as_given(mode, name, func, (cache, dim, index, source.float()), kwargs)
     return func(*args, **kwargs)
 
 
 CACHE_WRITES: Plan = dict.fromkeys(
     (Tensor.index_copy_, torch.ops.aten.index_copy_.default),
-    PlannedCall(CastRule.UNLISTED, "index_copy_", _into_cache),
+    PlannedCall(CastRule.UNLISTED, "index_copy_", _write_to_cache),
 )
 
 
-# A rotation in FP32 leaves FP32 keys, and Transformers' caches take the dtype of their first keys for values too: each
-# token would cast those of all tokens before it, for attention to read.
+# Rotary embeddings in FP32 produce FP32 keys, and a Transformers cache stores keys and values in the dtype of the first
+# keys. Attention would then cast the whole cache to 16 bits for each new token.
 
 
 def lowers_attention(model: nn.Module | None) -> bool:
-    """Whether tables lower the attention of ``model``, or its kernels do; flex attention wants one dtype of all."""
+    """Return whether tables or kernels run the attention of ``model`` in 16 bits. Flex attention needs one dtype."""
     config = getattr(model, "config", None)
-    # A model of several parts (vision and text) has a configuration for each.
+    # A model of vision and text has a configuration for each part.
     configs = [config, *[getattr(config, name, None) for name in getattr(config, "sub_configs", ())]]
     names = {getattr(one, "_attn_implementation", None) for one in configs} - {None}
     return all([name in ("eager", "sdpa") or str(name).startswith("flash_attention") for name in names])
 
 
 def _update_kv_cache(original: Any) -> Any:
-    """What replaces a cache's ``update``: where the running forward lowers caches, it is given 16 bits."""
+    """Return a replacement for ``Cache.update`` that casts keys and values to 16 bits if the forward lowers caches."""
 
     @functools.wraps(original)
     def update(cache: Any, /, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -68,5 +70,5 @@ _CACHE_PATCHES = Patches(
 
 
 def cache_patches() -> list[Patches]:
-    """What to put on while a model is attached: nothing where Transformers was not imported, of whom no model is."""
+    """Return the patches for attached models; none if Transformers' caches were not imported."""
     return [_CACHE_PATCHES] if _MODULE in sys.modules else []

@@ -1,4 +1,4 @@
-"""``torch.nn.functional.cross_entropy`` in an attached forward, from 16-bit logits as they are."""
+"""``torch.nn.functional.cross_entropy`` of 16-bit logits in an attached forward."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hf_mp.kernels.cross_entropy import FEW_ELEMENTS, cross_entropy
 from hf_mp.kernels.tensors import is_ordinary
 from hf_mp.kernels.transforms import is_compiling_or_transforming, is_saving_elsewhere
 
-_FUNCTION = torch._C._nn.cross_entropy_loss  # of F.cross_entropy, and of nn.CrossEntropyLoss
-_REDUCTIONS = {1: "mean", 2: "sum"}  # by torch's numbers
+_FUNCTION = torch._C._nn.cross_entropy_loss  # of F.cross_entropy
+_REDUCTIONS = {1: "mean", 2: "sum"}  # torch's codes
 
 
 def planned_losses(plan: Mapping[Callable[..., Any], PlannedCall]) -> dict[Callable[..., Any], PlannedCall]:
-    """The entries of ``plan`` that a region takes over: those in FP32."""
+    """Return the loss entries of ``plan`` that an attached forward replaces: those in FP32."""
     entry = plan.get(_FUNCTION)
     if entry is None or entry.rule is not CastRule.FP32:
         return {}
@@ -30,21 +30,21 @@ def planned_losses(plan: Mapping[Callable[..., Any], PlannedCall]) -> dict[Calla
 
 
 def _cross_entropy(
-    planned: Callable[..., Any], region: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any
+    planned: Callable[..., Any], mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """The loss of a language model, without FP32 logits and FP32 gradients of all of them at once."""
+    """Compute the loss of a language model without FP32 logits and gradients of the whole batch."""
     if not kwargs and len(args) == 6 and not is_compiling_or_transforming():
         logits, labels, weight, reduction, ignore_index, smoothing = args
         is_plain = weight is None and not smoothing and reduction in _REDUCTIONS
-        if is_plain and _are_rows_of_classes(logits, labels):
+        if is_plain and _are_logits_and_labels(logits, labels):
             return cross_entropy(logits, labels, ignore_index=ignore_index, reduction=_REDUCTIONS[reduction])
-    return planned(region, name, func, args, kwargs)
+    return planned(mode, name, func, args, kwargs)
 
 
-def _are_rows_of_classes(logits: Tensor, labels: Tensor) -> bool:
+def _are_logits_and_labels(logits: Tensor, labels: Tensor) -> bool:
     if not is_ordinary(logits) or logits.dtype not in LOWER_PRECISION_DTYPES:
         return False
-    # Our loss holds its logits itself.
+    # The loss stores its logits itself, without saved-tensor hooks.
     if logits.dim() != 2 or logits.numel() < FEW_ELEMENTS or not logits.is_contiguous() or is_saving_elsewhere():
         return False
     return labels.dtype is torch.int64 and labels.shape == logits.shape[:1]

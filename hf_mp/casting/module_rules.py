@@ -1,9 +1,8 @@
-"""Rules by module, put into force by hooks on the modules that they are for: no other module is touched."""
+"""Rules by module, applied by hooks on the modules that they name."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -19,32 +18,32 @@ from hf_mp.casting.rules import SCALABLE, ModuleRule
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 
 
-class InForce(NamedTuple):
-    """A rule that holds for a module while an autocast is entered."""
+class ActiveRule(NamedTuple):
+    """A rule of a module in an active autocast."""
 
     module: nn.Module
-    enter: Callable[[nn.Module, Any, Any], Any]  # before it runs; gives its arguments, or None
+    enter: Callable[[nn.Module, Any, Any], Any]  # before the module runs; returns its arguments, or None
     leave: Callable[[nn.Module, Any, Any], None]
     handles: list[RemovableHandle]
 
 
-def put_on(module: nn.Module, rule: ModuleRule, outer: Mode) -> InForce:
-    """Have ``module`` follow ``rule`` inside ``outer``, until the handles are removed."""
-    return (
-        _make_island(module, rule.dtype or outer.dtype, outer) if not rule.functions else _watch_op(module, rule, outer)
-    )
+def apply_rule(module: nn.Module, rule: ModuleRule, outer: Mode) -> ActiveRule:
+    """Apply ``rule`` to ``module`` inside ``outer``, until the handles are removed."""
+    if rule.functions:
+        return _apply_op_rule(module, rule, outer)
+    return _apply_dtype_rule(module, rule.dtype or outer.dtype, outer)
 
 
-def _hooked(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> list[RemovableHandle]:
-    # Also after an exception: what was entered must not outlive its module.
+def _register_hooks(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> list[RemovableHandle]:
+    # always_call: also after an exception, so that nothing entered stays active.
     return [
         module.register_forward_pre_hook(enter, with_kwargs=True),
         module.register_forward_hook(leave, always_call=True),
     ]
 
 
-def _make_island(module: nn.Module, dtype: torch.dtype, outer: Mode) -> InForce:
-    """Run ``module`` in ``dtype`` inside ``outer``, whose rules hold no more; for FP32, floating inputs are cast up."""
+def _apply_dtype_rule(module: nn.Module, dtype: torch.dtype, outer: Mode) -> ActiveRule:
+    """Run ``module`` in ``dtype`` inside ``outer``, without the other rules; FP32 also casts floating inputs."""
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if outer not in state.active:
@@ -55,21 +54,21 @@ def _make_island(module: nn.Module, dtype: torch.dtype, outer: Mode) -> InForce:
         return outer.cast_arguments(args, kwargs, dtype)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        # always_call: an exception may have come before this island was entered.
+        # An exception may precede `enter`.
         island = active_autocast()
         if island is not None and island.module is module:
             island.__exit__(None, None, None)
 
-    return InForce(module, enter, leave, _hooked(module, enter, leave))
+    return ActiveRule(module, enter, leave, _register_hooks(module, enter, leave))
 
 
 class _OpsOfModule(TorchFunctionMode):
-    """Makes the calls of one op in its own way, and leaves all others to the autocast around it."""
+    """Makes the calls of one op by a rule, and leaves all others to the autocast around it."""
 
     def __init__(self, module: nn.Module, rule: ModuleRule, outer: Mode) -> None:
         super().__init__()
         self.module, self.outer, self._functions = module, outer, rule.functions
-        self._make = _in_fp32 if rule.dtype is not None else functools.partial(_divided, rule)
+        self._make = _in_fp32 if rule.dtype is not None else functools.partial(_scaled_matmul, rule)
         self.running = _Running()
 
     def __torch_function__(
@@ -77,7 +76,6 @@ class _OpsOfModule(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         is_ours = func in self._functions and self.running.modules[-1] is self.module and kwargs.get("out") is None
-        # Inside an island, another rule has decided.
         if not is_ours or active_autocast() is not self.outer:
             return func(*args, **kwargs)
         return self._make(self.outer, func, args, kwargs)
@@ -85,60 +83,63 @@ class _OpsOfModule(TorchFunctionMode):
 
 class _Running(threading.local):
     def __init__(self) -> None:
-        self.modules: list[nn.Module] = []  # the module of a rule, and those that it calls; innermost last
+        self.modules: list[nn.Module] = []  # the module of the rule and those that it calls, innermost last
 
 
 def _in_fp32(outer: Mode, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Make a call with its eligible tensors, and 16-bit dtypes that it names, in FP32."""
+    """Make a call with eligible tensors in FP32. FP32 also replaces 16-bit dtypes among the arguments."""
 
-    def wide(arg: Any) -> Any:
-        is_dtype = isinstance(arg, torch.dtype)  # that of `x.to(y.dtype)`
-        return torch.float32 if is_dtype and arg in LOWER_PRECISION_DTYPES else outer.cast(arg, torch.float32)
+    def to_fp32(arg: Any) -> Any:
+        if isinstance(arg, torch.dtype):  # as in `x.to(y.dtype)`
+            return torch.float32 if arg in LOWER_PRECISION_DTYPES else arg
+        return outer.cast(arg, torch.float32)
 
-    args = list(map(wide, args))
-    kwargs = {key: wide(arg) for key, arg in kwargs.items()}
+    args = list(map(to_fp32, args))
+    kwargs = {key: to_fp32(arg) for key, arg in kwargs.items()}
     with outer.island():
         return func(*args, **kwargs)
 
 
-class _Times(torch.autograd.Function):
-    """Multiplies by one number in the forward, and its gradient by another one."""
+class _MultiplyBy(torch.autograd.Function):
+    """Multiplies by ``factor`` in forward, and the gradient by ``gradient_factor`` in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float, gradient_factor: float) -> Tensor:
         ctx.gradient_factor = gradient_factor
-        return x * factor  # also by 1: models add in place to what they are given, and a view forbids that
+        return x * factor  # also by 1: models add in place to the result, so it must not be a view
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient * ctx.gradient_factor, None, None
 
 
-def _divided(rule: ModuleRule, outer: Mode, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The product of an input that is divided by the rule's number, multiplied by it again in FP32, gradients included.
+def _scaled_matmul(
+    rule: ModuleRule, outer: Mode, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """Make a matmul with its input divided by the rule's divisor, and multiply the FP32 result by it.
 
-    A power of two changes no mantissa, and a product is linear in each factor: the result is that of 16 bits with a
-    wider exponent, but for what falls below the smallest number of FP16.
+    A power of two changes no mantissa, and a matmul is linear in each factor. So the result is that of 16 bits with a
+    wider exponent, except for values below FP16's smallest number. Gradients are scaled alike.
     """
-    by, product = float(rule.divisor), SCALABLE[rule.op]
-    if rule.op == "einsum":  # its operands may come in a list
+    divisor, op = float(rule.divisor), SCALABLE[rule.op]
+    if rule.op == "einsum":  # its operands may be a list
         args = [args[0], *(args[1] if isinstance(args[1], (list, tuple)) else args[1:])]
-    divided_places = {*product.input, *(product.added or ())}
+    divided = {*op.input, *(op.added or ())}
 
-    def divided(place: int | str, arg: Any) -> Any:
+    def scaled(place: int | str, arg: Any) -> Any:
         if not isinstance(arg, Tensor):
             return arg
-        # What a divided operand has lost comes back with the result, and in backward with the other factors' gradients.
-        return _Times.apply(arg, 1.0 / by, 1.0) if place in divided_places else _Times.apply(arg, 1.0, by)
+        # The result restores the divisor, and in backward the gradients of the other factors do.
+        factor, gradient_factor = (1.0 / divisor, 1.0) if place in divided else (1.0, divisor)
+        return _MultiplyBy.apply(arg, factor, gradient_factor)
 
-    result = func(
-        *itertools.starmap(divided, enumerate(args)), **{key: divided(key, arg) for key, arg in kwargs.items()}
-    )
-    return _Times.apply(result.to(torch.float32), by, 1.0)
+    scaled_args = [scaled(position, arg) for position, arg in enumerate(args)]
+    result = func(*scaled_args, **{key: scaled(key, arg) for key, arg in kwargs.items()})
+    return _MultiplyBy.apply(result.to(torch.float32), divisor, 1.0)
 
 
-def _watch_op(module: nn.Module, rule: ModuleRule, outer: Mode) -> InForce:
-    """Have the calls of one op that ``module`` makes itself go by ``rule``; not those of modules inside it."""
+def _apply_op_rule(module: nn.Module, rule: ModuleRule, outer: Mode) -> ActiveRule:
+    """Apply ``rule`` to the calls of one op that ``module`` makes itself, and not to those of modules inside it."""
     mode = _OpsOfModule(module, rule, outer)
 
     def enter(entered: nn.Module, args: Any, kwargs: Any) -> None:
@@ -148,14 +149,14 @@ def _watch_op(module: nn.Module, rule: ModuleRule, outer: Mode) -> InForce:
                 mode.__enter__()
 
     def leave(left: nn.Module, args: Any, output: Any) -> None:
-        # always_call: an exception may have come before this one was entered.
+        # An exception may precede `enter`.
         if left in mode.running.modules[-1:]:
             mode.running.modules.pop()
             if left is module:
                 mode.__exit__(None, None, None)
 
-    handles = [handle for one in (module, *_called_children(module)) for handle in _hooked(one, enter, leave)]
-    return InForce(module, enter, leave, handles)
+    handles = [handle for one in (module, *_called_children(module)) for handle in _register_hooks(one, enter, leave)]
+    return ActiveRule(module, enter, leave, handles)
 
 
 def _called_children(module: nn.Module) -> Iterator[nn.Module]:

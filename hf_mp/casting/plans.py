@@ -1,4 +1,4 @@
-"""The plans of autocast: for each torch function that a table names, what is done with a call of it."""
+"""Plans of autocast: the plan entry of each torch function in a table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_mp.casting.handlers import plan_of
 from hf_mp.casting.rules import OpRules
 from hf_mp.casting.tables import OPS, CastRule, TableName
 
-# Made once, at import: torch.compile reads a constant dictionary, but not a cached function.
+# Made at import: torch.compile reads a constant dictionary, but not a cached function.
 _COMPOSITES = plan_of({func: (CastRule.COMPOSITE, func.__name__) for func in COMPOSITES})
 _PLANS: dict[TableName, Plan] = {name: {**_COMPOSITES, **plan_of(ops)} for name, ops in OPS.items()}
 _UPCAST = {name: upcast_plan(plan) for name, plan in _PLANS.items()}
@@ -24,18 +24,18 @@ _UPCAST_CONVOLUTIONS = {name: upcast_plan(plan, "conv") for name, plan in _PLANS
 
 
 def plan_for(tables: TableName, dtype: torch.dtype) -> Plan:
-    """The plan of a set of tables on this machine; not to be changed."""
+    """Return the plan of a set of tables for this machine; callers do not change it."""
     if "transformers.integrations.moe" in sys.modules and not is_dynamo_compiling():
-        _take_in_experts()
+        _add_grouped_matmul()
     if not runs_natively(dtype, "cpu"):
         return _UPCAST[tables]
     return _PLANS[tables] if runs_natively(dtype, "cpu", "conv") else _UPCAST_CONVOLUTIONS[tables]
 
 
-# Late, and once: Transformers registers the op when its module is imported, perhaps after this one.
+# Transformers registers the op when its module is imported, maybe after this one.
 @functools.cache
-def _take_in_experts() -> None:
-    """Have all plans lower the product of experts of Transformers, which torch.compile is given for ``grouped_mm``."""
+def _add_grouped_matmul() -> None:
+    """Add the grouped matmul of Transformers to all plans; compiled code has it instead of ``grouped_mm``."""
     if (op := getattr(torch.ops.transformers, "grouped_mm_fallback", None)) is not None:
         lowered = plan_of(dict.fromkeys([op, op.default], (CastRule.LOWER_PRECISION, "grouped_mm_fallback")))
         for name, plan in _PLANS.items():
@@ -45,8 +45,10 @@ def _take_in_experts() -> None:
 
 
 def with_rules(plan: Plan, ops: OpRules, dtype: torch.dtype) -> Plan:
-    """``plan`` with rules by op."""
-    ruled = plan_of(ops)
-    # What no table speaks of is opened: a rule is for the ops that it is made of, too.
-    opened = {func: _COMPOSITES.get(func, entry) for func, entry in ruled.items() if entry.rule is CastRule.UNLISTED}
-    return {**plan, **(ruled if runs_natively(dtype, "cpu") else upcast_plan(ruled)), **opened}
+    """Return ``plan`` with rules by op."""
+    by_rule = plan_of(ops)
+    # Unlisted composites are decomposed, as without a rule.
+    unlisted = {f: _COMPOSITES.get(f, entry) for f, entry in by_rule.items() if entry.rule is CastRule.UNLISTED}
+    if not runs_natively(dtype, "cpu"):
+        by_rule = upcast_plan(by_rule)
+    return {**plan, **by_rule, **unlisted}

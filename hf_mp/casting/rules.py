@@ -1,4 +1,4 @@
-"""Your own rules for autocast: "run this op in FP32", "keep ``lm_head`` in FP32", "this op of that module"."""
+"""User rules for autocast: by op, by module name, or by op of a module."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ OP_RULES = {
     "fp32": CastRule.FP32,
     "lower_precision": CastRule.LOWER_PRECISION,
     "widest": CastRule.WIDEST,
-    "unlisted": CastRule.UNLISTED,  # as if no table spoke of it: it runs in the dtypes that it is given
+    "unlisted": CastRule.UNLISTED,  # as in no table: it runs in the dtypes that it receives
 }
 
 
-OpRules = dict[Callable[..., Any], tuple[CastRule, str]]  # of every spelling
+OpRules = dict[Callable[..., Any], tuple[CastRule, str]]  # for each spelling of an op
 
-# Of "lower_precision" autocast's own, for routers, which are FP32 otherwise.
+# None: autocast's dtype, for routers, which are FP32 by default.
 MODULE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "lower_precision": None}
 
 
 class Product(NamedTuple):
-    """What a product multiplies and adds, by position and by name."""
+    """Arguments of a scalable op that a rule divides, by position and name."""
 
     input: tuple[int, str]
-    added: tuple[int, str] | None = None  # all other tensors are factors, too
+    added: tuple[int, str] | None = None  # all other tensors are factors
 
 
-# Products with weights, whose input is what a model computes.
+# Ops with weights and an activation as input.
 WITH_WEIGHTS: dict[str, Product] = {
     "linear": Product((0, "input"), (2, "bias")),
     "addmm": Product((1, "mat1"), (0, "input")),
     **{f"conv{n}d": Product((0, "input"), (2, "bias")) for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": Product((0, "input"), (2, "bias")) for n in (1, 2, 3)},
 }
-# All products whose factors can be divided.
+# All ops with factors that can be divided.
 SCALABLE: dict[str, Product] = {
     **WITH_WEIGHTS,
     **{op: Product((0, "input")) for op in ("matmul", "mm", "bmm")},
@@ -56,44 +56,42 @@ MOST_SCALED = 2**16
 
 
 def parse_divisor(rule: Any) -> int | None:
-    """N of a rule ``"scaled/N"``; None for another one."""
+    """Return N of a rule ``"scaled/N"``; None for another one."""
     prefix, _, number = str(rule).partition("/")
     if prefix != "scaled" or not number.isdecimal():
         return None
-    # A power of two changes no mantissa.
     return int(number) if 1 < int(number) <= MOST_SCALED and int(number).bit_count() == 1 else None
 
 
 class ModuleRule(NamedTuple):
     """A rule for modules, or for one op that they call."""
 
-    key: str  # as it was given
-    pattern: str  # of modules' names
-    functions: frozenset[Callable[..., Any]]  # every spelling of the op; none for a rule about all of a module
+    key: str
+    pattern: str
+    functions: frozenset[Callable[..., Any]]  # each spelling of the op; empty in a rule for whole modules
     op: str
-    dtype: torch.dtype | None  # None: autocast's own; for an op, of divided numbers
-    divisor: int = 1  # of a product's input and what is added to it
+    dtype: torch.dtype | None  # None: autocast's dtype; in a rule for an op, None if it is scaled
+    divisor: int = 1  # of the input, and of the added term
 
 
 def parse_rules(rules: Rules | None, tables: OpTables) -> tuple[OpRules, tuple[ModuleRule, ...]]:
-    """Check the rules.
+    """Parse and check ``rules``.
 
     Args:
-        rules: keys are torch functions (``torch.softmax``, ``torch.ops.mylib.op``, a ``torch.library.custom_op``),
-            whose every spelling is meant, module name patterns as ``fnmatch`` reads them (``"lm_head"``,
-            ``"*.mlp.*"``), or an op that such modules call themselves, by its name in torch (``"*.mlp:mul"``). Values
-            are ``"fp32"``; for modules also ``"bf16"``, and ``"lower_precision"`` for routers of experts, which an
-            attached model runs in FP32; for ops ``"lower_precision"``, ``"widest"``, ``"unlisted"``; for a product
-            (:data:`SCALABLE`) in modules also ``"scaled/N"`` with a power of two: the product in 16 bits of input and
-            bias divided by N, times N in FP32.
+        rules: keys are torch functions (``torch.softmax``, ``torch.ops.mylib.op``, a ``torch.library.custom_op``), in
+            any spelling, module name patterns of ``fnmatch`` (``"lm_head"``, ``"*.mlp.*"``), or an op that such modules
+            call themselves, by its torch name (``"*.mlp:mul"``). Values are ``"fp32"``; for modules also ``"bf16"``,
+            and ``"lower_precision"`` for routers of experts, which an attached model runs in FP32; for ops
+            ``"lower_precision"``, ``"widest"``, ``"unlisted"``; for a matmul (:data:`SCALABLE`) in modules also
+            ``"scaled/N"`` with a power of two: a 16-bit matmul with input and bias divided by N, times N in FP32.
         tables: the tables that the rules change.
 
     Returns:
         The rules by op, and those by module.
 
     Raises:
-        TypeError: for anything but a mapping, and for a key that is neither.
-        ValueError: for a value that is no rule.
+        TypeError: if ``rules`` is no mapping, or a key is no torch function and no string.
+        ValueError: for an unknown value.
     """
     if not isinstance(rules, Mapping | None):
         raise TypeError(f"rules={rules!r:.100} is no mapping: write {{'lm_head': 'fp32'}}")
@@ -121,11 +119,12 @@ def _parse_module_rule(key: str, value: Any) -> ModuleRule:
 
 
 def _parse_op_rule(key: str, pattern: str, op: str, value: Any) -> ModuleRule:
-    """The rule for the op ``op`` in modules that match ``pattern``; a ValueError for an unknown op or ``value``."""
+    """Parse a rule for ``op`` in modules that match ``pattern``; a ValueError for an unknown op or ``value``."""
     if not (functions := functions_called(op)):
         raise ValueError(f"rule {key!r}: torch has no op {op!r}: use a name such as 'linear', 'matmul' or 'mul'")
-    # The compiler is given this op of Transformers for a grouped product in FP16 on a CPU.
-    if op == "_grouped_mm" and (fallback := getattr(torch.ops.transformers, "grouped_mm_fallback", None)) is not None:
+    # In compiled code on a CPU, this op of Transformers replaces a grouped matmul in FP16.
+    fallback = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
+    if op == "_grouped_mm" and fallback is not None:
         functions |= {fallback, fallback.default}
     if value == "fp32":
         return ModuleRule(key, pattern, functions, op, torch.float32)
@@ -141,8 +140,8 @@ def _parse_op_rule(key: str, pattern: str, op: str, value: Any) -> ModuleRule:
 
 
 def _spellings_of(key: Any, tables: OpTables) -> tuple[str, list[Callable[..., Any]]]:
-    """The name of the op that a rule is for, and all functions that call it; a TypeError for anything but an op."""
-    # torch.library.custom_op gives an object around the op, and modes see the op.
+    """Return the op name of a rule's key and all functions that call the op; a TypeError for anything but an op."""
+    # Modes intercept the op inside a custom_op.
     if isinstance(key, torch.library.CustomOpDef):
         key = key._opoverload.overloadpacket
     if isinstance(key, OpOverloadPacket):
@@ -161,20 +160,24 @@ def _spellings_of(key: Any, tables: OpTables) -> tuple[str, list[Callable[..., A
 
 
 def match_modules(rules: Collection[ModuleRule], model: nn.Module) -> list[tuple[nn.Module, ModuleRule]]:
-    """The modules of ``model`` that the rules are for, outermost first; a ValueError for rules that fit none."""
+    """Return the modules of ``model`` with their rules, outermost first; a ValueError for rules that match none."""
     named = dict(model.named_modules())
     found = [(m, rule) for name, m in named.items() for rule in rules if fnmatch.fnmatchcase(name, rule.pattern)]
-    fitting = {rule.key for _, rule in found}
-    if lost := [rule for rule in rules if rule.key not in fitting]:
-        raise ValueError(_fits_none(lost, named, type(model).__name__))
+    matched = {rule.key for _, rule in found}
+    unmatched = [rule for rule in rules if rule.key not in matched]
+    if unmatched:
+        raise ValueError(_no_match_message(unmatched, named, type(model).__name__))
     return found
 
 
-def _fits_none(lost: list[ModuleRule], names: Iterable[str], model: str) -> str:
-    told = ", ".join(repr(rule.key) for rule in lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
-    what = f"rule {told} matches" if len(lost) == 1 else f"rules {told} match"
-    patterns = [rule.pattern.replace("*", "") for rule in lost[:5]]
-    inner = list(filter(None, names))
-    near = dict.fromkeys(one for given in patterns for one in difflib.get_close_matches(given, inner, n=1, cutoff=0.0))
-    close = f"; close to it are {', '.join(map(repr, near))}" if near else ""
-    return f"{what} no module of {model}{close}"
+def _no_match_message(unmatched: list[ModuleRule], names: Iterable[str], model: str) -> str:
+    shown = unmatched[:5]
+    more = f" and {len(unmatched) - 5} more" if len(unmatched) > 5 else ""
+    keys = ", ".join(repr(rule.key) for rule in shown) + more
+    subject = f"rule {keys} matches" if len(unmatched) == 1 else f"rules {keys} match"
+    modules = list(filter(None, names))
+    near: dict[str, None] = {}
+    for rule in shown:
+        near.update(dict.fromkeys(difflib.get_close_matches(rule.pattern.replace("*", ""), modules, n=1, cutoff=0.0)))
+    hint = f"; close to it are {', '.join(map(repr, near))}" if near else ""
+    return f"{subject} no module of {model}{hint}"

@@ -1,9 +1,9 @@
-"""The op tables: which op runs in which dtype, as data.
+"""Op tables, as data: the dtype in which each op runs.
 
-An op is named once, in one of the sets below; :func:`spellings` finds its Python names (``torch.mm``, ``Tensor.mm``).
+Each op is named once, in one of the sets below; :func:`spellings` finds its Python names (``torch.mm``, ``Tensor.mm``).
 
 Source: "Autocast Op Reference" of torch's AMP documentation (https://docs.pytorch.org/docs/stable/amp.html), and for
-what that page leaves out, the registrations in ``ATen/autocast_mode.h`` and ``autocast_mode.cpp`` of torch 2.13.
+ops that the page omits, ``ATen/autocast_mode.h`` and ``autocast_mode.cpp`` of torch 2.13.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ TableName = Literal["cuda", "cpu", "compact"]
 
 
 class CastRule(Enum):
-    """What autocast does with the floating inputs of an op."""
+    """Cast of the floating inputs of an op."""
 
-    LOWER_PRECISION = "lower precision"  # cast to autocast's dtype
-    FP32 = "fp32"  # cast to FP32
-    FP32_OUTPUT = "fp32 output"  # inputs stay; the op is told dtype=float32 unless the caller named a dtype
-    WIDEST = "widest type"  # cast to the widest floating dtype among the inputs
-    BANNED = "banned"  # refuse, with advice
-    UNLISTED = "unlisted"  # as if no table spoke of it
-    COMPOSITE = "composite"  # a Python function of torch, opened so that the ops inside are seen: see composites.py
+    LOWER_PRECISION = "lower precision"  # to autocast's dtype
+    FP32 = "fp32"  # to FP32
+    FP32_OUTPUT = "fp32 output"  # inputs unchanged; the op gets dtype=float32, unless the caller passes one
+    WIDEST = "widest type"  # to the widest floating dtype among the inputs
+    BANNED = "banned"  # raise, with advice
+    UNLISTED = "unlisted"  # as in no table
+    COMPOSITE = "composite"  # a Python function of torch, decomposed: see composites.py
 
 
 @dataclass(frozen=True)
 class OpTables:
-    """Autocast's tables for one family of devices: each op name in at most one set."""
+    """Tables for one family of devices; each op name is in at most one set."""
 
     lower_precision: frozenset[str]
     fp32: frozenset[str]
@@ -45,7 +45,7 @@ class OpTables:
     banned: dict[str, str] = field(default_factory=dict)
 
     def entries(self) -> Iterator[tuple[CastRule, str]]:
-        """Yield each op name with its rule, whose name its set has."""
+        """Yield each op name with its rule. The set has the name of the rule."""
         for rule in CastRule:
             yield from ((rule, name) for name in sorted(getattr(self, rule.name.lower(), ())))
 
@@ -55,7 +55,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _names_in_this_torch(text: str, key: str) -> frozenset[str]:
-    """Those of some versions' ops that this torch has an autocast kernel for."""
+    """Return the names of ops for which this torch has an autocast kernel."""
     registered = set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
     return frozenset(name for name in text.split() if f"aten::{name.replace('.', '_')}" in registered)
 
@@ -66,17 +66,17 @@ _BANNED_BINARY_CROSS_ENTROPY = (
     "the sigmoid, which is safe, or compute this loss inside `with autocast(enabled=False):` on FP32 tensors"
 )
 
-# Matmuls that no autocast of torch names (https://github.com/pytorch/pytorch/issues/174763): stacked experts run in
-# FP32 there.
+# Grouped matmuls, missing in torch.autocast (https://github.com/pytorch/pytorch/issues/174763), which runs stacked
+# experts in FP32.
 _MATMULS = _names("_grouped_mm")
-# FP32 in none of torch's lists. A 16-bit kernel, if there is one, gives NaN, gradients with an error as large as
-# themselves, or complex numbers of 2 x 16 bits, which few ops take.
+# FP32 in none of torch's lists. A 16-bit kernel, if there is one, returns NaN, gradients with an error as large as
+# themselves, or complex numbers of 2 x 16 bits, which few ops accept.
 _BEYOND_TORCH_IN_FP32 = _names("""
     matrix_exp linalg.matrix_exp complex fake_quantize_per_channel_affine
     _fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_channel_affine
 """)
-# FP32 in torch's list for the CPU alone. No device has a 16-bit kernel of most of them: a parametrization of a 16-bit
-# weight (torch's orthogonal ones) would fail on the others.
+# FP32 in torch's list for the CPU only. Most of them have no 16-bit kernel on any device: a parametrization of a 16-bit
+# weight (torch's orthogonal ones) would fail.
 _FP32_ON_A_CPU_IN_TORCH = _names("""
     polar view_as_complex fake_quantize_per_tensor_affine
     cholesky_inverse cholesky_solve inverse pinverse lu_solve orgqr ormqr geqrf svd triangular_solve lu _lu_with_info
@@ -109,7 +109,7 @@ CUDA_TABLES = OpTables(
         upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa
         upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa sum_to_size
     """)
-    | _names_in_this_torch("rms_norm linalg.matrix_sqrth", "AutocastCUDA"),  # after 2.11, and from 2.15
+    | _names_in_this_torch("rms_norm linalg.matrix_sqrth", "AutocastCUDA"),  # after torch 2.11; from 2.15
     fp32_output=_names("""
         prod softmax log_softmax cumprod cumsum sum linalg.vector_norm linalg.matrix_norm linalg.norm
     """),
@@ -143,14 +143,14 @@ CPU_TABLES = OpTables(
         fft.fft fft.ifft fft.fft2 fft.ifft2 fft.fftn fft.ifftn fft.rfft fft.irfft fft.rfft2 fft.irfft2 fft.rfftn
         fft.irfftn fft.hfft fft.ihfft
     """)
-    | _names_in_this_torch("qr cholesky linalg.matrix_sqrth", "AutocastCPU"),  # before 2.15, and from it
+    | _names_in_this_torch("qr cholesky linalg.matrix_sqrth", "AutocastCPU"),  # before torch 2.15; from 2.15
     widest=_names("stack cat concat concatenate index_copy bilinear"),
 )
 
-# torch's lists for CUDA without FP32 copies where the kernel computes in FP32 registers anyway: softmax reads and
-# writes 16 bits, and so does RMSNorm of an input and a weight in 16 bits (bit for bit the FP32 result, rounded;
-# https://github.com/pytorch/pytorch/issues/188955). LayerNorm does not: a lean BERT, which adds residuals to what it
-# returns, would have gradients 1.4 times as far from FP64's. In an attached model, activations.py belongs to it too.
+# torch's CUDA lists without FP32 copies for kernels that compute in FP32 registers: softmax reads and writes 16 bits,
+# and so does RMSNorm of an input and a weight in 16 bits (bit for bit the rounded FP32 result;
+# https://github.com/pytorch/pytorch/issues/188955). LayerNorm stays FP32: a lean BERT adds residuals to its result, and
+# its gradients would be 1.4 times as far from FP64's. Attached models add activations.py.
 COMPACT_TABLES = replace(
     CUDA_TABLES,
     fp32=CUDA_TABLES.fp32 - {"rms_norm"},
@@ -165,59 +165,61 @@ BEYOND_TORCH: dict[TableName, frozenset[str]] = {
     "cpu": _MATMULS | _BEYOND_TORCH_IN_FP32,
 }
 
-# Python operators and dunder methods that are spellings of a named op.
+# Dunder methods that are spellings of an op.
 _DUNDER_SPELLINGS = {
     "matmul": ("__matmul__", "__rmatmul__"),
     "pow": ("__pow__", "__rpow__"),
     "reciprocal": ("__rdiv__", "__rtruediv__"),
 }
-# Every place where torch keeps Python names of ops. torch._C._nn and torch._VF are where nn.functional finds its
-# builtins; they are what a module's forward calls directly.
+# Namespaces of torch with Python names of ops. torch._C._nn and torch._VF contain the builtins of nn.functional, which
+# modules also call directly.
 _NAMESPACES = (torch, torch.Tensor, F, torch._C._nn, torch._C._VariableFunctions, torch.special, torch.functional)
 
 
 def spellings(name: str) -> list[Callable[..., Any]]:
-    """Every distinct Python callable of torch's op ``name``, as its documentation has it (``"linalg.multi_dot"``)."""
+    """Return each distinct Python callable of torch's op ``name``, in documented spelling (``"linalg.multi_dot"``)."""
     prefix, _, short = name.rpartition(".")
-    namespaces = (getattr(torch, prefix), getattr(torch._C, f"_{prefix}")) if prefix else _NAMESPACES
-    names = (short, *_DUNDER_SPELLINGS.get(name, ()))
     if prefix:
-        names = (short, f"{prefix}_{short}")
-    found = {id(f): f for ns in namespaces for n in names if callable(f := getattr(ns, n, None))}
-    return [*found.values(), *of_the_dispatcher(name.replace(".", "_"))]
+        namespaces: tuple[Any, ...] = (getattr(torch, prefix), getattr(torch._C, f"_{prefix}"))
+        names: tuple[str, ...] = (short, f"{prefix}_{short}")
+    else:
+        namespaces, names = _NAMESPACES, (short, *_DUNDER_SPELLINGS.get(name, ()))
+    found = [getattr(namespace, one, None) for namespace in namespaces for one in names]
+    distinct = {id(function): function for function in found if callable(function)}
+    return [*distinct.values(), *dispatcher_ops(name.replace(".", "_"))]
 
 
-_OTHERWISE_IN_THE_DISPATCHER = {"sparse_mm": "_sparse_mm", "sparse_addmm": "_sparse_addmm"}
+_DISPATCHER_NAMES = {"sparse_mm": "_sparse_mm", "sparse_addmm": "_sparse_addmm"}
 
 
-def of_the_dispatcher(name: str) -> list[Callable[..., Any]]:
-    """``torch.ops.aten``'s op of that name, and those of its overloads that write into no argument."""
-    packet = getattr(torch.ops.aten, _OTHERWISE_IN_THE_DISPATCHER.get(name, name), None)
+def dispatcher_ops(name: str) -> list[Callable[..., Any]]:
+    """Return ``torch.ops.aten``'s op of that name, and its overloads that write to no argument."""
+    packet = getattr(torch.ops.aten, _DISPATCHER_NAMES.get(name, name), None)
     if packet is None:
         return []
     overloads = [getattr(packet, overload) for overload in packet.overloads()]
     return [packet, *(overload for overload in overloads if not overload._schema.is_mutable)]
 
 
-# Opened as composites: besides the op of their name they multiply by weights.
+# Composites: they also multiply by weights.
 _WEIGHTED = (F.l1_loss, F.mse_loss, F.huber_loss)
 _NAMESPACE_PREFIXES = ("torch.Tensor.", "torch.nn.functional.", "torch.functional.", "torch._C._nn.", "torch.")
 
 
 def op_name(function: Any) -> str:
-    """What an op is called where no table names it: ``tanh``, ``linalg.inv``, ``my_library.my_op``."""
+    """Return the name of an op outside the tables: ``tanh``, ``linalg.inv``, ``my_library.my_op``."""
     if isinstance(function, (OpOverload, OpOverloadPacket)):
         return str(function)
     name = torch.overrides.resolve_name(function) or getattr(function, "__name__", repr(function))
-    name = next((name.removeprefix(prefix) for prefix in _NAMESPACE_PREFIXES if name.startswith(prefix)), name)
-    return name.removesuffix(".__get__")
+    prefix = next(filter(name.startswith, _NAMESPACE_PREFIXES), "")
+    return name.removeprefix(prefix).removesuffix(".__get__")
 
 
 _OPERATORS = {"truediv": "div", "rtruediv": "div", "rmatmul": "matmul", "radd": "add", "rmul": "mul", "rsub": "sub"}
 
 
 def called_name(function: Callable[..., Any]) -> str | None:
-    """What a call of ``function`` is reported as where no table names it; None for attributes such as ``.shape``."""
+    """Return the reported name of a call outside the tables; None for attributes (``.shape``)."""
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__"):
         return None
@@ -227,16 +229,17 @@ def called_name(function: Callable[..., Any]) -> str | None:
 
 @functools.cache
 def functions_called(name: str) -> frozenset[Callable[..., Any]]:
-    """Every function whose calls are reported as ``name``."""
-    dunders = [entry for entry in dir(torch.Tensor) if entry.startswith("__")]
-    entries = [(space, entry) for space in _NAMESPACES for entry in dir(space) if not entry.startswith("_")]
-    values = [getattr(space, entry, None) for space, entry in [*entries, *((torch.Tensor, entry) for entry in dunders)]]
+    """Return all functions with the reported name ``name``."""
+    places = [(space, entry) for space in _NAMESPACES for entry in dir(space) if not entry.startswith("_")]
+    places += [(torch.Tensor, entry) for entry in dir(torch.Tensor) if entry.startswith("__")]
+    values = [getattr(space, entry, None) for space, entry in places]
     named = [value for value in values if callable(value) and called_name(value) == name]
-    return frozenset([*named, *(spellings(name) if named or name in _MATMULS else ())])
+    is_op = bool(named) or name in _MATMULS
+    return frozenset([*named, *spellings(name)] if is_op else ())
 
 
 def op_table(tables: OpTables) -> dict[Callable[..., Any], tuple[CastRule, str]]:
-    """Map every callable of the tables' ops to its rule and op name."""
+    """Map each callable of the tables' ops to its rule and op name."""
     return {
         function: (rule, name)
         for rule, name in tables.entries()
@@ -245,5 +248,5 @@ def op_table(tables: OpTables) -> dict[Callable[..., Any], tuple[CastRule, str]]
     }
 
 
-# Made once, at import: torch.compile reads a constant dictionary, but not a cached function.
+# Made at import: torch.compile reads a constant dictionary, but not a cached function.
 OPS = {name: op_table(tables) for name, tables in TABLES.items()}

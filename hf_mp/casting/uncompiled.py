@@ -1,7 +1,7 @@
-"""Functions that torch.compile passes by when it comes upon their frames.
+"""Decorators that exclude functions from torch.compile.
 
-A call of an autocast is compiled inside other code only. Where compiled code breaks off, ops run one by one, and the
-compiler would take each call of the mode for a function to compile; a composite then mixes up its own variables.
+Autocast is compiled inside other code only. After a graph break ops run eagerly, and the compiler would compile each
+call of the mode as a function, in which a composite confuses its variables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_mp._warnings import warn_caller
 
-# torch.compiler.disable wraps a function, which costs each call of the mode a frame more; this marks its code instead.
+# This marks the code. torch.compiler.disable would add a frame to each call of the mode.
 try:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 except ImportError:
@@ -33,15 +33,15 @@ else:
 
 
 def uncompiled(function: Any) -> Any:
-    """A decorator: frames of ``function``, and of what it calls, are not compiled; inside other code it is."""
+    """Do not compile frames of ``function`` and its callees, except inside other compiled code."""
     _pass_by(function, with_calls=True)
     return function
 
 
 def outside_of_graphs(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``torch.compiler.disable(recursive=False)``, whose function the compiler does not examine anew in each call.
+    """Return ``torch.compiler.disable(recursive=False, reason=reason)``, without a new check in each call.
 
-    ``reason`` is what the error of ``fullgraph=True`` says.
+    ``reason`` is part of the error of ``fullgraph=True``.
     """
 
     def disable(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,10 +53,10 @@ def outside_of_graphs(reason: str) -> Callable[[Callable[..., Any]], Callable[..
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile compiles a part of ``model`` or its caller."""
+    """Return whether torch.compile compiles a part of ``model`` or its caller."""
     if any(getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod") for m in model.modules()):
         return True
-    # torch tells no module that a caller compiles it; the frames of Dynamo do
+    # torch has no public API for a compiled caller, only Dynamo's frames.
     callers = (frame.f_code for frame, _ in traceback.walk_stack(None))
     dynamo = (code.co_qualname for code in callers if code.co_filename.endswith("_dynamo/eval_frame.py"))
     return any("DisableContext" not in name for name in dynamo)

@@ -1,4 +1,4 @@
-"""``watching``: follows modules and the calls that an autocast sees, and tells functions of its caller."""
+"""``watching``: callbacks around modules, and for the calls that an autocast intercepts."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from hf_mp.casting.tables import CastRule, called_name
 
 
 class WatchedCall(NamedTuple):
-    """A torch call that an autocast sees and has not made yet."""
+    """An intercepted torch call that was not made yet."""
 
-    module: str  # name of the innermost watched module that makes it; empty outside of any
+    module: str  # name of the innermost observed module; empty outside modules
     mode: Mode
-    entry: PlannedCall  # of the tables, or a rule
+    entry: PlannedCall
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     @property
     def name(self) -> str | None:
-        """The op's name in the tables, else what it is called; None for attributes such as ``.shape``."""
+        """Name of the op in the tables, otherwise of the function; None for attributes (``.shape``)."""
         return called_name(self.func) if self.entry.rule is CastRule.UNLISTED else self.entry.name
 
     def make(self, func: Callable[..., Any] | None = None) -> Any:
-        """Make it as the autocast would; ``func`` in the place of the function."""
+        """Make the call as the autocast would; ``func`` replaces the function."""
         return self.mode.apply(self.entry, func or self.func, self.args, self.kwargs)
 
 
@@ -42,13 +42,14 @@ def watching(
     entered: Callable[[str, Any, Any], None] | None = None,
     left: Callable[[str, Any], None] | None = None,
 ) -> Iterator[None]:
-    """Watch ``modules``, and the calls that ``mode`` sees, which ``called`` has to make.
+    """Call ``entered`` and ``left`` around each module, and ``called`` in place of each torch call in ``mode``.
 
     Args:
-        modules: by the names that are told.
-        mode, called: an autocast, and what makes each call in its place; default None: no call is watched.
-        entered: is told the name, the arguments and the keyword arguments of a module that is called.
-        left: is told the name and the result of a module that returns; None where it raised.
+        modules: modules by name.
+        mode: an autocast, or None (default) to intercept no torch calls.
+        called: ``called(call)`` must make the call and return its result.
+        entered: ``entered(name, args, kwargs)``, before the forward of a module.
+        left: ``left(name, output)``, after the forward; ``output`` is None if it raised.
     """
     running: list[str] = []  # innermost last
 
@@ -58,7 +59,7 @@ def watching(
             entered(name, args, kwargs)
 
     def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if running:  # else the module ran already when it came to be watched
+        if running:  # empty if the module was called before its hooks were registered
             running.pop()
         if left is not None:
             left(name, output)
@@ -66,14 +67,14 @@ def watching(
     def observe(entry: PlannedCall, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return called(WatchedCall(running[-1] if running else "", mode, entry, func, args, kwargs))  # type: ignore[misc, arg-type]
 
-    with ExitStack() as watches:
+    with ExitStack() as exits:
         for name, module in modules.items():
             before = functools.partial(enter, name)
-            # First of all hooks, so that what they compute belongs to the module.
-            watches.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            watches.enter_context(module.register_forward_hook(functools.partial(leave, name), always_call=True))
+            # prepend: calls of other hooks belong to the module.
+            exits.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            exits.enter_context(module.register_forward_hook(functools.partial(leave, name), always_call=True))
         if mode is not None:
-            # Two may watch at once: the inner one makes the calls, and the outer one has them back at the end.
-            watches.callback(setattr, mode, "observer", mode.observer)
+            # With two observers, the inner one makes the calls, and the outer one is restored at the end.
+            exits.callback(setattr, mode, "observer", mode.observer)
             mode.observer = observe
         yield

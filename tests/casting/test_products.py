@@ -482,8 +482,8 @@ def test_a_large_weight_of_a_cpu_with_the_product_has_its_gradient_written(monke
         return multiply(x, weight, bias, transposed=transposed, native=native)
 
     gradients = []
-    for own_elements in (handlers.OWN_ELEMENTS, 64):
-        monkeypatch.setattr(handlers, "OWN_ELEMENTS", own_elements)
+    for own_elements in (handlers.MIN_ELEMENTS, 64):
+        monkeypatch.setattr(handlers, "MIN_ELEMENTS", own_elements)
         monkeypatch.setattr(handlers, "multiply", counted)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 2))

@@ -138,7 +138,7 @@ def holder(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 def test_the_table_stays_until_the_last_user_has_left(holder: types.SimpleNamespace) -> None:
     patches, seen = Patches((Patch(("a_torch:present",), lambda original: "ours", ""),)), []
     for more in (1, 1, -1, -1, 1, -1):
-        patches.count(more)
+        patches.add_users(more)
         seen.append(holder.present)
     assert seen == ["ours"] * 3 + ["original", "ours", "original"]
 
@@ -223,7 +223,7 @@ def test_what_a_torch_lacks_costs_one_warning_and_nothing_else(holder: types.Sim
 
 
 def test_this_torch_lacks_nothing(recwarn: pytest.WarningsRecorder) -> None:
-    torch_patches._warn_of_lack.cache_clear()
+    torch_patches._warn_missing.cache_clear()
     with hf_mp.autocast():
         places = {place for patch in TABLE for place in patch.places}
         assert len(PATCHES._replaced) >= len(TABLE) and len(places) >= len(TABLE)

@@ -1,1 +1,1 @@
-"""Fast forms of products and attention on CPUs without 16-bit arithmetic."""
+"""Fast matmuls and attention for CPUs without 16-bit arithmetic."""

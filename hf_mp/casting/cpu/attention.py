@@ -1,10 +1,9 @@
 """Attention with dropout of FP16/BF16 tensors on a CPU, some heads at a time in FP32.
 
-With dropout, torch's CPU attention keeps scores, probabilities and dropout masks whole. Here those of some heads live
-at a time, and are computed again in backward from the 16-bit query and key, as FlashAttention does (Dao et al. 2022,
-arXiv 2205.14135, section 3.1). What is kept is the state of the random numbers. Without dropout torch has a flash
-kernel, which is left to run, in FP32: in 16 bits it rounds probabilities otherwise for each number of rows, and its
-backward takes up to three times as long.
+With dropout, torch's CPU attention stores all scores, probabilities and dropout masks. :func:`attend` stores the RNG
+state, computes some heads at a time, and recomputes them in backward from the 16-bit query and key, as FlashAttention
+does (Dao et al. 2022, arXiv 2205.14135, section 3.1). Without dropout torch's flash kernel runs, in FP32: in 16 bits
+its rounding of probabilities depends on the number of rows, and its backward takes up to three times as long.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from hf_mp.casting.cpu.upcast import is_dense
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.transforms import is_compiling_or_transforming
 
-OWN_SCORES = 2**22  # in one call: fewer are left to torch where the CPU multiplies in 16 bits, in half of the time
-BLOCK_SCORES = 2**17  # 512 KiB in FP32: heads with fewer are taken several at once
+OWN_SCORES = 2**22  # of one call; if the CPU multiplies in 16 bits, torch computes fewer in half of the time
+BLOCK_SCORES = 2**17  # 512 KiB in FP32: heads with fewer are computed together
 
 HAS_AMX = bool(torch.cpu.get_capabilities().get("amx_bf16"))  # whether flash attention is faster in BF16 than in FP32
 
-# torch's kernel by name: no mode and no choice of another one may come between. Without it, torch's own attention runs.
+# Called by name, so that no mode or backend selection intervenes. Without it, torch's own attention runs.
 _MATH: Any = getattr(torch.ops.aten, "_scaled_dot_product_attention_math", None)
 _FLASH_CHOICE = SDPBackend.FLASH_ATTENTION.value
 ATTENTION = frozenset({F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention})
@@ -42,32 +41,32 @@ class Attention(NamedTuple):
     key: Tensor  # (batch, heads, S, E)
     value: Tensor  # (batch, heads, S, Ev)
     mask: Tensor | None  # broadcast to (batch, heads, L, S); bool (False hides), or added to the scores
-    dropout: float  # probability with which a probability is dropped
-    is_causal: bool  # whether row i sees keys up to i
-    scale: float  # of the scores
+    dropout: float
+    is_causal: bool  # whether row i attends to keys up to i only
+    scale: float
 
 
 def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Attention | None:
-    """The attention that a call computes, if :func:`attend` does; None for another one, which is torch's to judge."""
+    """Parse a call; None if torch has to compute or reject it."""
     try:
         return None if _MATH is None or is_compiling_or_transforming() else _read(*args, **kwargs)
     except (TypeError, AttributeError, RuntimeError):
-        return None  # not a valid call: torch's own error is the better one
+        return None  # an invalid call: torch raises the better error
 
 
 def score_count(query: Tensor, key: Tensor) -> int:
-    """How many scores torch's attention with dropout keeps."""
+    """Return the number of scores that torch's attention with dropout stores."""
     return math.prod(query.shape[:-1]) * math.prod(key.shape[-2:-1])
 
 
 def has_flash(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Whether torch would choose its flash kernel for CPUs for a call of these arguments."""
+    """Return whether torch would select its CPU flash kernel for these arguments."""
     heads = (query, key, value)
     if query.device.type != "cpu" or not all(map(is_dense, heads)):
         return False
-    if type(query) is not Tensor and is_fake(query):  # of which torch chooses no kernel
+    if type(query) is not Tensor and is_fake(query):  # torch selects no kernel for fake tensors
         return value.shape == key.shape and all(tensor.stride(-1) == 1 for tensor in heads)
-    # The question that torch's own attention asks; public are only switches that forbid a kernel.
+    # Private, as torch's attention uses it. Public API can only forbid kernels.
     return bool(torch._fused_sdp_choice(*heads, *args, **kwargs) == _FLASH_CHOICE)
 
 
@@ -75,54 +74,56 @@ def _read(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Attention | None:  # fmt: skip
-    """The arguments of an attention that :func:`attend` computes; None where torch computes it."""
-    if not 0.0 < dropout_p < 1.0 or not all(map(_are_heads, (query, key, value), [query.dtype] * 3)):
+    """Parse the arguments of an attention; None if torch computes it."""
+    if not 0.0 < dropout_p < 1.0 or not all([_are_heads(one, query.dtype) for one in (query, key, value)]):
         return None
-    # Heads that share keys are left to torch: models that have them are trained without dropout.
+    # Shared keys are left to torch: models with them are trained without dropout.
     if query.shape[:2] != key.shape[:2] or value.shape[:3] != key.shape[:3] or query.shape[3] != key.shape[3]:
         return None
     if attn_mask is not None:
         if is_causal or not _is_mask(attn_mask, query.dtype):
             return None
-        # A view: each block takes its own part, and no mask of all heads is made.
+        # A view: each block reads its part.
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     return Attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
 
 def _are_heads(tensor: Tensor, dtype: torch.dtype) -> bool:
-    is_known = tensor.dtype is dtype and dtype in LOWER_PRECISION_DTYPES
-    return is_known and tensor.dim() == 4 and tensor.numel() > 0 and tensor.device.type == "cpu" and is_dense(tensor)
+    has_dtype = tensor.dtype is dtype and dtype in LOWER_PRECISION_DTYPES
+    return has_dtype and tensor.dim() == 4 and tensor.numel() > 0 and tensor.device.type == "cpu" and is_dense(tensor)
 
 
 def _is_mask(mask: Tensor, dtype: torch.dtype) -> bool:
-    # A tokenizer's mask of 0 and 1 is refused by torch: added to the scores, it would hide nothing.
+    # torch raises for a tokenizer's mask of 0 and 1, which would hide nothing when added to the scores.
     return mask.dim() >= 2 and not mask.requires_grad and mask.dtype in (torch.bool, torch.float32, dtype)
 
 
 def attend(attention: Attention) -> Tensor:
-    """Dropped(softmax(query @ key.T * scale)) @ value, (batch, heads, L, Ev) in the dtype of the query, rounded once.
+    """Compute dropout(softmax(query @ key.T * scale)) @ value in FP32, rounded once.
 
-    Computed in FP32. A RuntimeError in a backward with ``create_graph=True``.
+    Returns (batch, heads, L, Ev) in the dtype of the query. A backward with ``create_graph=True`` raises RuntimeError.
     """
-    result: Tensor = _Attention.apply(*attention[:4], attention[4:])
+    query, key, value, mask, *settings = attention
+    result: Tensor = _Attention.apply(query, key, value, mask, settings)
     return result
 
 
 def _blocks(query: Tensor, key: Tensor) -> list[tuple[int, slice]]:
-    """The places of heads that are taken together."""
-    several = max(1, BLOCK_SCORES // (query.shape[2] * key.shape[2]))
-    starts = range(0, query.shape[1], several)
-    places = [(batch, slice(start, start + several)) for batch in range(query.shape[0]) for start in starts]
-    # Fake tensors have no values, and the first block stands for the memory of all.
+    """Return the indices of heads that are computed together."""
+    heads = max(1, BLOCK_SCORES // (query.shape[2] * key.shape[2]))
+    starts = range(0, query.shape[1], heads)
+    places = [(batch, slice(start, start + heads)) for batch in range(query.shape[0]) for start in starts]
+    # Fake tensors have no values: the first block represents the memory of all.
     return places[:1] if is_fake(query) else places
 
 
-def _attended(heads: Sequence[Tensor], mask: Tensor | None, settings: Any) -> Tensor:
+def _attention_of_heads(heads: Sequence[Tensor], mask: Tensor | None, settings: Any) -> Tensor:
     dropout, is_causal, scale = settings
-    given = (head.unsqueeze(0) for head in heads)
-    found: Tensor = _MATH(*given, mask, dropout, is_causal, scale=scale)[0][0]
-    return found
+    batches = (head.unsqueeze(0) for head in heads)
+    output, _ = _MATH(*batches, mask, dropout, is_causal, scale=scale)
+    result: Tensor = output[0]
+    return result
 
 
 class _Attention(Function):
@@ -130,11 +131,11 @@ class _Attention(Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: Any) -> Tensor:
         ctx.save_for_backward(query, key, value, mask)
         ctx.settings, ctx.random = settings, torch.get_rng_state()
-        # Laid out as the query is, which after Transformers' transpose(1, 2) is what the next product reads.
+        # In the query's memory layout, which after Transformers' transpose(1, 2) is that of the next matmul.
         result = torch.empty_like(query[..., :1].expand(*query.shape[:3], value.shape[-1]))
         for place in _blocks(query, key):
             heads = [tensor[place].float() for tensor in (query, key, value)]
-            result[place].copy_(_attended(heads, _part(mask, place), settings))
+            result[place].copy_(_attention_of_heads(heads, _additive_mask(mask, place), settings))
         return result
 
     @staticmethod
@@ -144,27 +145,26 @@ class _Attention(Function):
                 "create_graph=True does not go through 16-bit attention with dropout on a CPU: load the model with "
                 "attn_implementation='eager', or set its attention's dropout to 0"
             )
-        *given, mask = ctx.saved_tensors
-        found = [torch.empty_like(tensor) for tensor in given]
+        *operands, mask = ctx.saved_tensors
+        gradients = [torch.empty_like(tensor) for tensor in operands]
         with torch.random.fork_rng(devices=()):
             torch.set_rng_state(ctx.random)
-            for place in _blocks(*given[:2]):
-                heads = [tensor[place].float().requires_grad_() for tensor in given]
+            for place in _blocks(*operands[:2]):
+                heads = [tensor[place].float().requires_grad_() for tensor in operands]
                 with torch.enable_grad():
-                    result = _attended(heads, _part(mask, place), ctx.settings)
-                for target, one in zip(found, torch.autograd.grad(result, heads, gradient[place].float()), strict=True):
-                    target[place].copy_(one)
-        return *found, None, None
+                    result = _attention_of_heads(heads, _additive_mask(mask, place), ctx.settings)
+                of_heads = torch.autograd.grad(result, heads, gradient[place].float())
+                for target, part in zip(gradients, of_heads, strict=True):
+                    target[place].copy_(part)
+        return *gradients, None, None
 
 
-def _part(mask: Tensor | None, place: tuple[int, slice]) -> Tensor | None:
-    """What is added to the scores of some heads."""
+def _additive_mask(mask: Tensor | None, place: tuple[int, slice]) -> Tensor | None:
+    """Return the term added to the scores of some heads."""
     if mask is None:
         return None
     part = mask[place]
-    # torch's kernel would add True as 1: what it is called by turns a mask of bool into this.
-    return (
-        torch.zeros(part.shape, device="cpu").masked_fill_(~part, -math.inf)
-        if part.dtype is torch.bool
-        else part.float()
-    )
+    # torch's kernel would add True as 1; its caller converts a bool mask like this.
+    if part.dtype is torch.bool:
+        return torch.zeros(part.shape, device="cpu").masked_fill_(~part, -math.inf)
+    return part.float()

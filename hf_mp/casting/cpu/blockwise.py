@@ -1,4 +1,4 @@
-"""Products of 16-bit operands on a CPU, cast to FP32 and multiplied there block by block, and rounded once."""
+"""Matmuls of 16-bit operands on a CPU: cast to FP32 and multiplied block by block, rounded once."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from torch import Tensor
 from hf_mp.casting.cpu.fp32_products import fp32_product
 
 BLOCK_ELEMENTS = 2**20  # 4 MiB in FP32: large enough for full matmul speed, small enough for caches and malloc
-LONGEST_ROW = 2**12  # of a product's operands: of longer ones, too few rows and columns would make a block
+LONGEST_ROW = 2**12  # of an operand: with longer ones a block would have too few rows and columns
 
 
 def blocks(total: int, width: int) -> Iterator[slice]:
-    """Slices of ``total`` rows of ``width`` elements, each within BLOCK_ELEMENTS."""
+    """Yield slices of ``total`` rows of ``width`` elements, each within BLOCK_ELEMENTS."""
     size = max(1, BLOCK_ELEMENTS // max(1, width))
     for start in range(0, total, size):
         yield slice(start, min(start + size, total))
 
 
 def blockwise_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` of (M, K), (N, K) and (N,) of any strides, in the dtype of ``x``, without a graph.
+    """Compute ``x @ weight.T + bias`` in the dtype of ``x``, without a graph.
 
-    None of M, K and N is 0.
+    Shapes are (M, K), (N, K) and (N,), without 0; strides are any.
     """
     (rows, inner), outer = x.shape, weight.shape[0]
-    if max(rows, outer) * max(rows, inner) <= BLOCK_ELEMENTS and inner <= LONGEST_ROW:  # one block, and no slices of it
+    is_one_block = max(rows, outer) * max(rows, inner) <= BLOCK_ELEMENTS and inner <= LONGEST_ROW
+    if is_one_block:
         bias32 = None if bias is None else bias.float()
         return fp32_product(x.float(), weight.float().t(), bias32).to(x.dtype)
     width = inner if inner <= LONGEST_ROW else math.isqrt(BLOCK_ELEMENTS)
     result = x.new_empty(rows, outer)
     for row in blocks(rows, width):
-        # Cast once for all blocks of columns; rows longer than that are cast piece by piece.
+        # Cast once for all blocks of columns; longer rows are cast in pieces.
         left = x[row].float() if width == inner else x[row]
         for column in blocks(outer, max(width, row.stop - row.start)):
             bias32 = None if bias is None else bias[column].float()
@@ -41,7 +42,7 @@ def blockwise_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def _summed_product(x: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
-    """The product in FP32, summed over slices of ``width`` of the rows of both."""
+    """Return the FP32 matmul, accumulated over slices of ``width`` columns of both operands."""
     total = None
     for part, columns in zip(x.split(width, 1), weight.split(width, 1), strict=True):
         product = fp32_product(part.float(), columns.float().t(), bias if total is None else None)

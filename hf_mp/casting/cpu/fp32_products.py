@@ -1,11 +1,11 @@
-"""FP32 matrix products on a CPU, by the faster of the two libraries that torch brings.
+"""FP32 matmuls on a CPU, by the faster of torch's two libraries.
 
-``torch.mm`` of FP32 tensors is the BLAS library's, which for torch's x86 builds is Intel's MKL: on another maker's CPU
-it leaves AVX512 alone. oneDNN's own, which torch offers as an op that its compiler emits, is twice as fast on an EPYC.
-On Intel's CPUs MKL is the faster one: oneDNN takes half as long again for the gradient of a weight.
+``torch.mm`` of FP32 tensors calls BLAS, in torch's x86 builds Intel's MKL, which does not use AVX512 on CPUs of other
+vendors. oneDNN, through an op that torch's compiler emits, is twice as fast on an EPYC. On Intel's CPUs MKL is faster:
+oneDNN takes half as long again for the gradient of a weight.
 
-``torch.set_float32_matmul_precision("medium")`` and ``torch.backends.mkldnn.matmul.fp32_precision = "bf16"`` allow
-oneDNN to multiply in BF16, here as in ``torch.mm``: settings of the process, which are not changed around a product.
+``torch.set_float32_matmul_precision("medium")`` and ``torch.backends.mkldnn.matmul.fp32_precision = "bf16"`` allow BF16
+in oneDNN, here as in ``torch.mm``. These settings of the process are not changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Below so many multiplications, what oneDNN prepares for a call costs more than it saves.
+# Multiplications. Below, oneDNN's preparation of a call costs more than it saves.
 SMALLEST_FOR_ONEDNN = 2**21
 
 HAS_ONEDNN_PRODUCTS = (
@@ -27,7 +27,7 @@ HAS_ONEDNN_PRODUCTS = (
 
 
 def _is_of_intel(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether Intel made this CPU. Linux names the maker of the first core at the top; elsewhere Python knows it."""
+    """Return whether this is an Intel CPU, from Linux's cpuinfo or Python's ``platform``."""
     try:
         with cpuinfo.open(encoding="utf-8", errors="replace") as file:
             return "GenuineIntel" in file.read(256)
@@ -39,15 +39,16 @@ PREFERS_ONEDNN = HAS_ONEDNN_PRODUCTS and not _is_of_intel()
 
 
 def fp32_product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``left @ right + bias`` of FP32 tensors of any strides, (rows, K), (K, columns) and (columns,), without a graph.
+    """Compute ``left @ right + bias`` of FP32 tensors without a graph.
 
-    The reference is :func:`fp32_product_reference`; the two add up in another order.
+    Shapes are (rows, K), (K, columns) and (columns,); strides are any. :func:`fp32_product_reference` is the reference;
+    the order of summation differs.
     """
-    # torch.backends.mkldnn.flags(enabled=False) is how a user forbids oneDNN.
+    # Users forbid oneDNN with torch.backends.mkldnn.flags(enabled=False).
     multiplications = left.shape[0] * left.shape[1] * right.shape[1]
     if not PREFERS_ONEDNN or multiplications < SMALLEST_FOR_ONEDNN or not torch.backends.mkldnn.enabled:
         return fp32_product_reference(left, right, bias)
-    dense = None if bias is None else bias.contiguous()  # the op reads a bias as if its stride were 1
+    dense = None if bias is None else bias.contiguous()  # the op assumes a bias of stride 1
     result: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.t(), dense, "none", [], "")
     return result
 

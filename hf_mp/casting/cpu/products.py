@@ -1,9 +1,9 @@
-"""Matrix products of FP16 tensors on a CPU without FP16 arithmetic, block by block in FP32.
+"""Matmuls of FP16 tensors on a CPU without FP16 arithmetic, block by block in FP32.
 
-Blocks of 16-bit operands are cast to FP32, multiplied there, and the result is rounded once, as a tensor core does
-(Micikevicius et al. 2017, section 3.3). No operand or result ever exists whole in FP32: on a CPU a fresh large buffer
-costs more in page faults than the casts do. In backward a weight's gradient leaves block by block, too: rounded, cast
-to FP32 and unscaled. The plain reference is ``run_through_fp32(torch.nn.functional.linear, ...)``.
+Blocks of 16-bit operands are cast to FP32 and multiplied, and the result is rounded once, as in a tensor core
+(Micikevicius et al. 2017, section 3.3). No operand or result exists whole in FP32, because page faults of a new large
+buffer cost more than the casts. Backward rounds, casts to FP32 and unscales the gradient of a weight block by block
+too. The reference is ``run_through_fp32(torch.nn.functional.linear, ...)``.
 """
 
 from __future__ import annotations
@@ -22,50 +22,52 @@ from hf_mp.casting.cpu.blockwise import blocks, blockwise_product
 from hf_mp.casting.cpu.upcast import is_dense, run_through_fp32
 from hf_mp.kernels.transforms import is_compiling_or_transforming
 
-OWN_ELEMENTS = 2**21  # of a weight: smaller ones are left to torch where it has the product, which costs the host less
+MIN_ELEMENTS = 2**21  # of a weight: a native matmul of torch with fewer costs the host less
 
 
-class Product(NamedTuple):
-    """``x @ weight.T + bias``, as read from a call of an op."""
+class MatmulCall(NamedTuple):
+    """``x @ weight.T + bias``, parsed from a call of an op."""
 
     x: Tensor  # (..., K)
-    weight: Tensor  # (N, K), or (K, N) where transposed
+    weight: Tensor  # (N, K), or (K, N) if transposed
     bias: Tensor | None = None  # (N,)
-    transposed: bool = False  # whether the weight lies the other way round, as in addmm
+    transposed: bool = False  # as the weight of addmm
 
 
-def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Product | None:
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> MatmulCall | None:
     if beta != 1 or alpha != 1 or input.dim() != 1 or mat1.dim() != 2:
         return None
-    return Product(mat1, mat2, input, transposed=True)
+    return MatmulCall(mat1, mat2, input, transposed=True)
 
 
-_READ: dict[str, Callable[..., Product | None]] = {
-    "linear": lambda input, weight, bias=None: Product(input, weight, bias),
+_PARSERS: dict[str, Callable[..., MatmulCall | None]] = {
+    "linear": lambda input, weight, bias=None: MatmulCall(input, weight, bias),
     "addmm": _addmm,
-    "mm": lambda input, mat2: Product(input, mat2, transposed=True) if input.dim() == 2 else None,
-    "matmul": lambda input, other: Product(input, other, transposed=True),
+    "mm": lambda input, mat2: MatmulCall(input, mat2, transposed=True) if input.dim() == 2 else None,
+    "matmul": lambda input, other: MatmulCall(input, other, transposed=True),
 }
 
 
-PRODUCTS = {"linear": 1, "addmm": 2, "mm": 1, "matmul": 1}  # where a call by position has its weight
+WEIGHT_POSITIONS = {"linear": 1, "addmm": 2, "mm": 1, "matmul": 1}  # position of the weight
 
 
-def read_product(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product | None:
-    """The product that a call of op ``name`` computes; None where it is not one of (..., K) with a matrix."""
-    if name not in _READ:
+def parse_matmul(
+    name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> MatmulCall | None:
+    """Parse a call of op ``name``; None if it is not a matmul of (..., K) with a matrix."""
+    if name not in _PARSERS:
         return None
     if getattr(func, "__name__", "") == "__rmatmul__":
         args = args[::-1]
     try:
-        product = _READ[name](*args, **kwargs)
+        call = _PARSERS[name](*args, **kwargs)
     except (TypeError, AttributeError):
-        return None  # not a valid call: torch's own error is the better one
-    return product if product is not None and _can_multiply(product) else None
+        return None  # an invalid call: torch raises the better error
+    return call if call is not None and _can_multiply(call) else None
 
 
-def _can_multiply(product: Product) -> bool:
-    x, weight, bias, transposed = product
+def _can_multiply(call: MatmulCall) -> bool:
+    x, weight, bias, transposed = call
     if not all([_is_operand(tensor) for tensor in (x, weight, bias) if tensor is not None]):
         return False
     if weight.dim() != 2 or x.dim() < 2 or 0 in x.shape or 0 in weight.shape or x.device.type != "cpu":
@@ -75,67 +77,67 @@ def _can_multiply(product: Product) -> bool:
 
 
 def _is_operand(value: Any) -> bool:
-    is_known = isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64
-    return is_known and is_dense(value)
+    has_dtype = isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64
+    return has_dtype and is_dense(value)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool, native: bool = False) -> Tensor:
-    """``x @ weight.T + bias`` of 16-bit tensors on a CPU, accumulated in FP32 and rounded once to ``x``'s dtype.
+    """Compute ``x @ weight.T + bias`` of 16-bit tensors on a CPU, accumulated in FP32, rounded once to ``x``'s dtype.
 
-    ``x`` is (..., K), ``weight`` (N, K), or (K, N) where ``transposed``, ``bias`` (N,). ``native``: whether the CPU
-    multiplies ``x``'s dtype itself. Then only the way of a weight's gradient to its FP32 parameter goes block by block.
+    ``x`` is (..., K), ``weight`` (N, K), or (K, N) if ``transposed``, ``bias`` (N,). ``native``: whether the CPU
+    multiplies in ``x``'s dtype. Then only the gradient of an FP32 weight is computed block by block.
     """
     if is_compiling_or_transforming():
-        matrix = _turned(weight, transposed)
+        matrix = _transposed_if(weight, transposed)
         return F.linear(x, matrix, bias) if native else run_through_fp32(F.linear, (x, matrix, bias), {}, x.dtype)
     factor = behind_border(weight)
-    return _Product.apply(x, factor.outside, bias, factor, transposed, native)
+    return _Matmul.apply(x, factor.outside, bias, factor, transposed, native)
 
 
-class _Product(Function):
+class _Matmul(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, outside: Tensor, bias: Tensor | None, weight: Behind, transposed: bool, native: bool
     ) -> Tensor:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight.inside if needs_x else None)
-        # The shapes and dtype of gradients: to hold the tensors themselves would keep their memory.
         ctx.shapes, ctx.dtype, ctx.crossings = (x.shape, outside.shape), outside.dtype, weight.crossings
-        # Read by add_late_borders(): the border of this edge is here.
+        # Read by add_late_borders(): this backward unscales the gradient of input 1.
         ctx.border_at = () if weight.crossings is None or not needs_weight else (1,)
         ctx.transposed, ctx.native = transposed, native
-        matrix = _turned(weight.inside, transposed)
+        matrix = _transposed_if(weight.inside, transposed)
         rows = x.reshape(-1, x.shape[-1])
         result = F.linear(rows, matrix, bias) if native else blockwise_product(rows, matrix, bias)
-        # Never a view: models add to a product in place (`h = linear(x); h += residual`).
+        # Never a view: models add to a result in place (`h = linear(x); h += residual`).
         return torch.ops.aten._unsafe_view(result, [*x.shape[:-1], result.shape[-1]])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
-        multiplied: Callable[..., Tensor] = torch.mm if ctx.native else _blockwise_mm
+        matmul: Callable[..., Tensor] = torch.mm if ctx.native else _blockwise_mm
         if torch.is_grad_enabled():  # create_graph=True
-            multiplied = functools.partial(_differentiable_mm, dtype=gradient.dtype)
+            matmul = functools.partial(_differentiable_mm, dtype=gradient.dtype)
         grad_x = grad_weight = None
         if weight is not None:
-            grad_x = multiplied(rows, _turned(weight, ctx.transposed)).view(ctx.shapes[0])
+            grad_x = matmul(rows, _transposed_if(weight, ctx.transposed)).view(ctx.shapes[0])
         if x is not None:
-            grad_weight = _weight_gradient(ctx, rows, x.reshape(-1, x.shape[-1]), multiplied)
-        return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None, None
+            grad_weight = _weight_gradient(ctx, rows, x.reshape(-1, x.shape[-1]), matmul)
+        grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def _weight_gradient(ctx: Any, gradient: Tensor, x: Tensor, multiplied: Callable[..., Tensor]) -> Tensor:
-    """The gradient of the tensor outside: rounded to 16 bits, then unscaled in its own dtype."""
+def _weight_gradient(ctx: Any, gradient: Tensor, x: Tensor, matmul: Callable[..., Tensor]) -> Tensor:
+    """Return the gradient of the external weight: rounded to 16 bits, then unscaled in its own dtype."""
     inverse = ctx.crossings.inverse_scale_on(gradient.device, ctx, (1,)) if ctx.border_at else None
     if torch.is_grad_enabled():
-        whole = _turned(multiplied(gradient.t(), x), ctx.transposed)
+        whole = _transposed_if(matmul(gradient.t(), x), ctx.transposed)
         return scale_gradient(whole, inverse, ctx.crossings).to(ctx.dtype)
     found = gradient.new_empty(ctx.shapes[1], dtype=ctx.dtype)
-    target = _turned(found, ctx.transposed)
-    # Some rows at a time: a 16-bit gradient next to the FP32 one would be a tenth of a step's peak.
+    target = _transposed_if(found, ctx.transposed)
+    # By rows: a whole 16-bit gradient next to the FP32 one would be a tenth of a step's peak memory.
     for part in blocks(*target.shape):
-        target[part].copy_(multiplied(gradient[:, part].t(), x))
+        target[part].copy_(matmul(gradient[:, part].t(), x))
         if inverse is not None:
             target[part].mul_(inverse)
     return found
@@ -149,5 +151,5 @@ def _differentiable_mm(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tenso
     return run_through_fp32(torch.mm, (left, right), {}, dtype)
 
 
-def _turned(tensor: Tensor, transposed: bool) -> Tensor:
+def _transposed_if(tensor: Tensor, transposed: bool) -> Tensor:
     return tensor.t() if transposed else tensor

@@ -1,6 +1,6 @@
-"""FP16 (and BF16) ops on hardware that has none: stored in 16 bits, computed in FP32, rounded once.
+"""16-bit ops on hardware without them: stored in 16 bits, computed in FP32, rounded once.
 
-torch's own FP16 products on a CPU without FP16 arithmetic are some 200 times slower.
+torch's own FP16 matmuls are about 200 times slower on such a CPU.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from hf_mp.dtypes import compute_dtype, compute_dtypes
 from hf_mp.kernels.nested import map_tensors, tensors_in
 from hf_mp.kernels.transforms import is_compiling_or_transforming
 
-SMALL_ELEMENTS = 2**16  # of all operands of an op: to keep fewer in 16 bits for backward costs more than it saves
+SMALL_ELEMENTS = 2**16  # of all operands: to save fewer in 16 bits for backward costs more than it saves
 
 
 def _cpu_products() -> dict[torch.dtype, bool]:
-    """In which dtypes this CPU has products."""
+    """Return for each dtype whether this CPU has matmuls."""
     if not torch.backends.mkldnn.is_available():
         return {torch.float32: True}
     return {entry.dtype: entry.has_cpu_products() for entry in compute_dtypes()}
 
 
-# Asked once: the answer is the machine's, and plans are chosen by it whenever an autocast is made.
+# A constant, because each new autocast reads it.
 CPU_PRODUCTS = _cpu_products()
 
 
 def runs_natively(dtype: torch.dtype, device_type: str, op: str = "") -> bool:
-    """Whether products in ``dtype``, by ``op``, are fast on devices of this type; on a CPU, torch is asked."""
+    """Return whether matmuls in ``dtype``, or ``op``, are fast on this type of device."""
     if device_type != "cpu":
         return True
     return CPU_PRODUCTS.get(dtype, False) and ("conv" not in op or compute_dtype(dtype).has_cpu_convolutions)
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether rows of ``tensor`` can be read: those of sparse, nested and distributed ones only their own ops find."""
+    """Return whether ``tensor`` has plain rows; sparse, nested and distributed ones need their own ops."""
     return tensor.layout is torch.strided and not tensor.is_nested and not is_traceable_wrapper_subclass(tensor)
 
 
 def are_small(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether autograd may keep the FP32 operands of a call that :func:`run_through_fp32` makes."""
+    """Return whether autograd may save the FP32 operands of :func:`run_through_fp32`."""
     return sum([tensor.numel() for tensor in tensors_in((args, kwargs))]) <= SMALL_ELEMENTS
 
 
@@ -60,24 +60,23 @@ def run_through_fp32(
 ) -> Any:
     """Run an op on ``dtype`` inputs in ``wide``, FP32 or FP64, and round its floating results to ``dtype``.
 
-    What autograd saves for backward of operands that are not :func:`small <are_small>` stays in ``dtype``: a ``wide``
-    input of the op is kept as the 16-bit tensor that it was made from and is cast again in backward, which is exact; a
-    RuntimeError if it was modified in place meanwhile. With ``is_small`` they are known to be small. Gradients are
-    rounded to ``dtype`` where they leave the op, as the result is.
+    Autograd saves operands that are not :func:`small <are_small>` in ``dtype``, and backward casts them again, which is
+    exact. A RuntimeError if one was modified in place in between. ``is_small`` skips the size check. Gradients of the
+    inputs are rounded to ``dtype`` too.
     """
-    keeps_wide = is_small or not torch.is_grad_enabled() or is_compiling_or_transforming() or are_small(args, kwargs)
-    saved = None if keeps_wide else _SavedInputs(dtype, wide)
+    saves_wide = is_small or not torch.is_grad_enabled() or is_compiling_or_transforming() or are_small(args, kwargs)
+    saved = None if saves_wide else _SavedInputs(dtype, wide)
 
     def upcast(tensor: Tensor) -> Tensor:
-        widened = tensor.to(wide) if tensor.dtype is dtype else tensor
-        return widened if saved is None else saved.remember(tensor, widened)
+        result = tensor.to(wide) if tensor.dtype is dtype else tensor
+        return result if saved is None else saved.record(tensor, result)
 
     upcast_args = [map_tensors(upcast, arg) for arg in args]
     upcast_kwargs = {name: map_tensors(upcast, arg) for name, arg in kwargs.items()}
     with nullcontext() if saved is None else saved_tensors_hooks(saved.pack, saved.unpack):
         result = function(*upcast_args, **upcast_kwargs)
     if saved is not None:
-        saved.sources.clear()  # lets go of the wide tensors: the graph holds on to the hooks
+        saved.sources.clear()  # frees the wide tensors; the graph references the hooks
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.dtype is wide else tensor, result)
 
 
@@ -85,9 +84,9 @@ _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class _SavedInput(NamedTuple):
-    """A view of an upcast input, held as the 16-bit tensor that it was cast from."""
+    """A view of an upcast input, saved as its 16-bit source."""
 
-    source: Any  # the 16-bit tensor, or what an outer saved-tensor hook made of it
+    source: Any  # the 16-bit tensor, or the result of an outer saved-tensor hook
     version: int
     source_stride: tuple[int, ...]
     size: torch.Size
@@ -96,26 +95,25 @@ class _SavedInput(NamedTuple):
 
 
 class _SavedInputs:
-    """Saved-tensor hooks that keep an op's upcast inputs in 16 bits; all other saved tensors go on unchanged."""
+    """Saved-tensor hooks that save upcast inputs of an op in 16 bits, and other tensors unchanged."""
 
     def __init__(self, dtype: torch.dtype, wide: torch.dtype) -> None:
         self._dtype, self._wide = dtype, wide
         self.sources: dict[int, tuple[Tensor, Tensor]] = {}
-        # Only the innermost hooks run. Those outside (gradient checkpointing, offloading) are called from here.
+        # torch calls the innermost hooks only. These call the outer ones (gradient checkpointing, offloading).
         self._outer: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
-    def remember(self, source: Tensor, upcast: Tensor) -> Tensor:
-        """Note that ``upcast`` was cast from ``source``, which :meth:`pack` then saves; returns ``upcast``."""
+    def record(self, source: Tensor, upcast: Tensor) -> Tensor:
+        """Record ``source`` for :meth:`pack`, and return ``upcast``."""
         if upcast is source or not is_dense(source):
             return upcast
-        # The upcast is held as well: while it lives, no other storage can be at its place. The address of its data
-        # would not do: fake tensors have none.
+        # `upcast` stays referenced, so that no other storage has its identity. Fake tensors have no data address.
         self.sources[upcast.untyped_storage()._cdata] = (source, upcast)
         return upcast
 
     def unpack(self, saved: Any) -> Tensor:
-        kept = saved.source if isinstance(saved, _SavedInput) else saved
-        source: Tensor = kept if self._outer is None else self._outer[1](kept)
+        packed = saved.source if isinstance(saved, _SavedInput) else saved
+        source: Tensor = packed if self._outer is None else self._outer[1](packed)
         if not isinstance(saved, _SavedInput):
             return source
         if self._outer is None and source._version != saved.version:
@@ -124,23 +122,23 @@ class _SavedInputs:
                 f"in-place operation: it is at version {source._version}, version {saved.version} was expected"
             )
         upcast = source.to(self._wide)
-        if upcast.stride() != saved.source_stride:  # an outer hook need not keep the layout
+        if upcast.stride() != saved.source_stride:  # an outer hook may change the memory layout
             upcast = source.new_empty_strided(source.shape, saved.source_stride, dtype=self._wide).copy_(source)
         return upcast.as_strided(saved.size, saved.stride, saved.offset)
 
     def pack(self, tensor: Any) -> Any:
         if tensor.dtype is not self._wide or tensor.numel() == 0 or not is_dense(tensor):
-            return self._keep(tensor)
-        found = self.sources.get(tensor.untyped_storage()._cdata)
-        if found is not None:
-            source, upcast = found[0].detach(), found[1]
-            place = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-            return _SavedInput(self._keep(source), source._version, upcast.stride(), *place)
-        # Some ops copy an operand inside (matmul that broadcasts, einsum): of such a copy, 16 bits hold everything.
+            return self._save(tensor)
+        recorded = self.sources.get(tensor.untyped_storage()._cdata)
+        if recorded is not None:
+            source, upcast = recorded[0].detach(), recorded[1]
+            view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            return _SavedInput(self._save(source), source._version, upcast.stride(), *view)
+        # Some ops copy an operand (broadcasting matmul, einsum). 16 bits represent such a copy exactly.
         source = tensor.detach().to(self._dtype).contiguous()
         if not torch.equal(source.to(self._wide), tensor):
-            return self._keep(tensor)
-        return _SavedInput(self._keep(source), source._version, source.stride(), source.size(), source.stride(), 0)
+            return self._save(tensor)
+        return _SavedInput(self._save(source), source._version, source.stride(), source.size(), source.stride(), 0)
 
-    def _keep(self, tensor: Tensor) -> Any:
+    def _save(self, tensor: Tensor) -> Any:
         return tensor if self._outer is None else self._outer[0](tensor)
