@@ -155,7 +155,7 @@ def test_gradients_are_the_same_bits() -> None:
 
 def test_what_asks_python_is_left_to_it() -> None:
     calls = Calls()
-    weight = nn.Parameter(X)
+    weight = nn.Parameter(X.clone())  # memory of its own: no write goes unseen
     casts = calls.make(lambda: [weight @ X.t(), weight @ X.t()])  # kept while the autocast lasts
     assert calls.asked == [CastRule.LOWER_PRECISION] * 2
     assert casts[0].grad_fn.next_functions[0][0] is casts[1].grad_fn.next_functions[0][0]
