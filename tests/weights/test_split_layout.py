@@ -61,7 +61,7 @@ def test_two_models_of_one_scaler_have_gradients_of_one_scale() -> None:
         model(torch.ones(2, 8)).mean().backward()
     for optimizer in optimizers:
         optimizer.step()
-    assert scaler.get_scale() == 2.0**10
+    assert scaler.get_scale() == 2.0**9  # it grows once between two backwards
     assert torch.allclose(masters(models[1])[0] - start[0], torch.tensor(-1 / 8), rtol=1e-3)
 
 
