@@ -27,8 +27,8 @@ from hf_mp.kernels.native import native
 from hf_mp.kernels.tensors import takes_lists
 
 
-class Crossings(Protocol):
-    """What a border asks when a gradient crosses it."""
+class ScaleProvider(Protocol):
+    """Provides S and 1/S to the nodes at the scale boundary, and is notified of the gradients that enter a model."""
 
     def loss_scale_on(self, device: torch.device) -> Tensor | None:
         """S, FP32 of shape (1,); None where nothing is scaled."""
@@ -54,36 +54,39 @@ class _ScaleGradient(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, factor: Tensor, crossings: Crossings) -> Tensor:
-        ctx.dtype, ctx.factor, ctx.crossings = gradient.dtype, factor, crossings
+    def forward(ctx: Any, gradient: Tensor, factor: Tensor, scale_provider: ScaleProvider) -> Tensor:
+        ctx.dtype, ctx.factor, ctx.scale_provider = gradient.dtype, factor, scale_provider
         return gradient * factor
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.crossings.gradient_entered(ctx, gradient)
-        return _PassGradient.apply(gradient, ctx.factor, ctx.crossings).to(ctx.dtype), None, None
+        ctx.scale_provider.gradient_entered(ctx, gradient)
+        return _PassGradient.apply(gradient, ctx.factor, ctx.scale_provider).to(ctx.dtype), None, None
 
 
 class _PassGradient(Function):
     """The identity, whose backward is :class:`_ScaleGradient`: in a third derivative each is that of the other."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, factor: Tensor, crossings: Crossings) -> Tensor:
-        ctx.factor, ctx.crossings = factor, crossings
+    def forward(ctx: Any, gradient: Tensor, factor: Tensor, scale_provider: ScaleProvider) -> Tensor:
+        ctx.factor, ctx.scale_provider = factor, scale_provider
         return gradient.view_as(gradient)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.crossings.gradient_entered(ctx, gradient)
-        return scale_gradient(gradient, ctx.factor, ctx.crossings), None, None
+        ctx.scale_provider.gradient_entered(ctx, gradient)
+        return scale_gradient(gradient, ctx.factor, ctx.scale_provider), None, None
 
 
-def scale_gradient(gradient: Tensor, factor: Tensor | None, crossings: Crossings) -> Tensor:
-    """``gradient`` times ``factor`` in FP32 (None for 1), differentiable; ``crossings`` hears of second derivatives."""
+def scale_gradient(gradient: Tensor, factor: Tensor | None, scale_provider: ScaleProvider) -> Tensor:
+    """Multiply ``gradient`` by ``factor`` in FP32 (None for 1), differentiably.
+
+    A second derivative is scaled too, and ``scale_provider`` is notified of it.
+    """
     if factor is None:
         return gradient
     if torch.is_grad_enabled():  # create_graph=True
-        return _ScaleGradient.apply(gradient, factor, crossings).reshape(gradient.shape)
+        return _ScaleGradient.apply(gradient, factor, scale_provider).reshape(gradient.shape)
     if gradient.is_sparse or hasattr(gradient, "device_mesh"):  # a DTensor is multiplied with plain scalars alone
         return gradient.to(torch.float32) * factor.squeeze()
     # FP16 times FP32 of shape (1,) is computed in FP32 and is FP32: one kernel.
@@ -113,10 +116,10 @@ _JOINED_ELEMENTS = 2**20
 class _InwardBorders(Function):
     @staticmethod
     def forward(
-        ctx: Any, crossings: Crossings, copies: Sequence[Tensor | None], with_aliases: bool, *outside: Tensor
+        ctx: Any, scale_provider: ScaleProvider, copies: Sequence[Tensor | None], with_aliases: bool, *outside: Tensor
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.crossings, ctx.outside, ctx.use = crossings, outside, None
+        ctx.scale_provider, ctx.outside, ctx.use = scale_provider, outside, None
         ctx.first_copy = len(outside) if with_aliases else 0
         ctx.leads_to = list(range(ctx.first_copy))  # for each result, its place in `outside`
         # Views cannot be written to in place: copies must not be, activations that come in may.
@@ -142,15 +145,15 @@ _INWARD: Any = _InwardBorders._backward_cls  # the class of its nodes
 
 def _unscale_uses(ctx: Any, gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
     """The gradients of tensors outside from those of their uses inside: each times 1/S in FP32, then summed."""
-    crossings, outside = ctx.crossings, ctx.outside
+    scale_provider, outside = ctx.scale_provider, ctx.outside
     uses: dict[int, list[Tensor]] = {}  # for the place of a tensor outside, the gradients of what it is inside
     for place, gradient in zip(ctx.leads_to, gradients, strict=True):
         if gradient is not None:
             uses.setdefault(place, []).append(gradient)
-    factor = crossings.inverse_scale_on(outside[0].device, ctx, list(uses)) if uses else None
-    crossings.keep_scaled(ctx, uses, factor)
+    factor = scale_provider.inverse_scale_on(outside[0].device, ctx, list(uses)) if uses else None
+    scale_provider.keep_scaled(ctx, uses, factor)
     found: list[Tensor | None] = [None] * len(outside)
-    products = _scale_gradients([each[0] for each in uses.values()], factor, crossings)
+    products = _scale_gradients([each[0] for each in uses.values()], factor, scale_provider)
     for (place, (_, *others)), product in zip(uses.items(), products, strict=True):
         # Of an activation outside that is FP16, autograd rounds the gradient.
         dtype = _OUTSIDE_DTYPE.get(outside[place].dtype, outside[place].dtype)
@@ -160,18 +163,18 @@ def _unscale_uses(ctx: Any, gradients: Iterable[Tensor | None]) -> list[Tensor |
             if factor is not None and not torch.is_grad_enabled() and _are_plain(total, other):
                 total.addcmul_(other, factor)
             else:
-                total = total + scale_gradient(other, factor, crossings)
+                total = total + scale_gradient(other, factor, scale_provider)
         found[place] = total
     return found
 
 
-def _scale_gradients(gradients: list[Tensor], factor: Tensor | None, crossings: Crossings) -> list[Tensor]:
+def _scale_gradients(gradients: list[Tensor], factor: Tensor | None, scale_provider: ScaleProvider) -> list[Tensor]:
     """:func:`scale_gradient` of each, plain ones in few calls; on a GPU these are FP32 also without a factor."""
     is_listed = len(gradients) > 1 and takes_lists(gradients[0])
     if factor is None and not is_listed:
         return gradients
     if len(gradients) < 2 or torch.is_grad_enabled() or not _are_plain(*gradients):
-        return [scale_gradient(gradient, factor, crossings) for gradient in gradients]
+        return [scale_gradient(gradient, factor, scale_provider) for gradient in gradients]
     if factor is not None and not is_listed:
         return list(torch._foreach_mul(gradients, [factor] * len(gradients)))  # in FP32, as :func:`scale_gradient`
     found, kinds = dict[int, Tensor](), dict[torch.dtype | None, list[int]]()
@@ -227,7 +230,11 @@ def _has_order() -> bool:
 
 
 def inward_borders(
-    outside: Sequence[Tensor], copies: Sequence[Tensor | None], crossings: Crossings, *, with_aliases: bool = True
+    outside: Sequence[Tensor],
+    copies: Sequence[Tensor | None],
+    scale_provider: ScaleProvider,
+    *,
+    with_aliases: bool = True,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Bring tensors of one device inside, in one autograd node for all of them; their gradients leave unscaled.
 
@@ -235,7 +242,7 @@ def inward_borders(
     ``with_aliases``), and aliases of their FP16/BF16 copies, None where there is none. Without aliases there must be a
     copy.
     """
-    made = _InwardBorders.apply(crossings, copies, with_aliases, *outside)
+    made = _InwardBorders.apply(scale_provider, copies, with_aliases, *outside)
     # None where nothing wants a gradient.
     if (node := made[0].grad_fn) is not None:
         # It runs as soon as it is ready; leads_inside() still needs its own number.
@@ -250,31 +257,36 @@ def inward_borders(
 class BorderUse:
     """One forward's use of inward borders, which other forwards use as well. The forward's graph holds it."""
 
-    def __init__(self, nodes: Iterable[Any], crossings: Crossings) -> None:
+    def __init__(self, nodes: Iterable[Any], scale_provider: ScaleProvider) -> None:
         self.is_over = False  # whether a backward has gone through the borders, and retained no graph
-        self.crossings = crossings
+        self.scale_provider = scale_provider
         for node in nodes:
             node.number, node.use = torch.autograd._get_sequence_nr(), weakref.ref(self)
-            # Whoever keeps the borders belongs to `crossings`, and no garbage collector sees what a node holds.
-            node.crossings = weakref.proxy(crossings)
+            # Whoever keeps the borders belongs to `scale_provider`, and no garbage collector sees what a node holds.
+            node.scale_provider = weakref.proxy(scale_provider)
 
 
 class _LateBorder:
     """Hook of an autograd node: a border on each of its edges ``places``, which lead outside."""
 
-    def __init__(self, node: Any, places: Iterable[int], crossings: Crossings) -> None:
-        # What a Crossings asks of a node: a hook that held its node would keep the graph for good.
-        self.crossings, self.next_functions = crossings, node.next_functions
+    def __init__(self, node: Any, places: Iterable[int], scale_provider: ScaleProvider) -> None:
+        # What a ScaleProvider asks of a node: a hook that held its node would keep the graph for good.
+        self.scale_provider, self.next_functions = scale_provider, node.next_functions
         self.outside = {place: getattr(self.next_functions[place][0], "variable", None) for place in places}
 
     def __call__(self, gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
         found = list(gradients)
         for place in self.outside:
             if (gradient := gradients[place]) is not None:
-                inverse, uses = self.crossings.inverse_scale_on(gradient.device, self, [place]), {place: [gradient]}
-                self.crossings.keep_scaled(self, uses, inverse)
+                inverse, uses = (
+                    self.scale_provider.inverse_scale_on(gradient.device, self, [place]),
+                    {place: [gradient]},
+                )
+                self.scale_provider.keep_scaled(self, uses, inverse)
                 # autograd lets no hook change a dtype; of nearly all ops it is that of the tensor outside.
-                found[place] = scale_gradient(gradient, inverse, self.crossings).to(gradient.dtype) if uses else None
+                found[place] = (
+                    scale_gradient(gradient, inverse, self.scale_provider).to(gradient.dtype) if uses else None
+                )
         return tuple(found)
 
 
@@ -299,7 +311,7 @@ def leads_inside(node: Any, first: int, outside: set[Any]) -> bool:
 
 
 def add_late_borders(
-    results: Sequence[Tensor], crossings: Crossings, first: int, made_earlier: Callable[[Any], bool]
+    results: Sequence[Tensor], scale_provider: ScaleProvider, first: int, made_earlier: Callable[[Any], bool]
 ) -> bool:
     """Put a border on each edge by which the graph of ``results`` leaves to a tensor made outside.
 
@@ -328,17 +340,37 @@ def add_late_borders(
                 todo.append(to)
             elif place not in getattr(node, "border_at", ()):
                 places.append(place)
-        found |= bool(places) and _add_late_border(node, places, crossings)
+        found |= bool(places) and _add_late_border(node, places, scale_provider)
     return found
 
 
-def _add_late_border(node: Any, places: Sequence[int], crossings: Crossings) -> bool:
+def _add_late_border(node: Any, places: Sequence[int], scale_provider: ScaleProvider) -> bool:
     """Put a border on the edges ``places`` of ``node``; False if it has them already, as of an earlier forward."""
-    if crossings in (bordered := node.metadata.setdefault(_LateBorder, [])):
+    if scale_provider in (bordered := node.metadata.setdefault(_LateBorder, [])):
         return False
-    bordered.append(crossings)
-    node.register_hook(_LateBorder(node, places, crossings))
+    bordered.append(scale_provider)
+    node.register_hook(_LateBorder(node, places, scale_provider))
     return True
+
+
+def is_of_model(node: Any, scale_provider: ScaleProvider) -> bool:
+    """Whether an autograd node was made inside a forward of the model of ``scale_provider``.
+
+    Its graph leads to an inward border or a late border of the model, and not only through the outputs of a model.
+    Sequence numbers do not suffice: each thread counts its own.
+    """
+    todo, seen = [node], {None, node}
+    for each in todo:  # which grows
+        if type(each) is _INWARD:
+            if each.scale_provider == scale_provider:
+                return True
+        elif scale_provider in each.metadata.get(_LateBorder, ()):
+            return True
+        elif type(each) is not _OUTPUT:
+            new = [to for to, _ in each.next_functions if to not in seen]
+            seen.update(new)
+            todo += new
+    return False
 
 
 def leaf_edges(results: Iterable[Tensor], first: int) -> Iterator[tuple[Any, int, Tensor]]:
@@ -362,7 +394,7 @@ def leaf_edges(results: Iterable[Tensor], first: int) -> Iterator[tuple[Any, int
 
 
 def add_leaf_borders(
-    results: Iterable[Tensor], crossings: Crossings, first: int, is_external: Callable[[Tensor], bool]
+    results: Iterable[Tensor], scale_provider: ScaleProvider, first: int, is_external: Callable[[Tensor], bool]
 ) -> None:
     """Put a border on each edge to a leaf that :func:`leaf_edges` finds, if it ``is_external``."""
     places: dict[Any, list[int]] = {}
@@ -370,7 +402,7 @@ def add_leaf_borders(
         if is_external(leaf):
             places.setdefault(node, []).append(place)
     for node, its in places.items():
-        _add_late_border(node, its, crossings)
+        _add_late_border(node, its, scale_provider)
 
 
 def is_in_graph(node: Any, first: int) -> bool:
@@ -392,7 +424,7 @@ class Behind(NamedTuple):
 
     inside: Tensor
     outside: Tensor  # receives the gradient, in its own dtype
-    crossings: Crossings | None = None
+    scale_provider: ScaleProvider | None = None
 
 
 def behind_border(inside: Tensor) -> Behind:
@@ -403,13 +435,15 @@ def behind_border(inside: Tensor) -> Behind:
     node: Any = inside.grad_fn
     if type(node) is not _INWARD or inside.output_nr < node.first_copy:
         return Behind(inside, inside)
-    return Behind(inside, outside_of(inside), node.crossings)
+    return Behind(inside, outside_of(inside), node.scale_provider)
 
 
 class _OutputBorder(Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, crossings: Crossings, wrap: Callable[[Tensor], Tensor] | None) -> Tensor:
-        ctx.crossings, ctx.dtype = crossings, output.dtype
+    def forward(
+        ctx: Any, output: Tensor, scale_provider: ScaleProvider, wrap: Callable[[Tensor], Tensor] | None
+    ) -> Tensor:
+        ctx.scale_provider, ctx.dtype = scale_provider, output.dtype
         ctx.value = output.detach() if output.numel() == 1 else None
         # Never a view: callers change a loss in place (the Trainer does).
         dtype = _OUTSIDE_DTYPE.get(output.dtype, output.dtype)
@@ -417,21 +451,26 @@ class _OutputBorder(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        entering = scale_gradient(gradient, ctx.crossings.loss_scale_on(gradient.device), ctx.crossings).to(ctx.dtype)
-        ctx.crossings.gradient_entered(ctx, entering)
+        entering = scale_gradient(gradient, ctx.scale_provider.loss_scale_on(gradient.device), ctx.scale_provider).to(
+            ctx.dtype
+        )
+        ctx.scale_provider.gradient_entered(ctx, entering)
         return entering, None, None
 
 
+_OUTPUT: Any = _OutputBorder._backward_cls  # the class of its nodes
+
+
 def output_border(
-    output: Tensor, crossings: Crossings | None, wrap: Callable[[Tensor], Tensor] | None = None
+    output: Tensor, scale_provider: ScaleProvider | None, wrap: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """``output`` in FP32; its gradient is multiplied by the loss scale before it is cast to ``output``'s dtype.
 
     FP64 and complex outputs keep their dtype, with their gradient scaled all the same; integers pass unchanged.
-    ``wrap`` makes the FP32 tensor of ``output``; default: a copy. Without ``crossings`` there are no gradients.
+    ``wrap`` makes the FP32 tensor of ``output``; default: a copy. Without ``scale_provider`` there are no gradients.
     """
     if not (output.is_floating_point() or output.is_complex()):
         return output
-    if crossings is not None and output.requires_grad and torch.is_grad_enabled():
-        return _OutputBorder.apply(output, crossings, wrap)
+    if scale_provider is not None and output.requires_grad and torch.is_grad_enabled():
+        return _OutputBorder.apply(output, scale_provider, wrap)
     return output.to(_OUTSIDE_DTYPE.get(output.dtype, output.dtype))

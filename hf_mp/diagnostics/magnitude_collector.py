@@ -73,7 +73,7 @@ class MagnitudeCollector(ExitStack):
     def _sample_gradient(self, name: str, gradient: Tensor | None) -> None:
         key = (Kind.ACTIVATION_GRADIENTS, name, "")
         if gradient is not None and key not in self._samples:
-            self._store_sample(key, gradient, self._runtime.inverse_scale_on(gradient.device, None, ()))
+            self._store_sample(key, gradient, self._runtime.scale_provider.inverse_scale_on(gradient.device, None, ()))
 
     def _store_sample(self, key: tuple[Kind, str, str], tensor: Tensor, factor: Tensor | None = None) -> None:
         """Store a sample of ``tensor``, times ``factor`` (one element, FP32)."""

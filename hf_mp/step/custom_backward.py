@@ -146,7 +146,7 @@ class CustomBackward:
         if nested.is_scaled and accumulates and self.forward.weights is not None:
             # A weight may come in past its slot: by a closure, or as an attribute.
             is_external = self.forward.weights.external.is_external_leaf
-            add_leaf_borders(tensors, self.runtime, self._first_node, is_external)
+            add_leaf_borders(tensors, self.runtime.scale_provider, self._first_node, is_external)
         # Known to every thread that the nested backward runs in, from its first node on.
         with torch._C.DisableTorchFunction():
             starts: set[Any] = {one.grad_fn if isinstance(one, Tensor) else one.node for one in outputs} - {None}

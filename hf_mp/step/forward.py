@@ -75,12 +75,12 @@ class AttachedForward(ReplacedForward):
     def _finish(self, context: ForwardContext, outputs: Any) -> Any:
         """The outputs in FP32, each through its border. Not called if the forward raised."""
         weights, may_defer = context.weights, may_stay_unread(outputs)
-        crossings = self.runtime if weights is not None and weights.slots.has_grad else None
+        scale_provider = self.runtime.scale_provider if weights is not None and weights.slots.has_grad else None
         crossed: list[Tensor] = []
 
         def cross(output: Tensor) -> Tensor:
             wrap = DeferredOutput if may_defer and can_be_deferred(output) else None
-            crossed.append(output_border(output, crossings, wrap))
+            crossed.append(output_border(output, scale_provider, wrap))
             return crossed[-1]
 
         outputs = apply_to_tensors(cross, outputs, objects=True)

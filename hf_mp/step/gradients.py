@@ -159,6 +159,10 @@ class GradientCheck:
         weights: whose gradients they are.
         ranks: the processes that train along.
         parameters: gives the parameters that a backward may leave gradients in.
+        is_scaled: whether the loss is scaled.
+        measures_norm: whether the 2-norm is measured as well, for :meth:`norm`, and the step uses the values that were
+            measured. Default False: the step reads the gradients again, because a plain loop may have written them past
+            their version counters (``.data``, NumPy).
     """
 
     def __init__(
@@ -167,13 +171,13 @@ class GradientCheck:
         weights: WeightSource,
         ranks: Ranks,
         parameters: Callable[[], Sequence[nn.Parameter]],
+        *,
+        is_scaled: bool,
+        measures_norm: bool = False,
     ) -> None:
         self._on_ended, self._weights, self._ranks, self.parameters = on_ended, weights, ranks, parameters
-        self.is_scaled = False  # whether the loss is scaled
+        self.is_scaled, self.measures_norm = is_scaled, measures_norm
         self.backwards = Backwards()
-        # Whether the 2-norm is measured as well, for norm(), and the step trusts what was measured. Else it reads the
-        # gradients again: a plain loop may have written them past their version counters (`.data`, NumPy).
-        self.measures_norm = False
         self.compares_gradients = False  # whether measured_of() is asked without measures_norm, as healing does
         self._losses: list[Tensor | None] = []  # of the backwards since the last step, as the model computed them
         self._versions: dict[int, int] = {}  # of the weights, at the end of the last backward
@@ -228,11 +232,11 @@ class GradientCheck:
 
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """The gradients that ``parameters`` have, as backward left them."""
-        return [gradient for gradient, _ in self._weights.gradients_and_factors(parameters)]
+        return [gradient for gradient, _ in self._weights.layout.gradients_and_factors(parameters)]
 
     def measure(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """The largest magnitude of the gradients that a backward left; None for none (FSDP does not reduce yet)."""
-        if not (found := self._weights.gradients_and_factors(parameters)):
+        if not (found := self._weights.layout.gradients_and_factors(parameters)):
             return None
         gradients, norm = [gradient for gradient, _ in found], None
         are_dense_fp32 = self.measures_norm and all(
@@ -344,7 +348,7 @@ def names_of_overflowing(weights: WeightSource, model: nn.Module | None) -> list
     """The parameters whose gradients make a step be skipped, by name."""
     named = () if model is None else model.named_parameters()
     # One read of the device for each parameter: only the error that ends a training asks.
-    gradients = {name: weights.gradients_and_factors([one]) for name, one in named}
+    gradients = {name: weights.layout.gradients_and_factors([one]) for name, one in named}
     largest = {name: largest_unscaled_magnitude(one).item() for name, one in gradients.items() if one}
     found = {name: value for name, value in largest.items() if not value < SQUARES_BELOW}
     return [f"{name} ({value:g} squared)" if math.isfinite(value) else name for name, value in found.items()]

@@ -127,7 +127,7 @@ class MixedPrecision(StepRuntime):
             self._take_model(model)
             install_replacements(model, self._tables)  # before FSDP is told which weights travel in FP32
             self.spread(list(model.parameters()), parallelism)
-            self.weights.make_masters(model)
+            self.weights.layout.make_masters(model)
             self.wrap_forwards()
         except BaseException:
             self.detach()
@@ -181,7 +181,7 @@ class MixedPrecision(StepRuntime):
         ``parameter.data`` and by optimizers refresh them. Call this after a write through NumPy, DLPack, a storage or
         C++ code (``parameter.detach().numpy()[...] = value``), and before the next forward.
         """
-        self.weights.refresh()
+        self.weights.layout.refresh()
 
     def detach(self) -> None:
         """Leave the model as an ordinary FP32 model and its optimizers as they were: no hook, wrapper or copy stays."""

@@ -10,13 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import profiler
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from hf_mp.borders import accumulating
-from hf_mp.casting.active import state
-from hf_mp.casting.dispatched import current_graph_task
 from hf_mp.casting.kv_cache import cache_patches
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
@@ -38,6 +34,7 @@ from hf_mp.scaling.rules import PrecisionStats, StepReport
 from hf_mp.step.custom_backward import BACKWARD_PATCHES
 from hf_mp.step.gradients import GradientCheck, Verdict, names_of_overflowing
 from hf_mp.step.observers import StepController, StepObserver
+from hf_mp.step.scale_provider import LossScaleProvider
 from hf_mp.step.unattached import STEP_HOOK
 from hf_mp.weights.alias_patches import ALIAS_PATCHES
 from hf_mp.weights.attachable import rules_for
@@ -47,7 +44,7 @@ from hf_mp.weights.source import WeightLayout, WeightSource, make_layout
 
 
 class StepRuntime:
-    """One model under a policy, step by step: the borders' :class:`~hf_mp.borders.Crossings`, and the verdict.
+    """One model under a policy, step by step: its weights, autocast, gradient check and steps.
 
     Attributes:
         weights: the one owner of the model's weights.
@@ -67,11 +64,18 @@ class StepRuntime:
         max_grad_norm: float | None,
     ) -> None:
         self.policy, self.scaler, self.rules, self._tables = policy, scaler, rules, tables
-        self.weights, self.ranks = WeightSource(layout or make_layout(policy), self), Ranks(self._settings)
-        self.keep_scaled = self.weights.keep_scaled  # which the borders ask
-        self.check = GradientCheck(self.backward_ended, self.weights, self.ranks, self._parameters_to_check)
+        self.scale_provider = LossScaleProvider(self)
+        self.weights = WeightSource(layout or make_layout(policy), self.scale_provider)
+        self.ranks = Ranks(self._settings)
+        self.check = GradientCheck(
+            self.backward_ended,
+            self.weights,
+            self.ranks,
+            self._parameters_to_check,
+            is_scaled=scaler.is_scaling,
+            measures_norm=max_grad_norm is not None,
+        )
         self._max_grad_norm, self.grad_norm = max_grad_norm, None if max_grad_norm is None else torch.zeros(())
-        self.check.measures_norm = max_grad_norm is not None
         # Whether gradients are used in the backward: nobody clips or reduces them afterwards.
         self.uses_up_gradients = False
         self.observers: list[StepObserver] = []
@@ -113,7 +117,7 @@ class StepRuntime:
     def _take_model(self, model: nn.Module) -> None:
         # The model holds the runtime by its forward: held strongly here, the pair would wait for the garbage collector.
         self._model = weakref.ref(model)
-        self.autocast, self.check.is_scaled = self._make_autocast(model), self.scaler.is_scaling
+        self.autocast = self._make_autocast(model)
         patches = PATCHES, VALUE_PATCHES, DDP_PATCHES, ALIAS_PATCHES, BACKWARD_PATCHES, *cache_patches()
         self._patches = weakref.finalize(model, acquire(*patches))
         STEP_HOOK.add(self)
@@ -163,47 +167,16 @@ class StepRuntime:
         return f"precision={self.policy}, loss_scaler={self.scaler.state}"
 
     def _parameters_to_check(self) -> list[nn.Parameter]:
-        return self.weights.parameters_to_check(self.model, [guard.optimizer for guard in self.guards])
+        return self.weights.layout.parameters_to_check(self.model, [guard.optimizer for guard in self.guards])
 
-    # Backward: what the borders ask
+    # Backward
 
-    def loss_scale_on(self, device: torch.device) -> Tensor | None:
-        self.scaler.finish_pending_step()  # the verdict on the last step may be unread, and sets this S
-        return self.scaler.scale_and_inverse(device).scale if self.check.is_scaled else None
-
-    def inverse_scale_on(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
-        if not self.check.is_scaled:
-            return None
-        backwards, task = self.check.backwards, current_graph_task()
-        if task not in backwards.open and (nested := backwards.nested.get(task)) is not None:
-            if nested.is_scaled and not nested.accumulates:
-                nested.within.note_returned(node, places)
-            if not nested.is_scaled or not nested.accumulates:
-                return None
-            return self.scaler.scale_and_inverse(device).inverse
-        forward = state.forward
-        is_recomputing = forward is not None and forward.autocast is self.autocast and forward.is_recomputing
-        if backwards.open and not is_recomputing:
-            return self.scaler.scale_and_inverse(device).inverse
-        if accumulating(node, places):
-            self.check.warn_once(
-                "gradients reached the parameters of an attached model, but none came in through its outputs, so the "
-                "loss scale was not applied and small ones may be lost. The loss was computed from a tensor that "
-                "forward() did not return (a hook, an attribute, a closure): return it, in a tuple, a mapping, a "
-                "dataclass or an object"
-            )
-        return None
-
-    def gradient_entered(self, node: Any, gradient: Tensor) -> None:
+    def begin_iteration(self) -> None:
+        """Have the next step change the loss scale; a backward begins."""
         self.scaler.end_iteration()
         if self._reported:  # gradients that were thrown away hold no overflow that was reported
             attached = [guard.optimizer for guard in self.guards]
             self._reported &= {id(one) for one in attached if self.check.gradients(optimizer_parameters(one))}
-        is_asked_for = self.check.is_scaled or self.check.measures_norm or self.observers
-        if is_asked_for or profiler._is_profiler_enabled:  # which shows the backward
-            self.check.gradient_entered(getattr(node, "value", None))  # none where a second derivative begins
-        for observer in self.observers:
-            observer.gradient_entered(node, gradient)
 
     def backward_ended(self, largest: Tensor | None) -> None:
         """Tell the observers; ``largest`` as for :meth:`StepObserver.backward_ended`."""
@@ -255,14 +228,14 @@ class StepRuntime:
         keeps gradients; None, and nothing is clipped, where it is not known: then torch's own function must clip.
         """
         # A lean layout has the gradients still scaled in 16 bits, where nobody else can clip them.
-        norm = self.weights.clip_grad_norm(optimizer, max_norm)
+        norm = self.weights.layout.clip_grad_norm(optimizer_parameters(optimizer), max_norm)
         if norm is None and (norm := self.check.norm(parameters)) is not None:
             self.check.clip(parameters, max_norm, norm)
         return norm
 
     def before_next_scale(self) -> None:
         """The scaler is about to change S: gradients that are kept scaled keep the S that they have."""
-        self.weights.before_next_scale(self.check.parameters)
+        self.weights.layout.before_next_scale(self.check.parameters)
 
     def finish_step(self, optimizer: Optimizer, report: StepReport, *, was_skipped: bool) -> None:
         """Take in that a step of ``optimizer`` was applied or skipped; sets the next loss scale.

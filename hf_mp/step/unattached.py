@@ -74,7 +74,7 @@ def _note_step(runtime: Any, model: Any, optimizer: Optimizer, *, is_guarded: bo
         runtime.check.is_used_by_attached = True
     elif _is_unchecked(runtime, written):
         runtime.check.warn_once(NOT_ATTACHED)
-    runtime.weights.note_unseen_writes(written)
+    runtime.weights.layout.note_unseen_writes(written)
 
 
 def _is_unchecked(runtime: Any, written: list[Any]) -> bool:
@@ -83,4 +83,4 @@ def _is_unchecked(runtime: Any, written: list[Any]) -> bool:
     if not attached.issuperset(map(id, written)):
         return True
     # The parameters of an optimizer around an attached one, which may accumulate, or of a second one.
-    return not runtime.scaler.has_stepped and runtime.weights.differ_from_copies(written)
+    return not runtime.scaler.has_stepped and runtime.weights.layout.differ_from_copies(written)

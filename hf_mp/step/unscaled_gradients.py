@@ -81,7 +81,7 @@ def _multiplied(runtime: StepRuntime, gradient: Tensor, *, is_inverse: bool) -> 
     """``gradient`` in FP32, times S or 1/S."""
     factors = runtime.scaler.scale_and_inverse(gradient.device)
     factor = factors.inverse if is_inverse else factors.scale
-    return scale_gradient(gradient, factor, runtime) if gradient.is_floating_point() else gradient
+    return scale_gradient(gradient, factor, runtime.scale_provider) if gradient.is_floating_point() else gradient
 
 
 def _runtime_of_backward(backward: Any) -> StepRuntime | None:

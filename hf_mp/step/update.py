@@ -160,7 +160,7 @@ class StepGuard:
             with nullcontext() if found_inf is None else skipping(self.optimizer, found_inf):
                 self._unguarded()
             for runtime in runtimes:
-                runtime.weights.after_update(self.optimizer)
+                runtime.weights.layout.refresh_working_copies(self.optimizer)
 
     def remove(self, runtime: StepRuntime) -> None:
         """Stop guarding for one model; after the last one, give the optimizer its own ``step`` back."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_mp.borders import add_late_borders, leads_inside
+from hf_mp.borders import add_late_borders, is_of_model, leads_inside
 from hf_mp.weights.slots import WeightSlots
 
 _MOST_FORWARDS = 1000  # whose nodes are remembered: the record must not grow with the training
@@ -61,9 +61,13 @@ class ExternalTensors:
 
     def alias_argument(self, tensor: Tensor) -> Tensor:
         """An alias of ``tensor``, an argument of the forward, if it needs a gradient and no forward made it."""
-        if not tensor.requires_grad or (tensor.grad_fn is not None and tensor.grad_fn in self._nodes):
+        if not tensor.requires_grad or (tensor.grad_fn is not None and self._is_of_earlier_forward(tensor.grad_fn)):
             return tensor
         return self._alias(tensor)
+
+    def _is_of_earlier_forward(self, node: Any) -> bool:
+        """Whether an earlier forward of the model made ``node``. A node of another thread may have the same number."""
+        return node in self._nodes and is_of_model(node, self._slots.scale_provider)
 
     def alias_if_external(self, tensor: Tensor) -> Tensor:
         """An alias of ``tensor``, an argument of a call, if it needs a gradient and is external.
@@ -101,12 +105,12 @@ class ExternalTensors:
             return True
         if node is None:
             return self._recompute_inputs is not None and id(tensor) not in self._recompute_inputs
-        is_older = node._sequence_nr() < self.first_node and node not in self._nodes
+        is_older = node._sequence_nr() < self.first_node and not self._is_of_earlier_forward(node)
         return is_older and not leads_inside(node, self.first_node, self._known_external)
 
     def add_unscale_hooks(self, results: Sequence[Tensor]) -> bool:
         """Unscale at each edge of the graph of ``results`` to an external tensor. Returns whether there was one."""
-        return add_late_borders(results, self._slots.crossings, self.first_node, self._nodes.__contains__)
+        return add_late_borders(results, self._slots.scale_provider, self.first_node, self._is_of_earlier_forward)
 
     def record_nodes(self) -> None:
         """Record the nodes of this forward, which has ended."""

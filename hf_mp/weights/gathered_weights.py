@@ -32,7 +32,7 @@ class GatheredSlots(WeightSlots):
         self._handles = list[RemovableHandle]()
         self._gathered = list[ParameterSlot]()  # whose weights have aliases
         # The base class has it from an alias set; here each forward makes its own aliases.
-        self.border_use = BorderUse((), self.crossings)
+        self.border_use = BorderUse((), self.scale_provider)
         # Whether ops compute with DTensors, which are there all the time: nothing is gathered.
         self._computes_on_shards = isinstance(self.layout, TensorParallelLayout)
 

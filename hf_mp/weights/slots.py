@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_mp.borders import BorderUse, Crossings, inward_borders, outside_of
+from hf_mp.borders import BorderUse, ScaleProvider, inward_borders, outside_of
 from hf_mp.casting.watched import watch
 from hf_mp.kernels.native import native
 from hf_mp.weights.layout import WeightLayout
@@ -58,7 +58,8 @@ class WeightAlias(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         self.weight.data = value
-        _DATA.__set__(self, value)
+        # A split weight rounds the value, and later forwards use this alias.
+        _DATA.__set__(self, _DATA.__get__(self.weight))
 
     def register_hook(self, hook: Any) -> Any:
         return self.weight.register_hook(hook)
@@ -134,7 +135,7 @@ class WeightSlots:
 
     Args:
         layout: has the working copies.
-        crossings: provides S and 1/S for the unscale nodes.
+        scale_provider: provides S and 1/S for the unscale nodes.
         has_borders: whether weights without a working copy have an unscale node too.
         shares_borders: whether several weights may have one unscale node.
         holds_copies: whether slots hold the working copies: compiled code cannot look them up.
@@ -143,9 +144,15 @@ class WeightSlots:
     are_filled = False  # whether the forward runs
 
     def __init__(
-        self, layout: WeightLayout, crossings: Crossings, *, has_borders: bool, shares_borders: bool, holds_copies: bool
+        self,
+        layout: WeightLayout,
+        scale_provider: ScaleProvider,
+        *,
+        has_borders: bool,
+        shares_borders: bool,
+        holds_copies: bool,
     ) -> None:
-        self.layout, self.crossings = layout, crossings
+        self.layout, self.scale_provider = layout, scale_provider
         self.has_grad = torch.is_grad_enabled()
         self.has_borders, self.shares_borders, self.holds_copies = has_borders, shares_borders, holds_copies
         # By the identity of the weight, of its alias and of its copy; external tensors too.
@@ -169,7 +176,7 @@ class WeightSlots:
         self._in_model = aliases.weights
         if aliases.native_copies is not None:
             aliases.native_copies.validate()
-        self.border_use = BorderUse(aliases.nodes, self.crossings)
+        self.border_use = BorderUse(aliases.nodes, self.scale_provider)
         aliases.use = weakref.ref(self.border_use)
 
     @property
@@ -214,7 +221,7 @@ class WeightSlots:
     def alias_group(self, pairs: _Pairs) -> WeightAliases:
         """Make one unscale node for several tensors and their working copies. Returns the aliases of the last one."""
         tensors, uncast_copies = zip(*pairs, strict=True)
-        aliases, copies = inward_borders(tensors, uncast_copies, self.crossings, with_aliases=self.has_borders)
+        aliases, copies = inward_borders(tensors, uncast_copies, self.scale_provider, with_aliases=self.has_borders)
         for each in map(WeightAliases, tensors, aliases, copies):
             # Dynamo traces plain tensors alone. DTensors and fake tensors keep their class.
             is_plain = type(each.alias) is Tensor and not self.holds_copies
@@ -254,7 +261,7 @@ class WeightSlots:
         made: Tensor | None = stored
         if self.has_grad and weight.requires_grad:
             with torch.enable_grad():
-                _, (made,) = inward_borders([weight], [stored], self.crossings, with_aliases=False)
+                _, (made,) = inward_borders([weight], [stored], self.scale_provider, with_aliases=False)
         aliases = aliases._replace(copy=made)
         self._set(aliases)
         if self._alias_set is not None:

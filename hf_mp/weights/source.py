@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_mp.borders import accumulating
 from hf_mp.casting.watched import unwatch
-from hf_mp.model_walk import Walk, optimizer_parameters
+from hf_mp.model_walk import Walk
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import Parallelism, is_dtensor
 from hf_mp.weights.early_state import state_to_fp32
@@ -57,11 +56,11 @@ class WeightSource:
     """Owns, for each weight of one model: its FP32 master, its working copy, its border, and what lies in its slot.
 
     ``layout`` stores masters and copies, ``uses`` finds the weights of lower-precision ops. :meth:`for_forward` returns
-    the weights of a forward; :meth:`after_update` follows an update; :meth:`restore` leaves ordinary parameters.
+    the weights of a forward; :meth:`restore` leaves ordinary parameters.
     """
 
-    def __init__(self, layout: WeightLayout, crossings: Any) -> None:
-        self.layout, self.crossings = layout, crossings
+    def __init__(self, layout: WeightLayout, scale_provider: Any) -> None:
+        self.layout, self.scale_provider = layout, scale_provider
         self.uses = WeightUses(lambda op: False)
         self._intercepts_by_key: dict[Hashable, bool] = {}  # of ForwardWeights
         self._borders: Callable[[], LastingBorders | None] = lambda: None  # a weak reference
@@ -120,10 +119,10 @@ class WeightSource:
         }
         slots: WeightSlots
         if self.layout.keeps_copies:
-            slots = WeightSlots(self.layout, self.crossings, **settings)
+            slots = WeightSlots(self.layout, self.scale_provider, **settings)
             slots.use_alias_set(self._alias_set(model, slots, borders, (has_grad, *settings.values())))
         else:
-            slots = GatheredSlots(model, self.uses, self.layout, self.crossings, **settings)
+            slots = GatheredSlots(model, self.uses, self.layout, self.scale_provider, **settings)
         external = ExternalTensors(slots, self._nodes, is_scaled=has_grad and is_scaled)
         if isinstance(slots, GatheredSlots):
             slots.external = external
@@ -164,31 +163,7 @@ class WeightSource:
             self.layout.restore(model)  # a lean layout still has the parameters that FSDP2 does not shard
             self.layout = layout
         if model is not None:
-            layout.take_over_communication(model, parallelism, self.crossings, in_fp32)
-
-    def make_masters(self, model: nn.Module) -> None:
-        """Give trainable 16-bit parameters of ``model`` FP32 masters."""
-        self.layout.make_masters(model)
-
-    # Backward
-
-    def keep_scaled(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
-        """Remove from ``uses``, by place in the border ``node``, the gradients that the layout keeps still scaled."""
-        if self.layout.keeps_scaled_gradients:
-            weights = {place: node.outside[place] for place in accumulating(node, uses)}
-            self.layout.keep_scaled_gradients(weights, uses, inverse)
-
-    def parameters_to_check(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-        """The parameters whose gradients a backward of ``model`` may leave, each once."""
-        return self.layout.parameters_to_check(model, optimizers)
-
-    def gradients_and_factors(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
-        """The existing gradients, as backward left them, each with the FP32 factor that unscales it (None for 1)."""
-        return self.layout.gradients_and_factors(parameters)
-
-    def before_next_scale(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
-        """The loss scale is about to change: gradients that are still scaled keep the scale that they have."""
-        self.layout.before_next_scale(parameters)
+            layout.take_over_communication(model, parallelism, self.scale_provider, in_fp32)
 
     # Update
 
@@ -197,10 +172,6 @@ class WeightSource:
         optimizer = self.layout.take_optimizer(optimizer)
         state_to_fp32(optimizer)
         return optimizer
-
-    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor | None:
-        """Clip gradients that are still scaled; their 2-norm before, FP32 of shape (). None: torch can clip them."""
-        return self.layout.clip_grad_norm(optimizer_parameters(optimizer), max_norm)
 
     def update(
         self,
@@ -216,22 +187,6 @@ class WeightSource:
         """
         given = optimizer, replaced_step, self.layout.copies, updates, clipping, found_inf
         return not self.layout.keeps_scaled_gradients and fused_step_whole(*given)
-
-    def after_update(self, optimizer: Optimizer) -> None:
-        """Refresh the working copies of the masters that ``optimizer`` has written."""
-        self.layout.refresh_working_copies(optimizer)
-
-    def note_unseen_writes(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take in that ``parameters`` may have been written by code that leaves no trace, as fused optimizers do."""
-        self.layout.note_unseen_writes(parameters)
-
-    def differ_from_copies(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether a parameter has another value than its working copy; True if no copy of ``parameters`` is kept."""
-        return self.layout.differ_from_copies(parameters)
-
-    def refresh(self) -> None:
-        """Round all masters that have working copies again."""
-        self.layout.refresh()
 
     def copy_of(self, parameter: nn.Parameter) -> Tensor:
         """``parameter`` as the forward reads it, in 16 bits if it is floating; do not write to it.

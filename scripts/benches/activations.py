@@ -38,7 +38,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "hf_mp fp16": {"precision": "fp16"},
     "hf_mp fp16, gradient checkpointing": {"precision": "fp16", "gradient_checkpointing": True},
     "hf_mp fp16-lean": {"precision": "fp16-lean"},
-    "hf_mp fp16-lean, gradient checkpointing": {"precision": "fp16-lean", "gradient_checkpointing": True},
+    "hf_mp fp16-lean, gradient checkpointing": {"gradient_checkpointing": True, "precision": "fp16-lean"},
 }
 
 

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from crossings import Crossings
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scale_provider import ScaleProvider
 from tiny import saved_tensors
 from torch import Tensor, nn
 
@@ -32,9 +32,9 @@ FP32_ROUNDINGS_PER_TERM = 2
 every_dtype = pytest.mark.parametrize("dtype", ULPS, ids=str)
 
 
-def brought_in(weight: Tensor, rounded: Tensor, crossings: Crossings) -> Tensor:
+def brought_in(weight: Tensor, rounded: Tensor, scale_provider: ScaleProvider) -> Tensor:
     """The working copy of a weight outside, as an attached model gives it to a product."""
-    _, (copy,) = inward_borders([weight], [rounded], crossings)
+    _, (copy,) = inward_borders([weight], [rounded], scale_provider)
     assert copy is not None
     return copy
 
@@ -228,15 +228,15 @@ class TestParameters:
         self, dtype: torch.dtype, native: bool, transposed: bool
     ) -> None:
         scale = 2.0**12
-        crossings = Crossings(scale)
+        scale_provider = ScaleProvider(scale)
         x16, weight16, bias16 = operands((7,), 9, 13, bias=True, transposed=transposed, dtype=dtype)
         assert bias16 is not None
         # masters off the grid of 16 bits: the product must read their roundings
         weight, bias = (nn.Parameter(t.detach().float() * (1 + 2.0**-13)) for t in (weight16, bias16))
         found = multiply(
             x16,
-            brought_in(weight, weight16.detach(), crossings),
-            brought_in(bias, bias16.detach(), crossings),
+            brought_in(weight, weight16.detach(), scale_provider),
+            brought_in(bias, bias16.detach(), scale_provider),
             transposed=transposed,
             native=native,
         )
@@ -255,7 +255,7 @@ class TestParameters:
     def test_only_what_a_border_made_is_unscaled(self, place: int) -> None:
         inside = [torch.ones(3, 2, dtype=FP16, requires_grad=True), torch.ones(3, dtype=FP16, requires_grad=True)]
         master, other = nn.Parameter(inside[place].detach().float()), inside[1 - place]
-        inside[place] = brought_in(master, inside[place].detach(), Crossings(4.0))
+        inside[place] = brought_in(master, inside[place].detach(), ScaleProvider(4.0))
         multiply(torch.ones(8, 2, dtype=FP16), *inside, transposed=False).sum().backward()
         assert master.grad is not None and (master.grad == 2.0).all()
         assert other.grad is not None and (other.grad == 8.0).all()
@@ -263,19 +263,19 @@ class TestParameters:
     @pytest.mark.usefixtures("blocks")
     def test_an_overflow_of_the_scaled_gradient_is_not_hidden_by_unscaling(self) -> None:
         weight = nn.Parameter(torch.ones(3, 2))
-        factor = brought_in(weight, weight.detach().half(), Crossings(2.0**10))
+        factor = brought_in(weight, weight.detach().half(), ScaleProvider(2.0**10))
         multiply(torch.full((4, 2), 300.0, dtype=FP16), factor, None, transposed=False).sum().mul(100.0).backward()
         assert weight.grad is not None and weight.grad.isinf().all()
 
     @pytest.mark.parametrize("scale", [1.0, 2.0**10])
     @pytest.mark.usefixtures("blocks")
     def test_a_gradient_penalty_on_masters_is_that_of_fp32(self, scale: float) -> None:
-        x, crossings = random(7, 9, seed=1).detach(), Crossings(scale)
+        x, scale_provider = random(7, 9, seed=1).detach(), ScaleProvider(scale)
         masters = [nn.Parameter(random(*shape, seed=2).detach().float()) for shape in ((13, 9), (13,))]
 
         def with_borders(*masters: Tensor) -> Tensor:
-            weight, bias = (brought_in(master, master.detach().half(), crossings) for master in masters)
-            return output_border(multiply(x, weight, bias, transposed=False), crossings)
+            weight, bias = (brought_in(master, master.detach().half(), scale_provider) for master in masters)
+            return output_border(multiply(x, weight, bias, transposed=False), scale_provider)
 
         found = penalty(with_borders, masters)
         assert {gradient.dtype for gradient in found} == {FP32}
@@ -295,7 +295,7 @@ class TestSavedTensors:
     def test_a_master_takes_no_memory(self) -> None:
         weight = nn.Parameter(torch.ones(13, 9))
         with saved_tensors() as tensors:
-            factor = brought_in(weight, weight.detach().half(), Crossings(1.0))
+            factor = brought_in(weight, weight.detach().half(), ScaleProvider(1.0))
             multiply(random(7, 9), factor, None, transposed=False)
         assert all(tensor.dtype is FP16 or tensor.data_ptr() == weight.data_ptr() for tensor in tensors)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from crossings import Crossings
 from op_log import OpLog
+from scale_provider import ScaleProvider
 from tiny import Dispatched, assert_true, attached, gradients_of
 from torch import Tensor, nn
 
@@ -21,8 +21,8 @@ from hf_mp.step.mixed_precision import MixedPrecision
 SCALE = 2.0**20
 
 
-def parameter_border(parameter: Tensor, copy: Tensor | None, crossings: Crossings) -> Tensor:
-    (inside,), (rounded,) = inward_borders([parameter], [copy], crossings)
+def parameter_border(parameter: Tensor, copy: Tensor | None, scale_provider: ScaleProvider) -> Tensor:
+    (inside,), (rounded,) = inward_borders([parameter], [copy], scale_provider)
     return inside if rounded is None else rounded
 
 
@@ -32,14 +32,14 @@ def test_a_torch_without_an_order_of_nodes_costs_one_warning(monkeypatch: pytest
     weight = torch.ones(3, requires_grad=True)
     with pytest.warns(UserWarning, match="this torch cannot order autograd nodes") as caught:
         for _ in range(2):
-            parameter_border(weight, weight.detach().half(), Crossings()).sum().backward()
+            parameter_border(weight, weight.detach().half(), ScaleProvider()).sum().backward()
     assert len(caught) == 1 and weight.grad is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_an_output_leaves_in_fp32_and_its_gradient_enters_scaled_in_its_own_dtype(dtype: torch.dtype) -> None:
     x = torch.tensor([1.0, -2.0], dtype=dtype, requires_grad=True)
-    y = output_border(x, Crossings(4.0))
+    y = output_border(x, ScaleProvider(4.0))
     y.backward(torch.tensor([3.0, 5.0]))
     assert y.dtype is torch.float32 and y.tolist() == [1.0, -2.0]
     assert x.grad is not None and x.grad.dtype is dtype and x.grad.tolist() == [12.0, 20.0]
@@ -48,14 +48,14 @@ def test_an_output_leaves_in_fp32_and_its_gradient_enters_scaled_in_its_own_dtyp
 def test_the_gradient_is_scaled_before_it_is_rounded_to_fp16() -> None:
     tiny = 2.0**-30  # zero in FP16
     x = torch.ones(1, dtype=torch.float16, requires_grad=True)
-    output_border(x, Crossings()).backward(torch.tensor([tiny]))
+    output_border(x, ScaleProvider()).backward(torch.tensor([tiny]))
     assert x.grad is not None and x.grad.item() == tiny * SCALE
 
 
 def test_a_parameter_gets_its_gradient_in_fp32_unscaled() -> None:
     parameter = nn.Parameter(torch.tensor([1.0 + 2.0**-20]))
     copy = parameter.detach().half()
-    inside = parameter_border(parameter, copy, Crossings())
+    inside = parameter_border(parameter, copy, ScaleProvider())
     assert inside.dtype is torch.float16 and inside.data_ptr() == copy.data_ptr()
     inside.backward(torch.tensor([3.0], dtype=torch.float16))
     assert parameter.grad is not None and parameter.grad.dtype is torch.float32
@@ -64,26 +64,31 @@ def test_a_parameter_gets_its_gradient_in_fp32_unscaled() -> None:
 
 def test_a_parameter_used_in_fp32_is_unscaled_once_per_use() -> None:
     parameter = nn.Parameter(torch.tensor([2.0]))
-    loss = parameter_border(parameter, None, Crossings(4.0)) * 3 + parameter_border(parameter, None, Crossings(4.0)) * 5
-    output_border(loss, Crossings(4.0)).sum().backward()
+    loss = (
+        parameter_border(parameter, None, ScaleProvider(4.0)) * 3
+        + parameter_border(parameter, None, ScaleProvider(4.0)) * 5
+    )
+    output_border(loss, ScaleProvider(4.0)).sum().backward()
     assert parameter.grad is not None and parameter.grad.item() == 8.0
 
 
 def test_an_input_that_wants_a_gradient_gets_the_true_one() -> None:
     x = torch.tensor([3.0], requires_grad=True)
-    output_border(parameter_border(x, None, Crossings()) ** 2, Crossings()).backward()
+    output_border(parameter_border(x, None, ScaleProvider()) ** 2, ScaleProvider()).backward()
     assert x.grad is not None and x.grad.item() == 6.0
 
 
-class Unscaled(Crossings):
+class Unscaled(ScaleProvider):
     def inverse_scale_on(self, *given: Any) -> None:  # type: ignore[override]
         return None
 
 
-@pytest.mark.parametrize("crossings", [Crossings(), Crossings(3.0), Unscaled()], ids=["2**20", "3", "unscaled"])
+@pytest.mark.parametrize(
+    "scale_provider", [ScaleProvider(), ScaleProvider(3.0), Unscaled()], ids=["2**20", "3", "unscaled"]
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_what_leaves_by_one_border_leaves_in_few_launches(
-    dtype: torch.dtype, crossings: Any, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, scale_provider: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU, bit for bit what leaves one by one; a large gradient is cast and multiplied in one pass."""
     monkeypatch.setattr(borders, "_JOINED_ELEMENTS", 20)
@@ -93,14 +98,14 @@ def test_what_leaves_by_one_border_leaves_in_few_launches(
     def leave(takes: bool) -> tuple[list[Any], list[str]]:
         monkeypatch.setattr(borders, "takes_lists", lambda tensor: takes)
         outside = [nn.Parameter(weight.clone()) for weight in weights]
-        inside, rounded = inward_borders(outside, [one.detach().to(dtype) for one in outside], crossings)
+        inside, rounded = inward_borders(outside, [one.detach().to(dtype) for one in outside], scale_provider)
         with OpLog() as log:  # some are used as copies alone, two in FP32 as well
             torch.autograd.backward([*rounded, *inside[3:]], [one.clone() for one in given])  # type: ignore[list-item]
         return [one.grad for one in outside], [op.removeprefix("aten.").partition(".")[0] for op in log.ops]
 
     (ours, ops), (expected, _) = leave(True), leave(False)
     assert all(map(torch.equal, ours, expected)) and all(one.dtype is torch.float32 for one in ours)
-    is_scaled = not isinstance(crossings, Unscaled)
+    is_scaled = not isinstance(scale_provider, Unscaled)
     assert ops.count("_foreach_copy_") == 1
     assert ops.count("_foreach_mul_") == ops.count("_foreach_mul") == is_scaled
     assert ops.count("mul") == 2 * is_scaled  # one makes 1/S
@@ -114,8 +119,8 @@ def test_what_two_uses_leave_is_summed_in_fp32_without_a_second_fp32_tensor(dtyp
     special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), least / 4, -least, 1.0, 65504.0])
     by_copy, by_alias = special.repeat(9), special.repeat_interleave(9)
     by_alias[by_alias.abs() == least] = 2e-39  # a subnormal FP32 number
-    crossings, outside = Crossings(2.0**20), nn.Parameter(torch.ones(81))
-    (alias,), (rounded,) = inward_borders([outside], [outside.detach().to(dtype)], crossings)
+    scale_provider, outside = ScaleProvider(2.0**20), nn.Parameter(torch.ones(81))
+    (alias,), (rounded,) = inward_borders([outside], [outside.detach().to(dtype)], scale_provider)
     with OpLog() as log:
         torch.autograd.backward([alias, rounded], [by_alias, by_copy.to(dtype)])
     expected = by_alias * 2.0**-20 + by_copy.to(dtype).float() * 2.0**-20
@@ -126,10 +131,10 @@ def test_what_two_uses_leave_is_summed_in_fp32_without_a_second_fp32_tensor(dtyp
 
 def test_an_output_may_be_changed_in_place_and_used_inside_too() -> None:
     x = torch.tensor([3.0], requires_grad=True)
-    inside = parameter_border(x, None, Crossings(8.0))
+    inside = parameter_border(x, None, ScaleProvider(8.0))
     logits = inside * 2
     loss = (logits**2).sum()
-    out_logits, out_loss = output_border(logits, Crossings(8.0)), output_border(loss, Crossings(8.0))
+    out_logits, out_loss = output_border(logits, ScaleProvider(8.0)), output_border(loss, ScaleProvider(8.0))
     out_loss *= 10  # as the Trainer does
     (out_loss + out_logits.sum()).backward()
     assert x.grad is not None and x.grad.item() == 10 * 8 * 3 + 2
@@ -137,9 +142,9 @@ def test_an_output_may_be_changed_in_place_and_used_inside_too() -> None:
 
 
 def test_integers_and_fp64_keep_their_dtype_and_fp64_gradients_are_scaled() -> None:
-    assert output_border(torch.tensor([1]), Crossings()).dtype is torch.int64
+    assert output_border(torch.tensor([1]), ScaleProvider()).dtype is torch.int64
     x = torch.tensor([1.0], dtype=torch.float64, requires_grad=True)
-    y = output_border(x, Crossings(4.0))
+    y = output_border(x, ScaleProvider(4.0))
     y.backward(torch.ones(1, dtype=torch.float64))
     assert y.dtype is torch.float64 and x.grad is not None and x.grad.item() == 4.0
 
@@ -147,12 +152,12 @@ def test_integers_and_fp64_keep_their_dtype_and_fp64_gradients_are_scaled() -> N
 def test_nothing_is_recorded_without_grad() -> None:
     parameter = nn.Parameter(torch.ones(1))
     with torch.no_grad():
-        assert not parameter_border(parameter, None, Crossings()).requires_grad
-        assert not output_border(parameter.half(), Crossings()).requires_grad
+        assert not parameter_border(parameter, None, ScaleProvider()).requires_grad
+        assert not output_border(parameter.half(), ScaleProvider()).requires_grad
 
 
 def test_the_scale_at_the_time_of_backward_counts() -> None:
-    x, factor = torch.ones(1, requires_grad=True), Crossings(2.0)
+    x, factor = torch.ones(1, requires_grad=True), ScaleProvider(2.0)
     y = output_border(x, factor)
     factor.value.fill_(8.0)
     y.backward()
@@ -212,7 +217,7 @@ def test_a_lean_model_has_frozen_parts_in_torch_script_alone() -> None:
 
 def test_gradients_leave_as_soon_as_they_are_complete() -> None:
     weights = [torch.randn(4, 4, requires_grad=True) for _ in range(3)]
-    insides = [inward_borders([weight], [None], Crossings())[0][0] for weight in weights]
+    insides = [inward_borders([weight], [None], ScaleProvider())[0][0] for weight in weights]
     x = torch.randn(2, 4)
     arrived: list[str] = []
     for number, weight in enumerate(weights):
@@ -234,9 +239,9 @@ def test_several_gradients_are_multiplied_as_one_is(factor: float | None) -> Non
     number = None if factor is None else torch.tensor([factor])
     with torch.no_grad():
         with Dispatched("_foreach_mul") as products:
-            found = borders._scale_gradients(gradients, number, Crossings())
+            found = borders._scale_gradients(gradients, number, ScaleProvider())
         assert len(products.calls) == (factor is not None)
-        expected = [borders.scale_gradient(gradient, number, Crossings()) for gradient in gradients]
+        expected = [borders.scale_gradient(gradient, number, ScaleProvider()) for gradient in gradients]
     for one, other in zip(found, expected, strict=True):
         assert one.dtype is other.dtype
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
@@ -249,7 +254,7 @@ def test_sparse_and_scalar_gradients_and_fp64_keep_layout_shape_and_dtype() -> N
     sparse = torch.sparse_coo_tensor([[1]], [3.0], (4,))
     given = [sparse, torch.tensor(3.0), torch.ones(2, dtype=torch.float64)]
     with torch.no_grad():
-        found = borders._scale_gradients(given, torch.tensor([0.5]), Crossings())
+        found = borders._scale_gradients(given, torch.tensor([0.5]), ScaleProvider())
     assert found[0].is_sparse and found[0].to_dense().tolist() == [0.0, 1.5, 0.0, 0.0]
     assert found[1].shape == () and found[1].item() == 1.5
     assert found[2].dtype is torch.float64 and found[2].tolist() == [0.5, 0.5]

@@ -179,7 +179,7 @@ def test_threads_that_ask_at_once_are_all_told_of_the_last_step(monkeypatch: pyt
 
     monkeypatch.setattr(Verdict, "read", late)
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(runtime.loss_scale_on, torch.device("cpu"))
+        first = pool.submit(runtime.scale_provider.loss_scale_on, torch.device("cpu"))
         is_read.wait(10)
         second = runtime.scaler.get_scale()
     scale = first.result()

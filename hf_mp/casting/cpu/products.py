@@ -101,9 +101,9 @@ class _Matmul(Function):
     ) -> Tensor:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight.inside if needs_x else None)
-        ctx.shapes, ctx.dtype, ctx.crossings = (x.shape, outside.shape), outside.dtype, weight.crossings
+        ctx.shapes, ctx.dtype, ctx.scale_provider = (x.shape, outside.shape), outside.dtype, weight.scale_provider
         # Read by add_late_borders(): this backward unscales the gradient of input 1.
-        ctx.border_at = () if weight.crossings is None or not needs_weight else (1,)
+        ctx.border_at = () if weight.scale_provider is None or not needs_weight else (1,)
         ctx.transposed, ctx.native = transposed, native
         matrix = _transposed_if(weight.inside, transposed)
         rows = x.reshape(-1, x.shape[-1])
@@ -129,10 +129,10 @@ class _Matmul(Function):
 
 def _weight_gradient(ctx: Any, gradient: Tensor, x: Tensor, matmul: Callable[..., Tensor]) -> Tensor:
     """Return the gradient of the external weight: rounded to 16 bits, then unscaled in its own dtype."""
-    inverse = ctx.crossings.inverse_scale_on(gradient.device, ctx, (1,)) if ctx.border_at else None
+    inverse = ctx.scale_provider.inverse_scale_on(gradient.device, ctx, (1,)) if ctx.border_at else None
     if torch.is_grad_enabled():
         whole = _transposed_if(matmul(gradient.t(), x), ctx.transposed)
-        return scale_gradient(whole, inverse, ctx.crossings).to(ctx.dtype)
+        return scale_gradient(whole, inverse, ctx.scale_provider).to(ctx.dtype)
     found = gradient.new_empty(ctx.shapes[1], dtype=ctx.dtype)
     target = _transposed_if(found, ctx.transposed)
     # By rows: a whole 16-bit gradient next to the FP32 one would be a tenth of a step's peak memory.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Crossings:
+class ScaleProvider:
     """Every backward is scaled by ``value``; ``entering`` are the sums of the gradients that went in."""
 
     def __init__(self, value: float = 2.0**20) -> None:

@@ -1,0 +1,71 @@
+"""``LossScaleProvider``: S and 1/S for the scale boundary of one attached model, in forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+from hf_mp.borders import accumulating
+from hf_mp.casting.active import state
+from hf_mp.casting.dispatched import current_graph_task
+
+if TYPE_CHECKING:
+    from hf_mp.step.runtime import StepRuntime
+
+
+class LossScaleProvider:
+    """The :class:`~hf_mp.borders.ScaleProvider` of a model: reads the loss scale and notifies check and observers.
+
+    Args:
+        runtime: the runtime of the model, with its scaler, gradient check, weights and observers.
+    """
+
+    def __init__(self, runtime: StepRuntime) -> None:
+        self._runtime, self.scaler = runtime, runtime.scaler
+
+    def loss_scale_on(self, device: torch.device) -> Tensor | None:
+        self.scaler.finish_pending_step()  # its overflow status may be unread, and sets this S
+        return self.scaler.scale_and_inverse(device).scale if self._runtime.check.is_scaled else None
+
+    def inverse_scale_on(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
+        check = self._runtime.check
+        if not check.is_scaled:
+            return None
+        backwards, task = check.backwards, current_graph_task()
+        if task not in backwards.open and (nested := backwards.nested.get(task)) is not None:
+            if nested.is_scaled and not nested.accumulates:
+                nested.within.note_returned(node, places)
+            if not nested.is_scaled or not nested.accumulates:
+                return None
+            return self.scaler.scale_and_inverse(device).inverse
+        forward = state.forward
+        is_own_forward = forward is not None and forward.autocast is self._runtime.autocast
+        if backwards.open and not (is_own_forward and forward is not None and forward.is_recomputing):
+            return self.scaler.scale_and_inverse(device).inverse
+        if accumulating(node, places):
+            check.warn_once(
+                "gradients reached the parameters of an attached model, but none came in through its outputs, so the "
+                "loss scale was not applied and small ones may be lost. The loss was computed from a tensor that "
+                "forward() did not return (a hook, an attribute, a closure): return it, in a tuple, a mapping, a "
+                "dataclass or an object"
+            )
+        return None
+
+    def gradient_entered(self, node: Any, gradient: Tensor) -> None:
+        self._runtime.begin_iteration()
+        check, observers = self._runtime.check, self._runtime.observers
+        is_needed = check.is_scaled or check.measures_norm or observers
+        if is_needed or profiler._is_profiler_enabled:  # the profiler shows the backward
+            check.gradient_entered(getattr(node, "value", None))  # none where a second derivative begins
+        for observer in observers:
+            observer.gradient_entered(node, gradient)
+
+    def keep_scaled(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
+        layout = self._runtime.weights.layout
+        if layout.keeps_scaled_gradients:
+            weights = {place: node.outside[place] for place in accumulating(node, uses)}
+            layout.keep_scaled_gradients(weights, uses, inverse)
