@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_mp.borders import add_late_borders, is_of_model, leads_inside
+from hf_mp.borders import add_late_borders, is_of_model, leads_inside, output_border
 from hf_mp.weights.slots import WeightSlots
 
 _MOST_FORWARDS = 1000  # whose nodes are remembered: the record must not grow with the training
@@ -54,6 +54,7 @@ class ExternalTensors:
 
     def __init__(self, slots: WeightSlots, nodes: ForwardNodes, *, is_scaled: bool) -> None:
         self._slots, self._nodes, self.is_scaled = slots, nodes, is_scaled
+        self._aliased: list[tuple[Tensor, Tensor, int]] = []  # external tensors, their aliases and their versions then
         self._known_external: set[Any] = set()  # nodes that lead to no node of this forward
         self._external_without_grad: dict[int, Tensor] = {}  # used without grad; a checkpoint may compute that again
         # autograd numbers nodes as they are made; torch has no public API for the order of two nodes.
@@ -82,8 +83,38 @@ class ExternalTensors:
         return tensor
 
     def _alias(self, tensor: Tensor) -> Tensor:
-        aliases = self._slots.aliases.get(id(tensor))
-        return (self._slots.alias_group([(tensor, None)]) if aliases is None else aliases).alias
+        if (aliases := self._slots.aliases.get(id(tensor))) is not None:
+            return aliases.alias
+        alias = self._slots.alias_group([(tensor, None)]).alias
+        if not tensor.is_inference():
+            self._aliased.append((tensor, alias, tensor._version))
+        return alias
+
+    def write_back(self) -> list[Tensor]:
+        """Record the in-place changes of external tensors by the forward in the graph outside.
+
+        An alias shares memory with its tensor, but not the history of its changes.
+
+        Returns:
+            The new values, each an output of the model.
+
+        Raises:
+            RuntimeError: if the forward changed a leaf, as torch does.
+        """
+        changed = []
+        for tensor, alias, version in self._aliased:
+            if tensor._version == version:
+                continue
+            if tensor.is_leaf:
+                raise RuntimeError(
+                    "forward() changed a leaf tensor that requires a gradient in place, and torch has no gradient of "
+                    "that: pass a clone"
+                )
+            changed.append(output_border(alias, self._slots.scale_provider, None))
+            # Nodes of the forward may have saved the alias, which shares the version counter.
+            with torch.autograd._unsafe_preserve_version_counter(tensor):
+                tensor.copy_(changed[-1])
+        return changed
 
     def are_among(self, values: Iterable[Any]) -> bool:
         """Whether the arguments ``values`` of a call contain an external tensor that needs a gradient."""

@@ -43,6 +43,7 @@ class ForwardWeights:
             self.intercepts_by_key[self.key] = self.must_intercept
         if not slots.has_grad:
             return
+        results = [*results, *external.write_back()]
         slots.hold(results)
         if external.is_scaled and external.add_unscale_hooks(results):
             self.intercepts_by_key[self.key] = True

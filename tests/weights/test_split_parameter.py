@@ -275,6 +275,28 @@ def test_casts_and_moves_of_a_module() -> None:
         torch.testing.assert_close(master_value(parameter), before[name], rtol=2**-8, atol=0)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("precision", ["fp16-lean", "bf16-lean"])
+def test_a_module_that_a_forward_casts_to_fp32_keeps_its_bits(precision: str) -> None:
+    class Router(nn.Module):  # as those of Switch Transformers and NLLB-MoE
+        def __init__(self) -> None:
+            super().__init__()
+            self.classifier = nn.Linear(8, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.classifier = self.classifier.to(torch.float32)
+            return self.classifier(x.float())
+
+    model: Any = Router()
+    model, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), precision)
+    for _ in range(3):
+        before = model.state_dict()["classifier.weight"].clone()
+        model(torch.ones(2, 8)).sum().backward()
+        assert torch.equal(model.state_dict()["classifier.weight"], before)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.allclose(model.state_dict()["classifier.weight"], before - 2e-3, atol=1e-6)
+
+
 def test_an_element_written_in_a_forward_costs_the_others_no_bit() -> None:
     parameter = made(values())
     before = parameter.fp32_value()
