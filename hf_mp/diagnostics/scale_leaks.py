@@ -19,6 +19,7 @@ from hf_mp.diagnostics.overflow import runtime_of
 from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.scaling.rules import scale_with_headroom
 from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.weights.split_parameter import gradient_and_factor
 
 # A gradient that leaks S is a + b * S, one whose way in was not scaled a + b / S. Rounding to FP16 does not depend on
 # S, and underflow takes away from a at most.
@@ -151,9 +152,15 @@ def _gradients_at(
     restore_random_states()  # forward, recomputation and autograd functions may draw
     try:
         backward()
-        named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-        largest = largest_magnitude([gradient for _, gradient in named]).item()
-        return {name: sample(gradient, _SAMPLED).float() for name, gradient in named}, largest
+        samples, largest = dict[str, Tensor](), list[Tensor]()
+        for name, parameter in model.named_parameters():
+            # Not `.grad`, of which a lean layout would make FP32 gradients, all at once.
+            gradient, factor = gradient_and_factor(parameter)
+            if gradient is not None:
+                inverse = 1.0 if factor is None else factor.squeeze()
+                samples[name] = sample(gradient, _SAMPLED).float() * inverse
+                largest.append(largest_magnitude([gradient]) * inverse)
+        return samples, largest_magnitude(largest).item()
     finally:
         runtime.check.forget()
         # The next backward is not to add to these, and the caller's own were set aside.

@@ -57,9 +57,10 @@ class StepRuntime:
         tables: TableName,
         rules: Rules,
         max_grad_norm: float | None,
+        offload: str | None = None,
     ) -> None:
         self.policy, self.scaler, self.rules, self._tables = policy, scaler, rules, tables
-        self.weights, self.ranks = WeightSource(layout or make_layout(policy), self), Ranks(self._settings)
+        self.weights, self.ranks = WeightSource(layout or make_layout(policy, offload), self), Ranks(self._settings)
         self.keep_scaled = self.weights.keep_scaled  # which the borders ask
         self.check = GradientCheck(self.backward_ended, self.weights, self.ranks, self._parameters_to_check)
         self._max_grad_norm, self.grad_norm = max_grad_norm, None if max_grad_norm is None else torch.zeros(())

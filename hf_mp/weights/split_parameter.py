@@ -122,6 +122,11 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         self.grad = None
 
     @property
+    def keeps_gradient(self) -> bool:
+        """Whether there is a gradient beside autograd's ``.grad``."""
+        return self._kept is not None
+
+    @property
     def has_hooks(self) -> bool:
         """Whether somebody's hook sees its gradients: then backward leaves true ones, in FP32."""
         return bool(self._backward_hooks or self._post_accumulate_grad_hooks)
@@ -188,6 +193,10 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         # A kernel raises no version counter, and graphs that saved the old weights must notice.
         torch.autograd.graph.increment_version((self, *others))
         _mark_seen(self, *others)
+
+    def whole_master(self) -> Tensor:
+        """The FP32 master weight, for :func:`master_value`."""
+        return self.fp32_value()
 
     def take_in_outside_writes(self) -> None:
         """Drop the remainder of what was written since the last look: writes from outside win."""
@@ -292,7 +301,7 @@ def master_value(parameter: SplitParameter) -> Tensor:
         given, version = parameter._merged[0](), parameter._merged[1]
         if given is not None and version_of(given) == version:
             return given
-    merged = parameter.fp32_value()
+    merged = parameter.whole_master()
     # Weakly: held, it would leave an FP32 copy of the model behind each state dict.
     parameter._merged = weakref.ref(merged), version_of(merged)
     return merged
@@ -303,7 +312,8 @@ def master_sample(parameter: nn.Parameter, select: Callable[[Tensor], Tensor]) -
     """What ``select``, which picks elements by place, takes of the FP32 master weight of any parameter."""
     if not isinstance(parameter, SplitParameter):
         return select(parameter.detach()).to(torch.float32)
-    return merge(*map(select, parameter.halves()))
+    working, remainder = map(select, parameter.halves())
+    return merge(working, remainder.to(working.device))
 
 
 def current_remainders(parameters: Iterable[SplitParameter]) -> list[Tensor]:
@@ -322,7 +332,7 @@ def gradient_and_factor(parameter: nn.Parameter) -> tuple[Tensor | None, Tensor 
 
 def has_gradient(parameter: nn.Parameter) -> bool:
     """Whether there is a gradient; without making the true one, as a look at ``.grad`` does."""
-    return _GRAD.__get__(parameter) is not None or getattr(parameter, "_kept", None) is not None
+    return _GRAD.__get__(parameter) is not None or getattr(parameter, "keeps_gradient", False)
 
 
 def unscaled(gradient: Tensor, factor: Tensor | None, *, like: Tensor) -> Tensor:
@@ -421,9 +431,12 @@ def follow_first_rank(parameters: Sequence[SplitParameter], group: Any) -> None:
         if parameter._snapshot is None and version_of(parameter) == parameter._version_seen + 1:
             parameter._version_seen += 1  # DDP's writing, of what was there
         parameter.take_in_outside_writes()
+        working = DATA.__get__(parameter)
+        remainder = parameter.remainder_bits.to(working.device)
         # As bytes: gloo and NCCL broadcast no int16.
-        for half in (DATA.__get__(parameter), parameter.remainder_bits):
+        for half in (working, remainder):
             distributed.broadcast(half.contiguous().view(torch.uint8), first, group=group)
+        parameter.remainder_bits = remainder
         _mark_seen(parameter)
 
 
@@ -446,4 +459,4 @@ def _renew_snapshot(parameter: SplitParameter) -> None:
 def _keep_where_equal(remainder: Tensor, working: Tensor, before: Tensor) -> None:
     """Set ``remainder`` to 0 where ``working`` is no longer ``before``."""
     changed = working.view(torch.int16) != before.view(torch.int16)  # bits: NaN does not equal itself
-    remainder.masked_fill_(changed, 0)
+    remainder.masked_fill_(changed.to(remainder.device), 0)

@@ -105,12 +105,12 @@ class Transfers:
             inside.append(self.windows[self._filling][begin : begin + size].view(slab.dtype))
         return inside
 
-    def read(self, targets: Sequence[Tensor], slabs: Sequence[Tensor], written: Any) -> None:
+    def read(self, targets: list[Tensor], slabs: list[Tensor], written: Any) -> None:
         """Copy ``slabs`` to ``targets`` on the device, for work of the compute queue, once ``written`` is complete."""
         self.streams.wait(COMPUTE, written)
         self.streams.run(COMPUTE, _copying(targets, slabs))
         self.streams.enter()
 
 
-def _copying(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Callable[[], None]:
+def _copying(targets: list[Tensor], sources: list[Tensor]) -> Callable[[], None]:
     return partial(torch._foreach_copy_, targets, sources, non_blocking=True)
