@@ -55,6 +55,15 @@ def kernels_of_a_gpu() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def host_memory_of(recorder: Any) -> Iterator[None]:
+    """Have offload take memory of the host from ``recorder``, a ``MemoryRecorder``, which tells it from the GPU's."""
+    from hf_mp.weights.offload import host_memory  # which no other estimate needs
+
+    with mock.patch.multiple(host_memory, allocate=recorder.make_host_memory, free_bytes=lambda: None):
+        yield
+
+
 def _attention(
     query: Tensor,
     key: Tensor,

@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_mp.memory.models import ModelLike, find_config, load, model_class
 from hf_mp.memory.precisions import parse_precision, parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
-from hf_mp.memory.settings import make_settings
-from hf_mp.memory.training import TrainingMemory, make_batch, make_trainee, prepare_model, recording
+from hf_mp.memory.settings import check_device, make_settings
+from hf_mp.memory.training import TrainingMemory, host_bytes_of, make_batch, make_trainee, prepare_model, recording
 
 
 def measure_training_memory(
@@ -32,8 +32,8 @@ def measure_training_memory(
         model: as for :func:`hf_mp.estimate_training_memory`.
         precision: one of :data:`hf_mp.memory.precisions.TRAINING_PRESETS`; default ``"fp16"``.
         device: ``"cuda"`` or ``"cpu"``; default: the GPU if there is one.
-        settings: ``batch_size``, ``seq_len``, ``accumulation_steps``, ``gradient_checkpointing``, ``optimizer`` and
-            ``free_gradients``, as for :func:`hf_mp.estimate_training_memory`.
+        settings: ``batch_size``, ``seq_len``, ``accumulation_steps``, ``gradient_checkpointing``, ``optimizer``,
+            ``free_gradients`` and ``offload``, as for :func:`hf_mp.estimate_training_memory`.
 
     Returns:
         As :func:`hf_mp.estimate_training_memory`, for real tensors; on a GPU with the allocator's own peak, too.
@@ -47,6 +47,7 @@ def measure_training_memory(
     asked = make_settings(config, precision, **settings)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = place.type == "cuda"
+    check_device(asked, place.type)
     gc.collect()  # of models that were measured before, some are in circles
     before = torch.cuda.memory_allocated() if on_gpu else 0
     real = _real_model(config, parse_preset(precision).loaded, place)
@@ -64,6 +65,7 @@ def measure_training_memory(
         settings=asked,
         device=place.type,
         measured=True,
+        host_bytes=host_bytes_of(trainee),
         allocator_peak_bytes=torch.cuda.max_memory_allocated() - before if on_gpu else None,
     )
 

@@ -127,6 +127,12 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         return self._kept is not None
 
     @property
+    def gradient_dtypes(self) -> set[torch.dtype]:
+        """The dtypes in which its gradient is stored; empty without one."""
+        stored = [_GRAD.__get__(self), None if self._kept is None else self._kept[0]]
+        return {gradient.dtype for gradient in stored if gradient is not None}
+
+    @property
     def has_hooks(self) -> bool:
         """Whether somebody's hook sees its gradients: then backward leaves true ones, in FP32."""
         return bool(self._backward_hooks or self._post_accumulate_grad_hooks)

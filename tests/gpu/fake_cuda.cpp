@@ -203,6 +203,19 @@ API cudaError_t cudaHostAlloc(void** to, size_t bytes, unsigned) {
   *to = allocate(bytes, true);
   return *to == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
 }
+// Memory that the program has itself, page-locked and given back.
+API cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
+  auto begin = static_cast<char*>(address);
+  std::lock_guard guard(mutex);
+  ranges[begin + bytes] = {begin, bytes, true};
+  return cudaSuccess;
+}
+API cudaError_t cudaHostUnregister(void* address) {
+  std::lock_guard guard(mutex);
+  const Range* range = range_of(address);
+  if (range != nullptr) ranges.erase(range->begin + range->bytes);
+  return cudaSuccess;
+}
 API cudaError_t cudaFree(void* address) GIVES(release(address))
 API cudaError_t cudaFreeHost(void* address) GIVES(release(address))
 API cudaError_t cudaMemGetInfo(size_t* free, size_t* total)

@@ -83,7 +83,9 @@ class ContractWatch(ExitStack, StepObserver):
     def backward_ended(self, largest: Tensor | None = None) -> None:
         """Note the gradients that are there: an attached model's, before its update frees them."""
         for parameter in self.model.parameters():
-            self._gradients[id(parameter)] |= dtypes_of(gradients_of(parameter))
+            is_split = isinstance(parameter, SplitParameter)
+            found = parameter.gradient_dtypes if is_split else {one.dtype for one in gradients_of(parameter)}
+            self._gradients[id(parameter)] |= set(map(spell, found))
 
     @on_stored_values
     def contract(self, optimizer: Any = None, saved: Mapping[str, torch.dtype] | None = None) -> PrecisionContract:

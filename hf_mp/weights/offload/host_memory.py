@@ -76,7 +76,9 @@ def allocate(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     memory = torch.frombuffer(pages, dtype=dtype)
     # torch's own pinned allocator rounds each request up to a power of two, which may double it.
     runtime = torch.cuda.cudart()
-    if code := int(runtime.cudaHostRegister(memory.data_ptr(), needed, 0)):
+    with torch.cuda.device(device):
+        code = int(runtime.cudaHostRegister(memory.data_ptr(), needed, 0))
+    if code:
         raise _no_memory(needed, f"the driver does not lock these pages (CUDA error {code})")
     weakref.finalize(pages, runtime.cudaHostUnregister, memory.data_ptr())
     return memory

@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ class OffloadLayout(SplitLayout):
     def __init__(self, policy: PrecisionPolicy, offload: str) -> None:
         super().__init__(policy)
         self.offload, self._moves_gradients = offload, offload == "all"
-        self._transfers: limits.Transfers | None = None
+        self._transfers: Any = None  # once there are parameters that are trained
         self._own: list[weakref.ref[OffloadedParameter]] = []
         self._optimizers: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
 
@@ -60,8 +61,7 @@ class OffloadLayout(SplitLayout):
         super().make_masters(model)
         if self._moves_gradients:
             # The gradients of a tied weight are added up in FP32, in each backward.
-            slots = [parameter for module in modules_of(model) for parameter in module._parameters.values()]
-            uses = Counter(map(id, slots))
+            uses = Counter(id(one) for module in modules_of(model) for one in module._parameters.values())
             make_room_for_sums([parameter.place for parameter in self._parameters() if uses[id(parameter)] > 1])
 
     def split(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -80,7 +80,7 @@ class OffloadLayout(SplitLayout):
         kinds = {REMAINDER: REMAINDER_DTYPE, **({GRADIENT: self.policy.params} if self._moves_gradients else {})}
         rooms = reserve([(dtype, one.shape) for dtype in kinds.values() for one in moved], transfers.device)
         if self._moves_gradients:
-            transfers.grow(min(limits.WINDOW_BYTES, max(limits.LEAST_WINDOW_BYTES, sum(p.nbytes for p in moved))))
+            transfers.grow(min(limits.WINDOW_BYTES, max(2**12, sum(p.nbytes for p in moved))))
         for number, parameter in enumerate(moved):
             make_split(parameter, self.policy.params)
             its = {key: rooms[place * len(moved) + number] for place, key in enumerate(kinds)}
@@ -88,7 +88,6 @@ class OffloadLayout(SplitLayout):
             self._own.append(weakref.ref(parameter))  # type: ignore[arg-type]
 
     def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        assert self._transfers is not None  # an optimizer has parameters that are trained
         if isinstance(optimizer, OffloadedOptimizer):  # of a training before
             optimizer.use(self._transfers)
         else:
@@ -116,9 +115,9 @@ class OffloadLayout(SplitLayout):
         if device.type != "cuda":
             return device
         # Each weight has 2 of its 4 bytes there already, and one at a time has both.
-        needed = 2 * sum(p.numel() for p in own) + 4 * max(p.numel() for p in own)
-        for rooms in [rooms for optimizer in self._optimizers for rooms in optimizer.rooms.values()]:
-            needed += sum(room.view.nbytes for room in rooms.values())
+        state = [room.view for one in self._optimizers for rooms in one.rooms.values() for room in rooms.values()]
+        needed = sum(2 * p.numel() for p in own) + 4 * max([p.numel() for p in own], default=0)
+        needed += sum(tensor.nbytes for tensor in state)
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         if needed <= free - torch.cuda.memory_allocated(device):
             return device

@@ -37,6 +37,7 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
 
     Attributes:
         rooms: the places of the state in host memory, by parameter and key of its state.
+        transfers: as given.
 
     Raises:
         ValueError: for other optimizers, and those that page their state themselves.
@@ -48,14 +49,13 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
     def __init__(self, optimizer: Optimizer, transfers: limits.Transfers) -> None:
         _check_streamable(optimizer)
         self.rooms: dict[nn.Parameter, Rooms] = {}
-        self._chunks: list[Chunk] = []
-        self._planned: Any = None  # what the chunks depend on
+        self._planned: Any = None  # what the chunks were cut from
         super().__init__(optimizer)
         self.use(transfers)
 
     def use(self, transfers: limits.Transfers) -> None:
         """Use ``transfers``, of a model that was attached; state that is there moves to host memory."""
-        self._transfers = transfers
+        self.transfers = transfers
         self._plan()
 
     def release(self, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
         for parameter, rooms in self.rooms.items():
             state = self.optimizer.state.get(parameter, {})
             state.update({key: room.view.to(device) for key, room in rooms.items() if state.get(key) is room.view})
-        self.rooms, self._chunks, self._planned = {}, [], None
+        self.rooms, self._chunks, self._planned = {}, [], None  # chunks hold the windows
 
     # Where the state is
 
@@ -80,18 +80,18 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
         planned = [(id(p), id(p) in self._settings, len(p.place.rooms)) for p in own]
         if planned != self._planned:
             pairs = [(p, {**p.place.rooms, **self.rooms[p]}) for p in own]
-            sliced = cut([pair for pair in pairs if id(pair[0]) in self._settings], limits.WINDOW_BYTES)
+            sliced = [pair for pair in pairs if id(pair[0]) in self._settings]
             whole = [pair for pair in pairs if id(pair[0]) not in self._settings]
-            self._chunks = [*sliced, *bundle(whole, limits.WINDOW_BYTES, base._BUCKET_ELEMENTS)]
-            self._transfers.grow(max([chunk.bytes for chunk in self._chunks], default=0))
+            size, elements = limits.WINDOW_BYTES, base._BUCKET_ELEMENTS
+            self._chunks = [*cut(sliced, size), *bundle(whole, size, elements)]
+            self.transfers.grow(max([chunk.bytes for chunk in self._chunks], default=0))
             self._planned = planned
 
     def _kernel_settings(self, own: Sequence[OffloadedParameter]) -> dict[int, AdamWSettings]:
         """The settings of parameters that the kernel updates, in parts."""
-        if not own or not is_torchs_adam(self.optimizer, vars(self.optimizer).get("step")):
-            return {}
+        is_adam = bool(own) and is_torchs_adam(self.optimizer, vars(self.optimizer).get("step"))
         # A CPU has hf_mp.kernels.adamw.adamw_.
-        if own[0].device.type != "cpu" and kernel_for("adamw", [DATA.__get__(own[0])]) is None:
+        if not is_adam or not (own[0].is_cpu or kernel_for("adamw", [DATA.__get__(own[0])])):
             return {}
         return {id(p): its for its, group in fused_groups(self.optimizer) for p in group if p.is_contiguous()}
 
@@ -107,7 +107,7 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
         # One key after the other, each in the order of the parameters: neighbours are then copied together.
         wanted.sort(key=lambda entry: entry[0])
         self.rooms |= {parameter: {} for parameter in parameters}
-        rooms = reserve([tensor for _, _, tensor in wanted], self._transfers.device)
+        rooms = reserve([tensor for _, _, tensor in wanted], self.transfers.device)
         for (key, parameter, _), room in zip(wanted, rooms, strict=True):
             self.rooms[parameter][key] = room
 
@@ -115,19 +115,18 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
         """The state that the wrapped optimizer makes for ``parameter``, from a step on zeros in its place."""
         zeros = nn.Parameter(torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device))
         zeros.grad = torch.zeros_like(zeros)
-        was_called = getattr(self.optimizer, "_opt_called", False)
         with self._in_place_of_parameters({parameter: zeros}):
             self._step_wrapped()
-        self.optimizer._opt_called = was_called  # type: ignore[attr-defined]  # LR schedulers warn by it
+        self.optimizer._opt_called = False  # type: ignore[attr-defined]  # LR schedulers warn by it
         return self.optimizer.state.pop(parameter, {})
 
     def _take_over(self, parameter: OffloadedParameter) -> None:
         """Move state that other code has put into ``state`` to its rooms."""
         state = self.optimizer.state.get(parameter, {})
         for key, room in self.rooms[parameter].items():
-            value = state.get(key)
-            if value is not room.view and _fits(value, room):
-                room.view.copy_(value)
+            if _fits(value := state.get(key), room):
+                if value is not room.view:
+                    room.view.copy_(value)
                 state[key], room.was_used = room.view, True
 
     def _device_of_state(self, parameter: nn.Parameter) -> torch.device:
@@ -168,17 +167,16 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
             super().step_on(others)
 
     def _step_own(self, own: Sequence[OffloadedParameter]) -> None:
-        if strangers := {p.device for p in own} - {self._transfers.device}:
+        if strangers := {p.device for p in own} - {self.transfers.device}:
             raise RuntimeError(
-                f"the model was moved to {strangers.pop()} after it was attached on {self._transfers.device}, and its "
+                f"the model was moved to {strangers.pop()} after it was attached on {self.transfers.device}, and its "
                 "host memory is that of the first device: move the model, then attach it"
             )
         for parameter in own:
             parameter.take_in_outside_writes()
         self._plan()
-        self._counts: dict[
-            Piece, Tensor
-        ] = {}  # of the steps before this one, for pieces but the first of each parameter
+        # The steps before this one, for pieces but the first of each parameter: the kernel counts for each piece.
+        self._counts: dict[Piece, Tensor] = {}
         for chunk in self._chunks:
             chunk.reads.clear()
             for piece in self._pieces(chunk):
@@ -188,8 +186,10 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
                     count = self._make_state(piece.parameter)
                     if piece.begin:
                         self._counts[piece] = count.clone()
-        ways = {True: self._update_sliced, False: self._update_whole}
-        self._transfers.stream(self._chunks, lambda chunk: ways[chunk.is_sliced](self._pieces(chunk)))
+        self.transfers.stream(
+            self._chunks,
+            lambda chunk: (self._update_sliced if chunk.is_sliced else self._update_whole)(self._pieces(chunk)),
+        )
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for LR schedulers made before
         SplitParameter.note_written(*own)
 
@@ -216,19 +216,16 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
         batches: dict[tuple[AdamWSettings, Tensor | None], list[AdamWTensors]] = {}
         for piece in pieces:
             parameter, inside, part = piece.parameter, piece.inside, slice(piece.begin, piece.end)
-            if (held := parameter.place.held) is not None:
-                gradient, factor = held.on_device(inside)
-            else:
-                gradient, factor = _dense_gradient(parameter)
-                gradient = gradient[part]
+            held = parameter.place.held
+            gradient, factor = _dense_gradient(parameter, part) if held is None else held.on_device(inside)
             count = self._counts.get(piece, self.optimizer.state[parameter]["step"])
             moments = inside["exp_avg"], inside["exp_avg_sq"], count
             working = DATA.__get__(parameter).view(-1)[part]
             tensors = AdamWTensors(gradient, *moments, None, working, inside[REMAINDER])
             batches.setdefault((self._settings[id(parameter)], factor), []).append(tensors)
         for (settings, factor), batch in batches.items():
-            tensors_of_kernel = [one for tensors in batch for one in (tensors.gradient, *tensors.state())]
-            if (kernel := kernel_for("adamw", tensors_of_kernel)) is None:
+            read = [one for tensors in batch for one in tensors[:-1] if one is not None]  # but remainders, of integers
+            if (kernel := kernel_for("adamw", read)) is None:
                 adamw_(batch, settings, factor, room=self._updates.room)
             else:
                 kernel(batch, [len(batch)])([tensors.gradient for tensors in batch], [settings], factor)
@@ -243,26 +240,28 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
             rooms = self.rooms[piece.parameter].items()
             shown = {key: piece.inside[key].view(room.view.shape) for key, room in rooms}
             state.update({key: shown[key] for key, room in rooms if state.get(key) is room.view})
-        self._step_on([piece.parameter for piece in pieces], keeps_gradients=False)
-        for piece in pieces:
-            state = self.optimizer.state[piece.parameter]
-            piece.parameter.place.inside = {}
-            for key, room in self.rooms[piece.parameter].items():
-                if _fits(value := state.get(key), room):
-                    if value.data_ptr() != piece.inside[key].data_ptr():  # made in this step
-                        piece.inside[key].copy_(value.view(-1))
-                    state[key] = room.view
+        try:
+            self._step_on([piece.parameter for piece in pieces], keeps_gradients=False)
+        finally:  # an optimizer that raises leaves no state in a window
+            for piece in pieces:
+                state = self.optimizer.state[piece.parameter]
+                piece.parameter.place.inside = {}
+                for key, room in self.rooms[piece.parameter].items():
+                    if _fits(value := state.get(key), room):
+                        if value.data_ptr() != piece.inside[key].data_ptr():  # made in this step
+                            piece.inside[key].copy_(value.view(-1))
+                        state[key] = room.view
 
 
-def _dense_gradient(parameter: OffloadedParameter) -> tuple[Tensor, Tensor | None]:
-    """The gradient of ``parameter`` on the device, flat, and the factor that unscales it."""
+def _dense_gradient(parameter: OffloadedParameter, part: slice) -> tuple[Tensor, Tensor | None]:
+    """The ``part`` of the gradient of ``parameter`` on the device, flat, and the factor that unscales it."""
     gradient, factor = gradient_and_factor(parameter)
     if gradient is None or gradient.is_sparse:
         raise RuntimeError(
             f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, and torch's Adam takes none: use "
             "sparse=False in the embedding"
         )
-    return gradient.contiguous().view(-1), factor
+    return gradient.contiguous().view(-1)[part], factor
 
 
 def _fits(value: Any, room: Room) -> bool:
@@ -272,8 +271,8 @@ def _fits(value: Any, room: Room) -> bool:
 def _check_streamable(optimizer: Any) -> None:
     """Raise a ValueError for an optimizer whose state cannot be streamed; the base class refuses others."""
     name = type(optimizer).__name__
-    is_refused = not isinstance(optimizer, Optimizer) or isinstance(optimizer, base.MasterWeightOptimizer)
-    if not is_refused and not base.steps_by_parameter(optimizer):
+    is_bare = isinstance(optimizer, Optimizer) and not isinstance(optimizer, base.MasterWeightOptimizer)
+    if is_bare and not base.steps_by_parameter(optimizer):
         raise ValueError(
             f"offload steps a few parameters at a time, and hf_mp does not know whether {name} allows that: use an "
             "optimizer of torch.optim or bitsandbytes (in the Trainer: optim='adamw_torch_fused')"

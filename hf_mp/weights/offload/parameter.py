@@ -247,7 +247,9 @@ def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tens
         factor = clip_factor(total, max_norm)
         gradients, others = held_gradients(parameters)
         product = functools.cache(lambda inverse: factor.reshape(1) if inverse is None else inverse * factor)
-        for gradient_held in gradients:
-            gradient_held.factor = product(gradient_held.factor)
+        for its in gradients:
+            if len(its.keys) > 1:  # FP32 gradients on the device are multiplied themselves
+                its.magnitude = its.magnitude * factor
+            its.factor = product(its.factor)
         multiply_gradients(others, factor)
     return total

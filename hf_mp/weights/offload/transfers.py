@@ -13,7 +13,6 @@ from hf_mp.weights.offload.host_memory import ALIGNED, padded
 from hf_mp.weights.offload.streams import COMPUTE, INBOUND, OUTBOUND, Streams
 
 WINDOW_BYTES = 2**28  # of each window, at most, if no single tensor needs more
-LEAST_WINDOW_BYTES = 2**12
 ALIGNED_BYTES = 512  # a multiple of ALIGNED elements of each dtype, and of the alignment of CUDA's allocator
 
 
@@ -39,8 +38,7 @@ class Transfers:
             self.streams.synchronize()
             self.window_bytes = window_bytes
             self.windows.clear()  # before there are larger ones
-            make = partial(torch.empty, window_bytes, dtype=torch.uint8, device=self.device)
-            self.windows += [make(), make()]
+            self.windows += [torch.empty(window_bytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
             # The allocator gives memory that earlier work of the compute queue may still use.
             self._free = [self.streams.record(COMPUTE)] * 2
 
@@ -62,18 +60,20 @@ class Transfers:
             streams.run(INBOUND, _copying(inside, slabs))
             self._filled[place] = streams.record(INBOUND)
 
-        for number, chunk in enumerate(chunks):
-            # One ahead, because the host may wait for the device in ``work``.
-            for ahead in range(len(placed), min(number + 2, len(chunks))):
-                copy_in(ahead)
-            streams.wait(COMPUTE, self._filled[number % 2])
-            streams.run(COMPUTE, partial(work, chunk))
-            streams.wait(OUTBOUND, streams.record(COMPUTE))
-            streams.run(OUTBOUND, _copying(*placed[number]))
-            self._free[number % 2] = streams.record(OUTBOUND)
-        # Other code (checkpoints, schedulers) reads the optimizer's state at any time, on a host that waits for no
-        # stream. On a GPU this costs the way back of the last chunk.
-        streams.synchronize()
+        try:
+            for number, chunk in enumerate(chunks):
+                # One ahead, because the host may wait for the device in ``work``.
+                for ahead in range(len(placed), min(number + 2, len(chunks))):
+                    copy_in(ahead)
+                streams.wait(COMPUTE, self._filled[number % 2])
+                streams.run(COMPUTE, partial(work, chunk))
+                streams.wait(OUTBOUND, streams.record(COMPUTE))
+                streams.run(OUTBOUND, _copying(*placed[number]))
+                self._free[number % 2] = streams.record(OUTBOUND)
+        finally:
+            # Other code (checkpoints, schedulers) reads the optimizer's state at any time, on a host that waits for no
+            # stream. On a GPU this costs the way back of the last chunk.
+            streams.synchronize()
 
     def write(self, source: Tensor, slabs: Sequence[Tensor], fill: Callable[..., None]) -> Any:
         """Copy ``source``, flat and on the device, to flat parts of ``slabs``; it may be freed when this returns.

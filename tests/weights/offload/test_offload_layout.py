@@ -14,8 +14,10 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import hf_mp
+from hf_mp.kernels import registry
 from hf_mp.kernels.adamw import adamw_reference
-from hf_mp.weights import forward_weights, fused_adamw
+from hf_mp.kernels.gradient_scan import Scan
+from hf_mp.weights import forward_weights
 from hf_mp.weights.offload import layout, optimizer
 from hf_mp.weights.offload.parameter import OffloadedParameter
 from hf_mp.weights.offload.transfers import Transfers
@@ -48,30 +50,82 @@ def test_a_trained_model_is_that_of_the_preset_without_offload(name: str, precis
     assert len(run.norms) == 2 and min(run.norms) > 0.05  # it does clip
 
 
-@pytest.mark.parametrize("offload", OFFLOADS)
-def test_the_kernel_of_a_gpu_takes_chunks(offload: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the place of the kernel, its reference, which is not what a CPU computes with."""
-    sizes: list[int] = []
+class Kernels:
+    """In the place of those of a GPU, their references; ``sizes``: of each update."""
 
-    def kernel(tensors: Any, counts: Any) -> Any:
-        sizes.append(sum(one.gradient.numel() for one in tensors))
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def launcher(self, name: str) -> Any:
+        return {"adamw": self.update, "gradient_scan": self.scan}.get(name)
+
+    def update(self, tensors: Any, counts: Any) -> Any:
+        self.sizes.append(sum(one.gradient.numel() for one in tensors))
         assert sum(counts) == len(tensors)
 
-        def update(gradients: Any, settings: Any, factor: Any = None, found_inf: Any = None) -> None:
+        def run(gradients: Any, settings: Any, factor: Any = None, found_inf: Any = None) -> None:
             given = iter(one._replace(gradient=gradient) for one, gradient in zip(tensors, gradients, strict=True))
             for its, count in zip(settings, counts, strict=True):
                 adamw_reference([next(given) for _ in range(count)], its, factor)
 
-        return update
+        return run
 
-    for module in (fused_adamw, optimizer):
-        monkeypatch.setattr(module, "kernel_for", lambda name, tensors: kernel)
+    def scan(self, tensors: Any, *, sums_squares: bool = False) -> Any:
+        largest = torch.stack([tensor.float().abs().max() for tensor in tensors]).max()
+        squares = torch.stack([tensor.float().square().sum().double() for tensor in tensors]).sum()
+        return (largest, squares) if sums_squares else Scan(largest, squares.sqrt().float())
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_the_kernels_of_a_gpu_take_chunks(offload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_MP_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    kernels = Kernels()
+    monkeypatch.setattr(registry, "_has_triton", lambda: True)
+    monkeypatch.setattr(registry, "launcher", kernels.launcher)
     expected = start(fused_in_groups, "bf16-lean", None).train()
-    whole = max(sizes)
-    sizes.clear()
+    whole = max(kernels.sizes)
+    kernels.sizes.clear()
     run = start(fused_in_groups, "bf16-lean", offload).train()
     assert differences(run, expected) == []
-    assert 0 < max(sizes) <= WINDOW // 10 < whole
+    assert sum(kernels.sizes) == 4 * sum(p.numel() for p in run.model.parameters())  # a step was skipped
+    assert max(kernels.sizes) <= WINDOW // 10 < whole
+
+
+@pytest.mark.parametrize("name", ["AdamW", "fused AdamW"])
+def test_a_step_that_raises_leaves_no_state_in_a_window(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start(OPTIMIZERS[name], "bf16-lean", "all").train([Step()])
+    run.backward()
+
+    def interrupt(*given: Any, **settings: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer, "adamw_", interrupt)
+        patch.setattr(torch.optim.AdamW, "step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run.optimizer.step()
+    rooms = {id(room.view) for rooms in run.optimizer.rooms.values() for room in rooms.values()}
+    state = [value for one in run.optimizer.state.values() for key, value in one.items() if key != "step"]
+    assert all(id(value) in rooms for value in state) and not any(p.place.inside for p in run.model.parameters())
+    run.optimizer.step()
+    assert all(torch.isfinite(weight).all() for weight in run.weights())
+
+
+def test_a_sum_whose_norm_leaves_fp32_is_clipped_to_nothing() -> None:
+    """As on the device, where FP32 gradients are multiplied before they are checked."""
+    runs = []
+    for offload in (None, *OFFLOADS):
+        run = start(fused_in_groups, "bf16-lean", offload)
+        for _ in range(2):
+            run.backward(2, 1e28)
+            run.norms.append(run.optimizer.clip_grad_norm_(0.5).item())
+            run.optimizer.step()
+            run.skipped.append(run.optimizer.step_was_skipped)
+            run.optimizer.zero_grad()
+        runs.append(run.train([Step()]))
+    assert runs[0].norms[0] == torch.inf and runs[0].skipped == [False] * 3
+    assert differences(runs[1], runs[0]) == differences(runs[2], runs[0]) == []
 
 
 def test_max_grad_norm_clips_in_the_step() -> None:
@@ -435,7 +489,7 @@ def test_weights_on_several_devices_are_refused() -> None:
 def test_a_model_that_was_moved_after_attaching_is_refused() -> None:
     run = start(fused_in_groups, "bf16-lean", "optimizer")
     run.backward()
-    run.optimizer._transfers.device = torch.device("meta")  # as if the model had come from there
+    run.optimizer.transfers.device = torch.device("meta")  # as if the model had come from there
     with pytest.raises(RuntimeError, match=r"moved to cpu after it was attached on meta.*: move the model, then"):
         run.optimizer.step()
 
