@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune loops memory docs test test-versions test-gpu-shapes bench-host-gpu exhaustive outside faults release tables lint clean
+.PHONY: help finetune loops memory docs test test-cpus test-versions test-gpu-shapes bench-host-gpu exhaustive outside faults release tables lint clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -38,6 +38,27 @@ docs: $(INSTALLED) ## build the documentation site in site/ (python -m http.serv
 # tests share trainings and launched processes.
 test: $(INSTALLED) ## run the tests (ARGS="tests/test_cli.py" runs those of one file)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not exhaustive and not outside" $(ARGS)
+
+# Kinds of CPU below this machine's own, which torch's kernels and oneDNN play when they are told to: what each of them
+# may use, and an instruction set of the next kind, without which the kind is this machine's own. SIGILL ends the tests
+# of a kind above it.
+CPU_KINDS := avx2/AVX2/avx512dq avx512/AVX512_CORE/avx512_bf16 avx512/AVX512_CORE_BF16/amx_bf16
+CPUINFO := /proc/cpuinfo
+# Those that multiply in 16 bits, or compare what a kernel of torch's for a CPU computes.
+CPU_TESTS := $(addprefix tests/,casting conformance diagnostics kernels step weights third_party test_compute_dtypes.py \
+  test_limits.py trainer/test_healing.py trainer/test_log_probabilities.py)
+run_cpu_tests = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile \
+  -m "not slow and not exhaustive and not outside" $(CPU_TESTS) $(ARGS)
+
+test-cpus: $(INSTALLED) ## run the tests that depend on the CPU as each kind of CPU that this machine can play
+	@failed=; for kind in $(CPU_KINDS); do \
+	  set -- $$(echo "$$kind" | tr / ' '); \
+	  grep -qsw "$$3" $(CPUINFO) || { echo "== $$2: not below this machine's own kind"; continue; }; \
+	  echo "== $$2"; \
+	  ATEN_CPU_CAPABILITY=$$1 ONEDNN_MAX_CPU_ISA=$$2 $(run_cpu_tests) || failed="$$failed $$2"; \
+	done; \
+	echo '== native'; $(run_cpu_tests) || failed="$$failed native"; \
+	[ -z "$$failed" ] || { echo "Tests failed as:$$failed"; exit 1; }
 
 exhaustive: $(INSTALLED) ## run the cases of which `make test` takes a part, and all FP32 values (long)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m exhaustive $(ARGS)

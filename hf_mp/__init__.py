@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     )
     from hf_mp.step.mixed_precision import MixedPrecision, PrecisionStats
     from hf_mp.step.prepare import prepare
+    from hf_mp.step.unscaled_gradients import unscaled_gradients
     from hf_mp.trainer.arguments import MixedPrecisionArguments
     from hf_mp.trainer.callback import MixedPrecisionCallback
     from hf_mp.trainer.checkpoints.loops import load_checkpoint, save_checkpoint
@@ -92,6 +93,7 @@ _HOME = {
     "MixedPrecision": "hf_mp.step.mixed_precision",
     "PrecisionStats": "hf_mp.step.mixed_precision",
     "prepare": "hf_mp.step.prepare",
+    "unscaled_gradients": "hf_mp.step.unscaled_gradients",
     "detach": "hf_mp.weights.attachable",
     "load_checkpoint": "hf_mp.trainer.checkpoints.loops",
     "save_checkpoint": "hf_mp.trainer.checkpoints.loops",
@@ -152,6 +154,7 @@ __all__ = [
     "prepare",
     "record_precision",
     "save_checkpoint",
+    "unscaled_gradients",
     "working_copies",
 ]
 

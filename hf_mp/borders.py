@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -328,12 +328,57 @@ def add_late_borders(
                 todo.append(to)
             elif place not in getattr(node, "border_at", ()):
                 places.append(place)
-        # What an earlier forward made may have its borders.
-        if places and crossings not in (bordered := node.metadata.setdefault(_LateBorder, [])):
-            bordered.append(crossings)
-            node.register_hook(_LateBorder(node, places, crossings))
-            found = True
+        found |= bool(places) and _add_late_border(node, places, crossings)
     return found
+
+
+def _add_late_border(node: Any, places: Sequence[int], crossings: Crossings) -> bool:
+    """Put a border on the edges ``places`` of ``node``; False if it has them already, as of an earlier forward."""
+    if crossings in (bordered := node.metadata.setdefault(_LateBorder, [])):
+        return False
+    bordered.append(crossings)
+    node.register_hook(_LateBorder(node, places, crossings))
+    return True
+
+
+def leaf_edges(results: Iterable[Tensor], first: int) -> Iterator[tuple[Any, int, Tensor]]:
+    """The edges to leaves in the graph of ``results``, each as its node, the place in it, and the leaf.
+
+    Nodes with a number below ``first`` are not followed, nor inward borders, nor the edges that a node names in
+    ``border_at``.
+    """
+    with torch._C.DisableTorchFunction():
+        todo: list[Any] = [node for result in results if (node := result.grad_fn) is not None]
+    seen = {None, *todo}
+    for node in todo:  # which grows
+        for place, (to, _) in enumerate(node.next_functions):
+            if to in seen or type(to) is _INWARD or place in getattr(node, "border_at", ()):
+                continue
+            if (leaf := getattr(to, "variable", None)) is not None:
+                yield node, place, leaf
+            elif to._sequence_nr() >= first:
+                seen.add(to)
+                todo.append(to)
+
+
+def add_leaf_borders(
+    results: Iterable[Tensor], crossings: Crossings, first: int, is_external: Callable[[Tensor], bool]
+) -> None:
+    """Put a border on each edge to a leaf that :func:`leaf_edges` finds, if it ``is_external``."""
+    places: dict[Any, list[int]] = {}
+    for node, place, leaf in leaf_edges(results, first):
+        if is_external(leaf):
+            places.setdefault(node, []).append(place)
+    for node, its in places.items():
+        _add_late_border(node, its, crossings)
+
+
+def is_in_graph(node: Any, first: int) -> bool:
+    """Whether an autograd node belongs to the graph of a forward, whose nodes have numbers from ``first`` on.
+
+    An inward border does; a leaf does not.
+    """
+    return type(node) is _INWARD or first <= node._sequence_nr() < _AT_ONCE
 
 
 def outside_of(inside: Tensor) -> Tensor:

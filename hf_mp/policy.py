@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -131,8 +131,7 @@ class PrecisionPolicy:
         """
         if unknown := [name for name in switches if name not in SWITCHES]:
             raise TypeError(
-                f"{unknown[0]} is no option of mixed precision: see help(hf_mp.MixedPrecision), whose switches are "
-                f"{' and '.join(SWITCHES)}"
+                f"{unknown[0]} is no option of mixed precision: {_option_for(unknown[0], switches, cls.parse(text))}"
             )
         if on := {name: value for name, value in switches.items() if value}:
             return replace(cls.parse(text), **on)  # type: ignore[arg-type]
@@ -200,6 +199,19 @@ def _read_field(key: str, value: str) -> object:
         names = ", ".join(entry.name for entry in compute_dtypes())
         raise ValueError(f"{key}={value!r} is not a dtype of a precision policy: use one of {names}")
     return dtype
+
+
+def _option_for(name: str, given: Mapping[str, object], policy: PrecisionPolicy) -> str:
+    """Say which argument to use in place of ``name``, which is not one."""
+    if isinstance(value := given[name], (str, torch.dtype)) and (preset := spell(value)) in PRESETS:
+        return f"the dtype is named by the precision, as in prepare(model, optimizer, precision={preset!r})"
+    if name in ("loss_scale", "loss_scaler_settings") and policy.loss_scale is None:
+        return f"precision={str(policy)!r} has no loss scale, so leave it out"
+    if name == "loss_scaler_settings":
+        return "pass a scaler with these settings, as in loss_scaler=hf_mp.DynamicLossScaler(growth_interval=500)"
+    if name == "loss_scale":
+        return "name it in the precision, as in precision='fp16,loss_scale=dynamic'"
+    return f"see help(hf_mp.MixedPrecision), whose switches are {' and '.join(SWITCHES)}"
 
 
 def _layouts(*entries: ComputeDtype) -> dict[str, PrecisionPolicy]:

@@ -205,6 +205,14 @@ REFUSED: list[tuple[Callable[[], PrecisionPolicy], str]] = [
     (fields(exact_generation=1), "exact_generation=1 must be True or False"),
     (text("fp16", head=True), "head is no option of mixed precision: see help"),
     *(
+        (text("fp16", **{name: dtype}), f"{name} is no option of mixed precision: the dtype is named by the precision, "
+         "as in prepare(model, optimizer, precision='bf16')")
+        for name, dtype in {"dtype": "bf16", "torch_dtype": torch.bfloat16, "mixed_precision": "bfloat16"}.items()
+    ),
+    (text("fp16", loss_scale="dynamic"), "as in precision='fp16,loss_scale=dynamic'"),
+    (text("fp16", loss_scaler_settings={}), "pass a scaler with these settings, as in loss_scaler=hf_mp.Dyn"),
+    (text("bf16", loss_scaler_settings={}), "precision='bf16' has no loss scale, so leave it out"),
+    *(
         (text(p), f"a string, a dtype or a PrecisionPolicy, not {type(p).__name__}: use one of fp32, fp16, bf16")
         for p in (None, 16, Tensor)
     ),

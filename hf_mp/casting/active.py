@@ -1,4 +1,4 @@
-"""Which autocasts are active in a thread.
+"""The autocasts of a thread, and its innermost forward of an attached model.
 
 Functions that torch.compile traces, with side effects that it knows.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 
-from hf_mp.casting.calls import Mode
+from hf_mp.casting.calls import CustomBackward, Forward, Mode
 
 BOTH_ACTIVE = (
     "torch.autocast was entered inside hf_mp.autocast, and the two would cast each other's results: use hf_mp.autocast "
@@ -16,10 +16,10 @@ BOTH_ACTIVE = (
 
 
 class _ThreadState(threading.local):
-    """The autocast modes that are active in one thread, innermost last."""
-
     def __init__(self) -> None:
-        self.active: list[Mode] = []
+        self.active: list[Mode] = []  # the active autocasts, innermost last
+        self.forward: Forward | None = None  # innermost; it holds the one around it
+        self.backward: CustomBackward | None = None  # innermost backward of a custom autograd function that runs
 
 
 # Besides torch's own stack of modes, which does not hold an autocast while it makes a call, nor one that is disabled.
@@ -45,12 +45,18 @@ def enter_island(enabled: bool) -> bool:
         RuntimeError: if torch's autocast would be active inside hf_mp's.
     """
     ours = active_autocast()
-    if ours is None:
-        return False
-    if enabled:
-        raise RuntimeError(BOTH_ACTIVE)
+    entered = None
+    if state.backward is not None and (ours is None or enabled):
+        # Of torch.amp.custom_bwd, or of a checkpoint of one's own: it restores what was active in the forward.
+        entered = state.backward.autocast_for(enabled)
+    if entered is None:
+        if ours is None:
+            return False
+        if enabled:
+            raise RuntimeError(BOTH_ACTIVE)
+        entered = ours.island()
     # Not by `with`: the torch.autocast that somebody entered says when the island ends.
-    ours.island().__enter__()
+    entered.__enter__()
     return True
 
 

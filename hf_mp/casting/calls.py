@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -33,6 +34,31 @@ class Mode(Protocol):
     def has_rule_for(self, module: nn.Module | None) -> bool: ...
     def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]: ...
     def shortcut(self, func: Callable[..., Any], tensors: Any) -> PlannedCall | None: ...
+
+
+class Forward(Protocol):
+    """Forward of an attached model that runs in this thread: :class:`hf_mp.step.forward.ForwardContext`."""
+
+    runtime: Any  # the StepRuntime of the model
+    autocast: Any  # the AttachedAutocast that casts its calls
+    weights: Any  # its ForwardWeights; None in a transform of functorch, and where slots are left alone
+    graph_task: int  # autograd's number of the backward around it; -1 without one
+    began_without_grad: bool  # also: no observer makes its calls
+    is_dispatched: bool  # whether kernels of the dispatcher cast its calls
+    lowers_caches: bool  # whether Transformers' caches receive 16-bit keys and values
+    is_recomputing: bool  # whether a backward recomputes a part of it: gradients of its weights are not scaled
+
+    def for_recompute(self, args: tuple[Any, ...] | None) -> AbstractContextManager[Any]:
+        """A context to recompute a part of it in, whose arguments are ``args`` (None: not known); in any thread."""
+
+
+class CustomBackward(Protocol):
+    """Backward of a custom autograd function that runs in this thread: of :mod:`hf_mp.step.custom_backward`."""
+
+    forward: Forward | None  # that made its node; None if no attached forward did
+
+    def autocast_for(self, enabled: bool) -> Mode | None:
+        """The autocast to enter for a ``torch.autocast(enabled=...)`` in it; None if torch's own is to be entered."""
 
 
 class PlannedCall(NamedTuple):

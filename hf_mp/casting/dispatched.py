@@ -14,18 +14,17 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from hf_mp._warnings import warn_caller
 from hf_mp.casting.active import state
-from hf_mp.casting.calls import Plan, PlannedCall
+from hf_mp.casting.calls import Forward, Plan
 from hf_mp.casting.handlers import AS_GIVEN
 from hf_mp.casting.native_plan import native_plan
 from hf_mp.casting.tables import of_the_dispatcher
@@ -42,24 +41,9 @@ _KEY, _NATIVE_KEY = "AutocastIPU", "AutocastHPU"
 _set_included = getattr(torch._C, "_dispatch_tls_set_dispatch_key_included", None)
 # For each call of a kernel: torch's guard, which does the same, costs the host more.
 _set_excluded = getattr(torch._C, "_dispatch_tls_set_dispatch_key_excluded", None)
-_backward_task = torch._C._current_graph_task_id
+_is_included = getattr(torch._C, "_dispatch_tls_is_dispatch_key_included", None)
+current_graph_task = torch._C._current_graph_task_id
 
-
-class Dispatching(Protocol):
-    """The autocast that kernels make calls for."""
-
-    native_plan: Any  # its plan for the kernels in C++; None without them
-
-    def planned(self, func: Callable[..., Any]) -> PlannedCall:
-        """What to do with a call of ``func`` now."""
-
-
-class _Running(threading.local):
-    autocast: Dispatching | None = None  # in which a forward of this thread runs
-    task = -1  # autograd's number of the backward around that forward, if there is one
-
-
-_running = _Running()
 _registered: dict[OpOverload, Callable[..., Any]] = {}  # what the kernel of an op calls
 
 
@@ -74,7 +58,7 @@ def _key() -> Any:
     """The key of the kernels below; None where this torch does not have it."""
     try:
         found = getattr(torch._C.DispatchKey, _KEY)
-        if _set_included is None or _set_excluded is None:
+        if _set_included is None or _set_excluded is None or _is_included is None:
             raise AttributeError("torch._C has no _dispatch_tls_set_dispatch_key_included")
         _library("_").fallback(torch.library.fallthrough_kernel)  # of all namespaces
     except (AttributeError, RuntimeError) as error:
@@ -97,7 +81,7 @@ def _passed_by_higher_order_ops(key: Any) -> Any:
     return key
 
 
-def _keys(autocast: Dispatching) -> tuple[Any, ...]:
+def _keys(autocast: Any) -> tuple[Any, ...]:
     return (_key(),) if autocast.native_plan is None else (_key(), _native_key())
 
 
@@ -112,27 +96,25 @@ def compiled_frames() -> int:
 
 
 @contextmanager
-def dispatched(autocast: Dispatching, *, is_reading: bool) -> Iterator[None]:
-    """To run a forward in: each op with a kernel is made as ``autocast`` says.
-
-    ``is_reading``: whether the forward began without gradients.
-    """
-    before, is_outermost = (_running.autocast, _running.task), _running.autocast is None
-    _running.autocast, _running.task = autocast, _backward_task()
+def dispatched(forward: Forward) -> Iterator[None]:
+    """Run ``forward``, the innermost one, with the kernels: each op that has one is cast as its autocast plans."""
+    autocast = forward.autocast
+    # Not "no forward around": one without kernels may lie between this one and one with kernels.
+    were_included = _is_included(_key())  # type: ignore[misc]
     plan = autocast.native_plan
     if plan is not None:
-        plan.enter(is_reading)
+        copies = None if forward.weights is None else forward.weights.slots.native_copies
+        plan.enter(copies, forward.began_without_grad)
     _set_keys(autocast, True)
     try:
         yield
     finally:
-        _running.autocast, _running.task = before
-        _set_keys(autocast, not is_outermost)
+        _set_keys(autocast, were_included)
         if plan is not None:
             plan.leave()
 
 
-def _set_keys(autocast: Dispatching, on: bool) -> None:
+def _set_keys(autocast: Any, on: bool) -> None:
     # These keys alone: a forward may switch others on and leave them so, as of a profiler.
     for key in _keys(autocast):
         _set_excluded(key, not on)  # type: ignore[misc]
@@ -141,16 +123,16 @@ def _set_keys(autocast: Dispatching, on: bool) -> None:
 
 def undispatched() -> AbstractContextManager[None]:
     """To run code in that has its casts already, as a compiled graph has."""
-    if (autocast := _running.autocast) is None:
+    if (forward := state.forward) is None or not forward.is_dispatched:
         return nullcontext()
-    keys = functools.reduce(operator.or_, map(torch._C.DispatchKeySet, _keys(autocast)))
+    keys = functools.reduce(operator.or_, map(torch._C.DispatchKeySet, _keys(forward.autocast)))
     return torch._C._ExcludeDispatchKeyGuard(keys)
 
 
 def note_innermost() -> None:
     """Tell the kernels in C++ whether another autocast decides about calls now, of which they know nothing."""
-    if (autocast := _running.autocast) is not None and autocast.native_plan is not None:
-        autocast.native_plan.set_innermost(bool(state.active) and state.active[-1] is autocast)
+    if (forward := state.forward) is not None and forward.is_dispatched and forward.autocast.native_plan is not None:
+        forward.autocast.native_plan.set_innermost(bool(state.active) and state.active[-1] is forward.autocast)
 
 
 def register(plan: Plan, dtype: torch.dtype) -> Any:
@@ -181,14 +163,16 @@ def _defaults(op: OpOverload) -> tuple[Any, ...]:
 
 def _kernel(call: Callable[..., Any], defaults: tuple[Any, ...]) -> Callable[..., Any]:
     """The kernel of the op ``call``, as this thread's autocast plans it; ``defaults`` stand for absent arguments."""
-    running, key, set_excluded = _running, _key(), _set_excluded
+    key, set_excluded = _key(), _set_excluded
     assert set_excluded is not None
 
     @uncompiled  # torch 2.11 meets its frame while a block of the model is compiled
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        autocast = running.autocast
+        forward, autocast, entry = state.forward, None, AS_GIVEN
         # Ops of a backward have their forward's dtypes; one inside of a forward sees the key, and is another task.
-        entry = AS_GIVEN if autocast is None or running.task != _backward_task() else autocast.planned(call)
+        if forward is not None and forward.is_dispatched and forward.graph_task == current_graph_task():
+            autocast = forward.autocast
+            entry = autocast.planned(call)
         set_excluded(key, True)  # nothing that this call is made of is looked at again
         try:
             args = (*args, *defaults[len(args) :]) if defaults else args

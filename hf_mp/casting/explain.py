@@ -92,9 +92,9 @@ def explain(
     """
     model = function if isinstance(function, nn.Module) else None
     attached = getattr(getattr(function, "forward", None), "runtime", None)
-    mode = autocast(dtype, tables=tables, rules=rules, model=model) if attached is None else attached.region.autocast
+    mode = autocast(dtype, tables=tables, rules=rules, model=model) if attached is None else attached.autocast
     recorder = _Recorder()
-    # An attached model enters its region itself.
+    # An attached model enters its autocast itself.
     modules = {} if model is None else dict(model.named_modules())
     with watching(modules, mode, recorder.record), mode if attached is None else nullcontext():
         function(*inputs, **kwargs)

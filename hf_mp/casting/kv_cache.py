@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_mp.casting.active import active_autocast
+from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.calls import Plan, PlannedCall
 from hf_mp.casting.handlers import as_given
 from hf_mp.casting.mode import autocast
@@ -52,9 +52,10 @@ def _update_kv_cache(original: Any) -> Any:
 
     @functools.wraps(original)
     def update(cache: Any, /, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        region = active_autocast()
-        if region is not None and getattr(getattr(region, "thread", None), "lowers_caches", False):
-            key_states, value_states = region.cast(key_states, region.dtype), region.cast(value_states, region.dtype)
+        forward = state.forward
+        if forward is not None and forward.lowers_caches and active_autocast() is forward.autocast:
+            mode: Any = forward.autocast
+            key_states, value_states = mode.cast(key_states, mode.dtype), mode.cast(value_states, mode.dtype)
         return original(cache, key_states, value_states, *args, **kwargs)
 
     return update

@@ -226,11 +226,12 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 
     def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``function`` so that it runs in this autocast again when gradient checkpointing recomputes it."""
+        forward = state.forward  # of an attached model, around this autocast: its weights are those of the forward
 
         def recompute(*args: Any, **kwargs: Any) -> Any:
             if active_autocast() is self:
                 return function(*args, **kwargs)
-            with self:
+            with contextlib.nullcontext() if forward is None else forward.for_recompute(args), self:
                 return function(*args, **kwargs)
 
         return recompute

@@ -8,13 +8,14 @@ A torch that lacks the attribute costs what the entry says.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +25,11 @@ from hf_mp._warnings import warn_caller
 from hf_mp.casting.active import active_autocast, enter_island, leave_island
 from hf_mp.casting.dispatched import undispatched
 from hf_mp.casting.uncompiled import uncompiled
+from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 
-is_torch_autocast_enabled = torch.is_autocast_enabled  # torch's own answer, whatever is patched below
+# torch's own answers, whatever is patched below
+is_torch_autocast_enabled = torch.is_autocast_enabled
+_torch_autocast_dtype = torch.get_autocast_dtype
 _MISSING = object()
 
 
@@ -34,6 +38,7 @@ def around(function: Callable[..., Any]) -> Callable[[Any], Any]:
 
     def replace(original: Any) -> Any:
         @functools.wraps(original)
+        @uncompiled  # the compiler skips torch's own frames, and would take this one for code to compile
         def replacement(*args: Any, **kwargs: Any) -> Any:
             return function(original, *args, **kwargs)
 
@@ -117,6 +122,40 @@ def _enter_torch_autocast(original: Any, self: Any) -> Any:
 def _leave_torch_autocast(original: Any, self: Any, /, *exc_info: Any) -> Any:
     islands = self.__dict__.get("_hf_mp_islands")
     return islands.pop().__exit__(*exc_info) if islands else original(self, *exc_info)
+
+
+# TorchScript calls no torch function in Python, and its formulas for gradients do not match casts in the dispatcher.
+# Its compiler inserts the casts of torch.autocast itself, so that is what runs around its calls.
+
+
+@around
+def _call_torch_script(original: Any, self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    mode = active_autocast()
+    if mode is None or not mode.enabled or mode.sums_in_fp64 or mode.dtype not in LOWER_PRECISION_DTYPES:
+        return original(self, *args, **kwargs)
+    # In an island, code in Python that TorchScript calls (torch.jit.ignore) is not cast a second time.
+    with mode.island(), undispatched(), _torchs_autocast(mode.dtype):
+        return original(self, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _torchs_autocast(dtype: torch.dtype) -> Iterator[None]:
+    """Enter torch's own autocast in ``dtype``, on the CPU and the accelerator, without the patches above."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kinds = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
+    before = [(kind, is_torch_autocast_enabled(kind), _torch_autocast_dtype(kind)) for kind in kinds]
+    torch.autocast_increment_nesting()
+    try:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, True)
+            torch.set_autocast_dtype(kind, dtype)
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        for kind, was_enabled, its_dtype in before:
+            torch.set_autocast_enabled(kind, was_enabled)
+            torch.set_autocast_dtype(kind, its_dtype)
 
 
 # torch.compile has variables of its own for what we replace above: there, our functions are traced in their place.
@@ -256,6 +295,8 @@ TABLE: tuple[Patch, ...] = (
       for name in ("get_autocast_dtype", "get_autocast_gpu_dtype", "get_autocast_cpu_dtype")),
     Patch(("torch:_C._is_any_autocast_enabled",), _asks(lambda ours: ours.enabled),
           "nn.LSTM, nn.GRU and nn.RNN refuse mixed dtypes"),
+    *(Patch((f"torch:_C.{kind}.__call__",), _call_torch_script, "TorchScript runs without the casts of autocast")
+      for kind in ("ScriptFunction", "ScriptMethod")),
     Patch(("torch:autocast.__enter__",), _enter_torch_autocast, _ISLANDS),
     Patch(("torch:autocast.__exit__",), _leave_torch_autocast, _ISLANDS),
     Patch(("torch._dynamo.variables.ctx_manager:AutocastModeVariable.enter",), _enter_traced_autocast, _TRACED_ISLANDS),
@@ -329,6 +370,8 @@ class Patches:
             return False
         if (original := getattr(owner, name, _MISSING)) is _MISSING:
             return False
+        if type(original).__hash__ is None:  # a method that pybind11 made: the function inside it can be a key
+            original = getattr(original, "__func__", original)
         replacement = _replacement(replace, original)
         self._replaced.append((owner, name, vars(owner).get(name, _MISSING), replacement))
         setattr(owner, name, replacement)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
@@ -26,7 +26,7 @@ from hf_mp.step.mixed_precision import MixedPrecision
 
 def calibrate(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Mapping[str, Any] | Tensor | Iterable[Any],
     precision: PrecisionPolicy | str = "fp16",
     *,
     rules: Rules | None = None,
@@ -40,7 +40,8 @@ def calibrate(
 
     Args:
         model: a model that is not attached, in the mode (training or evaluation) that the rules are for.
-        batches: what to call it with: mappings of arguments, tuples of them, or one tensor each.
+        batches: the arguments of its calls. A mapping of arguments, or one tensor, is one batch. Anything else is a
+            list (or other iterable) of batches, each a mapping, a tuple of arguments, or one tensor.
         precision: a policy that computes in FP16; default ``"fp16"``.
         rules, tables: those of the autocast that you will use; default none and ``"compact"``.
 
@@ -84,7 +85,7 @@ def _look(
     runtime.add_rules(rules or {})
     recorder = RangeRecorder(FP16_MAX / 2**CLOSE_DOUBLINGS, backward=backward)
     for batch in batches:
-        with recorder.recording(runtime.region.autocast, model), torch.set_grad_enabled(backward):
+        with recorder.recording(runtime.autocast, model), torch.set_grad_enabled(backward):
             outputs = call(model, batch)
         # Without labels there is none, and the forward alone is told of.
         if (loss := loss_of(outputs)) is not None:

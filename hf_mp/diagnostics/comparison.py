@@ -34,7 +34,7 @@ ROWS_ELEMENTS = 2**22  # logits that are compared at once, in FP64
 @torch.no_grad()
 def compare_precisions(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Mapping[str, Any] | Tensor | Iterable[Any],
     precisions: Sequence[Precision | tuple[Precision, Rules]] = ("bf16", "fp16"),
     *,
     tables: TableName = "compact",
@@ -52,7 +52,8 @@ def compare_precisions(
     Args:
         model: any module; it is not changed. For an attached model, a copy with its FP32 masters is compared, without
             its rules: pass them in ``precisions``. Weights in 16 bits are cast to FP32 while this runs.
-        batches: what to call it with: mappings of arguments, tuples of them, or one tensor each.
+        batches: the arguments of its calls. A mapping of arguments, or one tensor, is one batch. Anything else is a
+            list (or other iterable) of batches, each a mapping, a tuple of arguments, or one tensor.
         precisions: presets, policies or dtypes, or pairs of one and its rules (as ``rules`` of autocast); default
             ``"bf16"`` and ``"fp16"``.
         tables: of autocast; default ``"compact"``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from hf_mp.kernels.nested import named_tensors
 
 
-def checked(batches: Iterable[Any]) -> list[Any]:
-    """``batches`` as a list; a ValueError where there is none."""
-    if not (given := list(batches)):
-        raise ValueError("batches is empty: give at least one, such as next(iter(loader))")
+def checked(batches: Any) -> list[Any]:
+    """Return ``batches`` as a list; a mapping or a tensor is one batch. Raises ValueError if there is none."""
+    is_one = isinstance(batches, Tensor) or (isinstance(batches, Mapping) and len(batches) > 0)
+    if not (given := [batches] if is_one else list(batches)):
+        raise ValueError("batches is empty: give at least one, such as [next(iter(loader))]")
     return given
 
 

@@ -22,6 +22,7 @@ from hf_mp.diagnostics.ranges import STAND_IN, OpRange, RangeRecorder
 from hf_mp.diagnostics.values import finiteness
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude
 from hf_mp.kernels.nested import apply_to_tensors
+from hf_mp.step.forward import ForwardContext
 from hf_mp.step.mixed_precision import MixedPrecision
 
 
@@ -62,12 +63,12 @@ def run_again(
     assert model is not None  # it was called
     # A rule in FP32 would only say again what autocast does there.
     in_force = None if dtype is torch.float32 else {**runtime.rules, **(rules or {})}
-    mode = autocast(dtype, tables=runtime.region.autocast.tables, rules=in_force, model=model)
+    mode = autocast(dtype, tables=runtime.autocast.tables, rules=in_force, model=model)
 
     def make(call: KeptCall, args: Any, kwargs: Any) -> Any:
         args, kwargs = apply_to_tensors(_entered, (args, kwargs))
-        # In the run's region, attached forwards inside of the model know that they are a part of it.
-        with runtime.region.running(None), mode:
+        # In a forward of the run, attached forwards inside of the model are parts of it.
+        with ForwardContext(runtime, None), mode:
             return mode.under_rules(call.forward.module(), call.forward.original)(*args, **kwargs)
 
     def run() -> Rerun:

@@ -50,7 +50,7 @@ def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callabl
     Raises:
         TypeError: if ``model`` is neither.
         ValueError: if the model is not attached, or returns no loss and ``loss`` is not given.
-        ScaleLeakError: naming the parameters whose gradients differ.
+        ScaleLeakError: naming the parameters whose gradients differ, by the cause.
     """
     runtime = runtime_of(model)
     attached = runtime.model
@@ -90,23 +90,54 @@ def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
         scales = (larger, larger / APART, *TINY_SCALES)
         samples = [at(scale)[0] for scale in scales]
     if leaks := _leaks(samples):
-        more = f" and {len(leaks) - 5} more" if len(leaks) > 5 else ""
+        numbers = ", ".join(f"{one:g}" for one in scales[:3])
+        causes = " ".join(f"{_listed(named)}. {_CAUSES[cause]}." for cause, named in leaks.items())
         raise ScaleLeakError(
-            f"gradients change with the loss scale, so they are wrong. Their root mean squares at loss scales "
-            f"{', '.join(f'{s:g}' for s in scales[:3])}: {', '.join(leaks[:5])}{more}. The loss is computed from a "
-            "tensor that forward() does not return (a hook, an attribute): return it. A precision without loss scaling "
-            "(bf16) does not need that"
+            "gradients change with the loss scale, so they are wrong. Their root mean squares at loss scales "
+            f"{numbers}: {causes} A precision without loss scaling (bf16) does not need that"
         )
 
 
-def _leaks(samples: list[dict[str, Tensor]]) -> list[str]:
-    """The parameters whose gradients have S or 1/S in them, with their sizes."""
+# By what the loss scale S does to a gradient: the cause, and the way out.
+_CAUSES = {
+    "1/S": "The loss is computed from a tensor that forward() does not return (a hook, an attribute): return it",
+    "S": (
+        "These are multiplied by the loss scale: code that runs inside of the backward (a hook, a custom autograd "
+        "function) writes gradients of weights itself. Call backward() there, in a torch.autograd.Function that is "
+        "applied in forward(), or decorate that code with hf_mp.unscaled_gradients"
+    ),
+    "not linear": (
+        "A function that is not linear in the gradient, such as a clamp, receives scaled gradients inside of the "
+        "model, in a hook or a custom autograd function: decorate it with hf_mp.unscaled_gradients"
+    ),
+}
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _leaks(samples: list[dict[str, Tensor]]) -> dict[str, list[str]]:
+    """The parameters whose gradients depend on S, with their sizes, by the key of the cause in ``_CAUSES``."""
     typical = max(_size(sample) for sample in samples[0].values())
-    return [
-        f"{name} ({', '.join(f'{_size(found[name]):.3g}' for found in samples[:3])})"
-        for name in samples[0]
-        if _grows(samples[0][name], samples[1][name], typical) or _shrinks(*(samples[i][name] for i in (0, 2, 3)))
-    ]
+    found: dict[str, list[str]] = {}
+    for name in samples[0]:
+        larger, smaller, tiny, tinier = (sample[name] for sample in samples)
+        if _shrinks(larger, tiny, tinier):
+            # What is scaled, and so clamped at the larger scales alone, no longer grows.
+            cause = "1/S" if _size(tinier) > 1.5 * _size(tiny) else "not linear"
+        elif _grows(larger, smaller, typical):
+            cause = "S" if _is_proportional(larger - tiny, smaller - tiny) else "not linear"
+        else:
+            continue
+        sizes = ", ".join(f"{_size(sample[name]):.3g}" for sample in samples[:3])
+        found.setdefault(cause, []).append(f"{name} ({sizes})")
+    return found
+
+
+def _is_proportional(larger: Tensor, smaller: Tensor) -> bool:
+    """Whether the parts of a gradient that depend on S, at the larger and the smaller scale, differ by their ratio."""
+    return bool((larger - APART * smaller).norm() < 0.25 * larger.norm())
 
 
 def _size(sample: Tensor) -> float:

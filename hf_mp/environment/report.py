@@ -20,13 +20,13 @@ def examine_machine() -> dict[str, dict[str, str]]:
     }
 
 
-def advise_here(device: str = "cuda") -> dict[str, str]:
-    """The preset for the least capable GPU; without one, or for another kind of ``device``, for the CPU.
+def advise_here() -> dict[str, str]:
+    """The preset for the least capable GPU; without one, for the CPU.
 
     Tensor cores support FP16 from compute capability 7.0 (Volta) and BF16 from 8.0 (Ampere) on (NVIDIA, "CUDA C++
     Programming Guide", section "Compute Capabilities").
     """
-    if device != "cuda" or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         return advise("This CPU", fp16=runs_natively(torch.half, "cpu"), bf16=runs_natively(torch.bfloat16, "cpu"))
     # One process a GPU trains on all of them, in one precision.
     weakest = min(range(torch.cuda.device_count()), key=torch.cuda.get_device_capability)

@@ -91,7 +91,7 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """
     if (kernel := kernel_for("gradient_scan", tensors)) is not None:
         return kernel(tensors).norm
-    return norm_of([_norm(tensor) for tensor in tensors])
+    return norm_of([tensor_norm(tensor) for tensor in tensors])
 
 
 def norm_of(norms: Sequence[Tensor]) -> Tensor:
@@ -110,7 +110,7 @@ def scan_part(tensor: Tensor) -> tuple[Tensor, Tensor]:
     if (kernel := kernel_for("gradient_scan", [tensor])) is not None:
         largest, squares = kernel([tensor], sums_squares=True)
         return largest, squares
-    return largest_magnitude([tensor]), _norm(tensor)
+    return largest_magnitude([tensor]), tensor_norm(tensor)
 
 
 def norm_of_parts(parts: Sequence[Tensor]) -> Tensor:
@@ -124,7 +124,7 @@ def norm_of_parts(parts: Sequence[Tensor]) -> Tensor:
     return norm_of(parts)
 
 
-def _norm(tensor: Tensor) -> Tensor:
+def tensor_norm(tensor: Tensor) -> Tensor:
     """The 2-norm of one tensor, FP32 of shape (), without an FP32 copy of the whole."""
     if tensor.dtype is torch.float64:
         return torch.linalg.vector_norm(tensor).to(torch.float32)

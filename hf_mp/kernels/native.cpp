@@ -10,6 +10,8 @@
 #include <torch/extension.h>
 
 #include <map>
+#include <mutex>
+#include <unordered_map>
 #include <unordered_set>
 
 namespace {
@@ -32,6 +34,48 @@ struct Sizes {
   int64_t large, small;  // elements of one tensor, and of all: hf_mp/casting/cpu/
 };
 
+// Working copies by the identity of a weight or of its alias: hf_mp/weights/slots.py, WeightSlots.working_copy().
+class Copies {
+ public:
+  // An undefined copy: Python makes one when an op reads the weight.
+  void add(const Tensor& tensor, const std::optional<Tensor>& copy) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    entries_[tensor.unsafeGetTensorImpl()] = {tensor, copy.value_or(Tensor()), version_of(tensor)};
+  }
+
+  // Python has compared all copies with their weights: from now on, a weight with another version was written.
+  void validate() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& [impl, entry] : entries_) entry.version = version_of(entry.tensor);
+  }
+
+  // The weight may be written unseen, through `.data`: until validate(), Python makes the calls that read it.
+  void invalidate(const Tensor& tensor) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (auto found = entries_.find(tensor.unsafeGetTensorImpl()); found != entries_.end()) found->second.version = -1;
+  }
+
+  // Null for a tensor that is no weight; undefined where Python has to make the call.
+  std::optional<Tensor> find(const Tensor& tensor) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = entries_.find(tensor.unsafeGetTensorImpl());
+    if (found == entries_.end()) return std::nullopt;
+    const Entry& entry = found->second;
+    return entry.version == -1 || entry.version != version_of(tensor) ? Tensor() : entry.copy;
+  }
+
+ private:
+  struct Entry {
+    Tensor tensor, copy;
+    int64_t version;
+  };
+
+  static int64_t version_of(const Tensor& tensor) { return tensor.is_inference() ? -1 : tensor._version(); }
+
+  std::unordered_map<const c10::TensorImpl*, Entry> entries_;
+  std::mutex mutex_;  // kernels run without the interpreter's lock
+};
+
 struct Plan {
   std::string rules;  // by the number of an op
   at::ScalarType dtype;
@@ -40,6 +84,7 @@ struct Plan {
 
 struct Running {
   const Plan* plan;  // held by the autocast whose forward runs
+  std::shared_ptr<Copies> copies;  // of the weights of that forward; null without any
   bool is_reading;  // the forward began without gradients
   int task;  // autograd's number of the backward around that forward, or -1
   bool is_innermost = true;  // no autocast inside of it decides about calls
@@ -106,6 +151,15 @@ class Kernel final : public c10::OperatorKernel {
     int64_t all = 0, largest = 0;
     bool casts_a_weight = false;
     for (size_t i = 0; i < count; ++i) {
+      if (now.copies != nullptr && *dtype == plan.dtype && args[i].isTensor()) {
+        const Tensor& tensor = args[i].toTensor();
+        if (tensor.defined() && tensor.scalar_type() == at::kFloat) {
+          if (const auto copy = now.copies->find(tensor)) {
+            if (!copy->defined()) return false;
+            args[i] = *copy;
+          }
+        }
+      }
       for_each_tensor(args[i], [&](const Tensor& tensor) {
         if (!tensor.defined()) return;
         if (!first_is_on_cpu) first_is_on_cpu = tensor.device().is_cpu();
@@ -279,12 +333,17 @@ PYBIND11_MODULE(hf_mp_native, module) {
     for (size_t j = 0; j < std::size(on_cpu); ++j) bytes[py::make_tuple(rules[i], on_cpu[j])] = i | j << CPU_SHIFT;
   }
   module.attr("RULES") = bytes;
+  py::class_<Copies, std::shared_ptr<Copies>>(module, "Copies")
+      .def(py::init<>())
+      .def("add", &Copies::add)
+      .def("validate", &Copies::validate)
+      .def("invalidate", &Copies::invalidate);
   py::class_<Plan>(module, "Plan")
       .def(py::init([](py::bytes rules, at::ScalarType dtype, int64_t large, int64_t small) {
         return Plan{rules, dtype, {large, small}};
       }))
-      .def("enter", [](const Plan& plan, bool is_reading) {
-        running.push_back({&plan, is_reading, torch::autograd::get_current_graph_task_id()});
+      .def("enter", [](const Plan& plan, std::shared_ptr<Copies> copies, bool is_reading) {
+        running.push_back({&plan, std::move(copies), is_reading, torch::autograd::get_current_graph_task_id()});
       })
       .def("leave", [](const Plan&) { running.pop_back(); })
       .def("set_innermost", [](const Plan&, bool is_innermost) { running.back().is_innermost = is_innermost; });

@@ -28,7 +28,7 @@ from hf_mp.kernels.gradient_scan import Scan
 from hf_mp.kernels.nested import tensors_in
 from hf_mp.ranks.parallelism import has_dtensors
 from hf_mp.step import gradients
-from hf_mp.weights import product_uses
+from hf_mp.weights import weight_uses
 from hf_mp.weights.split_parameter import SPLIT_CLASSES, SplitParameter
 
 STAND_IN = torch.device("meta")
@@ -48,7 +48,7 @@ def kernels_of_a_gpu() -> Iterator[None]:
         mock.patch.object(autocast_mode, "is_autocast_available", let_meta),
         mock.patch.multiple(registry, why_not=_why_not, _is_right_on=lambda *_: True, launcher=_LAUNCHERS.__getitem__),
         mock.patch.object(gradients, "_SKIP_BY_THEMSELVES", (STAND_IN.type,)),
-        mock.patch.object(product_uses, "_ABSENT", ()),
+        mock.patch.object(weight_uses, "_OFFLOADED_DEVICES", ()),
     ):
         library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
         library.impl("dropout", lambda x, p, train: dropout(x, p, True)[0] if train and p else x, "AutogradMeta")

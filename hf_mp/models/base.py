@@ -27,23 +27,26 @@ class ModelReplacement:
 
 
 class ReplacedForward:
-    """Takes the place of a module's ``forward``; a pickled module has its own again, a deep copy one that is new."""
+    """Takes the place of a module's ``forward``; a pickled module has its own again, a deep copy one that is new.
 
-    def __init__(self, module: nn.Module) -> None:
+    Or of another method ``name``.
+    """
+
+    def __init__(self, module: nn.Module, name: str = "forward") -> None:
         # The module holds this object: a strong reference would keep its weights until the garbage collector runs.
-        self.module = weakref.ref(module)
-        before = module.__dict__.get("forward")
-        self.original = _class_forward(module) if before is None or isinstance(before, ReplacedForward) else before
+        self.module, self.name = weakref.ref(module), name
+        before = module.__dict__.get(name)
+        self.original = _class_method(module, name) if before is None or isinstance(before, ReplacedForward) else before
 
     def remove(self) -> None:
         """Give the module its own forward back, unless a library has put one over this."""
         module = self.module()
-        if module is None or module.__dict__.get("forward") is not self:
+        if module is None or module.__dict__.get(self.name) is not self:
             return
         # In vars(): nn.Module's own setattr and delattr look through parameters and buffers first.
-        del vars(module)["forward"]
-        if getattr(self.original, "__func__", None) is not type(module).forward:
-            vars(module)["forward"] = self.original
+        del vars(module)[self.name]
+        if getattr(self.original, "__func__", None) is not getattr(type(module), self.name, None):
+            vars(module)[self.name] = self.original
 
     # torch.export asks for it first, and without it fails in words that name nothing.
     @property
@@ -60,7 +63,7 @@ class ReplacedForward:
         return self.for_copy(copied, memo)
 
     def __reduce__(self) -> Any:
-        return _class_forward, (self.module(),)
+        return _class_method, (self.module(), self.name)
 
 
 @dataclass(frozen=True)
@@ -82,5 +85,5 @@ class ForwardReplacement(ModelReplacement):
                 forward.remove()
 
 
-def _class_forward(module: Any) -> Any:
-    return types.MethodType(type(module).forward, module)
+def _class_method(module: Any, name: str) -> Any:
+    return types.MethodType(getattr(type(module), name), module)

@@ -28,7 +28,7 @@ __all__ = [
     "make_loss_scaler",
 ]  # fmt: skip
 
-_OF_ALL = {"max_consecutive_skips", "enabled"}  # settings that every scaler has
+OF_ALL_SCALERS = {"max_consecutive_skips", "enabled"}  # settings that every scaler has
 
 
 class StaticLossScaler(LossScaler[StaticRule]):
@@ -154,22 +154,27 @@ class HeadroomLossScaler(LossScaler[HeadroomRule]):
     from it, so that their product stays below 65504 (Micikevicius et al. 2017, section 3.2; NVIDIA's "Train With Mixed
     Precision" guide). How much headroom the gradients need is learned from them::
 
-        clean step with largest unscaled gradient g:
+        clean step with largest unscaled gradient g > 0:
             if it is the first: level = g; headroom = what keeps the scale at 2**16 or below, at least 5; done
             rise = log2(g / level)                      # doublings above what is usual
-            if an overflow came before it:
-                if rise > headroom:                     # a jump: g is the new level
+            if an overflow came just before it:
+                if rise > headroom:                     # a jump explains the overflow: g is the new level
                     level = g; done
-                elif fewer than 16 clean steps lie between it and the last overflow: headroom += 1.25
-                elif futile or headroom >= max(12, that of 2**6): futile = True  # no scale prevents it
+                if quiet >= 16 and (futile or headroom >= max(12, that of scale 2**6)):
+                    futile = True                       # no scale prevents it
                 else: headroom += 1.25
-            futile = False after 16 * patience steps without an overflow
+                quiet = 0                               # clean steps since the last overflow without an explanation
+            else:
+                quiet += 1
+                if quiet >= 16 * patience: futile = False
             sinking = 1 / (1 + 8 * skipped steps so far)
             if futile or no step was skipped: sinking = max(sinking, 2 * (headroom - 4))
-            headroom -= sinking / patience
-            headroom = max(headroom, rise + 0.5, 1)
-            level moves towards g, half the way (of their logarithms) in half_life steps
-        scale = largest power of two with scale * level * 2**headroom <= 65504
+            headroom = max(headroom - sinking / patience, rise + 0.5, 1)
+            level moves towards g, half the way (of their logarithms) in half_life steps,
+                where a fall counts 8 doublings at most
+        clean step with gradients of 0 alone:
+            nothing is learned; before the first level, scale /= backoff_factor, no further than to init_scale
+        after a clean step with a level: scale = largest power of two with scale * level * 2**headroom <= 65504
         overflow:
             scale *= backoff_factor, from above 1 no further than to 1
         overflow with a loss of inf or NaN, which no scale changes: all stays
@@ -254,12 +259,12 @@ def make_loss_scaler(
     if (scaler := _SCALERS.get(rule.name)) is not None:
         allowed = set(signature(scaler).parameters) - {"scale", "device"}
     else:
-        allowed = {field.name for field in fields(rule) if field.kw_only} | {"scale", *_OF_ALL}
+        allowed = {field.name for field in fields(rule) if field.kw_only} | {"scale", *OF_ALL_SCALERS}
     if unknown := sorted(settings.keys() - allowed):
         raise ValueError(
             f"the {rule.name!r} loss scaler has no setting {', '.join(unknown)}: it has {', '.join(sorted(allowed))}"
         )
     if scaler is None:
-        of_all = {name: settings.pop(name) for name in _OF_ALL & settings.keys()}
+        of_all = {name: settings.pop(name) for name in OF_ALL_SCALERS & settings.keys()}
         return LossScaler(rule(**settings), **of_all)
     return scaler(**settings) if isinstance(kind, str) else scaler(1.0 if kind is None else kind, **settings)

@@ -6,13 +6,13 @@ Files of this folder first, then the others of ``hf_mp`` that do the stage's wor
    ``model.forward`` (``mixed_precision.py``, ``forward.py``); :meth:`~MixedPrecision.attach_optimizer` puts a
    :class:`StepGuard` in front of ``optimizer.step`` (``update.py``).
    Masters: ``weights/layout.py``; of a lean layout ``weights/split_layout.py``.
-2. Forward: ``AttachedForward`` makes an ``_AttachedCall``. :meth:`StepRuntime.begin_forward` asks the
-   owner of the weights, :class:`WeightSource` (``weights/source.py``), for the working copies that products use, behind
-   inward borders, of which small weights share one. The region puts them into their slots, and the call runs the
-   model's own forward in it.
-   How the model is spread: ``ranks/parallelism.py``; which weights products use: ``weights/product_uses.py``;
-   copies: ``working_copies.py``; the weights of one forward: ``forward_weights.py``; borders: ``borders.py``;
-   region: ``weights/region.py``.
+2. Forward: ``AttachedForward`` enters a :class:`ForwardContext`. :meth:`StepRuntime.begin_forward` gets its weights
+   from their owner, :class:`WeightSource` (``weights/source.py``): the working copies that products use, behind inward
+   borders, of which small weights share one. The context puts them into their slots, and the model's own forward runs
+   in it; so does what a backward recomputes.
+   How the model is spread: ``ranks/parallelism.py``; which weights lower-precision ops read:
+   ``weights/weight_uses.py``; copies: ``working_copies.py``; the slots and external tensors of one forward:
+   ``slots.py``, ``external.py``; borders: ``borders.py``.
    Casts of each call: ``casting/handlers.py``, on a CPU ``cpu_handlers.py``, called by ``casting/dispatched.py`` or
    ``casting/mode.py``; what is put in the place of parts of the model: ``models/``; losses:
    ``loss_handlers.py``; caches of keys and values: ``kv_cache.py``.

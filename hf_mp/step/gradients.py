@@ -35,10 +35,23 @@ class Backwards:
     def __init__(self) -> None:
         # By autograd's number of each, the thread in which a gradient last came in.
         self.open: dict[int, int] = {}
+        # By autograd's number, those that custom backwards run (:mod:`hf_mp.step.custom_backward`).
+        self.nested: dict[int, Any] = {}
+
+    def are_scaled(self, task: int) -> bool:
+        """Whether the gradients of the backward with this number, if it is of this model, are multiplied by S."""
+        nested = None if task in self.open else self.nested.get(task)
+        return bool(self.open) if nested is None else nested.is_scaled
 
     def enter(self, on_ended: Callable[[], None]) -> bool:
         """A gradient enters through an output; whether it is the first of its backward, which calls ``on_ended``."""
         task = torch._C._current_graph_task_id()
+        if task in self.nested and self.nested[task].within.has_recomputed:
+            raise RuntimeError(
+                "the backward of a custom autograd function recomputes a part of an attached model, and runs another "
+                "backward that also enters that model through its outputs: hf_mp cannot tell which of the gradients "
+                "are multiplied by the loss scale. Run two, one for each"
+            )
         is_first = task not in self.open
         self.open[task] = threading.get_ident()
         if is_first:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import parallelism_of
 from hf_mp.scaling.rules import PrecisionStats
 from hf_mp.scaling.scalers import LossScaler, make_loss_scaler
-from hf_mp.step.forward import AttachedForward, entry_points
+from hf_mp.step.forward import AttachedForward, entry_points, methods_of
 from hf_mp.step.observers import (
     FREE_GRADIENTS,
     ON_OVERFLOW,
@@ -85,6 +85,8 @@ class MixedPrecision(StepRuntime):
     ) -> None:
         policy = PrecisionPolicy.parse(policy, **switches)
         check_options(policy, free_gradients, on_overflow, max_grad_norm, offload)
+        if loss_scaler is not None and not policy.is_mixed:
+            warn_caller(f"loss_scaler has no effect with precision={str(policy)!r}, where nothing is attached")
         super().__init__(
             policy,
             loss_scaler or make_loss_scaler(policy.loss_scale, policy.compute),
@@ -96,6 +98,7 @@ class MixedPrecision(StepRuntime):
         )
         self.offload = offload
         self.remedies: dict[str, str] = {}
+        self._methods: tuple[str, ...] = ()  # attached besides ``forward``
         self.is_of_session = False  # whether a Trainer's session made it: then its next one takes the model over
         self.uses_up_gradients = free_gradients == "backward"
         self.control_by(controller_for(FREE_GRADIENTS, free_gradients, self, max_grad_norm))
@@ -104,11 +107,17 @@ class MixedPrecision(StepRuntime):
         RUNTIMES.add(self)
         self.scaler.users.add(self)
 
-    def attach(self, model: nn.Module) -> nn.Module:
+    def attach(self, model: nn.Module, methods: Sequence[str] = ()) -> nn.Module:
         """Run ``model`` under this policy from now on; returns the same model, or raises ValueError with the way out.
 
         Trainable FP16/BF16 parameters are cast to FP32 in place (the Parameter objects stay); in the lean layouts they
         become :class:`SplitParameter`, whose saved values are FP32 all the same. Frozen parameters stay as they are.
+
+        Args:
+            model: any ``nn.Module``. Mixed precision applies to calls of the model, and of Transformers models inside;
+                of a container (``ModuleList``, ``ModuleDict``, a class without ``forward``) to calls of its children.
+            methods: names of other methods that are called from outside, such as ``["get_image_features"]``; of a
+                module inside as ``"vision.features"``. Each call is one as of ``forward``. Default: none.
         """
         if not self.policy.is_mixed:
             return model
@@ -117,6 +126,8 @@ class MixedPrecision(StepRuntime):
         # All that can be refused is refused before the model is touched.
         parallelism = parallelism_of(model)
         check_attachable(model, parallelism, self.policy, is_scaled=self.scaler.is_scaling)
+        methods_of(model, methods)
+        self._methods = tuple(methods)
         try:
             self._take_model(model)
             install_replacements(model, self._tables)  # before FSDP is told which weights travel in FP32
@@ -136,16 +147,19 @@ class MixedPrecision(StepRuntime):
 
     def add_rules(self, rules: Mapping[str, str]) -> None:
         """Add rules by module, which are saved as ``remedies``; raises ValueError for a name that matches no module."""
-        # The region refuses names that match no module; then nothing else has changed.
-        self.region.add_rules(rules if self.model else {}, self.model)
+        # Raises for names that match no module; then nothing else has changed.
+        self.autocast.add_rules(rules if self.model else {}, self.model)
+        self.weights.learn_anew(self.autocast.lowers, self.autocast.ruled())
         self.rules, self.remedies = {**self.rules, **rules}, {**self.remedies, **rules}
         self.stats = replace(self.stats, remedies=tuple(f"{name}: {rule}" for name, rule in self.remedies.items()))
 
     def wrap_forwards(self) -> None:
         """Put the attached forward (again) wherever it is missing: a library may have set one of its own."""
-        for module in [] if self.model is None else entry_points(self.model):
-            if not isinstance(module.__dict__.get("forward"), AttachedForward):
-                vars(module)["forward"] = AttachedForward(self, module)  # Fabric's wrapper would set it inside
+        if (model := self.model) is None:
+            return
+        for module, name in [*((one, "forward") for one in entry_points(model)), *methods_of(model, self._methods)]:
+            if not isinstance(module.__dict__.get(name), AttachedForward):
+                vars(module)[name] = AttachedForward(self, module, name)  # Fabric's wrapper would set it inside
 
     def attach_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Guard ``optimizer.step()``: skip it when a gradient is inf or NaN, or 2**64 or larger.
@@ -185,7 +199,7 @@ class MixedPrecision(StepRuntime):
         if id(self) not in memo:
             settings: Any = {"tables": self._tables, "rules": self.rules, "offload": self.offload}
             copied = MixedPrecision(self.policy, loss_scaler=self.scaler.copy(), **settings)
-            memo[id(self)] = copied
+            memo[id(self)], copied._methods = copied, self._methods
             if (model := self.model) is not None and id(model) in memo:
                 # Nothing is attached before its first forward: only then are the modules there that rules name.
                 copied._model = weakref.ref(memo[id(model)])

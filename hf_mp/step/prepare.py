@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,12 @@ from hf_mp.step.mixed_precision import MixedPrecision
 
 
 def prepare(
-    model: nn.Module, optimizer: Optimizer, precision: PrecisionPolicy | torch.dtype | str = "fp16", **settings: Any
+    model: nn.Module,
+    optimizer: Optimizer,
+    precision: PrecisionPolicy | torch.dtype | str = "fp16",
+    *,
+    methods: Sequence[str] = (),
+    **settings: Any,
 ) -> tuple[nn.Module, Optimizer]:
     """Mixed precision for a plain loop: attach a policy to a model and its optimizer.
 
@@ -24,6 +30,7 @@ def prepare(
         model: any ``nn.Module``; one loaded in FP16/BF16 gets FP32 masters.
         optimizer: an optimizer over its parameters.
         precision, settings: as for :class:`MixedPrecision`; ``"fp32"`` changes nothing.
+        methods: names of methods that the loop calls besides the model itself (:meth:`MixedPrecision.attach`).
 
     Returns the same model, and the optimizer to use from now on (see :meth:`MixedPrecision.attach_optimizer`).
     Raises TypeError for anything but a module and an optimizer, and as ``attach`` and ``attach_optimizer`` do.
@@ -36,7 +43,7 @@ def prepare(
             "attach_optimizer(optimizer) for each"
         )
     try:
-        return runtime.attach(model), runtime.attach_optimizer(optimizer)
+        return runtime.attach(model, methods), runtime.attach_optimizer(optimizer)
     except BaseException:
         runtime.detach()
         raise

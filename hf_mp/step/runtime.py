@@ -13,6 +13,8 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from hf_mp.borders import accumulating
+from hf_mp.casting.active import state
+from hf_mp.casting.dispatched import current_graph_task
 from hf_mp.casting.kv_cache import cache_patches
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
@@ -31,11 +33,14 @@ from hf_mp.ranks.parallelism import (
 )
 from hf_mp.scaling.loss_scaler import LossScaler
 from hf_mp.scaling.rules import PrecisionStats, StepReport
+from hf_mp.step.custom_backward import BACKWARD_PATCHES
 from hf_mp.step.gradients import GradientCheck, Verdict, names_of_overflowing
 from hf_mp.step.observers import StepController, StepObserver
+from hf_mp.weights.alias_patches import ALIAS_PATCHES
 from hf_mp.weights.attachable import rules_for
-from hf_mp.weights.region import Region
-from hf_mp.weights.source import ForwardWeights, WeightLayout, WeightSource, make_layout
+from hf_mp.weights.attached_autocast import AttachedAutocast
+from hf_mp.weights.forward_weights import ForwardWeights
+from hf_mp.weights.source import WeightLayout, WeightSource, make_layout
 
 
 class StepRuntime:
@@ -43,7 +48,7 @@ class StepRuntime:
 
     Attributes:
         weights: the one owner of the model's weights.
-        region: what forwards run in.
+        autocast: casts the calls of forwards.
         check: measures the gradients and judges them.
         observers: look at each step; ``controller``, one of them, may decide about it.
     """
@@ -73,8 +78,10 @@ class StepRuntime:
         self.guards: list[Any] = []  # the StepGuard of each attached optimizer
         self._model: weakref.ref[nn.Module] | None = None
         self._patches: weakref.finalize[..., nn.Module] | None = None  # takes the patches off with the model
-        self.region = self._make_region(None)
+        self.autocast = self._make_autocast(None)
         self._step_was_skipped = False
+        # Forwards so far, and as of the last step of each optimizer.
+        self._forwards_with_grad, self._forwards_at_step = 0, weakref.WeakKeyDictionary[Optimizer, int]()
         self._stats = PrecisionStats.before_first_step(scaler.get_scale())
 
     @property
@@ -101,12 +108,17 @@ class StepRuntime:
     def _take_model(self, model: nn.Module) -> None:
         # The model holds the runtime by its forward: held strongly here, the pair would wait for the garbage collector.
         self._model = weakref.ref(model)
-        self.region, self.check.is_scaled = self._make_region(model), self.scaler.is_scaling
-        self._patches = weakref.finalize(model, acquire(PATCHES, VALUE_PATCHES, *cache_patches()))
+        self.autocast, self.check.is_scaled = self._make_autocast(model), self.scaler.is_scaling
+        patches = PATCHES, VALUE_PATCHES, ALIAS_PATCHES, BACKWARD_PATCHES, *cache_patches()
+        self._patches = weakref.finalize(model, acquire(*patches))
 
-    def _make_region(self, model: nn.Module | None) -> Region:
+    def _make_autocast(self, model: nn.Module | None) -> AttachedAutocast:
         rules = rules_for(model, self.policy, self.rules)
-        return Region(self.weights, model, rules=rules, tables=self._tables)
+        autocast = AttachedAutocast(self.policy.compute, model=model, rules=rules, tables=self._tables)
+        if self.policy.exact_generation:
+            autocast.sum_in_fp64()
+        self.weights.learn_anew(autocast.lowers, autocast.ruled())
+        return autocast
 
     # Forward
 
@@ -117,6 +129,7 @@ class StepRuntime:
         """
         if self._patches is None:  # a deep copy: by now all of its modules are there
             self._take_model(model)
+        self._forwards_with_grad += torch.is_grad_enabled()
         parallelism = parallelism_of(model)  # DDP or FSDP may have come after attach()
         if parallelism is not ALONE:
             self.ranks.note_forward(model, parallelism)
@@ -126,17 +139,18 @@ class StepRuntime:
         if torch._C._are_functorch_transforms_active():
             return None
         if torch.is_grad_enabled():
-            self.region.refuse_other_threads()  # here: autograd's own threads recompute what was checkpointed
+            self.weights.refuse_other_threads()  # here: autograd's own threads recompute what was checkpointed
             self.check.backwards.forget_failed()
         # DDP takes a parameter for ready as soon as the border that it shares has run.
         shares_borders = not self.uses_up_gradients and parallelism.ddp is None
-        return self.weights.for_forward(model, forward, self.check.is_scaled, shares_borders)
+        holds_copies = self.autocast.is_compile_used()
+        return self.weights.for_forward(model, forward, self.check.is_scaled, shares_borders, holds_copies)
 
     def spread(self, parameters: Sequence[Tensor], parallelism: Parallelism) -> None:
         """Follow how ``parameters``, of the model or of its optimizer, are spread over processes now."""
         if is_distributed() or parallelism.is_tensor_parallel:  # a mesh may be of one process
             self.ranks.compare(mesh_groups(parameters))
-            self.weights.spread(self.model, parameters, parallelism, self.region.autocast.fp32_modules)
+            self.weights.spread(self.model, parameters, parallelism, self.autocast.fp32_modules)
 
     def _settings(self) -> str:
         """What must match on all ranks that train one model."""
@@ -154,7 +168,16 @@ class StepRuntime:
     def inverse_scale_on(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
         if not self.check.is_scaled:
             return None
-        if self.check.backwards.open and not self.region.autocast.thread.is_recomputing:
+        backwards, task = self.check.backwards, current_graph_task()
+        if task not in backwards.open and (nested := backwards.nested.get(task)) is not None:
+            if nested.is_scaled and not nested.accumulates:
+                nested.within.note_returned(node, places)
+            if not nested.is_scaled or not nested.accumulates:
+                return None
+            return self.scaler.scale_and_inverse(device).inverse
+        forward = state.forward
+        is_recomputing = forward is not None and forward.autocast is self.autocast and forward.is_recomputing
+        if backwards.open and not is_recomputing:
             return self.scaler.scale_and_inverse(device).inverse
         if accumulating(node, places):
             self.check.warn_once(
@@ -188,6 +211,7 @@ class StepRuntime:
         if self.controller is not None and (report := self.controller.own_report()) is not None:
             return report
         model, parameters = self.model, optimizer_parameters(optimizer)
+        self._warn_without_forward(optimizer, parameters)
         parallelism = parallelism_of(model)  # FSDP may have come since, around the model too
         if model is not None and parallelism is not ALONE:
             if parallelism.fsdp:
@@ -199,6 +223,18 @@ class StepRuntime:
                 self.grad_norm = get_total_norm([one.grad for one in parameters if one.grad is not None])
                 self.check.clip(parameters, self._max_grad_norm, self.grad_norm)
         return self.check.verdict(parameters)
+
+    def _warn_without_forward(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        """Warn if there are gradients, but no attached forward ran since the last step of ``optimizer``."""
+        before, now = self._forwards_at_step.get(optimizer, 0), self._forwards_with_grad
+        self._forwards_at_step[optimizer] = now
+        if now > before or not self.check.gradients(parameters):
+            return
+        self.check.warn_once(
+            "there are gradients, but since the last optimizer.step() the attached model was not called: what its loop "
+            "calls instead (a method, a part of the model) computes in FP32. Name such methods when you attach: "
+            "hf_mp.prepare(model, optimizer, precision, methods=['get_value']), or attach(model, methods=[...])"
+        )
 
     def clip_grad_norm(
         self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], max_norm: float

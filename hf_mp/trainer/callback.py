@@ -60,7 +60,8 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
 
     Args:
         precision: ``"fp16"``, ``"bf16"``, ``"fp32"`` (which changes nothing), a spelled-out policy or a
-            :class:`PrecisionPolicy`; default: what the arguments say (:class:`MixedPrecisionArguments`), else "fp16".
+            :class:`PrecisionPolicy`; default: the precision of the arguments (:class:`MixedPrecisionArguments`), else
+            ``"fp16"`` on every machine.
         tables, rules: as for :class:`hf_mp.autocast`; default ``"compact"`` and none.
         keep_attached: leave the model attached after ``train()``, so that evaluation and ``generate`` run under
             autocast; default False.

@@ -11,7 +11,6 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from hf_mp.diagnostics.contract.table import PrecisionContract
-from hf_mp.environment.report import advise_here
 from hf_mp.scaling.loss_scaler import WAY_OUT
 from hf_mp.scaling.rules import PrecisionStats, scale_text
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -65,19 +64,16 @@ def show_contract(
     """Print the contract of a run and its risks, and record it for the page; on the first process alone."""
     if args.process_index == 0:
         # tqdm writes it above the progress bar; print would tear the bar apart.
-        headline = f"precision contract of this run: {_precision_of(settings, args.device.type)}"
+        headline = f"precision contract of this run: {_precision_of(settings)}"
         tqdm.write("\n".join(filter(None, (headline, str(contract), risks))))
         if recorder is not None:
             recorder.note_contract(contract)
 
 
-def _precision_of(settings: SessionSettings, device: str) -> str:
-    """The precision of a run; of one that nobody chose also what `hf-mp env` would take in its place, and why."""
-    if not isinstance(settings.precision, Default):
-        return str(settings.policy)
-    advice = advise_here(device)
-    other = "\n`hf-mp env` advises {preset}: {reason}".format_map(advice)
-    return f"{settings.precision} (default){other if advice['preset'] != settings.precision else ''}"
+def _precision_of(settings: SessionSettings) -> str:
+    """Return the precision of a run, and the rule that chose it if the script named none."""
+    is_default = isinstance(settings.precision, Default)
+    return f"{settings.policy}{', the default on every machine' if is_default else ''}"
 
 
 def warn_of_no_step(before: PrecisionStats, after: PrecisionStats, reports: Sequence[OverflowReport]) -> None:

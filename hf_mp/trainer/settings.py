@@ -14,7 +14,7 @@ from hf_mp.casting.tables import TableName
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.policy import PRESETS, SWITCHES, PrecisionPolicy
 from hf_mp.scaling.rules import RULES, StaticRule, parse_loss_scale, whole
-from hf_mp.scaling.scalers import LossScaler, make_loss_scaler
+from hf_mp.scaling.scalers import OF_ALL_SCALERS, LossScaler, make_loss_scaler
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.step.observers import OFFLOAD, ON_OVERFLOW, FreeGradients, check_options
 from hf_mp.trainer.refusals import fsdp_version
@@ -167,6 +167,11 @@ class SessionSettings(PrecisionOptions):
     def make_scaler(self) -> LossScaler[Any]:
         """A loss scaler; raises ValueError for settings that it does not have."""
         settings: Any = self.loss_scaler_settings or {}
+        if self.policy.loss_scale is None and (names := ", ".join(sorted(settings.keys() - OF_ALL_SCALERS))):
+            raise ValueError(
+                f"loss_scaler_settings ({names}) have no effect: precision={str(self.policy)!r} has no loss scale. "
+                "Leave them out, or add one: loss_scale='headroom' or 'dynamic'"
+            )
         return make_loss_scaler(self.policy.loss_scale, self.policy.compute, **settings)
 
     def make_runtime(self, args: TrainingArguments) -> MixedPrecision:

@@ -38,7 +38,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe):
 
     Args:
         precision: a preset, a spelled-out policy or a :class:`PrecisionPolicy`; default: what ``args`` say
-            (:class:`MixedPrecisionArguments`), else ``"fp16"``.
+            (:class:`MixedPrecisionArguments`), else ``"fp16"`` on every machine.
         tables: whose op lists autocast applies, as for :class:`hf_mp.MixedPrecision`; default ``"compact"``.
         rules: your own rules by op and by module name, as for :class:`hf_mp.autocast`; default none.
         offload: ``"optimizer"`` or ``"all"``, as for :class:`hf_mp.MixedPrecision`; default: what ``args`` say, else

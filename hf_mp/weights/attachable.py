@@ -80,8 +80,7 @@ def check_attachable(model: nn.Module, parallelism: Parallelism, policy: Precisi
     if policy.exact_generation and (reasons := list(_inexact(model))):
         raise ValueError(f"exact_generation=True would not be exact for {type(model).__name__}: {reasons[0]}")
     _refuse_shared_lean_parameters(model)
-    if is_scaled:
-        _refuse_trained_scripts(model)
+    _refuse_trained_scripts(model, policy, is_scaled=is_scaled)
 
 
 def _refuse_shared_lean_parameters(model: nn.Module) -> None:
@@ -93,14 +92,20 @@ def _refuse_shared_lean_parameters(model: nn.Module) -> None:
             )
 
 
-def _refuse_trained_scripts(model: nn.Module) -> None:
+def _refuse_trained_scripts(model: nn.Module, policy: PrecisionPolicy, *, is_scaled: bool) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and any(p.requires_grad for p in module.parameters()):
-            raise ValueError(
-                f"{name or type(model).__name__} is a TorchScript module, and gradients would reach its parameters "
-                "multiplied by the loss scale: leave it as a Python module (torch.compile is supported), freeze its "
-                "parameters, or use a precision that scales nothing (bf16)"
-            )
+        if not isinstance(module, torch.jit.ScriptModule) or not any(p.requires_grad for p in module.parameters()):
+            continue
+        if is_scaled:
+            problem = "gradients would reach its parameters multiplied by the loss scale"
+        elif policy.is_lean and isinstance(module, torch.jit.RecursiveScriptModule):
+            problem = "it takes no hook that saves split parameters in FP32"
+        else:
+            continue
+        raise ValueError(
+            f"{name or type(model).__name__} is a TorchScript module, and {problem}: leave it as a Python module "
+            "(torch.compile is supported), freeze its parameters, or use precision='bf16'"
+        )
 
 
 def _inexact(model: nn.Module) -> Iterator[str]:

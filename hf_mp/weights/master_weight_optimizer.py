@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from hf_mp._warnings import warn_caller
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
-from hf_mp.kernels.gradient_scan import norm_of, real_values, total_norm
+from hf_mp.kernels.gradient_scan import norm_of, real_values, tensor_norm, total_norm
 from hf_mp.kernels.split import split
+from hf_mp.kernels.tensors import is_on_host
 from hf_mp.model_walk import optimizer_parameters
 from hf_mp.weights.attachable import check_closure
 from hf_mp.weights.early_state import optimizers_in, state_to_fp32
@@ -365,13 +366,19 @@ class MasterWeightOptimizer(Optimizer):
 @on_stored_values
 def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     """:meth:`MasterWeightOptimizer.clip_grad_norm_`, of any parameters."""
+    norms: list[tuple[Tensor, Tensor | None]] = []  # scaled, with the factors that unscale them
     by_factor: dict[tuple[torch.device, Tensor | None], list[Tensor]] = {}
     for parameter in parameters:
         gradient, factor = gradient_and_factor(parameter)
-        if gradient is not None:
-            by_factor.setdefault((gradient.device, factor), []).append(real_values(gradient))
-    scaled = [(total_norm(values), factor) for (_, factor), values in by_factor.items()]
-    total = norm_of([norm if factor is None else norm * factor.squeeze() for norm, factor in scaled])
+        if gradient is None:
+            continue
+        values = real_values(gradient)
+        if is_on_host(values):  # one by one, in this order: an update inside backward adds the same numbers
+            norms.append((tensor_norm(values), factor))
+        else:  # in one launch
+            by_factor.setdefault((values.device, factor), []).append(values)
+    norms += [(total_norm(values), factor) for (_, factor), values in by_factor.items()]
+    total = norm_of([norm if factor is None else norm * factor.squeeze() for norm, factor in norms])
     if math.isfinite(max_norm):
         multiply_gradients(parameters, clip_factor(total, max_norm))
     return total

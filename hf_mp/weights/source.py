@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import math
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -19,14 +17,17 @@ from hf_mp.model_walk import Walk, optimizer_parameters
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import Parallelism, is_dtensor
 from hf_mp.weights.early_state import state_to_fp32
-from hf_mp.weights.forward_weights import BorderSet, ForwardWeights
+from hf_mp.weights.external import ExternalTensors, ForwardNodes
+from hf_mp.weights.forward_weights import ForwardWeights
 from hf_mp.weights.fused_adamw import Clipping, KeptUpdates, fused_step_whole
-from hf_mp.weights.gathered_weights import GatheredWeights
+from hf_mp.weights.gathered_weights import GatheredSlots
 from hf_mp.weights.layout import WeightLayout
-from hf_mp.weights.product_uses import ProductUses
 from hf_mp.weights.reading_layout import ReadingLayout
+from hf_mp.weights.slots import AliasSet, WeightSlots
 from hf_mp.weights.split_layout import SplitLayout
 from hf_mp.weights.spread_layouts import TensorParallelLayout, TransientLayout
+from hf_mp.weights.weight_uses import WeightUses
+from hf_mp.weights.working_copies import unwatch
 
 _MOST_SETS = 4  # kept for the forwards of one kind: so many in one backward cost no new borders
 
@@ -44,7 +45,7 @@ class LastingBorders:
     def __init__(self) -> None:
         self.walk: Any = None  # the Walk over the model, for which they were made
         self.has_masters = False  # whether trained weights have had FP32 masters since
-        self.by_kind: dict[Hashable, list[BorderSet]] = {}
+        self.by_kind: dict[Hashable, list[AliasSet]] = {}
 
 
 class Entry(Protocol):
@@ -53,28 +54,34 @@ class Entry(Protocol):
     borders: LastingBorders
 
 
-class _Made(threading.local):
-    def __init__(self) -> None:
-        self.nodes: list[tuple[int, float]] = []  # first and last of the autograd nodes of recent forwards
-
-
 class WeightSource:
     """Owns, for each weight of one model: its FP32 master, its working copy, its border, and what lies in its slot.
 
-    ``layout`` says how masters and copies are stored, ``uses`` which weights products use. A forward is given its
-    weights by :meth:`for_forward`; an update tells :meth:`after_update`; :meth:`restore` leaves ordinary parameters.
-    Nobody outside of this folder knows the layout.
+    ``layout`` stores masters and copies, ``uses`` finds the weights of lower-precision ops. :meth:`for_forward` returns
+    the weights of a forward; :meth:`after_update` follows an update; :meth:`restore` leaves ordinary parameters.
     """
 
     def __init__(self, layout: WeightLayout, crossings: Any) -> None:
         self.layout, self.crossings = layout, crossings
-        self.uses = ProductUses(lambda op: False)
+        self.uses = WeightUses(lambda op: False)
+        self._intercepts_by_key: dict[Hashable, bool] = {}  # of ForwardWeights
         self._borders: Callable[[], LastingBorders | None] = lambda: None  # a weak reference
-        self._made = _Made()
+        self._nodes = ForwardNodes()
+        self.threads: list[int] = []  # identifiers, one for each forward that runs
+
+    def refuse_other_threads(self) -> None:
+        """Raise a RuntimeError if another thread runs a forward of the model: its weights are in the modules."""
+        if set(self.threads) - {threading.get_ident()}:
+            raise RuntimeError(
+                "a forward with gradients began while another thread ran one of the same attached model, and a module "
+                "can hold the 16-bit weights of only one: run them one after the other, or give the other thread a "
+                "copy.deepcopy of the model"
+            )
 
     def learn_anew(self, lowers: Callable[[Callable[..., Any] | None], bool], ruled: Iterable[nn.Module]) -> None:
-        """Forget what products use: autocast ``lowers`` other ops, or rules hold for other modules (``ruled``)."""
-        self.uses = ProductUses(lowers, ruled)
+        """Forget the uses of weights: autocast ``lowers`` other ops, or rules hold for other modules (``ruled``)."""
+        self.uses = WeightUses(lowers, ruled)
+        self._intercepts_by_key.clear()
         self.forget_borders()
 
     def lasting_borders(self) -> LastingBorders:
@@ -91,10 +98,13 @@ class WeightSource:
             borders.walk = None
             borders.by_kind.clear()
 
-    def for_forward(self, model: nn.Module, forward: Entry, is_scaled: bool, shares_borders: bool) -> ForwardWeights:
-        """The weights of ``forward``, which is about to run: a context that puts what is inside into the slots.
+    def for_forward(
+        self, model: nn.Module, forward: Entry, is_scaled: bool, shares_borders: bool, holds_copies: bool
+    ) -> ForwardWeights:
+        """The weights of ``forward``, which is about to run; masters are made first.
 
-        ``is_scaled``: whether the loss is; ``shares_borders``: whether several weights may have one border.
+        ``is_scaled``: whether the loss is; ``shares_borders``: whether several weights may have one unscale node;
+        ``holds_copies``: whether slots hold the working copies.
         """
         has_grad, walk, borders = torch.is_grad_enabled(), Walk(model), forward.borders
         if walk != borders.walk:
@@ -104,47 +114,39 @@ class WeightSource:
             self.layout.make_masters(model)
             borders.by_kind.clear()
             borders.walk, borders.has_masters = Walk(model), True
-        kind = id(forward), has_grad, model.training
-        if not self.layout.keeps_copies:
-            return GatheredWeights(self, kind, model, is_scaled=is_scaled, shares_borders=shares_borders)
-        slots = ForwardWeights(self, kind, model, is_scaled=is_scaled, shares_borders=shares_borders)
-        slots.fill_from(self._border_set(slots, borders))
-        return slots
+        settings = {
+            "has_borders": has_grad and (is_scaled or self.layout.keeps_scaled_gradients),
+            "shares_borders": shares_borders,
+            "holds_copies": holds_copies,
+        }
+        slots: WeightSlots
+        if self.layout.keeps_copies:
+            slots = WeightSlots(self.layout, self.crossings, **settings)
+            slots.use_alias_set(self._alias_set(model, slots, borders, (has_grad, *settings.values())))
+        else:
+            slots = GatheredSlots(model, self.uses, self.layout, self.crossings, **settings)
+        external = ExternalTensors(slots, self._nodes, is_scaled=has_grad and is_scaled)
+        if isinstance(slots, GatheredSlots):
+            slots.external = external
+        return ForwardWeights(slots, external, (id(forward), has_grad, model.training), self._intercepts_by_key)
 
-    def _border_set(self, slots: ForwardWeights, borders: LastingBorders) -> BorderSet:
-        """The borders that a forward takes: a set that is kept and free, or else a new one."""
-        # What the first forward of any kind does decides about slots.
-        key = slots.kind, slots.has_borders, slots.shares_borders, len(self.uses.is_watched)
+    def _alias_set(self, model: nn.Module, slots: WeightSlots, borders: LastingBorders, key: Hashable) -> AliasSet:
+        """The aliases that a forward uses: a stored set that is free, or a new one."""
         sets = borders.by_kind.setdefault(key, [])
-        if sets and not sets[0].has_working_copies_of(self.layout):
-            # All kinds: a border holds the AccumulateGrad of a weight, which torch keeps when a weight is resized.
+        if not all([one.has_working_copies_of(self.layout) for one in sets]):
+            # All of them: a node holds the AccumulateGrad of a weight, which torch keeps when a weight is resized.
             borders.by_kind.clear()
             sets = borders.by_kind[key] = []
         sets[:] = [one for one in sets if one.is_intact()]
         for one in sets:
             if one.is_free():
                 return one
-        made = slots.make_set(self.uses.find_slots(slots.model))
+        made = slots.make_alias_set(self.uses.find_slots(model))
         # A tensor that was computed is another in the next forward.
         are_leaves = all([weight.is_leaf for weight in borders.walk.weights])
-        if are_leaves and not slots.records_uses and len(sets) < _MOST_SETS:
+        if are_leaves and len(sets) < _MOST_SETS:
             sets.append(made)
         return made
-
-    def note_nodes(self, slots: ForwardWeights) -> None:
-        """Note which autograd nodes a forward has made: a later one may be given its results."""
-        made = self._made.nodes
-        if slots.has_grad and (last := torch.autograd._get_sequence_nr()) > slots.first_node:
-            made.append((slots.first_node, last))
-        # What is kept for longer counts as made outside: the list must not grow with the training.
-        del made[:-1000]
-
-    def made_earlier(self, node: Any) -> bool:
-        """Whether an earlier forward of this model made an autograd node, whose result was kept."""
-        made, number = self._made.nodes, node._sequence_nr()
-        # Numbers only grow, so the list is sorted as it is.
-        position = bisect.bisect_right(made, (number, math.inf)) - 1
-        return position >= 0 and number < made[position][1]
 
     def spread(
         self,
@@ -233,6 +235,8 @@ class WeightSource:
     def restore(self, model: nn.Module | None) -> None:
         """Leave ordinary FP32 parameters, and no copy."""
         self.forget_borders()
+        for parameter in () if model is None else model.parameters():
+            unwatch(parameter)
         self.layout.restore(model)
 
 

@@ -155,6 +155,8 @@ def split_trainable_parameters(
 
 def _save_in_fp32(model: nn.Module) -> None:
     for module in model.modules():
+        if isinstance(module, torch.jit.RecursiveScriptModule):
+            continue  # frozen, or it would have been refused: it takes no hook
         if put_masters_into_state_dict not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(put_masters_into_state_dict)
     if hasattr(type(model), "save_pretrained"):

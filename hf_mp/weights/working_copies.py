@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 
 from hf_mp._warnings import warn_caller
+from hf_mp.casting.active import state
 from hf_mp.kernels.tensors import is_shared, version_of
 
 _DATA: Any = Tensor.data  # the property itself, which the class below overrides
@@ -29,13 +30,18 @@ class WatchedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        self._data_was_out = True
+        self._expose_data()
         return _DATA.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        self._data_was_out = True  # memory that is freed may come back at the address of the old value
+        self._expose_data()  # memory that is freed may come back at the address of the old value
         _DATA.__set__(self, value)
+
+    def _expose_data(self) -> None:
+        self._data_was_out = True
+        if (forward := state.forward) is not None and forward.weights is not None:
+            forward.weights.slots.invalidate(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         return nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
@@ -144,6 +150,11 @@ class WorkingCopies:
             watch(parameter)  # again, where another model that has it was detached
             _refresh_if_changed(entry, parameter)
         return entry.copy
+
+    def is_stale(self, weight: Tensor) -> bool:
+        """Whether ``weight`` was written in place since its copy was made; False if it has none."""
+        entry = self._entries.get(id(weight))
+        return entry is not None and entry.seen[0] != -1 and entry.seen != (weight._version, weight.data_ptr())
 
     def refresh_all(self, parameters: Iterable[nn.Parameter]) -> None:
         """Round ``parameters``, which an optimizer had gradients of, into their copies, in one fused pass.

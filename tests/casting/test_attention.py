@@ -316,7 +316,9 @@ def test_a_token_that_is_generated_is_rounded_as_it_is_in_training(
         ]
     ours = (torch.cat(tokens, 2) != trained).double().mean()
     theirs = (torch.cat(alone, 2) != stock).double().mean()
-    assert ours == theirs if amx else ours < theirs / 20
+    # FP32 sums of 300 terms are off by 300 * 2**-24 at most, and BF16 numbers lie 2**-8 apart: one result in a hundred
+    # lies so near to the middle of two that it may be rounded to the other one.
+    assert ours == theirs if amx else ours < 0.01
 
 
 @pytest.mark.parametrize("mask", [None, torch.arange(24) < 20])

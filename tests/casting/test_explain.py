@@ -121,7 +121,7 @@ def test_an_attached_model_is_explained_as_it_runs(
         if e.rule != "unlisted" and e.op != "cross_entropy_loss"
     }
     assert [(e.inputs[0], e.outputs) for e in found.ops if e.op == "cross_entropy"] == [("bfloat16", ("float32",))]
-    assert runtime.region.autocast.observer is None
+    assert runtime.autocast.observer is None
     gpt2(**batch).loss.backward()
     assert all(p.grad.dtype is FP32 for p in gpt2.parameters())
 

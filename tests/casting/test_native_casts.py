@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from torch._ops import OpOverload
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+from hf_mp.casting.active import state
 from hf_mp.casting.calls import Plan, PlannedCall
-from hf_mp.casting.dispatched import dispatched, register
+from hf_mp.casting.dispatched import current_graph_task, dispatched, register
 from hf_mp.casting.handlers import AS_GIVEN
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.plans import plan_for
@@ -45,8 +47,16 @@ class Calls(autocast):
 
     def make(self, call: Callable[[], Any], *, is_reading: bool = False) -> Any:
         torch.manual_seed(0)
-        with dispatched(self, is_reading=is_reading), self:
-            return call()
+        task = current_graph_task()
+        forward: Any = SimpleNamespace(
+            autocast=self, weights=None, graph_task=task, began_without_grad=is_reading, is_dispatched=True
+        )
+        outer, state.forward = state.forward, forward
+        try:
+            with dispatched(forward), self:
+                return call()
+        finally:
+            state.forward = outer
 
     def make_in_python(self, call: Callable[[], Any]) -> Any:
         kept, self.native_plan = self.native_plan, None

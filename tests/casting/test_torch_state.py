@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -151,3 +152,27 @@ def test_torch_jit_script_compiles_torchs_autocast_as_before(pair: tuple[Tensor,
             return a @ b
 
     assert product(*pair).dtype is BF16
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda part: torch.jit.trace(part, torch.ones(2, 8))])
+def test_torch_script_computes_as_under_torchs_autocast(make: Callable[[nn.Module], nn.Module]) -> None:
+    scripted, x = make(nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1))), torch.randn(3, 8)
+
+    def run(context: AbstractContextManager[Any]) -> list[Tensor]:
+        scripted.zero_grad()
+        with context:
+            output = scripted(x)
+        output.float().square().sum().backward()
+        return [output.detach(), *(parameter.grad for parameter in scripted.parameters())]
+
+    default = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
+    in_fp32 = run(nullcontext())
+    for _ in range(4):  # TorchScript differentiates by its own formulas from the third call on
+        found, expected = run(autocast(BF16, tables="cpu")), run(torch.autocast("cpu", BF16))
+        assert all(map(torch.equal, found, expected)) and not torch.equal(found[1], in_fp32[1])
+    with autocast(BF16), torch.autocast("cpu", enabled=False):
+        assert torch.equal(scripted(x), in_fp32[0])
+    with pytest.raises(RuntimeError), autocast(BF16):
+        scripted(torch.ones(3, 7))
+    assert (torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")) == default
+    assert torch.equal(scripted(x), in_fp32[0])

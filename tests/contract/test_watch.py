@@ -214,20 +214,8 @@ def test_it_is_printed_once_at_the_start_and_after_a_resume(kind, precision, tmp
     assert resumed.session.contract == contract
 
 
-ADVISED = {
-    "bf16": "\n`hf-mp env` advises bf16: This CPU multiplies BF16, which needs no loss scale.\n",
-    "fp32": "\n`hf-mp env` advises fp32: This CPU multiplies neither FP16 nor BF16.\n",
-    "fp16": "\n",
-}
-
-
-@pytest.mark.parametrize("advised", ADVISED)
 @pytest.mark.parametrize("kind", ["callback", "subclass", "arguments", "command line"])
-def test_a_precision_that_nobody_chose_is_called_the_default(
-    kind: str, advised: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cpu = {"bf16": [torch.float16, torch.bfloat16], "fp32": [], "fp16": [torch.float16]}[advised]
-    monkeypatch.setattr("hf_mp.environment.report.runs_natively", lambda dtype, device_type: dtype in cpu)
+def test_a_precision_that_nobody_chose_is_called_the_default(kind: str, tmp_path: Path, capsys: Any) -> None:
     cls = TrainingArguments if kind in ("callback", "subclass") else MixedPrecisionArguments
     args = quick_arguments(tmp_path, cls, max_steps=1)
     if kind == "command line":
@@ -236,7 +224,9 @@ def test_a_precision_that_nobody_chose_is_called_the_default(
     callbacks = [MixedPrecisionCallback()] if kind == "callback" else []
     make = Trainer if kind == "callback" else MixedPrecisionTrainer
     make(model=tiny_gpt2(), args=args, train_dataset=token_rows(), callbacks=callbacks).train()
-    assert f"precision contract of this run: fp16 (default){ADVISED[advised]}" in capsys.readouterr().out
+    headline = "precision contract of this run: fp16, the default on every machine\n"
+    printed = capsys.readouterr().out
+    assert headline in printed and "advises" not in printed
 
 
 @pytest.mark.parametrize("kind", ["callback", "subclass"])

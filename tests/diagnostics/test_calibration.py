@@ -107,6 +107,13 @@ def test_a_mask_is_no_overflow() -> None:
     assert any("no backward" in note for note in report.notes)
 
 
+def test_one_batch_needs_no_list(model: Gated) -> None:
+    batch = batches(1)[0]
+    assert calibrate(model, batch) == calibrate(model, [batch])
+    ids = batch["ids"]
+    assert calibrate(model, ids) == calibrate(model, [ids]) != calibrate(model, list(ids[:, None]))
+
+
 def test_a_report_is_saved(model: Gated, tmp_path: Path) -> None:
     report = calibrate(model, batches(1))
     file = report.save(tmp_path)

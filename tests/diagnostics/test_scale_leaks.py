@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny import Using
 from torch import Tensor, nn
 
 import hf_mp
@@ -82,13 +83,49 @@ class _Accumulating(torch.autograd.Function):
         return gradient * ctx.weight.detach().to(gradient.dtype), None
 
 
-def test_a_gradient_that_backward_writes_itself_has_the_scale_in_it() -> None:
+class _AddingInPlace(_Accumulating):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        if ctx.weight.grad is None:
+            ctx.weight.grad = torch.zeros_like(ctx.weight)
+        ctx.weight.grad.add_((gradient.float() * x.float()).sum(0))
+        return gradient * ctx.weight.detach().to(gradient.dtype), None
+
+
+def _accumulating(function: type[_Accumulating]) -> Any:
     model: Any = nn.Sequential(nn.Linear(6, 6))
     model.scale = weight = nn.Parameter(torch.ones(6))
-    model.forward = lambda x: _Accumulating.apply(model[0](x), [weight])
+    model.forward = lambda x: function.apply(model[0](x), [weight])
+    return MixedPrecision("fp16").attach(model)
+
+
+def test_a_gradient_that_backward_adds_in_place_has_the_scale_in_it() -> None:
+    with pytest.raises(hf_mp.ScaleLeakError, match=r": scale \([^)]*\)\. These are multiplied by the loss scale.*Call"):
+        hf_mp.check_gradients(_accumulating(_AddingInPlace), X, lambda outputs: outputs.float().pow(2).mean())
+
+
+def test_a_gradient_that_backward_writes_itself_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"_Accumulating wrote \.grad of a weight, with a gradient that is"):
+        _accumulating(_Accumulating)(X).sum().backward()
+
+
+@pytest.mark.parametrize("bound", [1e-3, 1.0, 30.0])
+def test_a_hook_that_is_not_linear_is_told_apart(bound: float) -> None:
+    def clamp(gradient: Tensor) -> Tensor:
+        return gradient.clamp(-bound, bound)
+
+    def use(m: Any, x: Tensor) -> Tensor:
+        hidden = m.first(x)
+        hidden.register_hook(clamp if m.is_plain else hf_mp.unscaled_gradients(clamp))
+        return m.last(hidden)
+
+    model = Using(use, first=nn.Linear(6, 6), last=nn.Linear(6, 6), is_plain=True)
     MixedPrecision("fp16").attach(model)
-    with pytest.raises(hf_mp.ScaleLeakError, match=r": scale \("):
+    with pytest.raises(hf_mp.ScaleLeakError, match=r": first\.weight \(.*is not linear.*unscaled_gradients"):
         hf_mp.check_gradients(model, X, lambda outputs: outputs.float().pow(2).mean())
+    model.is_plain = False
+    hf_mp.check_gradients(model, X, lambda outputs: outputs.float().pow(2).mean())
 
 
 def test_where_nothing_is_scaled_nothing_is_run() -> None:

@@ -59,8 +59,3 @@ def test_the_least_capable_gpu_or_else_the_cpu_decides(machine, planted, preset,
     advice = advise_here()
     assert advice["preset"] == preset and reason in advice["reason"] and otherwise in advice["otherwise"]
     PrecisionPolicy.parse(advice["preset"])
-
-
-def test_a_run_on_the_cpu_of_a_machine_with_a_gpu(machine):
-    machine(gpus=[A100], bf16=["NVIDIA A100"])
-    assert advise_here("cpu")["preset"] == "fp32" and advise_here("cuda")["preset"] == "bf16"

@@ -62,11 +62,13 @@ def test_the_recipe_runs_all_variants_and_reports(ended):
 def test_what_the_paper_says_is_seen_at_small_size(ended):
     found = json.loads((ended[0] / "numbers.json").read_text())
     rows = {row["variant"]: row for row in found["rows"]}
-    spread = found["seed_spread"]
-    assert abs(rows["fp16"]["difference"]) <= spread < rows["fp16-no-masters"]["difference"]
+    # As shares of what FP32 gains, not of the seed spread, which two seeds hardly show. Measured: 1e-5 and 0.3.
+    gain = found["loss_before"] - rows["fp32"]["held_out_loss"]
+    assert abs(rows["fp16"]["difference"]) < 0.01 * gain
+    assert rows["fp16-no-masters"]["difference"] > 0.1 * gain  # half of its updates are lost
     lost = {name: row["lost"] for name, row in rows.items()}
     assert lost["fp16-no-masters"]["updates"] > 0.3 > 0.01 > lost["fp16"]["updates"]
-    assert lost["bf16-pure"]["updates"] > lost["fp16-no-masters"]["updates"]
+    assert lost["bf16-pure"]["updates"] > 0.8  # measured: 0.94, and 0.54 without masters in FP16
     assert lost["fp16-no-scaling"]["activation_gradients"] > 2 * lost["fp16"]["activation_gradients"]
     assert lost["fp32"]["activation_gradients"] == lost["bf16"]["activation_gradients"] == 0.0
 

@@ -199,6 +199,17 @@ def test_a_scripted_module_is_refused_where_the_loss_is_scaled(compile_part: Cal
     MixedPrecision("fp16").attach(model)
 
 
+def test_a_lean_model_has_frozen_parts_in_torch_script_alone() -> None:
+    model, x = Scripted(torch.jit.script(nn.Linear(4, 4))), torch.randn(2, 4)
+    with pytest.raises(ValueError, match=r"part is a TorchScript module.*saves split parameters in FP32.*'bf16'"):
+        MixedPrecision("bf16-lean").attach(model)
+    for parameter in model.part.parameters():
+        parameter.requires_grad_(False)
+    expected = gradients_of(model, lambda: model(x))
+    attached(model, "bf16-lean", None)
+    assert_true(gradients_of(model, lambda: model(x)), expected, 0.1)
+
+
 def test_gradients_leave_as_soon_as_they_are_complete() -> None:
     weights = [torch.randn(4, 4, requires_grad=True) for _ in range(3)]
     insides = [inward_borders([weight], [None], Crossings())[0][0] for weight in weights]

@@ -61,7 +61,7 @@ def test_each_stored_result_is_shown_or_needed():
     regions = Regions(RESULTS)
     records = regions.names["records"] = Noted(regions.records)
     needed = {
-        "bench_trace",  # the budget of tests/scripts/test_step_trace.py
+        "bench_trace",  # a report for who reads the code
         "compare_experts",  # docs/experts.md says how far the losses are off FP32's
     }
     for name, parts in regions.regions.items():

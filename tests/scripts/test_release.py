@@ -55,8 +55,8 @@ def test_workflows_test_the_versions_that_are_promised() -> None:
         assert f"{name} {oldest} to {newest}" in readme
 
 
-def weekly_job() -> dict[str, Any]:
-    job: dict[str, Any] = yaml.safe_load((ROOT / ".github/workflows/weekly.yml").read_text())["jobs"]["main-branch"]
+def weekly_job(name: str = "main-branch") -> dict[str, Any]:
+    job: dict[str, Any] = yaml.safe_load((ROOT / ".github/workflows/weekly.yml").read_text())["jobs"][name]
     return job
 
 
@@ -85,6 +85,43 @@ def test_the_weekly_job_opens_one_issue(tmp_path: Path, found: str, expected: st
     said = (tmp_path / "said").read_text()
     assert said.startswith(expected)
     assert "https://run" in said and "transformers " in said and "FAILED tests/test_cli.py::test_it" in said
+
+
+def test_a_weekly_job_plays_the_kinds_of_cpu() -> None:
+    job = weekly_job("cpus")
+    assert any(step.get("run", "").startswith("make test-cpus") for step in job["steps"])
+    assert job["steps"][-1] == weekly_job()["steps"][-1]
+    assert "TITLE" in job["env"] and "TITLE" in weekly_job()["env"]
+
+
+KINDS = {
+    "avx2": [("own", "own")],
+    "avx2 avx512dq": [("avx2", "AVX2"), ("own", "own")],
+    "avx2 avx512dq avx512_bf16": [("avx2", "AVX2"), ("avx512", "AVX512_CORE"), ("own", "own")],
+    "avx2 avx512dq avx512_bf16 amx_bf16": [
+        ("avx2", "AVX2"), ("avx512", "AVX512_CORE"), ("avx512", "AVX512_CORE_BF16"), ("own", "own"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", KINDS)
+@pytest.mark.parametrize("failing", ["", "avx2", "own"])
+def test_each_kind_of_cpu_below_the_machines_own_is_played_once(flags: str, failing: str, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags : fma {flags}\n")
+    (tmp_path / "python").write_text(
+        '#!/bin/sh\necho "${ATEN_CPU_CAPABILITY:-own} ${ONEDNN_MAX_CPU_ISA:-own}" >> "$SAID"\n'
+        '[ "${ATEN_CPU_CAPABILITY:-own}" != "$FAILING" ]\n'
+    )
+    (tmp_path / "python").chmod(0o755)
+    command = ["make", "-o", ".venv/.installed", "test-cpus", f"BIN={tmp_path}", f"CPUINFO={tmp_path / 'cpuinfo'}"]
+    unset = {
+        key: value for key, value in os.environ.items() if key not in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+    }
+    variables = {**unset, "SAID": str(tmp_path / "said"), "FAILING": failing}
+    ended = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    played = [tuple(line.split()) for line in (tmp_path / "said").read_text().splitlines()]
+    assert played == KINDS[flags]  # the others run where one fails, too
+    assert (ended.returncode != 0) == any(kind == failing for kind, _ in played), ended.stdout + ended.stderr
 
 
 def test_an_older_python_is_told_what_it_takes() -> None:

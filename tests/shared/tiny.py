@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_mp
+from hf_mp.casting.active import state
 from hf_mp.weights.split_parameter import make_split
 
 
@@ -119,6 +120,12 @@ def saved_tensors() -> Iterator[list[Tensor]]:
     tensors: list[Tensor] = []
     with saved_tensors_hooks(lambda tensor: tensors.append(tensor) or tensor, lambda tensor: tensor):
         yield tensors
+
+
+def unscale_node(weight: Tensor) -> Any:
+    """The autograd node of the tensor by which ops of the running forward read ``weight`` of a module."""
+    copy = state.forward.weights.slots.working_copy(weight)  # type: ignore[union-attr]
+    return (weight if copy is None else copy).grad_fn
 
 
 class Dispatched(TorchDispatchMode):

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_mp
 from hf_mp import MixedPrecision
-from hf_mp.weights.forward_weights import _border_groups
+from hf_mp.weights.slots import _node_groups
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(3))
 every_kind = pytest.mark.parametrize("precision", ["fp16", "fp16-lean", "bf16"])
@@ -528,7 +528,7 @@ def test_weights_share_a_border_up_to_so_many_elements(
 ) -> None:
     # a size below zero stands for a weight on another device
     weights = [torch.zeros(abs(size), device="meta" if size < 0 else "cpu") for size in sizes]
-    groups = list(_border_groups([(weight, None) for weight in weights], elements))
+    groups = list(_node_groups([(weight, None) for weight in weights], elements))
     assert [[weight.numel() for weight, _ in group] for group in groups] == expected
 
 
@@ -698,7 +698,7 @@ def test_what_comes_in_first_in_a_later_forward_has_its_border_too() -> None:
             assert_true([gate.grad], [expected])
             gate.grad = None
     # Second derivatives take edges that are made later: watched calls alone bring their tensors in.
-    assert runtime.weights.uses.is_watched[id(model.forward), True, True]
+    assert runtime.weights._intercepts_by_key[id(model.forward), True, True]
 
 
 def test_second_derivatives_of_what_comes_in_late_are_right_from_the_next_forward_on() -> None:

@@ -11,7 +11,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import Using, assert_true, attached, copies, gradients_of, same, take_step, weights
+from tiny import Using, assert_true, attached, copies, gradients_of, same, take_step, unscale_node, weights
 from torch import Tensor, nn
 from trainer_runs import tiny_gpt2
 from transformers import GPT2LMHeadModel
@@ -249,7 +249,7 @@ def test_a_forward_leaves_nothing_to_the_garbage_collector(precision: str) -> No
     model, outputs, borders = layers(), list[weakref.ref[Any]](), list[weakref.ref[Any]]()
     hf_mp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), precision)
     model.register_forward_hook(lambda module, args, output: outputs.append(weakref.ref(output.grad_fn)))
-    model[0].register_forward_hook(lambda module, *_: borders.append(weakref.ref(module.weight.grad_fn)))
+    model[0].register_forward_hook(lambda module, *_: borders.append(weakref.ref(unscale_node(module.weight))))
     gc.collect()
     gc.disable()
     try:
@@ -257,8 +257,8 @@ def test_a_forward_leaves_nothing_to_the_garbage_collector(precision: str) -> No
             loss_of(model).backward()
         assert [output() for output in outputs] == [None] * 3
         first, second, third = (border() for border in borders)
-        assert first is None and second is third  # the first forward decides what lies in the slots
-        del second, third, model
+        assert first is second is third
+        del first, second, third, model
         gc.collect()  # which does not see what autograd's nodes hold
         assert [border() for border in borders] == [None] * 3
     finally:

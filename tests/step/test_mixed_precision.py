@@ -255,6 +255,12 @@ def test_a_state_of_another_loss_scaling_warns_and_starts_anew() -> None:
     assert fp16.scaler.state == before
 
 
+def test_a_loss_scaler_without_effect_is_told() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match="loss_scaler has no effect with precision='fp32', where nothing is attached"):
+        hf_mp.prepare(model, torch.optim.SGD(model.parameters()), "fp32", loss_scaler=StaticLossScaler(8.0))
+
+
 BAD: dict[str, tuple[Callable[[GPT2LMHeadModel], Any], type[Exception], str]] = {
     "TorchScript": (
         lambda m: MixedPrecision("fp16").attach(torch.jit.script(nn.Linear(2, 2))), ValueError,

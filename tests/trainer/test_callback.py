@@ -222,7 +222,7 @@ def test_settings_of_the_scaler_the_tables_and_the_rules(tmp_path: Path, contend
     assert not lower_precision_products(trainer, "evaluate")
     trainer.train()
     assert logged(trainer, "loss_scale") == [64.0, 128.0, 128.0, 256.0]
-    assert ours.mixed_precision.region.autocast.tables == "cpu"
+    assert ours.mixed_precision.autocast.tables == "cpu"
 
 
 def test_what_the_arguments_of_the_trainer_say_is_used(tmp_path: Path) -> None:
@@ -291,6 +291,14 @@ def test_what_is_refused_when_the_trainer_is_made(tmp_path: Path, settings: dict
     model = tiny_gpt2()
     with pytest.raises(ValueError, match=message):
         trainer_with(MixedPrecisionCallback("fp16"), tmp_path, model, **settings)
+    assert is_plain(model)
+
+
+def test_settings_of_a_scaler_that_the_precision_has_not(tmp_path: Path) -> None:
+    message = r"loss_scaler_settings \(init_scale\) have no effect: precision='bf16' has no loss scale"
+    model, callback = tiny_gpt2(), MixedPrecisionCallback("bf16", loss_scaler_settings={"init_scale": 4})
+    with pytest.raises(ValueError, match=message):
+        trainer_with(callback, tmp_path, model)
     assert is_plain(model)
 
 

@@ -180,12 +180,13 @@ def test_the_callback_takes_them_from_the_arguments(tmp_path: Path) -> None:
 @pytest.mark.parametrize("contender", CONTENDERS)
 def test_what_has_no_effect_in_fp32_is_told(contender: str, tmp_path: Path) -> None:
     args = arguments(tmp_path, MixedPrecisionArguments, precision="fp32", histogram_steps=5, loss_scale="dynamic")
+    args.loss_scaler_settings = {"growth_interval": 500}
     with CaptureLogger(logging.get_logger("hf_mp.trainer.session")) as captured:
         if contender == "subclass":
             MixedPrecisionTrainer(tiny_gpt2(), args, rules={"lm_head": "fp32"})
         else:
             Trainer(tiny_gpt2(), args, callbacks=[MixedPrecisionCallback(rules={"lm_head": "fp32"})])
-    assert "no effect with precision='fp32': loss_scale, rules, histogram_steps\n" in captured.out
+    assert "no effect with precision='fp32': loss_scale, loss_scaler_settings, rules, histogram_steps\n" in captured.out
 
 
 def test_other_processes_record_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,10 @@ def test_arguments_from_the_command_line_and_from_a_file(tmp_path: Path) -> None
         ({"loss_scale": "often"}, r"loss_scale='often' is not known: use 'headroom', 'dynamic', 'none' or a positive"),
         ({"loss_scale": "-1"}, r"loss_scale='-1' must be a positive, finite number"),
         ({"loss_scaler_settings": {"speed": 1}}, r"has no setting speed: it has .*headroom"),
+        (
+            {"precision": "bf16", "loss_scaler_settings": {"init_scale": 4, "max_consecutive_skips": 9}},
+            r"loss_scaler_settings \(init_scale\) have no effect: precision='bf16' has no loss scale\. Leave them out",
+        ),
         ({"fp16_full_eval": True}, r"casts the FP32 masters away"),
         ({"optim": "lomo"}, r"optim='lomo' updates inside backward"),
         ({"fsdp": True, "fsdp_config": {"version": 1}}, r"FSDP version 1 joins weights.*fsdp_config=.'version': 2"),

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from hf_mp import MixedPrecision
-from hf_mp.weights.region import Region
+from hf_mp.weights.attached_autocast import AttachedAutocast
 
 
 def block(
@@ -186,7 +186,7 @@ def test_a_cache_in_16_bits_gives_the_bits_of_one_in_fp32(
     found = generated(model, **cache)
     kept = {tensor.dtype for layer in layers_of(found.past_key_values) for tensor in (layer.keys, layer.values)}
     assert kept == {runtime.policy.compute}
-    monkeypatch.setattr(Region, "_lowers_attention", lambda region: False)
+    monkeypatch.setattr(AttachedAutocast, "lowers_attention", lambda self: False)
     expected = generated(model)  # a static cache in FP32 takes no values in 16 bits where a window slides
     assert torch.equal(found.sequences, expected.sequences)
     if not cache:  # attention over a static cache sums more zeros

@@ -80,20 +80,21 @@ class TestSameAsFreeingInTheStep:
         assert not all(map(torch.equal, before, found.state()))
         assert found.runtime.stats == expected.runtime.stats
 
+    # Tied weights in FP16: one gradient is an FP32 sum, the others have a factor of their own.
+    @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD], ids=["AdamW", "SGD"])
     @pytest.mark.parametrize(
         ("precision", "max_norm"),
-        [("fp16-lean", 0.05), ("bf16-lean", 0.05), ("fp16-lean", 1e3), ("bf16-lean", torch.inf)],
+        [("fp16-lean", 0.05), ("fp16-lean", 0.01), ("bf16-lean", 0.05), ("fp16-lean", 1e3), ("bf16-lean", torch.inf)],
     )
-    def test_clipped_by_the_norm_of_this_step(self, max_norm: float, precision: str) -> None:
-        found = Run(precision, torch.optim.SGD, free_gradients="backward", max_grad_norm=max_norm)
-        expected = Run(precision, torch.optim.SGD)
+    def test_clipped_by_the_norm_of_this_step(self, max_norm: float, precision: str, kind: Any) -> None:
+        found = Run(precision, kind, free_gradients="backward", max_grad_norm=max_norm)
+        expected = Run(precision, kind)
         found.train()
         expected.train(clip_to=max_norm)
-        assert found.norms == pytest.approx(expected.norms, rel=1e-6) and len(found.norms) == 3
-        for ours, theirs in zip(found.state(), expected.state(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-6 if ours.dtype is torch.float32 else 1e-2, atol=1e-7)
+        assert found.norms == expected.norms and len(found.norms) == 3
+        check_same(found, expected)
         # at 0.05 it does clip
-        assert (found.norms[0] > max_norm) == (max_norm == 0.05)
+        assert (found.norms[0] > max_norm) == (max_norm <= 0.05)
 
     def test_checkpointed_blocks(self) -> None:
         runs = [Run(free_gradients=when) for when in ("backward", "step")]
@@ -315,10 +316,9 @@ class TestTrainer:
         for ours, theirs in zip(found.state.log_history[:-1], expected.state.log_history[:-1], strict=True):
             if not is_measured:
                 theirs.pop("grad_norm")
-            assert ours == pytest.approx(theirs, rel=1e-5)
+            assert ours == theirs
         assert ("grad_norm" in found.state.log_history[0]) == is_measured
-        for ours, theirs in zip(found.model.parameters(), expected.model.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        assert all(map(torch.equal, found.model.parameters(), expected.model.parameters()))
 
     def test_accumulation_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="gradient_accumulation_steps=2 adds gradients up"):

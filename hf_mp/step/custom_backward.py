@@ -1,0 +1,410 @@
+"""The backward of a custom autograd function that recomputes a part of an attached model.
+
+Such a ``torch.autograd.Function`` (a reversible layer, a checkpoint of one's own) enables gradients in its backward,
+runs a part of the model again, and starts a backward of its own. The gradients that it receives are multiplied by the
+loss scale S, as all in the graph of a forward are, and so has to be all that it returns. Therefore:
+
+- While it has gradients enabled, it runs in the :class:`~hf_mp.step.forward.ForwardContext` of the forward that made
+  its node: with the same aliases of weights, and in autocast.
+- ``backward()`` in it, if it starts from the gradients that were received, leaves gradients in weights: these are
+  unscaled there, as those of the outer backward are.
+- If it starts from anything else (a loss of its own), its gradients are not scaled, and weights receive them as they
+  are. :class:`_Origins` tells the two apart.
+- ``torch.autograd.grad`` in it returns gradients as they are, also those of weights: the function returns them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.overrides import TorchFunctionMode
+
+from hf_mp.borders import add_leaf_borders, leaf_edges, outside_of
+from hf_mp.casting.active import active_autocast, state
+from hf_mp.casting.calls import Mode
+from hf_mp.casting.dispatched import current_graph_task
+from hf_mp.casting.torch_patches import Patch, Patches, around
+from hf_mp.casting.uncompiled import uncompiled
+from hf_mp.weights.alias_patches import DIFFERENTIATE_WEIGHTS
+from hf_mp.weights.attachable import RUNTIMES
+
+_WAY_OUT = (
+    "Start it from the gradients that the function receives, by torch functions, or decorate the function's backward "
+    "with @hf_mp.unscaled_gradients"
+)
+
+
+@dataclass(eq=False)
+class NestedBackward:
+    """A backward that a custom backward runs.
+
+    Attributes:
+        within: the custom backward.
+        is_scaled: whether its gradients are multiplied by the loss scale.
+        accumulates: whether it leaves gradients in ``.grad``; False for ``torch.autograd.grad``.
+    """
+
+    within: CustomBackward
+    is_scaled: bool
+    accumulates: bool
+
+
+class CustomBackward:
+    """The backward of a custom autograd function, made in a forward of an attached model: a context for one thread.
+
+    Args:
+        forward: the forward that made its node.
+        mode: the innermost autocast there: that of the model, or one inside of it.
+        name: of the function, for errors.
+        gradients: those that it receives; None among them.
+    """
+
+    def __init__(self, forward: Any, mode: Mode | None, name: str, gradients: Iterable[Any]) -> None:
+        self.forward, self._mode, self.name = forward, mode, name
+        self.runtime, self._check = forward.runtime, forward.runtime.check
+        self.is_scaled = self._check.is_scaled and self._check.backwards.are_scaled(current_graph_task())
+        self._origins = _Origins(self, gradients) if self.is_scaled else None
+        self._first_node = torch.autograd._get_sequence_nr()
+        self._recomputations: list[tuple[object, ExitStack]] = []
+        self._tasks: list[int] = []  # of the nested backwards
+        # Weights, by identity, with the gradients that they had when torch.autograd.grad returned scaled ones of them.
+        self._returned: dict[int, tuple[Tensor, list[tuple[int, int]]]] = {}
+        self.has_recomputed = False
+
+    def __enter__(self) -> CustomBackward:
+        self._outer, state.backward = state.backward, self
+        if self._origins is not None:
+            self._origins.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            while self._recomputations:  # of an `enable_grad` that was entered by hand
+                self._recomputations.pop()[1].__exit__(*raised)
+            if self._origins is not None:
+                self._origins.__exit__(*raised)
+        finally:
+            state.backward, self._origins = self._outer, None  # which holds this object
+            for task in self._tasks:
+                self._check.backwards.nested.pop(task, None)
+        if raised[0] is None:
+            self._refuse_written_gradients()
+
+    # Recomputation
+
+    def begin_recomputation(self, by: object) -> None:
+        """Enter the forward, since ``by`` enables gradients, unless it is entered already."""
+        autocast = self.forward.autocast
+        if (running := state.forward) is not None and running.autocast is autocast:
+            return
+        # Entered since by custom_bwd, or as it was where the function was applied: an FP32 island.
+        inner = active_autocast() or self._mode
+        self.has_recomputed = True
+        stack = ExitStack()
+        stack.enter_context(self.forward.for_recompute(None))
+        if inner is not None and inner is not autocast:
+            stack.enter_context(inner)
+        self._recomputations.append((by, stack))
+
+    def end_recomputation(self, by: object, *raised: Any) -> None:
+        """Leave the forward that was entered for ``by``; None entered it otherwise."""
+        if self._recomputations and self._recomputations[-1][0] is by:
+            self._recomputations.pop()[1].__exit__(*raised)
+
+    @contextmanager
+    def unscaled(self) -> Iterator[None]:
+        """A context in which the gradients that were received are not scaled, and so are none of nested backwards."""
+        was_scaled, self.is_scaled = self.is_scaled, False
+        try:
+            yield
+        finally:
+            self.is_scaled = was_scaled
+
+    def autocast_for(self, enabled: bool) -> Mode | None:
+        autocast: Mode = self.forward.autocast
+        return autocast if enabled else autocast.island()
+
+    # Nested backwards
+
+    def run(self, outputs: Sequence[Any], seeds: _Seeds, accumulates: bool, engine: Callable[[], Any]) -> Any:
+        """Run a nested backward by ``engine``, from ``outputs`` with ``seeds``."""
+        nested = NestedBackward(self, self._is_scaled_run(outputs, seeds, accumulates), accumulates)
+
+        def begin(*_: Any) -> None:
+            task = current_graph_task()
+            self._check.backwards.nested[task] = nested
+            self._tasks.append(task)
+
+        tensors = [output for output in outputs if isinstance(output, Tensor)]
+        if nested.is_scaled and accumulates and self.forward.weights is not None:
+            # A weight may come in past its slot: by a closure, or as an attribute.
+            is_external = self.forward.weights.external.is_external_leaf
+            add_leaf_borders(tensors, self.runtime, self._first_node, is_external)
+        # Known to every thread that the nested backward runs in, from its first node on.
+        with torch._C.DisableTorchFunction():
+            starts: set[Any] = {one.grad_fn if isinstance(one, Tensor) else one.node for one in outputs} - {None}
+        handles = [node.register_prehook(begin) for node in starts]
+        try:
+            return engine()
+        finally:
+            for handle in handles:
+                handle.remove()
+            if self._origins is not None and accumulates:
+                self._origins.leaves_scaled = nested.is_scaled
+
+    def _is_scaled_run(self, outputs: Sequence[Any], seeds: _Seeds, accumulates: bool) -> bool:
+        """Whether the gradients of a nested backward are multiplied by S; a RuntimeError if they accumulate unknown."""
+        if (origins := self._origins) is None or not self.is_scaled:
+            return False
+        powers, is_known = set[int](), True
+        for output, seed, is_implicit in zip(outputs, seeds, seeds.are_implicit, strict=True):
+            if seed is None:  # the output needs no gradient
+                continue
+            by_seed = not is_implicit and origins.is_scaled(seed)
+            powers.add(by_seed + origins.is_scaled(output))  # in a sum of products with the gradient, say
+            is_known &= is_implicit or by_seed or origins.is_constant(seed)
+        if is_known and len(powers) == 1 and powers <= {0, 1}:
+            return powers == {1}
+        if accumulates and powers:
+            raise RuntimeError(
+                f"the backward of {self.name} runs another backward, and hf_mp cannot tell whether its gradients are "
+                "multiplied by the loss scale: they start from a tensor that no torch function computed from the "
+                f"gradients that {self.name} received (or from two such, multiplied). {_WAY_OUT}"
+            )
+        return True
+
+    def note_returned(self, node: Any, places: Iterable[int]) -> None:
+        """``torch.autograd.grad`` returns scaled gradients of weights: those to which ``node`` leads by ``places``."""
+        for place in places:
+            weight = getattr(node.next_functions[place][0], "variable", None)
+            if weight is not None and id(weight) not in self._returned:
+                self._returned[id(weight)] = weight, self._gradients_of(weight)
+
+    def _gradients_of(self, weight: Tensor) -> list[tuple[int, int]]:
+        return [(id(one), one._version) for one in self._check.gradients([weight])]
+
+    def _refuse_written_gradients(self) -> None:
+        """Raise a RuntimeError if the backward has written gradients that ``torch.autograd.grad`` returned."""
+        if any([self._gradients_of(weight) != before for weight, before in self._returned.values()]):
+            self._refuse_scaled()
+
+    def _refuse_scaled(self) -> NoReturn:
+        raise RuntimeError(
+            f"the backward of {self.name} wrote .grad of a weight, with a gradient that is multiplied by the loss "
+            "scale: return such gradients as those of the function's inputs, call backward() in the place of "
+            "torch.autograd.grad, or decorate the function's backward with @hf_mp.unscaled_gradients"
+        )
+
+    def check_written_gradient(self, tensor: Tensor, *, is_scaled: bool) -> None:
+        """Raise a RuntimeError for a write to ``tensor.grad`` that would be lost, or leave a scaled gradient."""
+        if outside_of(tensor) is not tensor:
+            raise RuntimeError(
+                f"the backward of {self.name} wrote .grad of a weight while it recomputed, when the module holds an "
+                "alias of the weight: call backward() in the place of torch.autograd.grad, or return the gradient as "
+                "that of the function's input"
+            )
+        weights = self.forward.weights
+        if is_scaled and weights is not None and weights.external.is_external_leaf(tensor):
+            self._refuse_scaled()
+
+
+class _Other:
+    """The backward of any other custom function: of torch, of hf_mp, or made outside of attached forwards."""
+
+    forward = None
+
+    def autocast_for(self, enabled: bool) -> None:
+        return None
+
+
+_OTHER = _Other()
+
+
+# Where a tensor in a custom backward comes from, in an attribute of the tensor: with the number of that backward.
+_ORIGIN = "_hf_mp_origin"
+_SCALED, _CONSTANT = "scaled", "constant"
+_numbers = itertools.count()
+# Their values do not depend on those of their arguments. Others (empty, zeros) make buffers that kernels write into.
+_MAKE_CONSTANTS = {
+    *("ones", "ones_like", "new_ones", "full", "full_like", "new_full", "tensor", "as_tensor", "scalar_tensor"),
+    *("arange", "eye", "linspace", "rand", "rand_like", "randn", "randn_like"),
+}
+_LEAVE_TORCH = {"item", "tolist", "numpy", "__float__", "__array__", "__int__", "__bool__", "__complex__"}
+_GRAD: Any = Tensor.grad
+_READ_GRADIENT, _SET_GRADIENT = _GRAD.__get__, _GRAD.__set__
+
+
+class _Origins(TorchFunctionMode):
+    """Marks the tensors of a custom backward that torch functions compute from the gradients that it received.
+
+    And those that come from constants alone. What an extension or a kernel of one's own computes is not seen.
+    """
+
+    def __init__(self, backward: CustomBackward, gradients: Iterable[Any]) -> None:
+        super().__init__()
+        self._backward, self._number = backward, next(_numbers)
+        self.leaves_scaled = False  # whether the last nested backward left scaled gradients in leaves
+        self._left_torch = False  # whether a number was read from a scaled tensor
+        self._mark(gradients, _SCALED)
+
+    def is_scaled(self, value: Any) -> bool:
+        return self._backward.is_scaled and getattr(value, _ORIGIN, None) == (self._number, _SCALED)
+
+    def is_constant(self, value: Any) -> bool:
+        return not self._left_torch and getattr(value, _ORIGIN, None) == (self._number, _CONSTANT)
+
+    def _mark(self, values: Any, origin: str) -> None:
+        for tensor in _tensors(values):
+            setattr(tensor, _ORIGIN, (self._number, origin))
+
+    @uncompiled
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_dynamo_compiling():
+            return func(*args, **kwargs)
+        if func == _SET_GRADIENT:
+            self._backward.check_written_gradient(args[0], is_scaled=self.is_scaled(args[1]))
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        given = [*_tensors((args, kwargs))]
+        if any(map(self.is_scaled, given)) or (func == _READ_GRADIENT and self.leaves_scaled):
+            self._left_torch |= name in _LEAVE_TORCH
+            self._mark(result, _SCALED)
+            if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+                self._mark(args[:1], _SCALED)  # written in place
+        elif name in _MAKE_CONSTANTS or (given and all(map(self.is_constant, given))):
+            self._mark(result, _CONSTANT)
+        return result
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and dictionaries."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for one in values:
+            yield from _tensors(one)
+    elif isinstance(values, dict):
+        yield from _tensors([*values.values()])
+
+
+# What is changed in torch while a model is attached.
+
+
+class _Seeds(tuple[Any, ...]):
+    """The gradients that a nested backward starts from."""
+
+    are_implicit: list[bool]  # whether each is the 1 of a loss
+
+
+# Not Function.apply: people take `apply = Custom.apply` before a model is attached.
+@around
+def _make_node(original: Any, node: Any, /, *args: Any, **kwargs: Any) -> None:
+    original(node, *args, **kwargs)
+    if (forward := state.forward) is None or forward.weights is None:
+        return
+    if not node._forward_cls.__module__.startswith(("torch.", "hf_mp.")):
+        node.hf_mp_made_in = forward, active_autocast()
+
+
+@around
+def _run_custom_backward(original: Any, node: Any, /, *gradients: Any) -> Any:
+    if (made_in := getattr(node, "hf_mp_made_in", None)) is not None:
+        forward, mode = made_in
+        with CustomBackward(forward, mode, type(node)._forward_cls.__name__, gradients):
+            return original(node, *gradients)
+    outer, state.backward = state.backward, _OTHER
+    try:
+        return original(node, *gradients)
+    finally:
+        state.backward = outer
+
+
+def _running() -> CustomBackward | None:
+    return backward if isinstance(backward := state.backward, CustomBackward) else None
+
+
+@around
+def _enable_gradients(original: Any, self: Any, /, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    if torch.is_grad_enabled() and (backward := _running()) is not None:
+        backward.begin_recomputation(self)
+
+
+@around
+def _restore_gradients(original: Any, self: Any, /, *raised: Any) -> None:
+    try:
+        if (backward := _running()) is not None:
+            backward.end_recomputation(self, *raised)
+    finally:
+        original(self, *raised)
+
+
+@around
+def _make_seeds(original: Any, outputs: Any, grads: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
+    made = original(outputs, grads, *args, **kwargs)
+    if current_graph_task() == -1 or state.backward is _OTHER:
+        return made
+    seeds = _Seeds(made)
+    seeds.are_implicit = [one is None for one in grads]
+    return seeds
+
+
+@around
+def _run_backward(original: Any, outputs: Sequence[Any], seeds: Any, /, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(seeds, _Seeds):
+        return original(outputs, seeds, *args, **kwargs)
+    accumulates = bool(kwargs.get("accumulate_grad"))
+    if (backward := _running()) is not None:
+        return backward.run(outputs, seeds, accumulates, lambda: original(outputs, seeds, *args, **kwargs))
+    if accumulates and not all(seeds.are_implicit):
+        _refuse_in_hook([output for output in outputs if isinstance(output, Tensor)])
+    return original(outputs, seeds, *args, **kwargs)
+
+
+def _refuse_in_hook(outputs: Sequence[Tensor]) -> None:
+    """Raise a RuntimeError if a hook in a scaled backward runs one that leaves gradients in weights of that model."""
+    task = current_graph_task()
+    models = [one.model for one in RUNTIMES if one.check.is_scaled and one.check.backwards.are_scaled(task)]
+    weights = {id(weight) for model in models if model is not None for weight in model.parameters()}
+    if weights and any([id(leaf) in weights for _, _, leaf in leaf_edges(outputs, 0)]):
+        raise RuntimeError(
+            "a hook runs a backward from a given gradient, in a backward whose gradients are multiplied by the loss "
+            "scale, and it would leave gradients in weights of the attached model that may be scaled: recompute in the "
+            "backward of a torch.autograd.Function that is applied in forward()"
+        )
+
+
+_SCALED_BY_S = "gradients of weights that a custom autograd function recomputes with are multiplied by the loss scale"
+
+BACKWARD_PATCHES = Patches(
+    (
+        DIFFERENTIATE_WEIGHTS,  # of the same attribute as the last one: a table is taken off in reverse order
+        Patch(("torch.autograd.function:BackwardCFunction.__init__",), _make_node, _SCALED_BY_S),
+        Patch(
+            tuple(f"torch.autograd.function:BackwardCFunction.{name}" for name in ("apply", "apply_boxed")),
+            _run_custom_backward,
+            _SCALED_BY_S,
+        ),
+        *(
+            Patch((f"torch.autograd.grad_mode:{name}",), replace, _SCALED_BY_S)
+            for name, replace in {
+                "enable_grad.__enter__": _enable_gradients,
+                "enable_grad.__exit__": _restore_gradients,
+                "set_grad_enabled.__enter__": _enable_gradients,
+                "set_grad_enabled.__exit__": _restore_gradients,
+            }.items()
+        ),
+        Patch(("torch.autograd:_make_grads",), _make_seeds, _SCALED_BY_S),
+        Patch(("torch.autograd:_engine_run_backward",), _run_backward, _SCALED_BY_S),
+    )
+)

@@ -1,0 +1,124 @@
+"""``hf_mp.unscaled_gradients``: for gradient hooks and custom backwards that are not linear in the gradient."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from hf_mp.borders import is_in_graph, scale_gradient
+from hf_mp.casting.active import state
+from hf_mp.casting.dispatched import current_graph_task
+from hf_mp.kernels.nested import apply_to_tensors, tensors_in
+from hf_mp.step.custom_backward import CustomBackward
+from hf_mp.step.runtime import StepRuntime
+from hf_mp.weights.attachable import RUNTIMES
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+# The node that autograd executes; public functions tell it of a tensor alone, and a hook is not given that.
+_current_node = getattr(torch._C, "_current_autograd_node", lambda: None)
+
+
+def unscaled_gradients(function: _Function) -> _Function:
+    """Give ``function`` unscaled FP32 gradients, and multiply by the loss scale those that it returns.
+
+    In the graph of an attached model, gradients of activations are multiplied by the loss scale S. This makes no
+    difference to a function that is linear in them. Decorate any other, such as one with a fixed bound::
+
+        # in forward(), where the tensor is computed
+        hidden.register_hook(hf_mp.unscaled_gradients(lambda gradient: gradient.clamp(-1, 1)))
+
+        class Clamped(torch.autograd.Function):
+            @staticmethod
+            @hf_mp.unscaled_gradients
+            def backward(ctx, gradient): ...
+
+    Where nothing is scaled (in ``bf16``, in a model that is not attached, outside of the model's graph), the function
+    receives its arguments as they are.
+
+    Args:
+        function: a hook for ``Tensor.register_hook``, ``nn.Module.register_full_backward_hook`` or
+            ``register_full_backward_pre_hook``, or the ``backward`` of a ``torch.autograd.Function``. Backwards that
+            this runs itself are not scaled: in FP16, small gradients in them may underflow.
+
+    Returns:
+        A function of the same arguments. Gradients that a hook returns are cast to the dtypes that they had.
+
+    Raises:
+        RuntimeError: when a tensor's hook is called that was decorated outside of a forward, and a module's that is
+            called both by the caller of the model and inside of it.
+    """
+    made_in = state.forward
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        backward = state.backward
+        is_backward = isinstance(args[0], FunctionCtx) and isinstance(backward, CustomBackward)
+        runtime = _runtime_of_backward(backward) if is_backward else _runtime_of_hook(args, made_in)
+        if runtime is None:
+            return function(*args)
+        inverse, scale = (functools.partial(_multiplied, runtime, is_inverse=one) for one in (True, False))
+        unscaled = apply_to_tensors(inverse, args)
+        if is_backward:
+            with backward.unscaled():  # type: ignore[union-attr]
+                return apply_to_tensors(scale, function(*unscaled))
+        # What a module's hook returns takes the place of its second argument.
+        dtypes = _dtypes(args[0] if isinstance(args[0], Tensor) else args[1])
+        return apply_to_tensors(lambda gradient: scale(gradient).to(next(dtypes, gradient.dtype)), function(*unscaled))
+
+    return call  # type: ignore[return-value]
+
+
+def _dtypes(values: Any) -> Iterator[torch.dtype]:
+    return (tensor.dtype for tensor in tensors_in(values))
+
+
+def _multiplied(runtime: StepRuntime, gradient: Tensor, *, is_inverse: bool) -> Tensor:
+    """``gradient`` in FP32, times S or 1/S."""
+    factors = runtime.scaler.scale_and_inverse(gradient.device)
+    factor = factors.inverse if is_inverse else factors.scale
+    return scale_gradient(gradient, factor, runtime) if gradient.is_floating_point() else gradient
+
+
+def _runtime_of_backward(backward: Any) -> StepRuntime | None:
+    return backward.runtime if backward.is_scaled else None
+
+
+def _runtime_of_hook(args: tuple[Any, ...], made_in: Any) -> StepRuntime | None:
+    """The runtime whose loss scale multiplies the gradients that a hook is called with; None if there is none."""
+    task = current_graph_task()
+    runtimes = [one for one in RUNTIMES if one.check.is_scaled and one.check.backwards.are_scaled(task)]
+    if not runtimes:
+        return None
+    if not isinstance(args[0], Tensor):
+        return _runtime_of_module(args[0], runtimes)
+    if made_in is None:
+        raise RuntimeError(
+            "a tensor's hook was decorated with hf_mp.unscaled_gradients outside of a forward of the attached model, "
+            "so that it is not known whether the tensor belongs to the model's graph: decorate it in forward()"
+        )
+    node = _current_node()
+    first = -1 if made_in.is_recomputing or made_in.weights is None else made_in.weights.external.first_node
+    is_scaled = made_in.runtime in runtimes and (node is None or is_in_graph(node, first))
+    return made_in.runtime if is_scaled else None
+
+
+def _runtime_of_module(module: Any, runtimes: list[Any]) -> StepRuntime | None:
+    """The one of ``runtimes`` whose model has ``module``; None for the whole model, whose outputs are not scaled."""
+    within = [one for one in runtimes if one.model is not None and module in one.model.modules()]
+    if any([one.model is module for one in within]):
+        return None
+    if any([one.module() is module for runtime in within for one in _forwards(runtime)]) or len(within) > 1:
+        raise RuntimeError(
+            f"a hook of {type(module).__name__} was decorated with hf_mp.unscaled_gradients, and its gradients are "
+            "scaled only if it is called inside of an attached model: register the hook at a module inside of it"
+        )
+    return within[0] if within else None
+
+
+def _forwards(runtime: Any) -> Iterator[Any]:
+    return (forward for reference in runtime.forwards if (forward := reference()) is not None)

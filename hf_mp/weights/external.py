@@ -1,0 +1,134 @@
+"""``ExternalTensors``: tensors that a forward uses and no parameter slot holds, recognized by age; their unscaling."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_mp.borders import add_late_borders, leads_inside
+from hf_mp.weights.slots import WeightSlots
+
+_MOST_FORWARDS = 1000  # whose nodes are remembered: the record must not grow with the training
+
+
+class ForwardNodes(threading.local):
+    """Ranges of sequence numbers of the autograd nodes that forwards of one model have made in a thread."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, float]] = []  # first and last, ascending: sequence numbers only grow
+
+    def record(self, first: int) -> None:
+        """Record the nodes from ``first`` to the newest: a later forward may use their results."""
+        if (last := torch.autograd._get_sequence_nr()) > first:
+            self._ranges.append((first, last))
+        del self._ranges[:-_MOST_FORWARDS]
+
+    def __contains__(self, node: Any) -> bool:
+        number = node._sequence_nr()
+        position = bisect.bisect_right(self._ranges, (number, math.inf)) - 1
+        return position >= 0 and number < self._ranges[position][1]
+
+
+class ExternalTensors:
+    """Finds tensors that reach one forward by another way than a slot: a closure, an attribute, an argument.
+
+    A tensor is external if its autograd node is older than the forward, or if it is a leaf. If calls are intercepted,
+    an external tensor gets an alias behind an unscale node where a call first uses it. Otherwise unscale hooks are
+    added when the forward has ended.
+
+    Args:
+        slots: of the same forward.
+        nodes: of earlier forwards of the model.
+        is_scaled: whether the loss is scaled; if not, nothing is unscaled.
+    """
+
+    # Leaves that carry gradients between parts of the model. None: all leaves but those that the forward has used.
+    _recompute_inputs: frozenset[int] | None = frozenset()
+
+    def __init__(self, slots: WeightSlots, nodes: ForwardNodes, *, is_scaled: bool) -> None:
+        self._slots, self._nodes, self.is_scaled = slots, nodes, is_scaled
+        self._known_external: set[Any] = set()  # nodes that lead to no node of this forward
+        self._external_without_grad: dict[int, Tensor] = {}  # used without grad; a checkpoint may compute that again
+        # autograd numbers nodes as they are made; torch has no public API for the order of two nodes.
+        self.first_node = torch.autograd._get_sequence_nr()
+
+    def alias_argument(self, tensor: Tensor) -> Tensor:
+        """An alias of ``tensor``, an argument of the forward, if it needs a gradient and no forward made it."""
+        if not tensor.requires_grad or (tensor.grad_fn is not None and tensor.grad_fn in self._nodes):
+            return tensor
+        return self._alias(tensor)
+
+    def alias_if_external(self, tensor: Tensor) -> Tensor:
+        """An alias of ``tensor``, an argument of a call, if it needs a gradient and is external.
+
+        Without grad the tensor itself is returned, and recorded for a thread that recomputes the call.
+        """
+        if not tensor.requires_grad or not self.is_external(tensor):
+            return tensor
+        if torch.is_grad_enabled():
+            return self._alias(tensor)
+        self._external_without_grad[id(tensor)] = tensor
+        return tensor
+
+    def _alias(self, tensor: Tensor) -> Tensor:
+        aliases = self._slots.aliases.get(id(tensor))
+        return (self._slots.alias_group([(tensor, None)]) if aliases is None else aliases).alias
+
+    def are_among(self, values: Iterable[Any]) -> bool:
+        """Whether the arguments ``values`` of a call contain an external tensor that needs a gradient."""
+        for value in values:
+            if isinstance(value, Tensor):
+                if value.requires_grad and self.is_external(value):
+                    return True
+            elif isinstance(value, (list, tuple)) and self.are_among(value):
+                return True
+        return False
+
+    def is_external(self, tensor: Tensor) -> bool:
+        """Whether ``tensor``, which needs a gradient, is older than this forward and of no forward of the model."""
+        try:
+            node = tensor.grad_fn
+        except RuntimeError:  # torch returns no node for a view that a custom function made without grad and wrote
+            return self.is_external(tensor._base)  # type: ignore[arg-type]
+        if id(tensor) in self._external_without_grad:
+            return True
+        if node is None:
+            return self._recompute_inputs is not None and id(tensor) not in self._recompute_inputs
+        is_older = node._sequence_nr() < self.first_node and node not in self._nodes
+        return is_older and not leads_inside(node, self.first_node, self._known_external)
+
+    def add_unscale_hooks(self, results: Sequence[Tensor]) -> bool:
+        """Unscale at each edge of the graph of ``results`` to an external tensor. Returns whether there was one."""
+        return add_late_borders(results, self._slots.crossings, self.first_node, self._nodes.__contains__)
+
+    def record_nodes(self) -> None:
+        """Record the nodes of this forward, which has ended."""
+        if self._slots.has_grad:
+            self._nodes.record(self.first_node)
+
+    def is_external_leaf(self, leaf: Tensor) -> bool:
+        """Whether ``leaf`` is a weight of this forward, or an external tensor that it has used."""
+        return id(leaf) in self._slots.aliases or id(leaf) in self._external_without_grad
+
+    @contextmanager
+    def recomputing(self, args: tuple[Any, ...] | None) -> Iterator[None]:
+        """A context to recompute a part of the forward with arguments ``args``, in any thread.
+
+        Another thread numbers nodes anew. So no tensor is external there, except leaves other than ``args`` and the
+        tensors that the forward has used without grad. If ``args`` is None, only the latter are.
+        """
+        before = self.first_node, self._recompute_inputs
+        self.first_node = -1
+        tensors = [arg for arg in args or () if isinstance(arg, Tensor)]
+        self._recompute_inputs = None if args is None else frozenset(map(id, tensors))
+        try:
+            yield
+        finally:
+            self.first_node, self._recompute_inputs = before

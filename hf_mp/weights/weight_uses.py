@@ -1,0 +1,85 @@
+"""``WeightUses``: the weights of a model that lower-precision ops read, by the class of their module."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hf_mp.casting.experts import WEIGHTS, has_stacked_experts
+from hf_mp.model_walk import modules_of
+from hf_mp.weights.slots import ParameterSlot
+
+_OFFLOADED_DEVICES = ("meta",)  # of weights that accelerate has offloaded, and loads when their module is called
+_USUAL = ("weight", "bias")
+_PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias")
+# Weights that a known forward passes to an op, and that op. The key is the forward: a subclass with a forward of its
+# own may use a weight in other ways.
+_WEIGHTS_BY_FORWARD: dict[Callable[..., object], tuple[Iterable[str], Callable[..., object] | None]] = {
+    nn.Linear.forward: (_USUAL, F.linear),
+    nn.Conv1d.forward: (_USUAL, F.conv1d),
+    nn.Conv2d.forward: (_USUAL, F.conv2d),
+    nn.Conv3d.forward: (_USUAL, F.conv3d),
+    nn.ConvTranspose1d.forward: (_USUAL, F.conv_transpose1d),
+    nn.ConvTranspose2d.forward: (_USUAL, F.conv_transpose2d),
+    nn.ConvTranspose3d.forward: (_USUAL, F.conv_transpose3d),
+    nn.MultiheadAttention.forward: (_PROJECTIONS, F.linear),
+}
+
+
+class WeightUses:
+    """Finds the parameter slots of one model, and which weights have a working copy from the first forward on.
+
+    These are the weights of modules with a known forward: linear layers, convolutions, projections of attention and
+    stacked experts. Any other weight gets its working copy when a lower-precision op first reads it
+    (:meth:`hf_mp.weights.slots.WeightSlots.working_copy`). The slots of stacked experts hold the working copy itself:
+    their forward selects experts before it multiplies, and a selection of FP32 weights would be cast at each use.
+
+    Args:
+        is_lower_precision: whether autocast casts an op to FP16/BF16.
+        with_rules: modules with autocast rules of their own; their weights get no working copy in advance.
+    """
+
+    def __init__(
+        self, is_lower_precision: Callable[[Callable[..., object] | None], bool], with_rules: Iterable[nn.Module] = ()
+    ) -> None:
+        self._is_lower_precision = is_lower_precision
+        self._names: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
+        for module in with_rules:
+            self._names[module] = frozenset()
+
+    def find_slots(self, model: nn.Module) -> list[ParameterSlot]:
+        """The slots of the weights of ``model``, except weights that an attribute in ``__dict__`` hides."""
+        found = []
+        for module in modules_of(model):
+            attributes = vars(module)
+            if "base_layer" in (parts := attributes.get("_modules", ())):
+                base = parts["base_layer"]
+                if base not in self._names and has_stacked_experts(base):
+                    # PEFT adds to them, in FP32, in a parametrization that may not change their dtype.
+                    self._names[base] = frozenset()
+            if parameters := attributes.get("_parameters"):  # a traced module has none of its own
+                names = self._names.get(module)
+                names = self._names_by_class(module) if names is None else names
+                holds_copy = bool(names) and has_stacked_experts(module)
+                for name, weight in parameters.items():
+                    if weight is not None and name not in attributes and weight.device.type not in _OFFLOADED_DEVICES:
+                        has_copy = name in names
+                        found.append(ParameterSlot(module, name, weight, has_copy, has_copy and holds_copy))
+        return found
+
+    def _names_by_class(self, module: nn.Module) -> frozenset[str]:
+        """Names of the weights of ``module`` that have a working copy in advance."""
+        forward: Any = getattr(type(module), "forward", None)  # a scripted module has none
+        if (transformers := sys.modules.get("transformers.pytorch_utils")) is not None:
+            _WEIGHTS_BY_FORWARD.setdefault(transformers.Conv1D.forward, (_USUAL, torch.addmm))
+        names, op = _WEIGHTS_BY_FORWARD.get(forward, ((), None))
+        if has_stacked_experts(module):
+            names, op = WEIGHTS, torch.bmm
+        found = self._names[module] = frozenset(names if self._is_lower_precision(op) else ())
+        return found
