@@ -1,4 +1,4 @@
-"""Warnings that point at the user's own line, whichever library called hf_mp."""
+"""Warnings at the line of user code, also if another library has called hf_mp."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ _LIBRARIES = ("hf_mp", "torch", "transformers", "accelerate", "peft", "trl", "li
 
 
 def warn_caller(message: str) -> None:
-    """A warning at the line that led here, outside of these libraries: Python's filters show it once for each line.
+    """Warn at the innermost line outside ``_LIBRARIES``, or else at the thread's outermost line.
 
-    In a thread without such a line, as autograd has them, at its outermost one.
+    Python's filters show the warning once for each line.
     """
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and module_of_frame(frame).partition(".")[0] in _LIBRARIES:
         frame = frame.f_back
-        level += not module_of_frame(frame).startswith("importlib._bootstrap")  # which warnings itself does not count
+        # `stacklevel` does not count the frames of importlib.
+        level += not module_of_frame(frame).startswith("importlib._bootstrap")
     warnings.warn(message, stacklevel=level)
 
 
 def module_of_frame(frame: types.FrameType) -> str:
-    """The name of the module whose code a frame runs; empty where it has none."""
+    """Return the name of the module of a frame, or ``""``."""
     return frame.f_globals.get("__name__") or ""

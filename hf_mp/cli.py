@@ -84,7 +84,7 @@ def memory(
         str, typer.Argument(help="Directory, config.json, model on the Hub, or gpt2, gpt2-medium, gpt2-large, gpt2-xl.")
     ],
     train: Annotated[bool, typer.Option("--train", metavar="", help="Also predict a training step.")] = False,
-    batch_size: Annotated[int, typer.Option(help="Sequences in one forward.")] = 1,
+    batch_size: Annotated[int, typer.Option(help="Sequences or images in one forward.")] = 1,
     seq_len: Annotated[int | None, typer.Option(help="Tokens in a sequence. Default: up to 1024.")] = None,
     accumulation_steps: Annotated[int, typer.Option(help="Micro-batches in one update.")] = 1,
     gradient_checkpointing: Annotated[
@@ -109,7 +109,7 @@ def memory(
     ] = None,
     device: Annotated[str, typer.Option(help="Device to predict for: cuda or cpu; needs neither here.")] = "cuda",
     gpu: Annotated[
-        str | None, typer.Option(help="Memory of your GPU, such as 24GiB: shows what fits, and the largest batch.")
+        str | None, typer.Option(help="Memory of your GPU, such as 24GB (24 GiB): what fits, and the largest batch.")
     ] = None,
     ranks: Annotated[int, typer.Option(help="Number of ranks to plan for, up to 4096.")] = 1,
     parallel: Annotated[str, typer.Option(help="How the ranks train together: fsdp2, hsdp, ddp or tp.")] = "fsdp2",
@@ -147,7 +147,8 @@ def report(
 def check(
     target: Annotated[Path, typer.Argument(help="Folder of a model, a checkpoint (any Trainer's), or a run.")],
     learning_rate: Annotated[
-        float | None, typer.Option(help="Learning rate at which to count lost updates. Default: the checkpoint's.")
+        float | None,
+        typer.Option(help="Learning rate at which to count lost updates. Default: the checkpoint's, else 1e-5."),
     ] = None,
     keeps_bits: Annotated[
         bool, typer.Option("--keeps-bits", metavar="", help="The optimizer rounds stochastically, or keeps Kahan sums.")

@@ -55,7 +55,9 @@ class Forward(Protocol):
 class CustomBackward(Protocol):
     """Backward of a custom autograd function that runs in this thread: of :mod:`hf_mp.step.custom_backward`."""
 
-    forward: Forward | None  # that made its node; None if no attached forward did
+    @property
+    def forward(self) -> Forward | None:
+        """The forward that made its node; None if no attached forward did."""
 
     def autocast_for(self, enabled: bool) -> Mode | None:
         """The autocast to enter for a ``torch.autocast(enabled=...)`` in it; None if torch's own is to be entered."""

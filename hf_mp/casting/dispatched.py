@@ -32,7 +32,7 @@ from hf_mp.casting.uncompiled import uncompiled
 
 # In no table, and made of ops that are in some: all of a call is cast or nothing, as by the mode.
 _WHOLE = """
-    cov corrcoef pinverse linalg_pinv matrix_power linalg_matrix_power matrix_exp linalg_matrix_exp ldexp mvlgamma pad
+    cov corrcoef matrix_power linalg_matrix_power ldexp mvlgamma pad
 """
 # Of backends whose tensors only a torch of their vendors makes. The second is native.cpp's, and is asked first.
 _KEY, _NATIVE_KEY = "AutocastIPU", "AutocastHPU"

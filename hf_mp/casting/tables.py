@@ -66,12 +66,27 @@ _BANNED_BINARY_CROSS_ENTROPY = (
     "the sigmoid, which is safe, or compute this loss inside `with autocast(enabled=False):` on FP32 tensors"
 )
 
-# Products that no autocast of torch names (https://github.com/pytorch/pytorch/issues/174763): stacked experts run in
+# Matmuls that no autocast of torch names (https://github.com/pytorch/pytorch/issues/174763): stacked experts run in
 # FP32 there.
-BEYOND_TORCH = _names("_grouped_mm")
+_MATMULS = _names("_grouped_mm")
+# FP32 in none of torch's lists. A 16-bit kernel, if there is one, gives NaN, gradients with an error as large as
+# themselves, or complex numbers of 2 x 16 bits, which few ops take.
+_BEYOND_TORCH_IN_FP32 = _names("""
+    matrix_exp linalg.matrix_exp complex fake_quantize_per_channel_affine
+    _fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_channel_affine
+""")
+# FP32 in torch's list for the CPU alone. No device has a 16-bit kernel of most of them: a parametrization of a 16-bit
+# weight (torch's orthogonal ones) would fail on the others.
+_FP32_ON_A_CPU_IN_TORCH = _names("""
+    polar view_as_complex fake_quantize_per_tensor_affine
+    cholesky_inverse cholesky_solve inverse pinverse lu_solve orgqr ormqr geqrf svd triangular_solve lu _lu_with_info
+    linalg.cond linalg.matrix_rank linalg.solve linalg.cholesky linalg.cholesky_ex linalg.svdvals linalg.svd
+    linalg.eig linalg.eigh linalg.eigvals linalg.eigvalsh linalg.inv linalg.inv_ex linalg.householder_product
+    linalg.tensorinv linalg.tensorsolve linalg.qr linalg.lstsq linalg.pinv
+""")
 
 CUDA_TABLES = OpTables(
-    lower_precision=BEYOND_TORCH
+    lower_precision=_MATMULS
     | _names("""
         conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
         cudnn_convolution cudnn_convolution_transpose
@@ -80,7 +95,9 @@ CUDA_TABLES = OpTables(
         lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
         scaled_dot_product_attention
     """),
-    fp32=_names("""
+    fp32=_BEYOND_TORCH_IN_FP32
+    | _FP32_ON_A_CPU_IN_TORCH
+    | _names("""
         square trapezoid trapz cumulative_trapezoid
         acos arccos asin arcsin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow
         norm softplus layer_norm native_layer_norm group_norm frobenius_norm nuclear_norm cosine_similarity
@@ -104,7 +121,7 @@ CUDA_TABLES = OpTables(
 )
 
 CPU_TABLES = OpTables(
-    lower_precision=BEYOND_TORCH
+    lower_precision=_MATMULS
     | _names("""
         conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d _convolution
         prelu addmm _addmm_activation matmul mm linear bmm addbmm baddbmm linalg.vecdot rnn_tanh rnn_relu
@@ -112,22 +129,19 @@ CPU_TABLES = OpTables(
         linalg.matmul chain_matmul linalg.multi_dot sparse.addmm sparse.mm
         einsum inner tensordot lstm gru rnn_tanh_cell rnn_relu_cell lstm_cell gru_cell
     """),
-    fp32=_names("""
+    fp32=_BEYOND_TORCH_IN_FP32
+    | _FP32_ON_A_CPU_IN_TORCH
+    | _names("""
         avg_pool3d adaptive_avg_pool3d max_pool3d max_unpool2d max_unpool3d adaptive_max_pool3d
         fractional_max_pool2d fractional_max_pool3d reflection_pad1d reflection_pad2d
         replication_pad1d replication_pad2d replication_pad3d
         binary_cross_entropy grid_sampler grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback
-        polar view_as_complex prod quantile nanquantile stft cdist trace fake_quantize_per_tensor_affine
-        cholesky_inverse cholesky_solve inverse pinverse lu_solve orgqr ormqr geqrf svd triangular_solve
-        lu _lu_with_info
+        prod quantile nanquantile stft cdist trace
         mse_loss cosine_embedding_loss nll_loss nll_loss2d nll_loss_nd hinge_embedding_loss poisson_nll_loss
         smooth_l1_loss cross_entropy_loss l1_loss huber_loss margin_ranking_loss soft_margin_loss triplet_margin_loss
         multi_margin_loss multilabel_margin_loss ctc_loss kl_div binary_cross_entropy_with_logits
         fft.fft fft.ifft fft.fft2 fft.ifft2 fft.fftn fft.ifftn fft.rfft fft.irfft fft.rfft2 fft.irfft2 fft.rfftn
         fft.irfftn fft.hfft fft.ihfft
-        linalg.cond linalg.matrix_rank linalg.solve linalg.cholesky linalg.cholesky_ex linalg.svdvals linalg.svd
-        linalg.eig linalg.eigh linalg.eigvals linalg.eigvalsh linalg.inv linalg.inv_ex linalg.householder_product
-        linalg.tensorinv linalg.tensorsolve linalg.qr linalg.lstsq linalg.pinv
     """)
     | _names_in_this_torch("qr cholesky linalg.matrix_sqrth", "AutocastCPU"),  # before 2.15, and from it
     widest=_names("stack cat concat concatenate index_copy bilinear"),
@@ -145,6 +159,11 @@ COMPACT_TABLES = replace(
 )
 
 TABLES: dict[TableName, OpTables] = {"cuda": CUDA_TABLES, "cpu": CPU_TABLES, "compact": COMPACT_TABLES}
+# What torch's own lists do not name.
+BEYOND_TORCH: dict[TableName, frozenset[str]] = {
+    "cuda": _MATMULS | _BEYOND_TORCH_IN_FP32 | _FP32_ON_A_CPU_IN_TORCH,
+    "cpu": _MATMULS | _BEYOND_TORCH_IN_FP32,
+}
 
 # Python operators and dunder methods that are spellings of a named op.
 _DUNDER_SPELLINGS = {
@@ -213,7 +232,7 @@ def functions_called(name: str) -> frozenset[Callable[..., Any]]:
     entries = [(space, entry) for space in _NAMESPACES for entry in dir(space) if not entry.startswith("_")]
     values = [getattr(space, entry, None) for space, entry in [*entries, *((torch.Tensor, entry) for entry in dunders)]]
     named = [value for value in values if callable(value) and called_name(value) == name]
-    return frozenset([*named, *(spellings(name) if named or name in BEYOND_TORCH else ())])
+    return frozenset([*named, *(spellings(name) if named or name in _MATMULS else ())])
 
 
 def op_table(tables: OpTables) -> dict[Callable[..., Any], tuple[CastRule, str]]:

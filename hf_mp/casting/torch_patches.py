@@ -211,9 +211,15 @@ def _call_user_compiler(original: Any, self: Any, /, graph: Any, inputs: list[An
 
     def run(*inputs: Any) -> Any:
         with torch._C.DisableTorchFunction(), undispatched():
-            return compiled(*inputs)
+            # With grad, a forward puts plain aliases in the places of weights.
+            return compiled(*(inputs if torch.is_grad_enabled() else map(_as_plain, inputs)))
 
     return run
+
+
+def _as_plain(value: Any) -> Any:
+    """``value``, or an alias without the class of a weight that is stored in 16 bits, whose ``.data`` torch reads."""
+    return value.as_subclass(torch.Tensor) if getattr(type(value), "is_plain_in_graphs", False) else value
 
 
 @around

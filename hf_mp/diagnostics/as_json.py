@@ -1,4 +1,4 @@
-"""Records as JSON."""
+"""Dataclasses as JSON."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from hf_mp.dtypes import spell
 
 
 def for_json(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass as JSON has them, with None for inf and NaN, and the names of dtypes."""
+    """Return the fields of a dataclass as values for JSON: inf and NaN as None, dtypes by name."""
     return dict(json.loads(json.dumps(asdict(record), default=spell), parse_constant=lambda constant: None))

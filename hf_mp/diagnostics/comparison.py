@@ -1,4 +1,4 @@
-"""``compare_precisions``: how far a model's logits and log-probabilities in 16 bits are from those in FP32."""
+"""``compare_precisions``: measures the differences of a model's outputs in 16 bits from those in FP32."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from torch import Tensor, nn
 from hf_mp.casting.active import active_autocast
 from hf_mp.casting.rules import Rules, parse_rules
 from hf_mp.casting.tables import TABLES, TableName, op_name
+from hf_mp.diagnostics.batches import call_model, check_batches
 from hf_mp.diagnostics.comparison_report import PrecisionComparison, PrecisionError
 from hf_mp.diagnostics.fp32_reference import Reference, logits_of, run_in_fp32
-from hf_mp.diagnostics.given_batches import call, checked
-from hf_mp.diagnostics.kept_state import eagerly, gradients_set_aside, untouched, weights_kept
 from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.diagnostics.ranges import MASK, max_of
+from hf_mp.diagnostics.step_snapshot import (
+    compile_disabled,
+    restoring_module_state,
+    restoring_weights,
+    without_gradients,
+)
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.policy import PrecisionPolicy
@@ -28,7 +33,7 @@ from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.attachable import detach
 
 Precision = PrecisionPolicy | torch.dtype | str
-ROWS_ELEMENTS = 2**22  # logits that are compared at once, in FP64
+ROWS_ELEMENTS = 2**22  # logits that are compared at once
 
 
 @torch.no_grad()
@@ -39,21 +44,20 @@ def compare_precisions(
     *,
     tables: TableName = "compact",
 ) -> PrecisionComparison:
-    """Measure how far a model's outputs in other precisions are from FP32, and how much rules help.
+    """Measure the differences of a model's outputs from FP32, in each precision and with each set of rules.
 
-    Each batch runs forward in FP32, without autocast and TF32, and in each precision, without dropout.
+    Each batch runs forward in FP32, without autocast and TF32, and in each precision, without dropout. One rule worth
+    trying keeps the head in FP32 (``{"lm_head": "fp32"}``; MiniMax-M1, arXiv 2506.13585).
 
-    One rule worth trying keeps the head in FP32 (``{"lm_head": "fp32"}``; MiniMax-M1, arXiv 2506.13585).
-
-    If the model returns ``logits`` of several classes, it compares log-probabilities of the tokens (or classes) that
-    FP32 finds most likely. Positions that ``attention_mask`` hides and masked logits do not count. Without ``logits``,
-    it compares the first floating output as it is.
+    Of ``logits`` of several classes, the log-probabilities of the tokens (or classes) that are most likely in FP32 are
+    compared too. Positions hidden by ``attention_mask`` and masked logits do not count. Without ``logits``, the first
+    floating output is compared.
 
     Args:
-        model: any module; it is not changed. For an attached model, a copy with its FP32 masters is compared, without
-            its rules: pass them in ``precisions``. Weights in 16 bits are cast to FP32 while this runs.
-        batches: the arguments of its calls. A mapping of arguments, or one tensor, is one batch. Anything else is a
-            list (or other iterable) of batches, each a mapping, a tuple of arguments, or one tensor.
+        model: any module; it is not changed. Of an attached model, a copy with its FP32 masters and without its rules
+            is compared. 16-bit weights are cast to FP32 during the comparison.
+        batches: arguments of its calls: one batch (a mapping of arguments or a tensor), or an iterable of batches, each
+            a mapping, a tuple of arguments, or a tensor.
         precisions: presets, policies or dtypes, or pairs of one and its rules (as ``rules`` of autocast); default
             ``"bf16"`` and ``"fp16"``.
         tables: of autocast; default ``"compact"``.
@@ -63,22 +67,22 @@ def compare_precisions(
 
     Raises:
         TypeError: for anything but a module, and for a single precision instead of a sequence.
-        ValueError: without a batch or a precision; for an unknown precision or rule; for a model whose outputs are inf
-            or NaN in FP32, or that returns no floating tensor.
+        ValueError: without a batch or a precision; for an unknown precision or rule; for a model that returns inf or
+            NaN in FP32, or no floating tensor.
         RuntimeError: inside an autocast.
     """
     if (outer := active_autocast()) is not None and outer.enabled:
         raise RuntimeError(f"inside hf_mp.autocast({outer.dtype}) nothing is plain FP32: compare precisions outside")
-    found = [_Differences(*one) for one in _variants(precisions, tables)]
-    given = checked(batches)
+    variants = [_Differences(*one) for one in _variants(precisions, tables)]
+    given = check_batches(batches)
     positions = 0
     with _plain_model(model) as plain:
         for number, batch in enumerate(given, 1):
             reference = run_in_fp32(plain, batch, number)
-            positions += int(reference.counts.sum())
-            for one in found:
-                one.add(_logits_in(one, plain, batch, tables), reference)
-    errors = tuple(one.error() for one in found)
+            positions += int(reference.is_compared.sum())
+            for variant in variants:
+                variant.add(_logits_in(variant, plain, batch, tables), reference)
+    errors = tuple(variant.error() for variant in variants)
     return PrecisionComparison(type(model).__name__, len(given), positions, errors, _notes(reference.output, errors))
 
 
@@ -92,7 +96,7 @@ def _notes(output: str, errors: Iterable[PrecisionError]) -> tuple[str, ...]:
 
 
 def _variants(precisions: Any, tables: TableName) -> list[tuple[PrecisionPolicy, Rules]]:
-    """The precisions, each with the rules that were asked for."""
+    """Return each policy with its rules, without duplicates."""
     if isinstance(precisions, (str, torch.dtype, PrecisionPolicy)):
         raise TypeError(f"precisions must be a list: write [{str(precisions)!r}]")
     found: list[tuple[PrecisionPolicy, Rules]] = []
@@ -101,7 +105,7 @@ def _variants(precisions: Any, tables: TableName) -> list[tuple[PrecisionPolicy,
         if len(pair) != 2 or not isinstance(pair[1], Mapping):
             raise TypeError(f"{one!r} is no precision with rules: write ('fp16', {{'lm_head': 'fp32'}})")
         variant = PrecisionPolicy.parse(pair[0]), pair[1]
-        parse_rules(pair[1], TABLES[tables])  # before the reference runs, which takes minutes
+        parse_rules(pair[1], TABLES[tables])  # raises before the reference runs, which takes minutes
         if variant not in found:
             found.append(variant)
     if not found:
@@ -109,41 +113,39 @@ def _variants(precisions: Any, tables: TableName) -> list[tuple[PrecisionPolicy,
     return found
 
 
-# The model, plain and in FP32
-
-
 @contextmanager
 def _plain_model(model: nn.Module) -> Iterator[nn.Module]:
-    """``model`` in evaluation mode and FP32, or a copy of it where mixed precision is attached; restores it."""
+    """Yield ``model``, or a copy if it is attached, in evaluation mode and FP32, and restore it."""
     if attached_runtime(model) is not None:
         model = detach(copy.deepcopy(model))
-    with gradients_set_aside(model.parameters()), untouched(model), weights_kept(model), eagerly():
+    with (
+        without_gradients(model.parameters()),
+        restoring_module_state(model),
+        restoring_weights(model),
+        compile_disabled(),
+    ):
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.dtype in LOWER_PRECISION_DTYPES:
-                # Through .data, so that the parameters stay the objects that optimizers and hooks know.
                 tensor.data = tensor.data.float()
         model.eval()
         yield model
 
 
-# A batch in another precision
-
-
 def _logits_in(variant: _Differences, model: nn.Module, batch: Any, tables: TableName) -> Tensor:
-    """The logits of ``batch`` in the variant's precision; ``model`` is left as it was."""
+    """Return the logits of ``batch`` in the precision of ``variant``, of shape (positions, classes)."""
     runtime = MixedPrecision(variant.policy, rules=variant.rules, tables=tables)
-    with weights_kept(model):  # FP16 and 16 bits more do not hold all of FP32
+    with restoring_weights(model):  # a lean layout in FP16 rounds some masters
         try:
             runtime.attach(model)
-            with untouched(model):
-                return logits_of(call(model, batch))[1]
+            with restoring_module_state(model):
+                return logits_of(call_model(model, batch))[1]
         finally:
             runtime.detach()
 
 
 @dataclass
 class _Sum:
-    """Of many values: how many, the sum of their squares, and the largest magnitude; NaN where one is inf or NaN."""
+    """Count, sum of squares and largest magnitude of values; NaN for inf and NaN."""
 
     count: int = 0
     squares: float = 0.0
@@ -155,13 +157,13 @@ class _Sum:
         self.maximum = max_of([self.maximum, largest_magnitude([values]).item()])
 
     def numbers(self) -> tuple[float, float]:
-        """The root of the mean square, and the largest magnitude."""
+        """Return the root of the mean square, and the largest magnitude."""
         return math.sqrt(self.squares / max(self.count, 1)), self.maximum
 
 
 @dataclass
 class _Differences:
-    """The differences of one precision, with rules, to FP32, over all batches."""
+    """Differences of one precision and its rules from FP32."""
 
     policy: PrecisionPolicy
     rules: Rules
@@ -170,23 +172,22 @@ class _Differences:
     divergence: float = 0.0
 
     def add(self, logits: Tensor, reference: Reference) -> None:
-        found, expected = logits[reference.counts], reference.logits[reference.counts]
-        # Logits of a whole batch in FP64 would be the largest tensors of all.
+        found, expected = logits[reference.is_compared], reference.logits[reference.is_compared]
+        # FP64 logits of a whole batch would be the largest tensors of all.
         size = max(ROWS_ELEMENTS // expected.shape[-1], 1)
         for rows in zip(found.split(size), expected.split(size), strict=True):
             self._add_rows(rows[0].double(), rows[1].double(), reference.output)
 
     def _add_rows(self, found: Tensor, expected: Tensor, output: str) -> None:
-        """Add rows of logits to the sums of differences."""
-        # A logit that a model masks differs by 1e38 where 16 bits hold another smallest number.
+        # Masked logits are the lowest numbers of a dtype, which differ by 1e38.
         self.logits.add((found - expected)[expected > MASK])
-        # A regression has one class, and features are no distribution.
+        # Features and the one class of a regression are no distribution.
         if output != "logits" or expected.shape[-1] == 1:
             return
         found, expected = found.log_softmax(-1), expected.log_softmax(-1)
-        # Of FP32's own choice: labels may be shifted, and what an encoder-decoder makes of them is its own affair.
+        # Not those of the labels, which models shift in different ways.
         self.likeliest.add((found - expected).gather(-1, expected.argmax(-1, keepdim=True)))
-        # p log(p/q), which is 0 where p is 0, and NaN if it is computed.
+        # p log(p/q) is 0 for p = 0, but computed as NaN.
         probability = expected.exp()
         self.divergence += (probability * (expected - found)).masked_fill(probability == 0.0, 0.0).sum().item()
 

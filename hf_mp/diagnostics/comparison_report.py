@@ -1,4 +1,4 @@
-"""``PrecisionComparison``: how far the precisions of a model are from FP32, as a table and data."""
+"""``PrecisionComparison``: the differences of precisions from FP32, as a table and as data."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hf_mp.diagnostics.as_json import for_json
 
 @dataclass(frozen=True)
 class PrecisionError:
-    """How far one precision is from FP32.
+    """Differences of one precision from FP32: inf or NaN if an output of the precision is.
 
     Attributes:
         precision: the policy.
-        rules: of autocast.
-        logits_rms, logits_maximum: of the differences of all logits: root of their mean square, and largest magnitude.
-            Inf or NaN where the precision gives such, as everything below.
-        log_probability_rms, log_probability_maximum: of the differences of the log-probabilities, natural, of the
-            tokens (or classes) that FP32 finds most likely; None for what is no distribution.
-        kl: the mean over them of the Kullback-Leibler divergence of this precision's distribution from FP32's, in nats.
+        rules: the rules of autocast.
+        logits_rms, logits_maximum: root mean square and largest magnitude of the differences of logits.
+        log_probability_rms, log_probability_maximum: the same for natural log-probabilities of the tokens (or classes)
+            that are most likely in FP32; None if the output is no distribution.
+        kl: Kullback-Leibler divergence of this precision's distribution from FP32's, in nats, averaged over positions;
+            None if the output is no distribution.
     """
 
     precision: str
@@ -35,13 +35,13 @@ class PrecisionError:
 
 @dataclass(frozen=True)
 class PrecisionComparison:
-    """What :func:`hf_mp.compare_precisions` found; prints as a table.
+    """Result of :func:`hf_mp.compare_precisions`; prints as a table.
 
     Attributes:
         model: name of the model's class.
-        batches: number of batches that were run.
-        positions: number of tokens (or samples) whose logits were compared.
-        errors: one for each precision and its rules.
+        batches: number of batches.
+        positions: number of tokens (or samples) with compared logits.
+        errors: the differences, for each precision and its rules.
         notes: further observations.
     """
 
@@ -52,7 +52,7 @@ class PrecisionComparison:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values for JSON; inf and NaN are None."""
+        """Return all fields for JSON; inf and NaN are None."""
         return for_json(self)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The FP32 reference that precisions are compared with: the logits of a batch."""
+"""The FP32 reference of a comparison."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_mp.diagnostics.given_batches import call
-from hf_mp.diagnostics.kept_state import untouched
+from hf_mp.diagnostics.batches import call_model
+from hf_mp.diagnostics.step_snapshot import restoring_module_state
 from hf_mp.kernels.nested import named_tensors
 
-# What torch may be told to compute in TF32 or BF16 where its tensors are FP32.
+# Ops that torch may compute in TF32 or BF16 for FP32 tensors.
 _BACKENDS: Any = torch.backends
 _LOWERED = (
     _BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv, _BACKENDS.cudnn.rnn, _BACKENDS.mkldnn.matmul,
@@ -27,7 +27,7 @@ class Reference(NamedTuple):
 
     output: str  # name of the model's output that is compared
     logits: Tensor  # (positions, classes)
-    counts: Tensor  # bool, (positions,)
+    is_compared: Tensor  # bool, (positions,)
 
 
 @contextmanager
@@ -40,23 +40,19 @@ def _without_tf32() -> Iterator[None]:
 
 
 def run_in_fp32(model: nn.Module, batch: Any, number: int) -> Reference:
-    """One forward of ``batch``, the ``number``-th, in FP32 without TF32.
-
-    Raises:
-        ValueError: for a model that is inf or NaN in FP32, or returns no floating tensor.
-    """
-    with untouched(model), _without_tf32():
-        name, logits = logits_of(call(model, batch))
+    """Run ``batch`` in FP32 without TF32; a ValueError, with its ``number``, for inf or NaN."""
+    with restoring_module_state(model), _without_tf32():
+        name, logits = logits_of(call_model(model, batch))
     if logits.isnan().any() or (logits == math.inf).any():
         raise ValueError(
             f"{type(model).__name__} returns inf or NaN in FP32 for batch {number}, so no precision can be compared "
             "with it: the cause is the model or its data, look for weights that are not finite"
         )
-    return Reference(name, logits, _what_counts(model, logits, batch))
+    return Reference(name, logits, _compared_positions(model, logits, batch))
 
 
 def logits_of(outputs: Any) -> tuple[str, Tensor]:
-    """The logits, or the first floating output that is no loss, of shape (positions, classes), with its name."""
+    """Return name and values, of shape (positions, classes), of the logits or else of the first floating output."""
     named = [(name, t) for name, t in named_tensors(outputs) if t.is_floating_point() and t.dim()]
     if not named:
         raise ValueError("the model returns no floating tensor except a loss: there is nothing to compare")
@@ -64,9 +60,9 @@ def logits_of(outputs: Any) -> tuple[str, Tensor]:
     return name, logits.detach().reshape(-1, logits.shape[-1] if logits.dim() > 1 else 1)
 
 
-def _what_counts(model: nn.Module, logits: Tensor, batch: Any) -> Tensor:
-    """Which positions count: those that a mask of as many does not hide."""
-    # Padding gives logits, which nobody reads. Of an encoder-decoder, the decoder gives them.
+def _compared_positions(model: nn.Module, logits: Tensor, batch: Any) -> Tensor:
+    """Return the attention mask as bool of shape (positions,), all True if the batch has none of this size."""
+    # The logits of an encoder-decoder are those of its decoder.
     prefix = "decoder_" if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else ""
     mask = batch.get(f"{prefix}attention_mask") if isinstance(batch, Mapping) else None
     if mask is None or mask.numel() != len(logits):

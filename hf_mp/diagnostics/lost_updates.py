@@ -1,4 +1,4 @@
-"""Which parameters have no FP32 master, and what share of their updates rounding would drop: told before training."""
+"""``check_training``: finds, before training, parameters without FP32 masters and the share of updates they lose."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hf_mp.integrations.accelerated import as_accelerated
 from hf_mp.ranks.parallelism import local_part
 from hf_mp.weights.split_parameter import SplitParameter
 
-# What optimizers call their own way to keep small updates: optimi kahan_sum, torchao bf16_stochastic_round.
+# Names of settings that keep small updates without masters: optimi kahan_sum, torchao bf16_stochastic_round.
 _KEEPS_BITS = re.compile("kahan|stochastic")
 
 
 @dataclass(frozen=True)
 class TrainingCheck:
-    """What :func:`check_training` found; prints as sentences.
+    """Result of :func:`check_training`; prints as sentences.
 
     Attributes:
-        parameters: one entry for each parameter that the optimizer updates, in the model's order: the dtype in which
-            its updates are added up, and, as ``lost_share``, the share of its updates that change no bit.
-        learning_rate: the largest of the optimizer's groups.
-        risks: what loses bits, each a :class:`Risk` that says what to do.
+        parameters: one entry for each updated parameter, in the model's order: ``dtype`` is that of the sum of updates,
+            ``lost_share`` the share of updates that change no bit.
+        learning_rate: the largest of the optimizer's groups; None if none is above 0.
+        risks: states that lose bits, each a :class:`Risk` with advice.
         keeps_bits: whether the optimizer keeps small updates without masters, by Kahan sums or stochastic rounding.
     """
 
@@ -45,13 +45,13 @@ class TrainingCheck:
 
     @property
     def lost_share(self) -> float | None:
-        """The share of updates that would be lost, among those whose size is known; None if no size is known."""
+        """Share of lost updates, from 0 to 1; None if no update has a known size."""
         known = [(one.elements, one.lost_share) for one in self.parameters if one.lost_share is not None]
         return mean(known) if known else None
 
     @property
     def advice(self) -> str:
-        """The risks and what to do; empty if there are none."""
+        """The risks with advice; empty if there are none."""
         return "\n".join(map(str, self.risks))
 
     def __str__(self) -> str:
@@ -67,36 +67,30 @@ class TrainingCheck:
 
 
 def check_training(model: nn.Module, optimizer: Optimizer) -> TrainingCheck:
-    """Say, before training, which parameters have no FP32 masters and what share of their updates would be lost.
+    """Find, before training, the parameters without FP32 masters and the share of their updates that would be lost.
 
     An update is lost if it is smaller than half a unit in the last place of its weight: a BF16 weight loses all updates
-    below 2^-9 of its size. Nothing is changed, and no forward runs. Up to 32,768 elements of each parameter are
-    examined: half of them as if they grew, half as if they shrank.
+    below 2^-9 of its size. No forward runs. Up to 32,768 elements of each parameter are examined.
 
-    The size of an update is taken to be the learning rate. Adam's and Lion's first update has that size; later ones are
-    smaller, so more of them are lost. SGD's size is not known. If an LR scheduler has begun at 0, its ``initial_lr``
-    counts. An optimizer that keeps more bits itself is recognized by the names of its settings and its state ("kahan",
-    "stochastic"), and is no risk. The dtype of moments is examined, too.
+    The size of an update is assumed to be the learning rate. Adam's and Lion's first update has that size; later ones
+    are smaller, so more of them are lost. SGD's has no known size. If an LR scheduler has begun at 0, its
+    ``initial_lr`` counts. An optimizer with "kahan" or "stochastic" in the names of its settings or state keeps small
+    updates and is no risk. The dtype of moments is examined too.
 
     Args:
         model: any module, attached or not; under FSDP2, each process reports on its shards.
-        optimizer: over its parameters; torch's, accelerate's around it, or a :class:`hf_mp.MasterWeightOptimizer`.
+        optimizer: torch's, accelerate's around it, or a :class:`hf_mp.MasterWeightOptimizer`.
 
     Returns:
-        A :class:`TrainingCheck` with ``without_masters``, ``lost_share`` and ``advice``; ``print`` shows them.
+        A :class:`TrainingCheck` with ``without_masters``, ``lost_share`` and ``advice``.
 
     Raises:
         TypeError: for anything but a module and an optimizer.
         ValueError: if no parameter of the optimizer belongs to the model.
     """
-    optimizer, trained = _trained(model, optimizer)
+    optimizer, trained = _trained_parameters(model, optimizer)
     groups = [group for _, _, group in trained]
-    # Of a MasterWeightOptimizer, the optimizer inside has the settings and the moments, and says whether it is SGD.
-    inner = getattr(optimizer, "optimizer", optimizer)
-    # optimi's kahan_sum=None means True for 16-bit weights; without, its state has the name, and no tensor.
-    held = {name: isinstance(value, Tensor) for name, value in next(iter(inner.state.values()), {}).items()}
-    said = {name: value is not False for name, value in {**vars(inner), **inner.defaults}.items()}
-    keeps_bits = any(holds for name, holds in {**held, **said}.items() if _KEEPS_BITS.search(name))
+    keeps_bits = _keeps_small_updates(_inner_optimizer(optimizer))
     evidence = Evidence(
         learning_rate=learning_rate_of(groups) or None,
         beta2=beta2_of(groups),
@@ -104,18 +98,29 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> TrainingCheck:
         is_training=True,
     )
     for name, parameter, group in trained:
-        _look_at(name, parameter, group, optimizer, evidence)
+        _add_evidence(name, parameter, group, optimizer, evidence)
     return TrainingCheck(tuple(evidence.weights), evidence.learning_rate, find_risks(evidence), keeps_bits)
 
 
-def _trained(model: Any, optimizer: Any) -> tuple[Optimizer, list[tuple[str, nn.Parameter, dict[str, Any]]]]:
-    """The optimizer itself, and its parameters in the model, each with its name and group."""
+def _inner_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside a MasterWeightOptimizer, or ``optimizer``."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _keeps_small_updates(optimizer: Any) -> bool:
+    # optimi: kahan_sum=None means True for 16-bit weights. An unused state has the key without a tensor.
+    state = {name: isinstance(value, Tensor) for name, value in next(iter(optimizer.state.values()), {}).items()}
+    settings = {name: value is not False for name, value in {**vars(optimizer), **optimizer.defaults}.items()}
+    return any(is_used for name, is_used in {**state, **settings}.items() if _KEEPS_BITS.search(name))
+
+
+def _trained_parameters(model: Any, optimizer: Any) -> tuple[Optimizer, list[tuple[str, nn.Parameter, dict[str, Any]]]]:
+    """Return the optimizer without accelerate's wrapper, and its parameters with name and group."""
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"check_training takes a model and its optimizer, not {type(model).__name__} and "
             f"{type(optimizer).__name__}: with a Trainer, trainer.model and trainer.create_optimizer()"
         )
-    # Neither the settings nor the state's own keys are at accelerate's wrapper.
     optimizer = getattr(as_accelerated(optimizer), "optimizer", optimizer)
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     named = model.named_parameters()
@@ -128,13 +133,15 @@ def _trained(model: Any, optimizer: Any) -> tuple[Optimizer, list[tuple[str, nn.
     return optimizer, trained
 
 
-def _look_at(name: str, parameter: nn.Parameter, group: dict[str, Any], optimizer: Any, evidence: Evidence) -> None:
+def _add_evidence(
+    name: str, parameter: nn.Parameter, group: dict[str, Any], optimizer: Any, evidence: Evidence
+) -> None:
     """Add a parameter and its state to ``evidence``."""
-    inner = getattr(optimizer, "optimizer", optimizer)
+    inner = _inner_optimizer(optimizer)
     local, rate = local_part(parameter.detach()), learning_rate_of([group])
     values = sample(local)
     if isinstance(parameter, SplitParameter) or getattr(optimizer, "keeps_masters", False):
-        values = values.float()  # a lean parameter's 16 bits say nothing of its master, which is FP32
+        values = values.float()  # the master is FP32
     lost = None if rate is None or isinstance(inner, SGD) else share_lost_at(values, rate)
     evidence.weights.append(Held(name, values.dtype, local.numel(), values, 0.0 if evidence.keeps_bits else lost))
     for key, value in inner.state.get(parameter, {}).items():

@@ -1,7 +1,4 @@
-"""Histograms of magnitudes in powers of two, and the shares that FP16 would lose.
-
-A histogram counts values by their FP32 exponent, so that its limits lie at powers of two, at each such loss scale.
-"""
+"""Histograms of magnitudes in powers of two, so that a loss scale shifts them by whole bins."""
 
 from __future__ import annotations
 
@@ -13,10 +10,11 @@ from torch import Tensor
 
 from hf_mp.kernels.gradient_scan import real_values
 
-FP16_SMALLEST_KEPT = -25  # log2: FP16 rounds to zero what is smaller, half of its smallest number
-FP16_SMALLEST = -24  # log2 of FP16's smallest number, a subnormal one
+# log2 of FP16's limits
+FP16_SMALLEST_KEPT = -25  # half of the smallest number: smaller ones are rounded to zero
+FP16_SMALLEST = -24  # subnormal
 FP16_SMALLEST_NORMAL = -14
-FP16_OVERFLOW = 16  # log2 of the smallest power of two that FP16 does not hold
+FP16_OVERFLOW = 16
 
 SAMPLE_ELEMENTS = 2**15
 
@@ -26,11 +24,11 @@ _BIAS, _MANTISSA_BITS, _MAGNITUDE_BITS = 127, 23, 0x7FFFFFFF  # of FP32
 
 @dataclass(frozen=True)
 class Histogram:
-    """The number of values of each magnitude.
+    """Number of values of each magnitude.
 
     Attributes:
-        counts: 256 of them. ``counts[k + 127]`` values lie between ``2**k`` and its double; the first are zeros and
-            FP32's subnormal numbers, the last inf and NaN.
+        counts: 256 numbers: ``counts[k + 127]`` for values from ``2**k`` to its double, the first for zeros and FP32's
+            subnormal numbers, the last for inf and NaN.
     """
 
     counts: tuple[int, ...]
@@ -41,48 +39,44 @@ class Histogram:
 
     @property
     def finite_nonzero(self) -> int:
-        """Values that are neither zero, inf nor NaN: the denominator of the shares below."""
         return sum(self.counts[1:-1])
 
     def by_octave(self) -> dict[int, int]:
-        """The number of finite values by k = floor(log2 |value|), without zeros."""
+        """Return the number of finite nonzero values by floor(log2 |value|)."""
         return {place - _BIAS: count for place, count in enumerate(self.counts[:-1]) if place and count}
 
     def share_underflowed(self, log2_scale: int = 0) -> float:
-        """The share of the finite nonzero values that FP16 rounds to zero, after multiplication by 2**log2_scale."""
-        # Exactly 2**-25 is rounded to zero too, but counts with its octave, all of which but this is kept.
+        """Return the share of finite nonzero values that FP16 rounds to zero, once multiplied by 2**log2_scale."""
+        # Without 2**-25 itself, the only value of its octave that is rounded to zero.
         first_kept = FP16_SMALLEST_KEPT - log2_scale + _BIAS
         return sum(self.counts[1 : max(first_kept, 1)][: BINS - 2]) / max(self.finite_nonzero, 1)
 
 
 @torch.no_grad()
 def histogram(values: Tensor) -> Histogram:
-    """The magnitudes of all elements of ``values``.
+    """Count the elements of ``values`` by their FP32 exponent. Synchronizes once.
 
-    Exponents are read from FP32's bits: a few integer operations an element, and one synchronization with a GPU.
-    Real and imaginary parts count apart; of a sparse tensor, the stored elements.
+    Real and imaginary parts count separately; of a sparse tensor, the stored elements.
     """
     bits = real_values(values.detach()).to(torch.float32).reshape(-1).contiguous().view(torch.int32) & _MAGNITUDE_BITS
     return Histogram(tuple(torch.bincount(bits >> _MANTISSA_BITS, minlength=BINS).tolist()))
 
 
 def sample(tensor: Tensor, limit: int = SAMPLE_ELEMENTS) -> Tensor:
-    """A flat copy of every n-th element: at least ``limit / 2`` of a large tensor, all of a small one.
+    """Return a flat copy of every n-th (stored) element: at least ``limit / 2`` of a large tensor, all of a small one.
 
-    Tensors of one shape are sampled at the same places. n is a prime that divides no dimension, so no column of a
-    matrix is left out. Of a sparse tensor, the stored elements are sampled.
+    n depends on the shape only. It is a prime that divides no dimension, so no column of a matrix is left out.
     """
     values = real_values(tensor.detach())
     return values.reshape(-1)[:: sampling_stride(tuple(values.shape), limit)].clone()
 
 
 def sampling_stride(shape: tuple[int, ...], limit: int = SAMPLE_ELEMENTS) -> int:
-    """The n of :func:`sample`: 1 for at most ``limit`` elements."""
+    """Return the n of :func:`sample`; 1 for at most ``limit`` elements."""
     elements = math.prod(shape)
     if elements <= limit:
         return 1
     stride = -(-elements // limit)
-    # A stride that divides a dimension would look at the same columns in each row.
     while elements % stride == 0 or any(stride % divisor == 0 for divisor in range(2, math.isqrt(stride) + 1)):
         stride += 1
     return stride

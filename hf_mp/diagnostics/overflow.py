@@ -1,4 +1,4 @@
-"""``explain_overflows``: finds the origin of the overflow in skipped steps."""
+"""``explain_overflows``: finds the origin of the overflow of a skipped step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from hf_mp.diagnostics.kept_state import IncomingGradient, KeptBackward, KeptCall, keep_random_states
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.replay import replay
+from hf_mp.diagnostics.step_snapshot import IncomingGradient, RecordedBackward, RecordedCall, save_rng_states
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.kernels.nested import named_tensors
 from hf_mp.ranks.parallelism import get_rank, is_distributed
@@ -25,12 +25,11 @@ from hf_mp.weights.attachable import runtimes_of
 _Observer = TypeVar("_Observer", bound=StepObserver)
 logger = logging.get_logger(__name__)
 
-KEPT_ELEMENTS = 2**16  # incoming gradients up to this size are kept: 256 KiB in FP32
+KEPT_ELEMENTS = 2**16  # in a stored gradient of an output: 256 KiB in FP32
 
 
 class OverflowExplainer(StepObserver):
-    """Replays the micro-batch of a skipped step and reports the origin of the first inf or NaN; returned by
-    :func:`explain_overflows`.
+    """Replays a skipped step and reports the origin of the first inf or NaN; returned by :func:`explain_overflows`.
 
     Attributes:
         reports: one :class:`OverflowReport` for each explained step, oldest first.
@@ -39,15 +38,15 @@ class OverflowExplainer(StepObserver):
 
     def __init__(self, runtime: MixedPrecision) -> None:
         self._runtime = runtime
-        self.backwards: list[KeptBackward] = []
-        self._clean_scale: float | None = None  # the largest one of a step that was applied
-        self._unclean_steps = 0  # in a row that called for an explanation
-        self._keeps_all = False
+        self.backwards: list[RecordedBackward] = []
+        self._clean_scale: float | None = None  # largest loss scale of an applied step
+        self._unclean_steps = 0  # consecutive skips, without those of the search for the scale
+        self._keeps_all = False  # whether gradients of any size are stored
         self.reports: list[OverflowReport] = []
 
     def forward_began(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Keep the call; returns a callback for its outputs."""
-        call = KeptCall(forward, args, kwargs, forward.module().training, keep_random_states())
+        """Record the call; return a callback that hooks its outputs."""
+        call = RecordedCall(forward, args, kwargs, forward.module().training, save_rng_states())
 
         def forward_ended(outputs: Any) -> None:
             for name, output in named_tensors(outputs):
@@ -55,21 +54,20 @@ class OverflowExplainer(StepObserver):
                     if output.numel() == 1:
                         call.losses[name] = output.detach()
                     is_kept = output.numel() <= KEPT_ELEMENTS or self._keeps_all
-                    # Until a backward comes through it, the graph alone holds the call.
-                    output.register_hook(functools.partial(self._gradient_arrives, call, name, is_kept))
+                    # Only the graph references the call until a backward runs.
+                    output.register_hook(functools.partial(self._record_output_gradient, call, name, is_kept))
 
         return forward_ended
 
-    def _gradient_arrives(self, call: KeptCall, name: str, is_kept: bool, gradient: Tensor | None) -> None:
-        """Note the gradient of an output of ``call``, with its backward; its values only if ``is_kept``."""
-        # check_gradients runs backwards of its own, with the run's observers taken away. DDP looking for unused
-        # parameters hands on a None for each output without a gradient.
+    def _record_output_gradient(self, call: RecordedCall, name: str, is_kept: bool, gradient: Tensor | None) -> None:
+        """Record the gradient of an output in its backward, with its values if ``is_kept``."""
+        # check_gradients removes the observers. DDP passes None for an output without a gradient.
         if gradient is None or self not in self._runtime.observers:
             return
-        # of torch, private: outputs of one forward may get their gradients in several backwards, and the reverse
+        # Private API: outputs of one forward may receive gradients in several backwards, and the reverse.
         task = torch._C._current_graph_task_id()
         if not self.backwards or self.backwards[-1].task != task:
-            self.backwards.append(KeptBackward(task))
+            self.backwards.append(RecordedBackward(task))
         self.backwards[-1].incoming.append(IncomingGradient(call, name, gradient if is_kept else None))
 
     def backward_ended(self, largest: Tensor | None) -> None:
@@ -77,38 +75,38 @@ class OverflowExplainer(StepObserver):
             self.backwards[-1].largest = largest
 
     def stepped(self, report: StepReport) -> None:
-        """Explain the step if it was skipped unexpectedly, and drop what was kept."""
-        # Let go first: inputs are not kept beyond their step, even if the code below raises.
+        """Drop the recorded micro-batches, and explain the step if it was skipped unexpectedly."""
+        # First, so that inputs are freed even if the code below raises.
         backwards, self.backwards = self.backwards, []
         scaler = self._runtime.scaler
         if not report.overflow:
             self._clean_scale = max(self._clean_scale or 0.0, scaler.get_scale())
             self._unclean_steps, self._keeps_all = 0, False
             return
-        suspects = suspects_of(backwards)
-        # An ordinary search for the level asks for no explanation.
+        failed = failed_backwards(backwards)
+        # Overflows of the search for the scale are expected.
         is_search = scaler.get_scale() > scaler.smallest_scale and scaler.state.is_finding_its_level(self._clean_scale)
-        if is_search and not any(backward.has_bad_loss() for backward in suspects):
+        if is_search and not any(backward.has_nonfinite_loss() for backward in failed):
             return
         self._unclean_steps += 1
-        # A run that fails at every step is not to spend its time on replays.
-        if suspects and self._unclean_steps & (self._unclean_steps - 1) == 0:  # the 1st, 2nd, 4th, 8th, ... in a row
-            self._publish(self._explain(suspects, backwards))
+        is_power_of_two = self._unclean_steps & (self._unclean_steps - 1) == 0
+        if failed and is_power_of_two:
+            self._publish(self._explain(failed, backwards))
 
     def detached(self) -> None:
         self.backwards.clear()
 
     def last_words(self) -> str:
-        """The way out of the last report, and the report."""
+        """Return the advice and findings of the last report; ``""`` after a clean step or without a report."""
         if not self.reports or not self._unclean_steps:
             return ""
-        last = self.reports[-1]  # the last steps may not have been replayed
+        last = self.reports[-1]
         return f"{last.advice or WAY_OUT}\nThe last one that was replayed:\n{last.findings}"
 
-    def _explain(self, suspects: list[KeptBackward], backwards: list[KeptBackward]) -> OverflowReport:
-        """The first report that has found an origin, else the last one."""
+    def _explain(self, failed: list[RecordedBackward], backwards: list[RecordedBackward]) -> OverflowReport:
+        """Replay ``failed`` micro-batches until an origin is found; return the last report."""
         scaler = self._runtime.scaler
-        for backward in suspects:
+        for backward in failed:
             report = OverflowReport(
                 step=self._runtime.stats.steps + 1,
                 micro_batch=backwards.index(backward) + 1,
@@ -120,38 +118,37 @@ class OverflowExplainer(StepObserver):
             )
             try:
                 report = replay(self._runtime, backward, report)
-                # What was not kept may be why: it is, for the next failure.
+                # A gradient that was not stored may be the reason.
                 self._keeps_all = self._keeps_all or report.phase == "not found"
-            except Exception as error:  # training goes on whatever the replay meets, and the report tells
+            except Exception as error:  # a replay must not end the training
                 report = replace(report, notes=(f"the replay failed: {type(error).__name__}: {error}",))
             if report.phase != "not found":
                 break
         return report
 
     def _publish(self, report: OverflowReport) -> None:
-        """Keep ``report``, and log it if its culprit is new."""
-        # An inf that came from another process is explained there: all replay at the same time.
+        """Store ``report``, and log it if its origin is new."""
+        # An inf of another rank is explained there.
         if is_distributed() and report.phase == "not found" and not report.notes:
             return
-        known = {earlier.culprit for earlier in self.reports}
+        logged = {earlier.culprit for earlier in self.reports}
         self.reports.append(report)
-        # The same place overflows at many steps: it is one message.
-        if report.culprit not in known:
+        if report.culprit not in logged:
             logger.warning(str(report))
 
 
 def explain_overflows(model: nn.Module | MixedPrecision) -> OverflowExplainer:
-    """Explain every skipped step, except the loss scaler's ordinary search for its level.
+    """Explain every skipped step, except those of the loss scaler's search for its scale.
 
-    Until ``optimizer.step()``, a step keeps references to its inputs and copies of the random generators' states. If
-    the step is skipped, its micro-batch is replayed in forward and backward, without side effects. Each new culprit is
-    logged as a warning; of consecutive skipped steps the 1st, 2nd, 4th, 8th, ... are replayed.
+    A step stores references to its inputs and copies of the RNG states. If it is skipped, its micro-batch is replayed,
+    forward and backward, without side effects. Each new origin is logged as a warning. Of consecutive skipped steps the
+    1st, 2nd, 4th, 8th, ... are replayed.
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.
 
     Returns:
-        The explainer, with its ``reports``; always the same one for the same model.
+        The explainer, with its ``reports``; the same one for each call with a model.
 
     Raises:
         TypeError: if ``model`` is neither.
@@ -160,19 +157,19 @@ def explain_overflows(model: nn.Module | MixedPrecision) -> OverflowExplainer:
     runtime = runtime_of(model)
     if not runtime.policy.is_mixed:
         raise ValueError(f"precision={str(runtime.policy)!r} skips no steps: there is nothing to explain")
-    if (explainer := observing(runtime, OverflowExplainer)) is None:
+    if (explainer := find_observer(runtime, OverflowExplainer)) is None:
         explainer = OverflowExplainer(runtime)
-        runtime.observers.insert(0, explainer)  # before a recorder, which writes down what is found of the same step
+        runtime.observers.insert(0, explainer)  # before a PrecisionRecorder, which writes its reports
     return explainer
 
 
-def observing(runtime: MixedPrecision, kind: type[_Observer]) -> _Observer | None:
-    """The observer of this kind that a runtime has."""
+def find_observer(runtime: MixedPrecision, kind: type[_Observer]) -> _Observer | None:
+    """Return the runtime's observer of class ``kind``, or None."""
     return next((observer for observer in runtime.observers if isinstance(observer, kind)), None)
 
 
 def runtime_of(model: Any) -> MixedPrecision:
-    """The runtime attached to ``model``, or ``model`` if it is one."""
+    """Return the runtime attached to ``model``, or ``model`` if it is one; a ValueError if there is none."""
     runtime = model if isinstance(model, MixedPrecision) else attached_runtime(model)
     if runtime is None:
         raise ValueError(
@@ -182,17 +179,18 @@ def runtime_of(model: Any) -> MixedPrecision:
 
 
 def attached_runtime(model: nn.Module) -> MixedPrecision | None:
-    """The runtime attached to ``model`` or to a model inside; None without, a TypeError for what is no module."""
+    """Return the runtime attached to ``model`` or to a model inside it, or None; a TypeError for another type."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is of type {type(model).__name__}: pass the nn.Module that is trained")
     return next(iter(runtimes_of(model)), None)
 
 
-def suspects_of(backwards: list[KeptBackward]) -> list[KeptBackward]:
-    """The micro-batches that may have failed: the first with a bad accumulated gradient; all if not measured, those
-    with a non-finite loss first."""
+def failed_backwards(backwards: list[RecordedBackward]) -> list[RecordedBackward]:
+    """Return the first micro-batch after which the gradients overflow, or all.
+
+    If gradients were not measured, as at a loss scale of 1 without healing, those with a non-finite loss come first.
+    """
     if all(backward.largest is not None for backward in backwards):
-        bad = [b for b in backwards if b.largest is not None and not b.largest.item() < SQUARES_BELOW]
-        return bad[:1] or backwards
-    # Where nothing has measured them, as at a loss scale of 1 without healing: a bad loss is the likeliest.
-    return sorted(backwards, key=KeptBackward.has_bad_loss, reverse=True)
+        failed = [b for b in backwards if b.largest is not None and not b.largest.item() < SQUARES_BELOW]
+        return failed[:1] or backwards
+    return sorted(backwards, key=RecordedBackward.has_nonfinite_loss, reverse=True)

@@ -14,33 +14,30 @@ Phase = Literal["input", "weight", "forward", "backward", "loss outside of the m
 
 @dataclass(frozen=True)
 class OverflowReport:
-    """The origin of the first inf or NaN of a skipped step, or of a gradient of 2**64 or more.
+    """Origin of the first inf or NaN of a skipped step, or of a gradient of 2**64 or more.
 
-    FP32 cannot hold the square of a gradient of 2**64: Adam's second moment would become inf, and stay inf.
+    The square of 2**64 is inf in FP32: Adam's second moment would become inf, and stay inf.
 
     Attributes:
         step: number of the optimizer step, from 1.
         micro_batch: number of the backward within the step, from 1.
-        micro_batches: number of backwards in the step.
-        rank: the process in distributed training; else 0.
-        phase: the origin. ``"input"``: the batch. ``"weight"``: a parameter or buffer, or its FP16 rounding.
-            ``"forward"``, ``"backward"``: an op, from finite values. ``"loss outside of the model"``: the gradient of a
-            model output. ``"not found"``: the replay showed none; see ``notes``.
+        micro_batches: backwards in the step.
+        rank: the rank in distributed training; else 0.
+        phase: kind of origin. ``"input"``: the batch. ``"weight"``: a parameter or buffer, or its FP16 rounding.
+            ``"forward"``, ``"backward"``: an op with finite inputs. ``"loss outside of the model"``: the gradient of a
+            model output. ``"not found"``: see ``notes``.
         module: name of the module in the attached model; ``""`` is the model itself.
-        op: torch's name of the function that the module called, or whose backward it is.
+        op: torch's name of the function that the module called, also in a backward.
         tensor: name of the input, weight or output; ``""`` for an op.
-        inputs: the range of each input tensor of the op.
-        outputs: the range of each output tensor.
-        nonfinite_gradients: names of the parameters whose gradient is inf, NaN or too large in this micro-batch.
-        loss_scale: the loss scale of the step.
-        smaller_scale_helps: whether the same backward is finite at a smaller loss scale; None if not tried.
-        largest_finite_scale: the largest power of two at which it is finite, by trial; None if not tried, or if there
-            is none.
-        smallest_scale: the smallest loss scale that overflows can lead to.
-        finite_in_fp32: whether the same micro-batch is finite without autocast; None if not tried.
-        finite_in_bf16: whether it is finite under autocast in BF16; None if not tried.
-        rules: the rules that ``on_overflow="heal"`` would add, by trial: with them the failing pass stays in FP16's
-            range. Empty if none is needed or none helps; None if not tried.
+        inputs, outputs: ranges of the input and output tensors of the op.
+        nonfinite_gradients: names of the parameters with a gradient of inf, NaN or 2**64 in this micro-batch.
+        loss_scale: loss scale of the step.
+        smaller_scale_helps: whether the backward is finite at a smaller loss scale; None if not tried.
+        largest_finite_scale: largest power of two at which it is finite; None if not tried or if there is none.
+        smallest_scale: lower bound of the loss scale.
+        finite_in_fp32: whether the micro-batch is finite without autocast; None if not tried.
+        finite_in_bf16: whether it is finite in BF16; None if not tried.
+        rules: rules that ``on_overflow="heal"`` would add. Empty if none is needed or none helps; None if not tried.
         notes: further observations.
     """
 
@@ -66,12 +63,12 @@ class OverflowReport:
 
     @property
     def culprit(self) -> tuple[str, str, str, str]:
-        """A key, equal for reports about the same origin."""
+        """Key of the origin, equal for reports with the same one."""
         return self.phase, self.module, self.op, self.tensor
 
     @property
     def headline(self) -> str:
-        """The origin in one sentence, without a full stop."""
+        """Origin in one sentence, without a full stop."""
         module = f"module {self.module!r}" if self.module else "the model itself"
         return {
             "input": f"The batch contains inf or NaN: {self.tensor!r}, as it enters the model",
@@ -86,14 +83,14 @@ class OverflowReport:
 
     @property
     def _in_16_bits(self) -> str:
-        """Whether only the FP16 rounding of a weight is not finite."""
-        # The first range is of the weight itself, the second, if any, of its cast.
+        """``" in FP16"`` if only the rounding of a weight is not finite, else ``""``."""
+        # The first range is that of the weight itself, the second that of its cast.
         is_finite = all(found.inf_count == found.nan_count == 0 for found in self.inputs[:1])
         return " in FP16" if is_finite and self.inputs else ""
 
     @property
     def advice(self) -> str:
-        """What to do; empty if nothing."""
+        """Advice for the user; empty if no origin was found."""
         if self.phase == "not found":
             return ""
         if not self.smaller_scale_helps:
@@ -109,7 +106,6 @@ class OverflowReport:
             return "In FP32 the same micro-batch is not finite either: the cause is the model or its data."
         if self.finite_in_fp32:
             return f"In FP32 the same micro-batch is finite. {self._way_out}"
-        # A weight above FP16's end is as good as ever in FP32.
         other_weight = "Go back to an earlier checkpoint, or load other weights."
         return {
             "input": "Clean the data.",
@@ -120,17 +116,17 @@ class OverflowReport:
 
     @property
     def _way_out(self) -> str:
-        """The ways out of FP16's range that were not tried in vain."""
+        """Advice to keep values in FP16's range, without precisions that failed."""
         rules = {self.module: "fp32"} if self.rules is None else self.rules
         found = f"Pass rules={rules}" if rules else "Let on_overflow='heal' keep it in range"
-        # A weight above FP16's end was not tried: any dtype with FP32's exponents holds it.
+        # BF16 holds a weight beyond FP16's range, without a trial.
         if self.finite_in_bf16 or self.phase == "weight":
             found += ", or train in bf16"
         return f"{found}. In BF16 it is not finite." if self.finite_in_bf16 is False else f"{found}."
 
     @property
     def findings(self) -> str:
-        """What was found, without the advice."""
+        """The report without the advice."""
         rank = f", rank {self.rank}" if self.rank else ""
         lines = [
             f"Step {self.step} (micro-batch {self.micro_batch} of {self.micro_batches}{rank}) was skipped at loss "
@@ -148,8 +144,7 @@ class OverflowReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> OverflowReport:
-        """Make a report from the fields of ``dataclasses.asdict``, as JSON has them."""
-        # JSON has lists for tuples, and a report that is read equals the one that was written.
+        """Make a report from the fields of ``dataclasses.asdict`` in JSON, which has lists instead of tuples."""
         ranges = {
             name: tuple(TensorRange(**{**found, "shape": tuple(found["shape"])}) for found in values[name])
             for name in ("inputs", "outputs")

@@ -1,4 +1,4 @@
-"""``record_precision``: records the precision of a run for its report."""
+"""``record_precision``: writes the precision log of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_mp.diagnostics.contract.table import PrecisionContract
 from hf_mp.diagnostics.healing import Healer
 from hf_mp.diagnostics.magnitude_collector import MagnitudeCollector
-from hf_mp.diagnostics.overflow import OverflowExplainer, observing, runtime_of
+from hf_mp.diagnostics.overflow import OverflowExplainer, find_observer, runtime_of
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.run_log import VERSION, RunLog
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, as_record
@@ -34,7 +34,7 @@ class PrecisionRecorder(StepObserver):
     """Writes the log of a run; returned by :func:`record_precision`.
 
     Attributes:
-        latest: the magnitudes of the last recorded step, or None; of a step that is skipped none are kept.
+        latest: the magnitudes of the last recorded step that was not skipped, or None.
         run_directory: the directory of the log.
     """
 
@@ -51,7 +51,7 @@ class PrecisionRecorder(StepObserver):
         self._settings = dict(settings)
         self._runtime = runtime
         self._log = RunLog(run_directory)
-        self._collector: MagnitudeCollector | None = None  # of the step that runs, if that is recorded
+        self._collector: MagnitudeCollector | None = None  # of the current step
         self._due = runtime.stats.steps if histogram_steps else math.inf
         self._has_begun = False
         self._written_reports = self._written_remedies = 0
@@ -67,8 +67,7 @@ class PrecisionRecorder(StepObserver):
             self._collector.backward_ended()
 
     def stepped(self, report: StepReport) -> None:
-        # Now and not when made: a run that never steps adds no start to the log.
-        self._begin()
+        self._begin()  # not earlier: a run without a step adds nothing to the log
         scale, largest = self._runtime.scaler.get_scale(), report.largest_gradient
         reports = self._write_new()
         self._log.write(
@@ -82,7 +81,7 @@ class PrecisionRecorder(StepObserver):
         collector, self._collector = self._collector, None
         if collector is not None and report.overflow:
             collector.close()
-            self._due = 0  # the next step in its place: of this one, hardly a value is finite
+            self._due = 0  # the next step instead, because most values of this one are not finite
         elif collector is not None:
             self.latest = collector.finish()
             self._log.write("magnitudes", **as_record(self.latest))
@@ -92,19 +91,17 @@ class PrecisionRecorder(StepObserver):
             self._collector.close()
 
     def note_contract(self, contract: PrecisionContract) -> None:
-        """Record the run's precision contract."""
         self._begin()
         self._log.write("contract", rows=list(contract.cells()))
 
     def end(self) -> None:
-        """Record the end of the run."""
         self._begin()
         self._write_new()
         self._log.write("end")
         self._has_begun = False  # a second train() is another start
 
     def write_report(self, path: str | Path | None = None) -> Path:
-        """Write the page of the run so far, and return its path.
+        """Write the page of the run, and return its path.
 
         Args:
             path: default ``precision_report.html`` in the run directory.
@@ -112,13 +109,13 @@ class PrecisionRecorder(StepObserver):
         Raises:
             OSError: if it cannot be written.
         """
-        # Here, since a run that writes no page does not wait for jinja2.
+        # Imports jinja2, which a run without a page does not need.
         from hf_mp.diagnostics.report import write_report
 
         return write_report(self.run_directory, path)
 
     def _begin(self) -> None:
-        """Write the entry that describes the run, once."""
+        """Write the record of the start, once."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -140,9 +137,9 @@ class PrecisionRecorder(StepObserver):
         )
 
     def _write_new(self) -> list[OverflowReport]:
-        """Write what was explained and healed since, and give the reports."""
-        # Looked up at each step: they may be attached after the recorder.
-        explainer, healer = observing(self._runtime, OverflowExplainer), observing(self._runtime, Healer)
+        """Write new overflow reports and remedies; return the reports."""
+        # They may be attached after the recorder.
+        explainer, healer = find_observer(self._runtime, OverflowExplainer), find_observer(self._runtime, Healer)
         reports = [] if explainer is None else explainer.reports[self._written_reports :]
         healed = [] if healer is None else healer.healed[self._written_remedies :]
         self._written_reports += len(reports)
@@ -163,13 +160,13 @@ def record_precision(
 ) -> PrecisionRecorder:
     """Record the precision of a run in ``RUN_DIR/precision_log.jsonl``.
 
-    Every step: loss scale, headroom, whether it was skipped and why. Every ``histogram_steps`` steps: the magnitudes of
-    activations, their gradients, weights, weight gradients and updates by layer.
-    ``recorder.write_report()`` and ``hf-mp report RUN_DIR`` write a page from it. Training is bit for bit the same.
+    Every step is recorded with loss scale, headroom and the cause of a skip; every ``histogram_steps`` steps also the
+    magnitudes of activations, their gradients, weights, weight gradients and updates by layer. Training is the same
+    bit for bit. ``recorder.write_report()`` and ``hf-mp report RUN_DIR`` write a page from the log.
 
-    Activations and their gradients are those of a step's first micro-batch; with several optimizers, the first one to
-    step counts. With several processes each sees its own batch: call this in one of them. The record names what cannot
-    be recorded (modules in a compiled model, parameters under FSDP).
+    Activations and their gradients are those of a step's first micro-batch. With several optimizers, the first one to
+    step counts. With several processes, call this in one of them. The log names the tensors that cannot be recorded
+    (modules in a compiled model, parameters under FSDP).
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.
@@ -178,7 +175,7 @@ def record_precision(
         settings: further entries for the report, for JSON.
 
     Returns:
-        The recorder; always the same one for the same model.
+        The recorder; the same one for each call with a model.
 
     Raises:
         TypeError: if ``model`` is neither, or for settings that are not JSON.
@@ -188,14 +185,13 @@ def record_precision(
     if not runtime.policy.is_mixed:
         raise ValueError(f"precision={str(runtime.policy)!r} is FP32 throughout: there is nothing to record")
     whole(0)(histogram_steps=histogram_steps)
-    # Here, where the caller sees it, and not at the first record.
-    json.dumps(settings, allow_nan=False)
-    if (known := observing(runtime, PrecisionRecorder)) is None:
-        known = PrecisionRecorder(runtime, Path(run_directory), histogram_steps, settings or {})
-        runtime.observers.append(known)
-    if (known.run_directory, known.histogram_steps) != (Path(run_directory), histogram_steps):
+    json.dumps(settings, allow_nan=False)  # raises here, not at the first record
+    if (recorder := find_observer(runtime, PrecisionRecorder)) is None:
+        recorder = PrecisionRecorder(runtime, Path(run_directory), histogram_steps, settings or {})
+        runtime.observers.append(recorder)
+    if (recorder.run_directory, recorder.histogram_steps) != (Path(run_directory), histogram_steps):
         raise ValueError(
-            f"the precision of this model is recorded already, with run_directory={str(known.run_directory)!r}, "
-            f"histogram_steps={known.histogram_steps}"
+            f"the precision of this model is recorded already, with run_directory={str(recorder.run_directory)!r}, "
+            f"histogram_steps={recorder.histogram_steps}"
         )
-    return known
+    return recorder

@@ -1,4 +1,4 @@
-"""``RangeReport``: how a model's numbers lie in FP16's range, and the rules that keep them in it."""
+"""``RangeReport``: the result of :func:`hf_mp.calibrate`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ CLOSE_DOUBLINGS = 2.0
 
 @dataclass(frozen=True)
 class RangeReport:
-    """Where a model's values lie in FP16's range, op by op; ``print`` shows what overflows or comes close.
+    """Ranges of a model's values, op by op. ``print`` shows the ops that overflow in FP16 or come close.
 
     Attributes:
         model: name of the model's class.
-        precision: the policy that was asked for.
-        batches: number of batches that were run.
+        precision: the policy.
+        batches: number of batches.
         ops: every op by module, in the order of the forward.
-        rules: they keep all ops in range with 2 doublings to spare; every ``rules=`` of hf_mp takes them. Empty if none
-            is needed.
+        rules: they keep all ops in range with 2 doublings to spare; for any ``rules=`` of hf_mp. Empty if none is
+            needed.
         notes: further observations.
     """
 
@@ -47,10 +47,10 @@ class RangeReport:
         return tuple(op for op in self.ops if op.is_within(CLOSE_DOUBLINGS))
 
     def save(self, path: str | Path) -> Path:
-        """Write all fields as JSON, NaN as null; returns the path.
+        """Write all fields as JSON, NaN as null; return the path.
 
         Args:
-            path: a file, or a directory, such as the model's, for ``precision_rules.json`` in it.
+            path: a file, or a directory for ``precision_rules.json``.
 
         Raises:
             OSError: if it cannot be written.
@@ -67,12 +67,12 @@ class RangeReport:
         lines.append(f"{len(self.overflows)} of {len(self.ops)} ops overflow in FP16, {len(self.close)} come close.")
         needed = "" if self.overflows else "No rules are needed."
         lines += [*self.notes, f"rules={self.rules}" if self.rules else needed]
-        return "".join(f"{line}\n" for line in lines if line)  # rules are to be copied: no line ends
+        return "".join(f"{line}\n" for line in lines if line)
 
 
 def _cells(op: OpRange) -> tuple[str, str, str, str]:
     largest = "inf or NaN" if math.isnan(op.largest) else f"{op.largest:.4g}"
     headroom = f"{op.headroom:+.1f}" if op.is_fp16 and math.isfinite(op.headroom) else ""
     gradient = "" if op.fp16_gradient is None else f"{op.fp16_gradient:.3g}"
-    verdict = "overflows" if op.overflows else "close" if op.is_within(CLOSE_DOUBLINGS) else ""
-    return largest, headroom, gradient, verdict if op.is_fp16 else "FP32"
+    state = "overflows" if op.overflows else "close" if op.is_within(CLOSE_DOUBLINGS) else ""
+    return largest, headroom, gradient, state if op.is_fp16 else "FP32"

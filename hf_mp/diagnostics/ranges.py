@@ -1,7 +1,7 @@
-"""How large the values of a forward and backward are, op by op, compared with FP16's range.
+"""Measures the magnitudes of a forward and backward, op by op.
 
-The forward runs in BF16, which has FP32's exponents: every op gets the dtypes that it would get in FP16, with BF16 for
-FP16, but nothing overflows. So what FP16 would make inf of is seen with its true magnitude, to BF16's 8 bits.
+The forward runs in BF16 instead of FP16, with FP32's exponents: nothing overflows, and values beyond FP16's range are
+measured to BF16's 8 bits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,25 +24,25 @@ from hf_mp.kernels.gradient_scan import largest_magnitude, real_values
 from hf_mp.kernels.nested import tensors_in
 from hf_mp.scaling.rules import FP16_MAX
 
-STAND_IN = torch.bfloat16  # for FP16
-# Of stacked experts, weights are weights too, though this product cannot be divided.
+RANGE_DTYPE = torch.bfloat16  # replaces FP16
+# Ops with a weight: those of "scaled" rules, and that of stacked experts.
 _WEIGHTED = {**WITH_WEIGHTS, "_grouped_mm": Product((0, "input"))}
-MASK = -1e37  # what lies below was written to mask, as finfo(dtype).min is
+MASK = -1e37  # smaller values are masks, such as finfo(dtype).min
 
 
 @dataclass(frozen=True)
 class OpRange:
-    """The largest magnitudes of one op's calls in one module.
+    """Largest magnitudes in the calls of one op by one module.
 
     Attributes:
-        module: name of the module that calls the op; ``""`` is the model itself.
-        op: torch's name of it.
-        largest: the largest magnitude of its results and, for a product, of what it reads; NaN for NaN or inf.
-        is_fp16: whether FP16 has to hold that.
-        least: the smallest, over the calls, of the largest magnitude among the results; 0 for results in FP32.
-        is_origin: whether it is beyond the limit in a call whose inputs in 16 bits are not.
-        fp16_gradient: the largest magnitude of the true gradients that FP16 has to hold, times the loss scale: of
-            results in 16 bits and, for a product, of what it reads; None without one.
+        module: name of the module; ``""`` is the model itself.
+        op: torch's name of the op.
+        largest: largest magnitude of the results and, for a lower-precision op, of the operands; NaN for inf or NaN.
+        is_fp16: whether these values are FP16 in training.
+        least: minimum over the calls of the largest magnitude of the results; 0 for FP32 results.
+        is_origin: whether ``largest`` is beyond the limit in a call with 16-bit inputs within it.
+        fp16_gradient: largest magnitude of the unscaled gradients of results and operands that are FP16; None if there
+            are none.
     """
 
     module: str
@@ -55,21 +55,21 @@ class OpRange:
 
     @property
     def headroom(self) -> float:
-        """Doublings until FP16's end, 65504; negative beyond it, inf for zeros."""
+        """Doublings of ``largest`` until 65504, FP16's largest number: negative beyond it, inf for zeros."""
         return math.log2(FP16_MAX / self.largest) if self.largest else math.inf
 
     @property
     def overflows(self) -> bool:
-        """Whether FP16 makes inf of it."""
+        """Whether ``largest`` is inf or NaN in FP16."""
         return self.is_fp16 and not self.largest <= FP16_MAX
 
     def is_within(self, doublings: float) -> bool:
-        """Whether FP16 holds it, but would not after so many doublings."""
+        """Whether ``largest`` is in FP16's range, and leaves it after ``doublings``."""
         return self.is_fp16 and not self.overflows and self.headroom < doublings
 
     def with_call(self, call: OpRange) -> OpRange:
-        """The range of this op's calls so far and of one more, ``call``, which has no gradient yet."""
-        # What FP16 did not have to hold is of no account next to what it has to.
+        """Return the range of the earlier calls and of ``call``, which has no gradient yet."""
+        # FP32 values count only if no call has FP16 values.
         held = [one for one in (self, call) if one.is_fp16] or [self, call]
         return replace(
             self,
@@ -80,12 +80,20 @@ class OpRange:
         )
 
 
+class _Before(NamedTuple):
+    """Magnitudes before a call, which may write to its inputs."""
+
+    operands: list[Tensor]  # of a lower-precision op; else empty
+    largest: float  # of the operands
+    largest_read: float | None  # of the 16-bit activations; None if they can be read after the call
+
+
 class RangeRecorder:
-    """Takes down the magnitudes of all calls that an autocast in BF16 sees.
+    """Records the magnitudes of all calls under an autocast in BF16.
 
     Args:
-        limit: the largest magnitude that counts as in range; default FP16's largest number.
-        backward: also record gradients: each op's output is given a hook.
+        limit: largest magnitude in range; default FP16's largest number.
+        backward: whether gradients are recorded too, by hooks; default False.
     """
 
     def __init__(self, limit: float = FP16_MAX, *, backward: bool = False) -> None:
@@ -94,65 +102,54 @@ class RangeRecorder:
         self._hooks = ExitStack()
 
     def recording(self, mode: Any, model: nn.Module) -> AbstractContextManager[None]:
-        """To run forwards of ``model`` and backwards in, under the autocast ``mode``."""
         return watching(dict(model.named_modules()), mode, self._record)
 
     def ranges(self) -> tuple[OpRange, ...]:
-        """What was recorded, in the order of the first calls; ends the recording of gradients."""
-        self._hooks.close()  # else parameters keep their hooks
+        """Return the ranges in the order of the first calls, and remove all hooks."""
+        self._hooks.close()
         return tuple(self._found.values())
 
     def _record(self, call: WatchedCall) -> Any:
-        """Make a call and take it down."""
-        # What was not written yet may hold any bits, inf among them.
+        """Make a call and record its magnitudes."""
         if (name := call.name) is None or name in UNINITIALISED:
             return call.make()
-        is_product = call.entry.rule is CastRule.LOWER_PRECISION and call.mode.dtype is STAND_IN
+        is_lowered = call.entry.rule is CastRule.LOWER_PRECISION and call.mode.dtype is RANGE_DTYPE
         given = call.args, call.kwargs
+        # Without torch functions: the measurement must not be cast or recorded.
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            # Below torch functions: what this looks with is not to be cast or recorded itself.
-            operands = _floating(given) if is_product else []
-            largest = _largest(operands)  # before they are written to
+            operands = _floating(given) if is_lowered else []
             read = _largest_read(name, given) if is_in_place(name) else None
+            before = _Before(operands, _largest(operands), read)
         result = call.make()
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            self._take((call.module, name), given, operands, largest, read, _made(name, result, given))
+            self._add_call((call.module, name), given, before, _new_results(name, result, given))
         return result
 
-    def _take(
-        self,
-        key: tuple[str, str],
-        given: Any,
-        operands: list[Tensor],
-        largest: float,
-        read: float | None,
-        outputs: list[Tensor],
-    ) -> None:
-        """Take down a call that was made; of a product, ``largest`` is the largest magnitude in its ``operands``.
-
-        ``read`` is that of what the call was given in 16 bits, if it has written into that.
-        """
-        if not (outputs or operands):
+    def _add_call(self, key: tuple[str, str], given: Any, before: _Before, outputs: list[Tensor]) -> None:
+        """Add a call with the arguments ``given`` to the range of ``key``, the names of module and op."""
+        if not (outputs or before.operands):
             return
-        held = [output for output in outputs if output.dtype is STAND_IN]
-        in_16_bits = [*held, *operands]
-        made, is_fp16 = _largest(held), bool(in_16_bits)
-        largest = max_of([largest, made])
+        results = [output for output in outputs if output.dtype is RANGE_DTYPE]
+        in_16_bits = [*results, *before.operands]
+        least = _largest(results)
+        largest = max_of([before.largest, least])
+        is_origin = False
+        if not largest <= self._limit:  # NaN is beyond the limit too
+            read = _largest_read(key[1], given) if before.largest_read is None else before.largest_read
+            is_origin = read <= self._limit
         found = OpRange(
             *key,
-            largest=largest if is_fp16 else _largest(outputs),
-            is_fp16=is_fp16,
-            least=made,
-            # NaN is not within the limit. What the call is given has to be looked at only where it is beyond.
-            is_origin=not largest <= self._limit
-            and (_largest_read(key[1], given) if read is None else read) <= self._limit,
+            largest=largest if in_16_bits else _largest(outputs),
+            is_fp16=bool(in_16_bits),
+            least=least,
+            is_origin=is_origin,
         )
         self._found[key] = self._found.get(key, found).with_call(found)
         for tensor in in_16_bits:
             if self._backward and tensor.requires_grad:
-                self._hooks.callback(tensor.register_hook(functools.partial(self._take_gradient, key)).remove)
+                self._hooks.callback(tensor.register_hook(functools.partial(self._add_gradient, key)).remove)
 
-    def _take_gradient(self, key: tuple[str, str], gradient: Tensor | None) -> None:
+    def _add_gradient(self, key: tuple[str, str], gradient: Tensor | None) -> None:
         if gradient is not None:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 largest = _largest([gradient])
@@ -161,7 +158,7 @@ class RangeRecorder:
 
 
 def _activations(op: str, inputs: tuple[Any, Any]) -> Any:
-    """What an op is given; of a product with a weight the input alone."""
+    """Return the arguments of an op, without weight and bias."""
     if op not in _WEIGHTED:
         return inputs
     (args, kwargs), (place, name) = inputs, _WEIGHTED[op].input
@@ -169,8 +166,8 @@ def _activations(op: str, inputs: tuple[Any, Any]) -> Any:
 
 
 def _largest_read(op: str, given: Any) -> float:
-    """The largest magnitude of the activations in 16 bits that an op is given."""
-    return _largest(tensor for tensor in tensors_in(_activations(op, given)) if tensor.dtype is STAND_IN)
+    """Return the largest magnitude of the 16-bit activations that an op reads."""
+    return _largest(tensor for tensor in tensors_in(_activations(op, given)) if tensor.dtype is RANGE_DTYPE)
 
 
 def _floating(given: Any) -> list[Tensor]:
@@ -178,31 +175,30 @@ def _floating(given: Any) -> list[Tensor]:
 
 
 def is_in_place(op: str) -> bool:
-    """Whether the op of this name writes into its first argument: ``add_``, or ``iadd`` for ``+=``."""
+    """Whether ``op`` writes to its first argument: ``add_``, or ``iadd`` for ``+=``."""
     return op.endswith("_") or op in ("iadd", "isub", "imul", "itruediv", "ipow")
 
 
-def _made(op: str, result: Any, given: Any) -> list[Tensor]:
-    """The floating tensors in ``result`` that are no views of what the call was given, or that it wrote into."""
-    # A view has the range of what it shows, which its own op has told.
+def _new_results(op: str, result: Any, given: Any) -> list[Tensor]:
+    """Return the floating tensors that a call has computed: not views, which the earlier op has recorded."""
     found = [tensor for tensor in _floating(result) if tensor.numel()]
     read = () if is_in_place(op) or not found else tensors_in(given)
-    known = {t.untyped_storage()._cdata for t in read if t.layout is torch.strided}
-    return [t for t in found if t.untyped_storage()._cdata not in known]
+    storages = {t.untyped_storage()._cdata for t in read if t.layout is torch.strided}
+    return [t for t in found if t.untyped_storage()._cdata not in storages]
 
 
 def _largest(tensors: Iterable[Tensor]) -> float:
-    """The largest magnitude, -inf and masks left out; NaN where there is inf or NaN."""
+    """Return the largest magnitude without -inf and masks; NaN for inf or NaN, 0 for no values."""
     values = [real_values(tensor.detach()) for tensor in tensors if tensor.is_floating_point()]
     found = largest_magnitude(values).item()
-    if not found < -MASK:  # nearly always it is, and nothing has to be copied
-        # In the dtype of each, as FP64 may be beyond FP32.
+    if not found < -MASK:
+        # Each in its own dtype: FP64 may exceed FP32.
         kept = [one[~(one < MASK)] for one in values]
         found = max_of(one.abs().max().item() for one in kept if one.numel())
     return found if found < math.inf else math.nan
 
 
 def max_of(values: Iterable[float]) -> float:
-    """The largest of ``values``, NaN if one is; 0 for none."""
+    """Return the largest value; NaN if one is NaN, 0 for none."""
     found = list(values)
     return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)

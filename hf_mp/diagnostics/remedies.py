@@ -1,4 +1,4 @@
-"""Remedies for values beyond FP16's range: a registry, the smallest remedy first. Pure functions."""
+"""Remedies for values beyond FP16's range: pure functions."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from hf_mp.diagnostics.ranges import OpRange, is_in_place
 from hf_mp.scaling.rules import FP16_MAX, scale_with_headroom
 from hf_mp.scaling.scalers import LossScaleError
 
-SPARE_DOUBLINGS = 4  # that a divided product may still grow
-MOST_DIVIDED = 2**12  # a larger divisor takes results of magnitude 1 near FP16's smallest normal number, 2**-14
+SPARE_DOUBLINGS = 4  # by which a divided result may still grow
+MOST_DIVIDED = 2**12  # brings results of magnitude 1 near FP16's smallest normal number, 2**-14
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A remedy for one place.
+    """A remedy for one op of one module.
 
     Attributes:
-        remedy: which kind, of :data:`REMEDIES`.
-        rules: the rules of autocast that it consists of.
-        module, op: where values left FP16's range.
+        remedy: its key in :data:`REMEDIES`.
+        rules: the autocast rules that it adds.
+        module, op: the place of values beyond FP16's range.
         largest: their largest magnitude; FP16 ends at 65504.
-        step: number of the optimizer step for which it was put in place, from 1.
+        step: number of the optimizer step that added it, from 1.
     """
 
     remedy: str
@@ -40,34 +40,34 @@ class Remedy:
 
 
 def _divided_product(found: OpRange, held: Mapping[str, str]) -> dict[str, str]:
-    """The rule for a product of numbers divided by a power of two; none where that cannot help."""
+    """Return a rule that divides the input of a matmul by a power of two; empty if that cannot help."""
     key, excess = f"{found.module}:{found.op}", found.largest / FP16_MAX
-    before = parse_divisor(held[key]) if key in held else 1
-    if before is None or found.op not in SCALABLE or not math.isfinite(excess):  # None: it is ruled otherwise
+    before = parse_divisor(held[key]) if key in held else 1  # None for another rule
+    if before is None or found.op not in SCALABLE or not math.isfinite(excess):
         return {}
     divisor = before * 2 ** (max(math.ceil(excess).bit_length(), 1) + SPARE_DOUBLINGS)
-    # What is divided already was larger. The smallest results are to stay normal in FP16.
+    # The smallest results, which were measured divided by `before`, must stay normal in FP16.
     is_normal = divisor <= MOST_DIVIDED * max(1.0, found.least * before)
     return {key: f"scaled/{divisor}"} if is_normal and divisor <= MOST_SCALED else {}
 
 
-# Each gives the rules of autocast to add to those in force (`held`); none where it does not apply. The smallest first.
+# The smallest first. Each returns the rules to add to the active ones, `held`; empty if it does not apply.
 REMEDIES: dict[str, Callable[[OpRange, Mapping[str, str]], dict[str, str]]] = {
     "the product of divided numbers": _divided_product,
-    # The target of an op in place stays what it is, in 16 bits.
+    # The target of an in-place op stays 16-bit.
     "the op in FP32": lambda found, held: {} if is_in_place(found.op) else {f"{found.module}:{found.op}": "fp32"},
     "the module in FP32": lambda found, held: {found.module: "fp32"} if found.module else {},
 }
 
 
 def next_remedy(found: OpRange, held: Mapping[str, str]) -> Remedy:
-    """The smallest remedy for ``found`` that is larger than those in force; ``held``: the rules in force.
+    """Return the smallest remedy for ``found`` that is larger than those in ``held``, the active rules.
 
     Raises:
-        CannotHealError: where all remedies have been tried.
+        CannotHealError: if all remedies have been tried.
     """
     offers = [(name, rules) for name, rules_of in REMEDIES.items() if (rules := rules_of(found, held))]
-    # A remedy whose rules are in force has not helped, and neither would a smaller one.
+    # An active remedy has not helped, nor would a smaller one.
     tried = [index for index, (_, rules) in enumerate(offers) if rules.items() <= held.items()]
     left = offers[max(tried, default=-1) + 1 :]
     if not left:
@@ -77,27 +77,23 @@ def next_remedy(found: OpRange, held: Mapping[str, str]) -> Remedy:
     return Remedy(*left[0], found.module, found.op, found.largest)
 
 
-def leaving_range(ranges: Iterable[OpRange]) -> list[OpRange]:
-    """The places where values leave the range that were in it before.
-
-    What such a place feeds is left for the next look: it may be in range then.
-    """
+def first_out_of_range(ranges: Iterable[OpRange]) -> list[OpRange]:
+    """Return the ops with values out of range from inputs in range. A remedy for these may help later ops too."""
     return [found for found in ranges if found.is_origin and math.isfinite(found.largest)]
 
 
 def fitting_scale(ranges: Iterable[OpRange], scale: float) -> float:
-    """The largest loss scale at which no gradient leaves FP16's range; ``scale`` where there are no gradients."""
+    """Return the largest loss scale at which all gradients are in FP16's range; ``scale`` without gradients."""
     largest = max((found.fp16_gradient or 0.0 for found in ranges), default=0.0)
     return scale_with_headroom(largest, 1.0) if largest else scale
 
 
 def merged(several: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """The rules of several processes as one: of two for the same place, the one with the wider range."""
-    # Not the last one: ranks must agree in any order in which they are gathered.
+    """Merge the rules of several ranks in any order. Of two rules for one key, the wider range has priority."""
     found: dict[str, str] = {}
     for rules in several:
         for key, value in rules.items():
-            # FP32 has a wider range than any divisor.
+            # "fp32", without a divisor, has the widest range.
             found[key] = max(found.get(key, value), value, key=lambda rule: parse_divisor(rule) or math.inf)
     return found
 

@@ -1,4 +1,4 @@
-"""Replays one micro-batch of a failed step: who made the first inf or NaN, and what would have helped."""
+"""Replays one micro-batch of a failed step: finds the origin of the first inf or NaN, and a remedy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
-from hf_mp.diagnostics.cures import find_cure
-from hf_mp.diagnostics.kept_state import KeptBackward
-from hf_mp.diagnostics.looks import run_again, scaled_entry
-from hf_mp.diagnostics.origins import Origin, OriginTracker
+from hf_mp.diagnostics.micro_batch_rerun import run_again, scaled_output_gradient
+from hf_mp.diagnostics.nonfinite_tracker import NonfiniteOrigin, NonfiniteTracker
+from hf_mp.diagnostics.overflow_diagnosis import diagnose_overflow
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.remedies import merged
+from hf_mp.diagnostics.step_snapshot import RecordedBackward
 from hf_mp.diagnostics.values import Finiteness, finiteness, ranges_of
 from hf_mp.dtypes import needs_loss_scale
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
@@ -30,35 +30,38 @@ _TOO_LARGE = (
 )
 
 
-def replay(runtime: MixedPrecision, backward: KeptBackward, report: OverflowReport) -> OverflowReport:
-    """``report``, completed by a forward and backward of one micro-batch without side effects.
+def replay(runtime: MixedPrecision, backward: RecordedBackward, report: OverflowReport) -> OverflowReport:
+    """Run a micro-batch again without side effects, and return ``report`` with its origin and notes.
 
     Raises:
-        RuntimeError: where it would take the other processes.
+        RuntimeError: if that needs other ranks.
     """
     model, scale = runtime.model, runtime.scaler.get_scale()
     assert model is not None  # it was called
-    _refuse_what_takes_others(model)
-    tracker = OriginTracker(backward.calls[0].forward.module(), backward.inputs())
-    dtype, is_kept = runtime.policy.compute, backward.is_kept()
-    rerun = run_again(runtime, backward, tracker.watching, dtype=dtype, scale=scale, with_gradients=is_kept)
-    if difference := _difference(backward, rerun.outputs):
-        # Nothing below is valid for another forward than the one that failed.
+    _check_needs_no_other_rank(model)
+    tracker = NonfiniteTracker(backward.calls[0].forward.module(), backward.inputs())
+    dtype, has_all_gradients = runtime.policy.compute, backward.has_all_gradients()
+    rerun = run_again(runtime, backward, tracker.tracking, dtype=dtype, scale=scale, with_gradients=has_all_gradients)
+    if difference := _describe_difference(backward, rerun.outputs):
         return replace(report, notes=(difference,))
     limit = SQUARES_BELOW * scale
     too_large = [name for name, gradient in rerun.gradients.items() if finiteness(gradient, limit)]
     report = replace(report, nonfinite_gradients=tuple(too_large))
-    # What comes first in a step is the origin of what comes later.
-    origin = _first(map(tracker.of, rerun.outputs)) or _of_entry(backward, rerun.outputs, scale)
-    if origin := origin or _first(tracker.of_gradients):
+    # In the order of a step: an earlier non-finite value is the origin of later ones.
+    origin = (
+        _first_origin(map(tracker.get, rerun.outputs))
+        or _origin_in_output_gradient(backward, rerun.outputs, scale)
+        or _first_origin(tracker.of_gradients)
+    )
+    if origin is not None:
         return _with_origin(runtime, model, backward, report, origin)
-    if not is_kept:
+    if not has_all_gradients:
         return replace(report, notes=(_NOT_KEPT,))
     return replace(report, notes=(_TOO_LARGE,)) if too_large else report
 
 
-def _refuse_what_takes_others(model: nn.Module) -> None:
-    # A replay happens where a step failed, which the other processes do not know of.
+def _check_needs_no_other_rank(model: nn.Module) -> None:
+    """Raise a RuntimeError if a forward makes collective calls, because not every rank replays."""
     if is_distributed() and any(isinstance(module, SyncBatchNorm) for module in model.modules()):
         raise RuntimeError("SyncBatchNorm communicates with the other processes, which do not replay")
     if is_sharded(model) or any(map(is_dtensor, model.parameters())):
@@ -66,63 +69,72 @@ def _refuse_what_takes_others(model: nn.Module) -> None:
 
 
 def _with_origin(
-    runtime: MixedPrecision, model: nn.Module, backward: KeptBackward, report: OverflowReport, origin: Origin
+    runtime: MixedPrecision,
+    model: nn.Module,
+    backward: RecordedBackward,
+    report: OverflowReport,
+    origin: NonfiniteOrigin,
 ) -> OverflowReport:
-    """``report`` with ``origin``, what may cure it, and notes on what a skipped step leaves behind."""
+    """Return ``report`` with ``origin``, a diagnosis and a note on buffers."""
     found = {name: getattr(origin, name) for name in ("phase", "module", "op", "tensor", "inputs", "outputs")}
     report, notes = replace(report, **found, smaller_scale_helps=False), list[str]()
-    spoiled = [name for name, buffer in model.named_buffers() if finiteness(buffer) is Finiteness.NOT_FINITE]
-    if spoiled and origin.phase != "weight":  # one that is itself the origin needs no note
-        notes.append(f"the forward has left inf or NaN in {', '.join(spoiled[:5])}, which a skip does not restore")
+    nonfinite = [name for name, buffer in model.named_buffers() if finiteness(buffer) is Finiteness.NOT_FINITE]
+    if nonfinite and origin.phase != "weight":
+        notes.append(f"the forward has left inf or NaN in {', '.join(nonfinite[:5])}, which a skip does not restore")
     if origin.phase in ("forward", "backward"):
         try:
-            report = _with_cure(runtime, backward, report)
-        except Exception as error:  # the model may do anything in another dtype, and the rest of the report stands
+            report = _with_diagnosis(runtime, backward, report)
+        except Exception as error:  # of the model in another dtype; the origin stays valid
             notes.append(f"not tried in another precision: {type(error).__name__}: {error}")
     return replace(report, notes=tuple(notes))
 
 
-def _difference(backward: KeptBackward, outputs: list[Tensor]) -> str:
-    """A note where a loss is finite in one of forward and replay alone; else ``""``."""
-    for incoming, again in zip(backward.incoming, outputs, strict=True):
+def _describe_difference(backward: RecordedBackward, outputs: list[Tensor]) -> str:
+    """Return a note if a loss is finite in only one of forward and replay, else ``""``."""
+    for incoming, output in zip(backward.incoming, outputs, strict=True):
         loss = incoming.call.losses.get(incoming.output)
-        if loss is not None and bool(finiteness(loss)) != bool(finiteness(again)):
+        if loss is not None and bool(finiteness(loss)) != bool(finiteness(output)):
             return (
-                f"the output {incoming.output!r} was {loss.item():g} and came to {again.item():g} in the replay: "
+                f"the output {incoming.output!r} was {loss.item():g} and came to {output.item():g} in the replay: "
                 "the forward depends on more than its inputs, weights and random generators"
             )
     return ""
 
 
-def _of_entry(backward: KeptBackward, outputs: list[Tensor], scale: float) -> Origin | None:
-    """Whether a gradient that came in through an output is at fault, by itself or times the loss scale."""
+def _origin_in_output_gradient(
+    backward: RecordedBackward, outputs: list[Tensor], scale: float
+) -> NonfiniteOrigin | None:
+    """Return the origin if the gradient of an output is not finite, unscaled or scaled; else None."""
     for incoming, output in zip(backward.incoming, outputs, strict=True):
         gradient, name = incoming.gradient, incoming.output
-        # FP32 does not hold the square of a larger one, and the step is skipped for it as for inf.
-        if gradient is not None and finiteness(gradient, SQUARES_BELOW):
+        if gradient is None:
+            continue
+        if finiteness(gradient, SQUARES_BELOW):
             ranges = ranges_of([(f"{name}, the output", output)]), ranges_of([("its gradient", gradient)])
-            return Origin("loss outside of the model", 0, "", "", name, *ranges)
-        if gradient is not None and finiteness(scaled := scaled_entry(gradient, scale, output)):
+            return NonfiniteOrigin("loss outside of the model", 0, "", "", name, *ranges)
+        scaled = scaled_output_gradient(gradient, scale, output)
+        if finiteness(scaled):
             ranges = ranges_of([("input 0", gradient)]), ranges_of([("output 0", scaled)])
-            return Origin("backward", 0, "", "loss scaling", "", *ranges)
+            return NonfiniteOrigin("backward", 0, "", "loss scaling", "", *ranges)
     return None
 
 
-def _with_cure(runtime: MixedPrecision, backward: KeptBackward, report: OverflowReport) -> OverflowReport:
-    """``report``, with what helps."""
-    cure = find_cure(runtime, backward)
-    report = replace(report, finite_in_fp32=cure.finite_in_fp32)
-    # A run in BF16 has tried it already, and needs no other loss scale.
+def _with_diagnosis(runtime: MixedPrecision, backward: RecordedBackward, report: OverflowReport) -> OverflowReport:
+    diagnosis = diagnose_overflow(runtime, backward)
+    report = replace(report, finite_in_fp32=diagnosis.finite_in_fp32)
     if not needs_loss_scale(runtime.policy.compute):
         return report
-    # What BF16 does not hold, no rule was tried for: then the module is named.
-    rules = merged(one.rules for one in cure.remedies) if cure.finite_in_bf16 or cure.remedies else None
-    report = replace(report, finite_in_bf16=cure.finite_in_bf16, rules=rules)
-    if cure.fits is None or report.phase != "backward":
+    # None, if no rules were tried: then the report proposes the module in FP32.
+    has_rules = diagnosis.finite_in_bf16 or diagnosis.remedies
+    rules = merged(remedy.rules for remedy in diagnosis.remedies) if has_rules else None
+    report = replace(report, finite_in_bf16=diagnosis.finite_in_bf16, rules=rules)
+    if diagnosis.fits is None or report.phase != "backward":
         return report
-    # Healing leaves a doubling of room.
-    return replace(report, smaller_scale_helps=True, largest_finite_scale=2.0 * cure.fits)
+    # `fits` leaves one doubling.
+    return replace(report, smaller_scale_helps=True, largest_finite_scale=2.0 * diagnosis.fits)
 
 
-def _first(origins: Iterable[Origin | None]) -> Origin | None:
-    return min((one for one in origins if one is not None and not one.is_mask), key=lambda one: one.order, default=None)
+def _first_origin(origins: Iterable[NonfiniteOrigin | None]) -> NonfiniteOrigin | None:
+    """Return the earliest origin that is no mask, or None."""
+    found = [origin for origin in origins if origin is not None and not origin.is_mask]
+    return min(found, key=lambda origin: origin.order, default=None)

@@ -1,4 +1,4 @@
-"""The precision report of a run: one HTML page from the run's log."""
+"""The precision report of a run: one HTML page from its log."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hf_mp.memory.sizes import readable
 from hf_mp.scaling.rules import FP16_MAX, scale_text
 
 PAGE_NAME = "precision_report.html"
-OPEN_ROWS = 20  # of a table or a list of layers; the rest is folded
+OPEN_ROWS = 20  # rows of a table, or layers, that are shown; the others are folded
 
-# The loss scale is a factor of these; the others are unscaled.
+# Kinds that training multiplies by the loss scale.
 _SCALED = (Kind.ACTIVATION_GRADIENTS, Kind.WEIGHT_GRADIENTS)
 _SHOWN = (*_SCALED, Kind.ACTIVATIONS, Kind.WEIGHTS, Kind.UPDATES)
 
@@ -31,7 +31,7 @@ def write_report(run_directory: str | Path, path: str | Path | None = None) -> P
     """Write the page of a run, and return its path.
 
     Args:
-        run_directory: of a run recorded by :func:`hf_mp.record_precision` or our Trainer; what is missing is named.
+        run_directory: has the log of :func:`hf_mp.record_precision` or our Trainer. The page names missing records.
         path: of the page; default ``precision_report.html`` in the run directory.
 
     Raises:
@@ -44,18 +44,17 @@ def write_report(run_directory: str | Path, path: str | Path | None = None) -> P
 
 
 def report_command(run_directory: Path, html: Path | None) -> str:
-    """The output of ``hf-mp report``: where the page is, and what is missing in it."""
+    """Write the page, and return the output of ``hf-mp report``."""
     target = write_report(run_directory, html)
     missing = "".join(f"  missing: {sentence}\n" for sentence in read_run(run_directory).missing)
     return f"{target} is written: {target.stat().st_size / 1024:,.0f} KiB, open it in a browser\n{missing}"
 
 
 def render_report(run: RunRecords) -> str:
-    """The page as text, with all input escaped."""
+    """Return the page as text, with all input escaped."""
     scale, headroom = charts.scale_charts(run.steps)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hf_mp", "diagnostics"),
-        # Names of modules and of runs come from outside.
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -81,7 +80,7 @@ def render_report(run: RunRecords) -> str:
 
 
 def findings(run: RunRecords) -> list[str]:
-    """The findings of the run in a few sentences."""
+    """Return a summary of the run in a few sentences."""
     skipped = sum(step.skipped for step in run.steps.values())
     found = [f"{skipped:,} of {len(run.steps):,} steps skipped."] if run.steps else []
     if run.healed:
@@ -103,15 +102,14 @@ def findings(run: RunRecords) -> list[str]:
 
 
 def _galleries(step: StepMagnitudes) -> Iterator[tuple[str, int, Histogram, list[tuple[str, Histogram]]]]:
-    """Of each kind: its name, the octaves by which the loss scale shifts it, all its values, and those by layer."""
+    """Yield, for each recorded kind: its name, log2 of its scale, its histogram, and those of its layers."""
     for kind in _SHOWN:
         layers = [(layer, found) for layer in step.layers if (found := step.of(kind, layer)).total]
-        # A kind that was not recorded, such as activations of a compiled model, has no gallery.
         if layers:
             yield kind, step.log2_scale if kind in _SCALED else 0, step.of(kind), layers
 
 
 def swamped_rows(step: StepMagnitudes) -> list[tuple[str, Swamped]]:
-    """The layers and experts with updates, and those that BF16 weights would lose; the largest loss first."""
+    """Return the layers with their updates and the number that BF16 weights would lose, largest share first."""
     rows = [(layer, found) for layer in step.layers if (found := step.swamped(layer)).updates]
     return sorted(rows, key=lambda row: -row[1].share)

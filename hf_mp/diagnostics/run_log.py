@@ -1,10 +1,9 @@
-"""The precision log of a run: writing and reading.
+"""Writes and reads the precision log of a run.
 
 ``RUN_DIR/precision_log.jsonl`` holds one JSON object a line. Its ``record`` is ``run`` (settings and versions, once
-for each start), ``step`` (loss scale, headroom, whether it was skipped and why), ``overflow`` (an overflow report),
-``healed`` (a remedy), ``contract`` (dtypes, from the first step of each start),
-``magnitudes`` (histograms) or ``end``. Each line is written at once, so a killed process loses at most the one that it
-was writing.
+for each start), ``step`` (loss scale, headroom, the cause of a skip), ``overflow`` (an overflow report), ``healed`` (a
+remedy), ``contract`` (dtypes, from the first step of each start), ``magnitudes`` (histograms) or ``end``. Each line is
+written immediately, so a killed process loses at most one.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, from_record
 
 logger = logging.get_logger(__name__)
 
-# Raised when a damaged record is read.
+# Errors of damaged records.
 _DAMAGED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, zlib.error)
 
 LOG_NAME = "precision_log.jsonl"
@@ -32,7 +31,7 @@ VERSION = 1
 
 
 class RunLog:
-    """Appends records to the log of a run directory; warns once if it cannot write, and then stops."""
+    """Appends records to the log of a run directory. A failed write warns and ends the log."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / LOG_NAME
@@ -42,13 +41,13 @@ class RunLog:
         """Append one record of finite numbers, strings, lists and dictionaries."""
         if self._has_failed:
             return
-        # allow_nan: JSON has no NaN, and a page of such a log would fail long after the run.
+        # JSON has no NaN: raise now, not when a page is written long after the run.
         line = json.dumps({"record": record, **values}, allow_nan=False, separators=(",", ":"))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # Opened for each record: a killed process has written it, and an end of the run has nothing to close.
+            # Opened for each record: a killed process has written it, and the end of a run closes nothing.
             with self.path.open("ab") as file:
-                # In front, so that what a killed process began stays a line of its own.
+                # The newline separates a record from one that a killed process began.
                 file.write(f"\n{line}".encode())
         except OSError as error:
             logger.warning(f"recording the precision of this run stops: {self.path} cannot be written: {error}")
@@ -59,7 +58,7 @@ class RunLog:
 
 
 class StepRecord(NamedTuple):
-    """One optimizer step; ``cause`` is the reason of a skip, else ``""``."""
+    """One optimizer step. ``cause`` is that of a skip, or ``""``."""
 
     step: int
     loss_scale: float
@@ -72,25 +71,25 @@ class StepRecord(NamedTuple):
 class RunRecords:
     """The log of a run, as the page shows it."""
 
-    directory: Path  # named as the run
-    start: dict[str, Any] = field(default_factory=dict)  # the settings of the last start; empty if not recorded
-    steps: dict[int, StepRecord] = field(default_factory=dict)  # in order
+    directory: Path  # its name is the name of the run
+    start: dict[str, Any] = field(default_factory=dict)  # settings of the last start; empty if not recorded
+    steps: dict[int, StepRecord] = field(default_factory=dict)  # by number, in order
     overflows: list[OverflowReport] = field(default_factory=list)
     healed: list[Remedy] = field(default_factory=list)
-    contract: list[list[str]] = field(default_factory=list)  # of the last start, in the order of its header
+    contract: list[list[str]] = field(default_factory=list)  # rows of the last start
     magnitudes: StepMagnitudes | None = None  # of the last recorded step
     has_ended: bool = False  # whether the last start reached its end
-    missing: list[str] = field(default_factory=list)  # one sentence for each thing that is missing or unreadable
+    missing: list[str] = field(default_factory=list)  # sentences about missing and damaged records
 
 
 def read_run(directory: Path) -> RunRecords:
-    """Read the log of a run directory; of one that is a link to elsewhere, nothing.
+    """Read the log of a run directory.
 
     Raises:
-        ValueError: if there is no log.
+        ValueError: if there is no log, or if it is a link to a file outside the directory.
     """
     path = directory / LOG_NAME
-    # A run directory may be somebody else's: the page is not to show what lies elsewhere.
+    # The directory may come from another user: a page must not show other files.
     if not path.is_file() or not path.resolve().is_relative_to(directory.resolve()):
         raise ValueError(
             f"{directory} holds no run: it has no file {LOG_NAME}. precision_report=True of "
@@ -103,48 +102,47 @@ def read_run(directory: Path) -> RunRecords:
     run.healed = [one for one in events if isinstance(one, Remedy)]
     run.magnitudes = next((one for one in reversed(events) if isinstance(one, StepMagnitudes)), None)
     more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-    wanted = {
-        f"line {min(damaged, default=0)} of {len(lines)}{more} is half-written or damaged, and left out": not damaged,
-        "no record of the run's start: settings and versions are missing": run.start,
+    problems = {
+        f"line {min(damaged, default=0)} of {len(lines)}{more} is half-written or damaged, and left out": bool(damaged),
+        "no record of the run's start: settings and versions are missing": not run.start,
         "the run has not ended: it was killed, an error stopped it, or it is still running (in your own loop, call "
-        "recorder.end())": run.has_ended,
-        "there are no histograms: histogram_steps=50 takes one every 50 steps": run.magnitudes,
+        "recorder.end())": not run.has_ended,
+        "there are no histograms: histogram_steps=50 takes one every 50 steps": run.magnitudes is None,
     }
-    run.missing = [sentence for sentence, is_there in wanted.items() if not is_there]
+    run.missing = [sentence for sentence, is_found in problems.items() if is_found]
     return run
 
 
 def _events(run: RunRecords, lines: list[bytes]) -> tuple[list[Any], list[int]]:
-    """What happened, step by step, and the numbers of damaged lines; the rest is in ``run``."""
+    """Return the records of steps, and the numbers of damaged lines. Set the other records in ``run``."""
     events, damaged = list[Any](), []
-    is_new = False  # whether no step of the last start was read yet
+    is_first_of_start = False  # whether the next event is
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
             match record["record"]:
                 case "run" if record["version"] == VERSION:
                     run.start = {key: value for key, value in record.items() if key not in ("record", "version")}
-                    run.has_ended, is_new = False, True
+                    run.has_ended, is_first_of_start = False, True
                 case "contract":
                     run.contract = record["rows"]
                 case "end":
                     run.has_ended = True
                 case kind:
                     event = _EVENTS[kind](record)
-                    # A resumed run takes steps again from its checkpoint on: the later ones count. An overflow is
-                    # written before its step, so the first of a start need not be a step.
-                    if is_new:
-                        events, is_new = [one for one in events if one.step < event.step], False
+                    # A resumed run repeats the steps after its checkpoint: the later records count.
+                    if is_first_of_start:
+                        events, is_first_of_start = [one for one in events if one.step < event.step], False
                     events.append(event)
-        # A log is read after crashes: what is whole in it is worth showing.
+        # A crash may damage lines; the others are shown.
         except _DAMAGED:
             damaged.append(number)
     return events, damaged
 
 
-# Of a step each, as the record is read.
+# Readers of the records with a step number.
 _EVENTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
-    # The charts of the page need numbers.
+    # The page needs numbers: raise for other types.
     "step": lambda record: StepRecord(
         int(record["step"]), float(record["loss_scale"]), record["headroom"], record["skipped"], record["cause"]
     ),

@@ -12,35 +12,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_mp.diagnostics.given_batches import call, loss_of
-from hf_mp.diagnostics.kept_state import gradients_set_aside, keep_random_states, untouched
+from hf_mp.diagnostics.batches import call_model, find_loss
 from hf_mp.diagnostics.magnitudes import sample
 from hf_mp.diagnostics.overflow import runtime_of
+from hf_mp.diagnostics.step_snapshot import restoring_module_state, save_rng_states, without_gradients
 from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.scaling.rules import scale_with_headroom
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.split_parameter import gradient_and_factor
 
-# A gradient that leaks S is a + b * S, one whose way in was not scaled a + b / S. Rounding to FP16 does not depend on
-# S, and underflow takes away from a at most.
-HEADROOM = 6.0  # doublings from the larger scale to an overflow, as of the headroom scaler
-APART = 2.0**4  # from there to the smaller scale, still far from underflow: shows b * S
-TINY_SCALES = (2.0**-8, 2.0**-9)  # show b / S; two, for what underflows does not point the same way twice
-LEAST_SHARE = 0.05  # of b in a gradient, to be told
-_ROUNDING = 2.0**-8  # of the largest gradient: what sums of FP16 values may be off by
+# A gradient that was not unscaled contains a + b * S, one that was not scaled a + b / S. FP16 rounding does not depend
+# on S, and underflow only reduces a.
+HEADROOM = 6.0  # doublings from the larger scale to an overflow
+SCALE_RATIO = 2.0**4  # of the larger to the smaller scale, which is far from underflow; shows b * S
+TINY_SCALES = (2.0**-8, 2.0**-9)  # show b / S; two, because underflowed gradients differ in direction
+LEAST_SHARE = 0.05  # of b in a gradient
+_ROUNDING = 2.0**-8  # error of sums of FP16 values, relative to the largest gradient
 _SAMPLED = 4096  # elements of each gradient
-_TRIES = 3  # at scales 2**8 apart, where the one in force overflows
+_TRIES = 3  # at scales 2**8 apart, if the current one overflows
 
 
 class ScaleLeakError(RuntimeError):
-    """Gradients change with the loss scale, so they are wrong. The message names the parameters and the way out."""
+    """Gradients change with the loss scale, so they are wrong. The message names the parameters, with advice."""
 
 
 def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> None:
     """Check that the gradients of one batch are equal at several loss scales.
 
-    Forward and backward run five times or a few more; weights, buffers, gradients, random generators and the loss scale
-    are restored. Up to 4,096 elements of each gradient are compared. If nothing is scaled, nothing runs.
+    Forward and backward run five times or a few more. Weights, buffers, gradients, RNG states and the loss scale are
+    restored. Up to 4,096 elements of each gradient are compared. Without a loss scale nothing runs.
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.
@@ -58,8 +58,8 @@ def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callabl
         return
 
     def backward() -> None:
-        outputs = call(attached, batch)
-        computed = loss_of(outputs) if loss is None else loss(outputs)
+        outputs = call_model(attached, batch)
+        computed = find_loss(outputs) if loss is None else loss(outputs)
         if computed is None:
             raise ValueError(
                 f"{type(attached).__name__} returned no loss: put labels into batch, or give loss, which computes one "
@@ -67,27 +67,25 @@ def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callabl
             )
         computed.backward()
 
-    with gradients_set_aside(attached.parameters()), torch.enable_grad():
-        refuse_leaks(runtime, backward)
+    with without_gradients(attached.parameters()), torch.enable_grad():
+        raise_on_leaks(runtime, backward)
 
 
-def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
-    """Run ``backward`` at several scales, and compare the gradients, which are None afterwards.
+def raise_on_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
+    """Run ``backward`` at several scales, and raise a :class:`ScaleLeakError` if the gradients differ.
 
-    Buffers, random generators and the scale are restored; weights are not written.
+    Buffers, RNG states and the scale are restored; gradients are None afterwards.
     """
     model = runtime.model
     assert model is not None
-    # The run's observers would keep these backwards for replays and histograms.
-    with untouched(model), _alone(runtime):
-        at = functools.partial(_gradients_at, runtime, model, backward, keep_random_states())
+    with restoring_module_state(model), _without_observers(runtime):
+        at = functools.partial(_gradients_at, runtime, model, backward, save_rng_states())
         tried = (runtime.scaler.get_scale() * 2.0 ** (-8 * number) for number in range(_TRIES + 1))
         largest = next((found for scale in tried if (found := at(scale)[1]) < math.inf), math.inf)
         if not 0.0 < largest < math.inf:
             return
-        # Not the scale in force, which may be far from where gradients are best seen.
         larger = scale_with_headroom(largest, HEADROOM)
-        scales = (larger, larger / APART, *TINY_SCALES)
+        scales = (larger, larger / SCALE_RATIO, *TINY_SCALES)
         samples = [at(scale)[0] for scale in scales]
     if leaks := _leaks(samples):
         numbers = ", ".join(f"{one:g}" for one in scales[:3])
@@ -123,10 +121,10 @@ def _leaks(samples: list[dict[str, Tensor]]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name in samples[0]:
         larger, smaller, tiny, tinier = (sample[name] for sample in samples)
-        if _shrinks(larger, tiny, tinier):
+        if _contains_inverse_scale(larger, tiny, tinier):
             # What is scaled, and so clamped at the larger scales alone, no longer grows.
             cause = "1/S" if _size(tinier) > 1.5 * _size(tiny) else "not linear"
-        elif _grows(larger, smaller, typical):
+        elif _contains_scale(larger, smaller, typical):
             cause = "S" if _is_proportional(larger - tiny, smaller - tiny) else "not linear"
         else:
             continue
@@ -137,33 +135,33 @@ def _leaks(samples: list[dict[str, Tensor]]) -> dict[str, list[str]]:
 
 def _is_proportional(larger: Tensor, smaller: Tensor) -> bool:
     """Whether the parts of a gradient that depend on S, at the larger and the smaller scale, differ by their ratio."""
-    return bool((larger - APART * smaller).norm() < 0.25 * larger.norm())
+    return bool((larger - SCALE_RATIO * smaller).norm() < 0.25 * larger.norm())
 
 
 def _size(sample: Tensor) -> float:
     return sample.square().mean().sqrt().item() if sample.numel() else 0.0
 
 
-def _grows(larger: Tensor, smaller: Tensor, typical: float) -> bool:
-    """Whether S is in a gradient, by its values at the larger and the smaller scale."""
+def _contains_scale(larger: Tensor, smaller: Tensor, typical: float) -> bool:
+    """Whether a gradient contains S, by its values at the larger and the smaller scale."""
     if (larger - smaller).norm() <= LEAST_SHARE * larger.norm():
         return False
-    # What cancels out (a bias in front of a batch norm) is nothing but rounding errors, and small ones may underflow.
+    # A gradient that cancels out (a bias in front of a batch norm) has only rounding errors, which may underflow.
     ratio = _size(larger) / (_size(smaller) or math.inf)
-    return _size(larger) > _ROUNDING * typical or 0.9 * APART < ratio < 1.1 * APART
+    return _size(larger) > _ROUNDING * typical or 0.9 * SCALE_RATIO < ratio < 1.1 * SCALE_RATIO
 
 
-def _shrinks(larger: Tensor, tiny: Tensor, tinier: Tensor) -> bool:
-    """Whether 1/S is in a gradient, by its values at the larger scale and at both tiny ones."""
+def _contains_inverse_scale(larger: Tensor, tiny: Tensor, tinier: Tensor) -> bool:
+    """Whether a gradient contains 1/S, by its values at the larger scale and at both tiny ones."""
     if (tiny - larger).norm() <= (1.0 + LEAST_SHARE / TINY_SCALES[0]) * larger.norm():
         return False
-    # A gradient that cancels out (of a key's bias) consists of rounding errors there, which differ from scale to scale.
+    # The rounding errors of a gradient that cancels out (a bias of attention keys) differ at both scales.
     return bool(torch.cosine_similarity(tiny, tinier, dim=0) > 0.9)
 
 
 @contextmanager
-def _alone(runtime: MixedPrecision) -> Iterator[None]:
-    """Without the run's observers; restores its scale."""
+def _without_observers(runtime: MixedPrecision) -> Iterator[None]:
+    """Remove the observers, which would record these backwards; restore them and the scale on exit."""
     state, observers, runtime.observers = runtime.scaler.state, runtime.observers, []
     try:
         yield
@@ -175,12 +173,12 @@ def _gradients_at(
     runtime: MixedPrecision,
     model: nn.Module,
     backward: Callable[[], None],
-    restore_random_states: Callable[[], None],
+    restore_rng_states: Callable[[], None],
     scale: float,
 ) -> tuple[dict[str, Tensor], float]:
-    """FP32 samples of the gradients by name, and their largest magnitude."""
+    """Return FP32 samples of the gradients by name, and their largest magnitude."""
     runtime.scaler.state = replace(runtime.scaler.state, scale=scale)
-    restore_random_states()  # forward, recomputation and autograd functions may draw
+    restore_rng_states()  # forward, recomputation and autograd functions may draw
     try:
         backward()
         samples, largest = dict[str, Tensor](), list[Tensor]()
@@ -194,6 +192,5 @@ def _gradients_at(
         return samples, largest_magnitude(largest).item()
     finally:
         runtime.check.forget()
-        # The next backward is not to add to these, and the caller's own were set aside.
         for parameter in model.parameters():
             parameter.grad = None

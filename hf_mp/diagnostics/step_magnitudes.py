@@ -1,4 +1,4 @@
-"""``StepMagnitudes``: the histograms of one training step by layer, and their form in a run's log."""
+"""``StepMagnitudes``: the histograms of one training step by layer, and their record in a log."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TensorMagnitudes(NamedTuple):
     kind: Kind
     layer: str  # name of the module in the model
     tensor: str  # the parameter's name in its module; "" for an activation
-    stride: int  # every `stride`-th element was counted
+    stride: int  # every `stride`-th element is counted
     histogram: Histogram  # of the counted elements; gradients are unscaled
     swamped: Swamped = Swamped(0, 0)  # counted updates that would leave a BF16 weight unchanged
 
@@ -39,22 +39,21 @@ class StepMagnitudes:
     step: int  # number of the optimizer step, from 1
     loss_scale: float  # of the step; the histograms are unscaled
     tensors: tuple[TensorMagnitudes, ...]  # in the order of the model
-    notes: tuple[str, ...] = ()  # what is missing, and why
+    notes: tuple[str, ...] = ()  # missing tensors, and the reason
 
     @property
     def log2_scale(self) -> int:
-        """log2 of the loss scale, rounded: the shift of its histograms."""
-        # Scales are powers of two, but for those that a user has set: bins have no halves.
+        """log2 of the loss scale, rounded to whole bins."""
         return round(float(np.log2(self.loss_scale)))
 
     def of(self, kind: Kind, layer: str | None = None) -> Histogram:
-        """The histogram of all tensors of a kind (in one layer), weighted by their strides."""
+        """Return the histogram of all tensors of a kind (in one layer), weighted by their strides."""
         found = (t for t in self.tensors if t.kind is kind and layer in (None, t.layer))
         counts = (t.stride * np.array(t.histogram.counts) for t in found)
         return Histogram(tuple(sum(counts, start=np.zeros(BINS, np.int64)).tolist()))
 
     def swamped(self, layer: str | None = None) -> Swamped:
-        """The updates (of one layer) that BF16 weights would lose, weighted as in :meth:`of`."""
+        """Return the updates (in one layer) that BF16 weights would lose, weighted as in :meth:`of`."""
         counts = (t.stride * np.array(t.swamped) for t in self.tensors if layer in (None, t.layer))
         return Swamped(*sum(counts, start=np.zeros(2, np.int64)).tolist())
 
@@ -64,10 +63,10 @@ class StepMagnitudes:
         return tuple(dict.fromkeys(tensor.layer for tensor in self.tensors))
 
     def log_entries(self) -> dict[str, float]:
-        """For a training log, what 16 bits lose, 0 to 1, without what the step does not have.
+        """Return the shares, 0 to 1, that 16 bits lose: for a training log.
 
-        ``underflowed_share`` is of the weight gradients, in FP16 at the loss scale; ``swamped_share`` of the updates,
-        in BF16.
+        ``underflowed_share`` is that of weight gradients in FP16 at the loss scale, ``swamped_share`` that of updates
+        in BF16. A share without values is left out.
         """
         entries = {}
         if (gradients := self.of(Kind.WEIGHT_GRADIENTS)).finite_nonzero:
@@ -77,12 +76,12 @@ class StepMagnitudes:
         return entries
 
 
-# In a log
+# Record in a log
 
 
 def as_record(step: StepMagnitudes) -> dict[str, Any]:
-    """For JSON: a list a tensor, and all counts as one compressed array."""
-    # Most of 256 bins are empty: compressed, a record of a hundred tensors is a few kilobytes.
+    """Return ``step`` for JSON: a list for each tensor, and all counts as one compressed array."""
+    # A record of a hundred tensors has a few kilobytes, because most bins are empty.
     counts = np.array([t.histogram.counts for t in step.tensors], dtype=_COUNT)
     return {
         **vars(step),
@@ -92,11 +91,11 @@ def as_record(step: StepMagnitudes) -> dict[str, Any]:
 
 
 def from_record(record: Mapping[str, Any]) -> StepMagnitudes:
-    """What :func:`as_record` gave."""
+    """Return the step of a record of :func:`as_record`."""
     counts = np.frombuffer(zlib.decompress(base64.b64decode(record["counts"])), _COUNT)
     tensors = [
         TensorMagnitudes(Kind(kind), layer, tensor, stride, Histogram(tuple(found.tolist())), Swamped(*lost))
         for (kind, layer, tensor, stride, *lost), found in zip(record["tensors"], counts.reshape(-1, BINS), strict=True)
     ]
-    # A log may be damaged anywhere, and the page draws a logarithm of the scale.
+    # The numbers of a damaged record must raise here, not on the page.
     return StepMagnitudes(int(record["step"]), float(record["loss_scale"]), tuple(tensors), tuple(record["notes"]))

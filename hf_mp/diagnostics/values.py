@@ -1,4 +1,4 @@
-"""Finiteness and range of a tensor's values."""
+"""Finiteness and range of the values of a tensor."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.gradient_scan import largest_magnitude, real_values
 
-_LOOKED_AT = frozenset({*LOWER_PRECISION_DTYPES, torch.float32, torch.float64, torch.complex64, torch.complex128})
+_CHECKED_DTYPES = frozenset({*LOWER_PRECISION_DTYPES, torch.float32, torch.float64, torch.complex64, torch.complex128})
 
-# Ops whose results hold what was in memory before.
+# Ops that return memory without writing it.
 UNINITIALISED = frozenset(
     {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted", "resize_"}
 )
 
 
 class Finiteness(IntEnum):
-    """Whether a tensor is finite, has only -inf (as masks do), or any inf or NaN."""
+    """Finite (false in a condition), only -inf, as masks have, or any other inf or NaN."""
 
     FINITE = 0
     MINUS_INF = 1
@@ -30,10 +30,9 @@ class Finiteness(IntEnum):
 
 @torch.no_grad()
 def finiteness(tensor: Tensor, limit: float = math.inf) -> Finiteness:
-    """The finiteness of ``tensor``; FINITE for integers and empty tensors. ``limit`` and above count as inf."""
-    if tensor.dtype not in _LOOKED_AT or tensor.device.type == "meta":
+    """Return the finiteness of ``tensor``. Magnitudes of ``limit`` or more count as inf; integers are FINITE."""
+    if tensor.dtype not in _CHECKED_DTYPES or tensor.device.type == "meta":
         return Finiteness.FINITE
-    # Nearly all tensors end here, after one pass.
     if largest_magnitude([tensor]).item() < limit:
         return Finiteness.FINITE
     values = real_values(tensor.detach())
@@ -44,18 +43,18 @@ def finiteness(tensor: Tensor, limit: float = math.inf) -> Finiteness:
 @dataclass(frozen=True)
 class TensorRange:
     name: str  # the tensor's role in the op: a parameter's name, "input 0", "output 0", an argument's name
-    dtype: str  # such as "float16"
+    dtype: str  # for example "float16"
     shape: tuple[int, ...]
     largest: float | None  # the largest finite magnitude; None if no element is finite
-    smallest: float | None  # the smallest magnitude, zero included; None likewise
+    smallest: float | None  # the smallest magnitude, zero included; None if no element is finite
     inf_count: int  # elements that are +inf or -inf
     nan_count: int
 
     @classmethod
     @torch.no_grad()
     def of(cls, name: str, tensor: Tensor) -> TensorRange:
-        """The range of a floating tensor; synchronizes with a GPU."""
-        # In FP64, which holds the magnitudes of every dtype that is looked at.
+        """Measure a floating tensor. Synchronizes with its device."""
+        # FP64 holds the magnitudes of all checked dtypes.
         values = real_values(tensor.detach())
         magnitudes = values[values.isfinite()].abs().to(torch.float64)
         smallest, largest = (one.item() for one in magnitudes.aminmax()) if magnitudes.numel() else (None, None)
@@ -77,4 +76,4 @@ class TensorRange:
 
 
 def ranges_of(tensors: list[tuple[str, Tensor]]) -> tuple[TensorRange, ...]:
-    return tuple(TensorRange.of(name, tensor) for name, tensor in tensors if tensor.dtype in _LOOKED_AT)
+    return tuple(TensorRange.of(name, tensor) for name, tensor in tensors if tensor.dtype in _CHECKED_DTYPES)

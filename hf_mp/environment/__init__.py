@@ -1,1 +1,1 @@
-"""What mixed precision this machine supports, and the preset that suits it: ``hf-mp env``."""
+"""``hf-mp env``: the mixed precision that this machine supports, and a preset for it."""

@@ -1,4 +1,4 @@
-"""Recommends a precision preset: a pure function of what the machine multiplies."""
+"""Recommends a precision preset: a pure function."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _IN_FP16 = "Use fp32 if the model was trained in BF16 and overflows in FP16. Use
 
 
 def advise(device: str, *, fp16: bool, bf16: bool) -> dict[str, str]:
-    """The preset to start with.
+    """Return the preset to start with.
 
     Args:
-        device: what computes, as a reader knows it: ``"Tesla T4"`` or ``"This CPU"``.
-        fp16, bf16: whether it has instructions for matmuls of that dtype.
+        device: its name in the text: ``"Tesla T4"`` or ``"This CPU"``.
+        fp16, bf16: whether it has matmul instructions of that dtype.
 
     Returns:
-        ``preset``, for :meth:`hf_mp.PrecisionPolicy.parse`; ``reason``; ``otherwise``: when to choose another one.
+        ``preset``, for :meth:`hf_mp.PrecisionPolicy.parse`; ``reason``; ``otherwise``: cases for another preset.
     """
     if bf16:
         reason = f"{device} multiplies BF16, which needs no loss scale."

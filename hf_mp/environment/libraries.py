@@ -1,4 +1,4 @@
-"""What bitsandbytes prints when it is imported, and what errors of libraries say first."""
+"""Shortens the messages of other libraries."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet_bitsandbytes() -> Iterator[None]:
-    """To import bitsandbytes in, or peft or Transformers' Trainer, which import it.
+    """Silence the import of bitsandbytes, also by peft or Transformers' Trainer.
 
-    On CPUs with BF16 products its import warns that a package is missing, which only makes 4-bit products faster.
+    On CPUs with BF16 matmuls it logs a warning of a missing package, which only makes 4-bit matmuls faster.
     """
     logger = logging.getLogger("bitsandbytes")
-    # By its logger: the warning is logged, so that Python's filters of warnings do not reach it.
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
@@ -24,4 +23,5 @@ def quiet_bitsandbytes() -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
+    """Return the first line of the message, or the name of the class if there is none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -14,12 +14,12 @@ from hf_mp.kernels import native
 
 _PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes")
 _CPUINFO = Path("/proc/cpuinfo")
-# the names Linux gives, on x86 and on Arm, to arithmetic in 16 bits
+# Linux's names of 16-bit arithmetic on x86 and Arm
 _CPU_FLAGS_16_BIT = ("avx512_fp16", "amx_fp16", "fphp", "asimdhp", "avx512_bf16", "amx_bf16", "bf16")
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python, hf_mp and the packages that affect numerics, or ``"not installed"``."""
+    """Return the versions of Python, hf_mp and packages that affect numerics, or ``"not installed"``."""
     versions = {"hf_mp": __version__}
     for name in _PACKAGES:
         try:
@@ -30,16 +30,15 @@ def package_versions() -> dict[str, str]:
 
 
 def describe_hardware() -> dict[str, str]:
-    """Platform, CPU and GPUs, without kernel release and host name: reports get published."""
+    """Return platform, CPU and GPUs. Kernel release and host name are left out, because reports are published."""
     cpuinfo = _CPUINFO.read_text(encoding="utf-8", errors="replace") if _CPUINFO.exists() else ""
-    fields = {  # of the first processor
-        name.strip(): value.strip() for name, _, value in (line.partition(":") for line in cpuinfo.splitlines()[::-1])
-    }
+    # Reversed, so that the fields of the first processor remain.
+    lines = [line.partition(":") for line in reversed(cpuinfo.splitlines())]
+    fields = {name.strip(): value.strip() for name, _, value in lines}
     flags = fields.get("flags", fields.get("Features", "")).split()
-    # A container or `taskset` may grant fewer CPUs than the machine has.
+    # A container or `taskset` may allow fewer CPUs than the machine has.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
-        # The library and its version are empty outside of Linux.
         "platform": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}".rstrip(", "),
         "CPU": fields.get("model name") or platform.processor() or platform.machine(),
         "CPU instructions": ", ".join(
@@ -62,7 +61,7 @@ def _casts() -> str:
 
 
 def _gpus() -> dict[str, str]:
-    # NVML counts GPUs that a broken driver does not give to torch.
+    # device_count() may count GPUs that a broken driver does not give to torch.
     if not torch.cuda.is_available():
         return {"GPU": "none that torch can use"}
     found = enumerate(map(torch.cuda.get_device_properties, range(torch.cuda.device_count())))

@@ -12,6 +12,7 @@ from torch.nn.utils import get_total_norm
 
 from hf_mp.kernels.registry import kernel_for
 from hf_mp.kernels.split import cache_blocks
+from hf_mp.kernels.tensors import is_on_host
 
 SQUARES_BELOW = 2.0**64  # FP32 holds the square of every smaller number
 _JOINED_ELEMENTS = 2**12
@@ -107,7 +108,8 @@ def scan_part(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
     For a tensor that is freed before the norm is asked for: see :func:`norm_of_parts`.
     """
-    if (kernel := kernel_for("gradient_scan", [tensor])) is not None:
+    kernel = None if is_on_host(tensor) else kernel_for("gradient_scan", [tensor])
+    if kernel is not None:
         largest, squares = kernel([tensor], sums_squares=True)
         return largest, squares
     return largest_magnitude([tensor]), tensor_norm(tensor)

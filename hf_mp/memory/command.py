@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import io
 import json
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
+from hf_mp.environment.libraries import quiet_bitsandbytes
 from hf_mp.memory.precisions import SHOWN_PRESETS
 from hf_mp.memory.report import as_json as report_as_json
 from hf_mp.memory.report import gather_report
@@ -34,6 +39,7 @@ def run(
         raise ValueError("--parallel is for several ranks: say how many, as --ranks 64")
     # Their remarks would stand between the tables.
     quiet_libraries()
+    _import_bitsandbytes()
     with Console(stderr=True).status("") as line:  # redrawn in a terminal; a file or a pipe gets nothing
         report = gather_report(
             model,
@@ -55,6 +61,15 @@ def _shown(*, is_trained: bool, offload: str | None, **others: Any) -> Sequence[
     if offload is not None:
         return [name for name, policy in PRESETS.items() if policy.is_lean]
     return SHOWN_PRESETS if is_trained else ()
+
+
+def _import_bitsandbytes() -> None:
+    """Import it, if it is here, without compiling what a prediction does not run.
+
+    torch.compile, which decorates some of its functions, imports all of inductor: a quarter of the command's time.
+    """
+    with contextlib.suppress(ImportError), mock.patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"), quiet_bitsandbytes():
+        importlib.import_module("bitsandbytes")
 
 
 def quiet_libraries() -> None:

@@ -12,12 +12,13 @@ CUDA build of torch. Ops have the same shapes and dtypes there, with four except
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.amp import autocast_mode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -127,8 +128,18 @@ class FakeSplitParameter(SplitParameter, FakeTensor):
 # A lean layout chooses the class of its parameters by that of their values.
 SPLIT_CLASSES[FakeTensor] = FakeSplitParameter
 
+_Call = tuple[Any, ...]  # an op, and shapes, strides and dtypes, or values, of its arguments
+_NewTensor = tuple[torch.Size, tuple[int, ...], torch.dtype] | None  # its shape, stride and dtype; None for None
+_SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
 _aten = torch.ops.aten
-_COPIES = frozenset({_aten.clone.default, _aten.contiguous.default, _aten._to_copy.default})
+_COPIES = frozenset({_aten.clone.default, _aten.contiguous.default, _aten._to_copy.default, _aten.copy_.default})
+_ZEROS_AND_ONES = frozenset(
+    {
+        *(_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default, _aten.zero_.default),
+        *(_aten.ones.default, _aten.ones_like.default, _aten.new_ones.default),
+    }
+)
 
 
 class AnswerAsIfAllWentWell(TorchDispatchMode):
@@ -141,6 +152,7 @@ class AnswerAsIfAllWentWell(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._exact_in_16_bits: set[int] = set()
+        self._results: dict[_Call, tuple[_NewTensor, ...]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_dtensors(types):
@@ -148,11 +160,25 @@ class AnswerAsIfAllWentWell(TorchDispatchMode):
         answer = self._answer(func, args, kwargs or {})
         if answer is not None:
             return answer
+        result = self._call(func, args, kwargs or {})
+        self._follow(result, func, args)
+        return result
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call ``func``, or make new tensors like those that it returned for arguments of the same shapes and dtypes.
+
+        Most meta functions are Python. The blocks of a model call the same ones, and so does each step.
+        """
+        call = _call_on_meta(func, args, kwargs) if _returns_new_tensors(func) else None
+        if call is not None and (known := self._results.get(call)) is not None:
+            made = [one and torch.empty_strided(one[0], one[1], dtype=one[2], device=STAND_IN) for one in known]
+            return made if _returns_a_list(func) else made[0] if len(made) == 1 else tuple(made)
         try:
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
         except NotImplementedError as error:  # on the meta device: FakeTensorMode tells the reason itself
             raise DataDependentOutputException(func) from error
-        self._follow(result, func, args)
+        if call is not None and (new := _as_new_tensors(result, args)) is not None:
+            self._results[call] = new
         return result
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -175,16 +201,76 @@ class AnswerAsIfAllWentWell(TorchDispatchMode):
         return _without_outliers(func, args) if func.namespace == "bitsandbytes" else None
 
     def _follow(self, result: Any, func: Any, args: Any) -> None:
-        """Note which memory holds what was cast from 16 bits; new memory may lie where some lay that is gone."""
-        source = args[0] if args and isinstance(args[0], Tensor) else None
+        """Record which memory holds values of 16 bits; new memory may lie where some lay that is gone."""
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        source = args[1] if func is _aten.copy_.default else first
         from_16_bits = source is not None and (
             source.dtype in LOWER_PRECISION_DTYPES or _storage(source) in self._exact_in_16_bits
         )
-        for made in tensors_in(result):
-            if from_16_bits and func in _COPIES:
+        is_exact = func in _ZEROS_AND_ONES or (from_16_bits and func in _COPIES)
+        written = [args[place] for place in _written(func) if place < len(args)]
+        for made in tensors_in((result, written)):
+            if is_exact:
                 self._exact_in_16_bits.add(_storage(made))
-            elif source is None or _storage(made) != _storage(source):
+            elif written or first is None or _storage(made) != _storage(first):  # else a view
                 self._exact_in_16_bits.discard(_storage(made))
+
+
+@functools.cache
+def _written(func: Any) -> list[int]:
+    """The places of the arguments that an op writes into."""
+    arguments = enumerate(func._schema.arguments)
+    return [place for place, one in arguments if one.alias_info is not None and one.alias_info.is_write]
+
+
+@functools.cache
+def _returns_new_tensors(func: Any) -> bool:
+    """Whether an op returns tensors alone, with memory of their own, and changes none."""
+    depends_on_values = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)
+    is_pure = not (func._schema.is_mutable or any(one.alias_info for one in func._schema.returns))
+    returns = {str(one.type) for one in func._schema.returns}
+    # Other namespaces have kernels of their own on the meta device, such as collectives, which are counted.
+    return func.namespace == "aten" and is_pure and not depends_on_values and returns in ({"Tensor"}, {"List[Tensor]"})
+
+
+@functools.cache
+def _returns_a_list(func: Any) -> bool:
+    return str(func._schema.returns[0].type) == "List[Tensor]"
+
+
+def _call_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> _Call | None:
+    """All that the shapes and dtypes of a call's result depend on; None if an argument is of another type."""
+    facts: list[Any] = [func]
+    waiting = [args, *kwargs.items()]
+    while waiting:
+        value = waiting.pop()
+        if type(value) in (Tensor, nn.Parameter) and value.is_meta:
+            facts += (value.shape, value.stride(), value.storage_offset(), value.dtype)
+        elif isinstance(value, (list, tuple)):
+            facts.append(len(value))
+            waiting.extend(value)
+        elif isinstance(value, _SCALARS):
+            facts += (type(value), value)  # the type: 1, 1.0 and True are equal, and promote to other dtypes
+        else:
+            return None
+    return tuple(facts)
+
+
+def _as_new_tensors(result: Any, args: Any) -> tuple[_NewTensor, ...] | None:
+    """Facts of each tensor in a result; None unless ``torch.empty_strided`` makes the same memory of them."""
+    returned = [result] if isinstance(result, Tensor) else list(result)
+    tensors = [one for one in returned if one is not None]
+    if not all(type(tensor) is Tensor and tensor.is_meta for tensor in tensors):
+        return None
+    # A meta function may return one tensor twice, a part of a larger one, or an argument (aten._unsafe_view).
+    storages = {_storage(tensor) for tensor in tensors}
+    if len(storages) < len(tensors) or storages & {_storage(tensor) for tensor in tensors_in(args)}:
+        return None
+    for tensor in tensors:
+        same = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=STAND_IN)
+        if tensor.storage_offset() or tensor.untyped_storage().nbytes() != same.untyped_storage().nbytes():
+            return None
+    return tuple(one if one is None else (one.shape, one.stride(), one.dtype) for one in returned)
 
 
 def _storage(tensor: Tensor) -> int:

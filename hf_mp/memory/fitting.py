@@ -1,15 +1,15 @@
-"""Searches the largest batch that fits, with few estimates."""
+"""Searches the largest batch that fits, and ways to train that fit where none of those asked for does."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hf_mp.memory.models import ModelLike, find_config
+from hf_mp.memory.models import ModelLike, find_model
 from hf_mp.memory.sizes import parse_size
 from hf_mp.memory.training import TrainingMemory, step_of
 
@@ -34,6 +34,23 @@ class LargestBatch:
     memory_bytes: int
 
 
+@dataclass(frozen=True)
+class Way:
+    """A way to train, and its peak.
+
+    Attributes:
+        precision: one of :data:`hf_mp.memory.precisions.TRAINING_PRESETS`.
+        batch_size: as for :func:`hf_mp.estimate_training_memory`.
+        gradient_checkpointing: as for :func:`hf_mp.estimate_training_memory`.
+        peak_bytes: of its training step.
+    """
+
+    precision: str
+    batch_size: int
+    gradient_checkpointing: bool
+    peak_bytes: int
+
+
 def largest_batch_size(
     model: ModelLike, memory: str | int, precision: str | torch.dtype = "fp16", **settings: Any
 ) -> LargestBatch:
@@ -42,14 +59,15 @@ def largest_batch_size(
 
     Args:
         model: as for :func:`hf_mp.estimate_training_memory`.
-        memory: a size such as ``"24GiB"``, or bytes. CUDA's context and fragmentation take part of a card, too.
+        memory: a size such as ``"24GiB"`` or ``"24GB"`` (the same), or bytes as an int. CUDA's context and
+            fragmentation take part of a card, too.
         precision: one of :data:`hf_mp.memory.precisions.TRAINING_PRESETS`; default ``"fp16"``.
         settings: of :func:`hf_mp.estimate_training_memory`, except ``batch_size``.
 
     Raises:
         ValueError: for an invalid size, and as :func:`hf_mp.estimate_training_memory`.
     """
-    with step_of(find_config(model), precision, batch_size=1, **settings) as predict:
+    with step_of(find_model(model), precision, batch_size=1, **settings) as predict:
         return largest_batch(predict, parse_size(memory))
 
 
@@ -83,3 +101,45 @@ def search_largest(peak: Callable[[int], int], memory_bytes: int) -> int:
         else:
             exceeds = tried
     return fits
+
+
+# From the least to the most that they change: with and without gradient checkpointing.
+_LEANER = (("bf16-lean", False), ("bf16-lean", True), ("fp16-lean-adamw8bit", True), ("nf4-lora", True))
+
+
+def ways_that_fit(
+    peaks: Mapping[str, int],
+    largest: Mapping[str, LargestBatch],
+    predict: Callable[[str, int, bool], int | None],
+    *,
+    batch_size: int,
+    checkpointing: bool,
+) -> tuple[Way, ...]:
+    """Find ways to train that fit: with a smaller batch, and with a leaner preset or checkpointing.
+
+    If none fits, the leanest of those that were tried.
+
+    Args:
+        peaks: of each preset asked for, larger than the memory.
+        largest: the largest batch of each, and the memory.
+        predict: the peak of a preset, a batch size, and with checkpointing or without; None where it cannot be trained.
+        batch_size: that asked for.
+        checkpointing: whether it was asked for.
+    """
+    memory_bytes = next(iter(largest.values())).memory_bytes
+    preset, most = max(largest.items(), key=lambda entry: entry[1].batch_size)
+    found = [Way(preset, most.batch_size, checkpointing, most.peak_bytes)] if most.peak_bytes is not None else []
+    leanest = min(peaks, key=lambda name: peaks[name])
+    tries = dict.fromkeys([(leanest, True), *((name, checkpointing or leaner) for name, leaner in _LEANER)])
+    tried = [Way(leanest, batch_size, checkpointing, peaks[leanest])]
+    for size in dict.fromkeys([batch_size, 1]):
+        for name, recomputes in tries:
+            if name in peaks and (size, recomputes) == (batch_size, checkpointing):
+                continue
+            if (peak := predict(name, size, recomputes)) is not None:
+                tried.append(Way(name, size, recomputes, peak))
+                if peak <= memory_bytes:
+                    return *found, tried[-1]
+        if found:
+            return tuple(found)
+    return (min(tried, key=lambda way: way.peak_bytes),)

@@ -159,7 +159,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Kind, Tensor]]:
     """The tensors in plain attributes of a module."""
     for attribute, value in vars(module).items():
         if attribute not in ("_parameters", "_buffers", "_modules"):
-            kind = Kind.QUANTIZATION_STATE if _is_bitsandbytes(value) else Kind.ATTRIBUTE
+            kind = Kind.QUANTIZATION_STATE if is_bitsandbytes(value) else Kind.ATTRIBUTE
             for name, tensor in _inside({attribute: value}):
                 yield name, kind, tensor
 
@@ -179,12 +179,13 @@ def _inside(values: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
             yield name, value
         elif isinstance(value, (list, tuple)):
             yield from _inside({f"{name}.{index}": item for index, item in enumerate(value)})
-        elif type(value) is dict or _is_bitsandbytes(value):  # others, as nodes of a tree, may refer to each other
+        elif type(value) is dict or is_bitsandbytes(value):  # others, as nodes of a tree, may refer to each other
             items = value if type(value) is dict else vars(value)
             yield from _inside({f"{name}.{key}": item for key, item in items.items()})
 
 
-def _is_bitsandbytes(value: Any) -> bool:
+def is_bitsandbytes(value: Any) -> bool:
+    """Whether an object is bitsandbytes' state of a quantized weight."""
     # a weight also knows its module: that one is visited by itself
     is_state = type(value).__module__.startswith("bitsandbytes.") and hasattr(value, "__dict__")
     return is_state and not isinstance(value, (nn.Module, Tensor, type))

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_mp.memory.models import ModelLike, find_config, load, model_class
+from hf_mp.memory.batches import Inputs, make_batch
+from hf_mp.memory.models import (
+    ModelLike,
+    cast_weights,
+    check_quantizable,
+    copy_model,
+    find_model,
+    load,
+    model_class,
+)
 from hf_mp.memory.precisions import parse_precision, parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.settings import check_device, make_settings
-from hf_mp.memory.training import TrainingMemory, host_bytes_of, make_batch, make_trainee, prepare_model, recording
+from hf_mp.memory.training import TrainingMemory, host_bytes_of, make_trainee, prepare_model, recording
 
 
 def measure_training_memory(
@@ -25,8 +35,7 @@ def measure_training_memory(
 ) -> TrainingMemory:
     """Measure the memory of fine-tuning with real steps on this machine.
 
-    The model is created from its configuration with random weights: a given model is left untouched, and only a
-    configuration is downloaded.
+    A copy of a given model is trained. For anything else, only a configuration is downloaded, and weights are random.
 
     Args:
         model: as for :func:`hf_mp.estimate_training_memory`.
@@ -39,28 +48,28 @@ def measure_training_memory(
         As :func:`hf_mp.estimate_training_memory`, for real tensors; on a GPU with the allocator's own peak, too.
 
     Raises:
-        ValueError: as for :func:`hf_mp.estimate_training_memory`, and for several ranks.
+        ValueError: as for :func:`hf_mp.estimate_training_memory`, for several ranks, and a model on the meta device.
     """
     if settings.get("ranks", 1) > 1:
         raise ValueError(f"ranks={settings['ranks']} cannot be measured: a step is taken in this process alone")
-    config = find_config(model)
-    asked = make_settings(config, precision, **settings)
+    source = find_model(model)
+    asked = make_settings(source, precision, **settings)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = place.type == "cuda"
     check_device(asked, place.type)
     gc.collect()  # of models that were measured before, some are in circles
     before = torch.cuda.memory_allocated() if on_gpu else 0
-    real = _real_model(config, parse_preset(precision).loaded, place)
-    kind, parameters = type(real), real.num_parameters()
+    real = _real_model(source, parse_preset(precision).loaded, place)
+    name, parameters = type(real).__name__, real.num_parameters()
+    batch = make_batch(Inputs.of(real, asked.precision), asked, place)
     trainee = make_trainee(prepare_model(real, asked).to(place), asked, place)
-    batch = make_batch(kind, asked, place)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     with recording(trainee, MemoryRecorder(place)) as profile_of:
         profile = profile_of(batch)
     return TrainingMemory(
         **vars(profile),
-        model=kind.__name__,
+        model=name,
         parameters=parameters,
         settings=asked,
         device=place.type,
@@ -70,11 +79,21 @@ def measure_training_memory(
     )
 
 
-def _real_model(config: PreTrainedConfig, precision: str, device: torch.device) -> PreTrainedModel:
-    """A model with random weights; a quantized one is loaded as :func:`hf_mp.load` does."""
+def _real_model(source: PreTrainedConfig | nn.Module, precision: str, device: torch.device) -> PreTrainedModel:
+    """A copy of a given model, or one with random weights; a quantized one is loaded as :func:`hf_mp.load` does."""
     chosen = parse_precision(precision)
-    with torch.device(device if chosen.quantization is None else "cpu"):
-        model: PreTrainedModel = model_class(config)._from_config(config, dtype=chosen.dtype)
+    if isinstance(source, nn.Module):
+        check_quantizable(source, precision)
+        if any(tensor.is_meta for tensor in source.parameters()):
+            raise ValueError(
+                f"this {type(source).__name__} has weights on the meta device, with which no step can be measured: "
+                "give its configuration (model.config), or use estimate_training_memory"
+            )
+        model = cast(PreTrainedModel, copy_model(source, {}))
+        cast_weights(model, chosen.dtype)
+    else:
+        with torch.device(device if chosen.quantization is None else "cpu"):
+            model = model_class(source)._from_config(source, dtype=chosen.dtype)
     if chosen.quantization is None:
         return model
     # bitsandbytes quantizes weights while they are loaded, so that they go through a file.

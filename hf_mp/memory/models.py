@@ -1,9 +1,10 @@
-"""From a name, directory or configuration to a model class, a loaded model, and a model of fake tensors."""
+"""From a model, a name, a directory or a configuration to a model class, a loaded model, and one of fake tensors."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,18 +15,42 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.quantizers import AutoHfQuantizer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 
+from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.environment.libraries import first_line
+from hf_mp.environment.paths import is_inside
+from hf_mp.memory.footprint import is_bitsandbytes, tensors_of
 from hf_mp.memory.precisions import bitsandbytes_config, parse_precision
+from hf_mp.ranks.parallelism import is_dtensor
 
-ModelLike = str | Path | PreTrainedConfig | PreTrainedModel
+ModelLike = str | Path | PreTrainedConfig | nn.Module
 
-# The classes that train a configuration without "architectures" (or with a bare encoder); of two, the last one is used.
-_LANGUAGE_MODELS = {
-    **modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    **modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    **modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-}
+# The classes that train a configuration without "architectures" (or with a bare encoder), by its model_type: the first
+# one found. Those before the decoders, for a configuration of an encoder and a decoder alone.
+_ENCODER_DECODERS = (
+    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
+_WITH_A_LOSS = (
+    modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    *_ENCODER_DECODERS,
+    modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+)
+
+# Of configurations with token ids; one of an encoder and a decoder may have positions for each.
+_POSITIONS = (
+    "max_position_embeddings",
+    "max_target_positions",
+    "max_encoder_position_embeddings",
+    "max_decoder_position_embeddings",
+)
+_WRITE_TEXT = ("ForConditionalGeneration", "EncoderDecoderModel", "ForCausalLM")
 
 # Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", table 2, and the released checkpoints.
 _GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 50257, "n_positions": 1024}
@@ -38,15 +63,57 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 }
 
 
-def find_config(model: ModelLike) -> PreTrainedConfig:
-    """The configuration of a model: its own, or from a directory, a ``config.json``, the built-in ones, or the Hub.
+def find_model(model: ModelLike) -> PreTrainedConfig | nn.Module:
+    """A model as it is; of anything else, its configuration.
+
+    Raises:
+        TypeError: for a module that is neither a model of Transformers nor one of PEFT over it.
+        ValueError: for a model with a forward that is not its own, or with sharded weights: no copy of it trains alone.
+    """
+    if not isinstance(model, nn.Module):
+        return find_config(model)
+    inner, name = transformers_model(model), type(model).__name__
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(
+            f"no training step of a {name} can be taken here: give a model of Transformers, or PEFT's around one, "
+            "without the wrapper of DDP or torch.compile"
+        )
+    replaced = any("forward" in vars(one) and not hasattr(one, "_hf_hook") for one in model.modules())
+    if replaced or any(map(is_dtensor, model.parameters())):
+        raise ValueError(
+            f"this {name} is prepared for training already ({'its forward is replaced' if replaced else 'sharded'}): "
+            "estimate before MixedPrecision.attach, prepare or a Trainer, or give its configuration (model.config)"
+        )
+    return model
+
+
+def transformers_model(model: nn.Module) -> nn.Module:
+    """The model that PEFT's adapters are in; any other as it is."""
+    # Without an import of peft, which may be missing.
+    is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    return cast(Any, model).get_base_model() if is_peft else model
+
+
+def config_of(source: PreTrainedConfig | nn.Module) -> PreTrainedConfig:
+    """The configuration that describes a model, or that is one."""
+    return cast(Any, transformers_model(source)).config if isinstance(source, nn.Module) else source
+
+
+def find_config(model: str | Path | PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of a model: given, or from a directory, a ``config.json``, the built-in ones, or the Hub.
 
     Never runs code that comes with a model.
+
+    Raises:
+        TypeError: for another type.
+        ValueError: where none is found.
     """
-    if isinstance(model, PreTrainedModel):
-        model = model.config
     if isinstance(model, PreTrainedConfig):
         return copy.deepcopy(model)
+    if not isinstance(model, (str, Path)):
+        raise TypeError(
+            f"a model is given by its name, path or configuration, or as it is, not as {type(model).__name__}"
+        )
     short_name = str(model).removeprefix("openai-community/")
     if short_name in BUILT_IN and not Path(model).exists():
         return AutoConfig.for_model(**BUILT_IN[short_name])
@@ -67,7 +134,7 @@ def _fetch(model: str | Path, from_pretrained: Callable[..., Any], **settings: A
         )
     # All but the first: what Transformers raises for a file that holds something else.
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if reason is None:
+        if reason is None or not isinstance(error, OSError):  # the last says that the cache has no such model
             why = f"{model} cannot be loaded: {' '.join(str(error).split()).rstrip('.')}"
         else:
             why = (
@@ -91,30 +158,58 @@ def ask_hub(name: str) -> Exception | None:
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class of a configuration: its architecture, or the language model of its type."""
-    # An encoder without a head has no loss.
+    """The class of a configuration: its architecture, or the model of its type that has a loss."""
+    # An encoder without a head has no loss. CLIP has one, and is the class without a head, too.
     bare = modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type)
+    mappings = (*(_ENCODER_DECODERS if config.is_encoder_decoder else ()), *_WITH_A_LOSS)
+    of_type = next((found for names in mappings if (found := names.get(config.model_type))), None)
     for name in getattr(config, "architectures", None) or []:
         found = getattr(transformers, name, None)
         if name != bare and isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found
-    if config.model_type in _LANGUAGE_MODELS:
-        return getattr(transformers, _LANGUAGE_MODELS[config.model_type])
+    if of_type is not None:
+        return getattr(transformers, of_type if isinstance(of_type, str) else of_type[0])
     raise ValueError(
-        f"no language model for model_type {config.model_type!r}: name a class of Transformers in the "
-        'configuration, as "architectures": ["BertForMaskedLM"]'
+        f"no model with a loss is known for model_type {config.model_type!r}: name a class of Transformers in the "
+        'configuration, as "architectures": ["BertForMaskedLM"], or give the model'
     )
 
 
-def skeleton(config: PreTrainedConfig, precision: str) -> PreTrainedModel:
-    """The model that :func:`hf_mp.load` would load, on the meta device.
+def class_of(source: PreTrainedConfig | nn.Module) -> type[PreTrainedModel]:
+    """The class of Transformers that a model has, or that its configuration names."""
+    if isinstance(source, nn.Module):
+        return cast(type[PreTrainedModel], type(transformers_model(source)))
+    return model_class(source)
 
-    bitsandbytes' own functions quantize the weights there, too.
+
+def longest_sequence(source: PreTrainedConfig | nn.Module) -> float | None:
+    """The largest number of tokens in a sequence, infinite if there is none; None for a model without tokens."""
+    kind, config = class_of(source), config_of(source).get_text_config()
+    if kind.main_input_name != "input_ids" and not kind.__name__.endswith(_WRITE_TEXT):
+        return None
+    longest = min((found for name in _POSITIONS if (found := getattr(config, name, None))), default=float("inf"))
+    # RoBERTa and its relatives count positions from 2 on: the next one after their padding.
+    counts_from_2 = getattr(config, "pad_token_id", None) == 1 and longest - 2 in (512, 1024, 4096)
+    return longest - 2 if counts_from_2 else longest
+
+
+def skeleton(source: PreTrainedConfig | nn.Module, precision: str) -> PreTrainedModel:
+    """The model that :func:`hf_mp.load` would load, or a copy of a given one in that precision, on the meta device.
+
+    bitsandbytes' own functions quantize the weights there, too. A given model keeps its frozen weights and adapters.
+
+    Raises:
+        ValueError: for a precision that quantizes a model which is quantized, or has adapters.
     """
     dtype = parse_precision(precision).dtype
-    with torch.device("meta"):
-        model: PreTrainedModel = model_class(config)._from_config(copy.deepcopy(config), dtype=dtype)
-    model.tie_weights()
+    if isinstance(source, nn.Module):
+        check_quantizable(source, precision)
+        model = cast(PreTrainedModel, copy_on_meta(source))
+        cast_weights(model, dtype)
+    else:
+        with torch.device("meta"):
+            model = model_class(source)._from_config(copy.deepcopy(source), dtype=dtype)
+        model.tie_weights()
     if (quantization := bitsandbytes_config(precision)) is None:
         return model
     quantizer: Any = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
@@ -125,6 +220,61 @@ def skeleton(config: PreTrainedConfig, precision: str) -> PreTrainedModel:
         if quantizer.param_needs_quantization(model, name):
             cast(Any, parameter)._quantize(torch.device("meta"))
     return cast(PreTrainedModel, quantizer.postprocess_model(model) or model)
+
+
+def check_quantizable(model: nn.Module, precision: str) -> None:
+    """Raise a ValueError for a precision that quantizes a model which is quantized, or has adapters."""
+    inner: Any = transformers_model(model)
+    is_final = inner is not model or any(
+        getattr(inner, name, None) for name in ("_hf_peft_config_loaded", "is_quantized")
+    )
+    if is_final and parse_precision(precision).quantization is not None:
+        raise ValueError(
+            f"precision={precision!r} quantizes a model without adapters, and this {type(model).__name__} is quantized "
+            "or has some: give the model before that, or choose another precision"
+        )
+
+
+def copy_model(model: nn.Module, known: dict[int, Any]) -> nn.Module:
+    """Deep-copy a model with its quantized weights; ``known`` is the memo of ``copy.deepcopy``."""
+    copied = copy.deepcopy(model, known)
+    # bitsandbytes copies the quantization state of a weight without the memo, apart from that of its module.
+    for parameter, copied_parameter in zip(model.parameters(), copied.parameters(), strict=True):
+        vars(copied_parameter).update(copy.deepcopy(vars(parameter), known))
+    return copied
+
+
+def copy_on_meta(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` on the meta device: its modules, hooks and frozen weights, and no values.
+
+    Raises:
+        ValueError: for a model that ``copy.deepcopy`` does not take.
+    """
+    known: dict[int, Any] = {}
+    for _, _, tensor in tensors_of(model):
+        _renewed(tensor, torch.device("meta"), known)
+    for module in model.modules():
+        if (hook := vars(module).get("_hf_hook")) is not None:  # accelerate's, which may hold offloaded weights
+            known[id(hook)] = hook
+    try:
+        copied = copy_model(model, known)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"this {type(model).__name__} cannot be copied ({first_line(error)}): give its configuration (model.config)"
+        ) from error
+    for module in copied.modules():
+        if vars(module).pop("_hf_hook", None) is not None:  # sends inputs to the device of the weights
+            for name in ("forward", "_old_forward"):
+                vars(module).pop(name, None)
+    return copied
+
+
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the weights of a given model as for training in ``dtype``: in FP32, frozen ones stay as they are."""
+    is_lower = dtype in LOWER_PRECISION_DTYPES
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and (parameter.requires_grad or is_lower):
+            parameter.data = parameter.data.to(dtype)
 
 
 def load(
@@ -139,7 +289,7 @@ def load(
     ``int8`` is LLM.int8() (Dettmers et al. 2022), ``nf4`` and ``fp4`` are QLoRA's 4-bit types (Dettmers et al. 2023),
     both from bitsandbytes: weights of linear layers are quantized, everything else is FP16. They work on a CPU too.
 
-    Never runs code that comes with a model.
+    Never runs code that comes with a model, and reads no weights outside of its directory.
 
     Args:
         model_name_or_path: a directory that ``save_pretrained`` wrote, or a model on the Hub or in the cache.
@@ -156,10 +306,39 @@ def load(
         ImportError: if bitsandbytes is needed and missing.
     """
     dtype = parse_precision(precision).dtype
-    kind = model_class(find_config(model_name_or_path))
+    config = find_config(model_name_or_path)
+    kind = model_class(config)
     # Given always, so that Python refuses a second one in the settings.
     given = {"dtype": dtype, "quantization_config": bitsandbytes_config(precision, double_quant)}
-    return cast(PreTrainedModel, _fetch(model_name_or_path, kind.from_pretrained, **given, **settings))
+
+    def from_pretrained(name: str, **all_settings: Any) -> PreTrainedModel:
+        _check_shards(name, config, all_settings)
+        return kind.from_pretrained(name, **all_settings)
+
+    return cast(PreTrainedModel, _fetch(model_name_or_path, from_pretrained, **given, **settings))
+
+
+_OF_FILES = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+
+def _check_shards(name: str, config: PreTrainedConfig, settings: Mapping[str, Any]) -> None:
+    """Raise a ValueError if an index of shards names a file outside of the model's directory, which would be read."""
+    of_files = {key: settings[key] for key in _OF_FILES if key in settings}
+    variant = settings.get("variant")
+    ending = ".json" if variant is None else f".{variant}.json"
+    names = [name.replace(".json", ending) for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)]
+    # A configuration may name its weights, which Transformers keeps inside of the directory, and their shards not.
+    own = getattr(config, "transformers_weights", None)
+    if isinstance(own, str) and own.endswith(".index.json"):
+        names.append(own)
+    for index_name in names:
+        try:
+            index = cached_file(name, index_name, **of_files)
+        except OSError:  # most models have no such file
+            continue
+        shards = set(json.loads(Path(str(index)).read_text(encoding="utf-8"))["weight_map"].values())
+        if outside := [shard for shard in shards if not (isinstance(shard, str) and is_inside(shard))]:
+            raise ValueError(f"{index_name} names a shard outside of its directory: {outside[0]!r:.200}")
 
 
 def replace_tensors(model: nn.Module, device: torch.device) -> None:
@@ -167,27 +346,35 @@ def replace_tensors(model: nn.Module, device: torch.device) -> None:
 
     A skeleton cannot be built in that mode: bitsandbytes' classes of parameters cannot be made of fake tensors.
     """
-    renewed: dict[int, Tensor] = {}
-
-    def renew(tensor: Tensor) -> Tensor:
-        if id(tensor) in renewed:  # tied
-            return renewed[id(tensor)]
-        new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        if isinstance(tensor, nn.Parameter):
-            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-            for name, value in vars(tensor).items():
-                # bitsandbytes keeps codes and scales there, and the weight itself by a second name.
-                if isinstance(value, Tensor):
-                    place = tensor.untyped_storage()._cdata, tensor.shape
-                    is_weight = (value.untyped_storage()._cdata, value.shape) == place
-                    value = new.detach() if is_weight else renew(value)
-                setattr(new, name, value)
-        renewed[id(tensor)] = new
-        return new
-
+    known: dict[int, Any] = {}
     # Not by Module._apply, which makes two of tied weights and drops what bitsandbytes hangs on its own.
     for module in model.modules():
         for registry in (module._parameters, module._buffers, vars(module)):
             for name, value in list(registry.items()):
-                if isinstance(value, Tensor):
-                    registry[name] = renew(value)  # type: ignore[assignment]
+                registry[name] = _renewed(value, device, known)
+
+
+def _renewed(value: Any, device: torch.device, known: dict[int, Any]) -> Any:
+    """A tensor, or bitsandbytes' state of one, with new memory on ``device``; any other value as it is.
+
+    ``known`` has those that were made before, by the identity of the old one.
+    """
+    if id(value) in known:  # tied
+        return known[id(value)]
+    if isinstance(value, Tensor):
+        new: Any = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        if isinstance(value, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=value.requires_grad)
+            # bitsandbytes keeps codes and scales there, and the weight itself by a second name.
+            place = value.untyped_storage()._cdata, value.shape
+            for name, held in vars(value).items():
+                is_weight = isinstance(held, Tensor) and (held.untyped_storage()._cdata, held.shape) == place
+                setattr(new, name, new.detach() if is_weight else _renewed(held, device, known))
+    elif is_bitsandbytes(value):
+        new = copy.copy(value)
+        for name, held in vars(value).items():
+            setattr(new, name, _renewed(held, device, known))
+    else:
+        return value
+    known[id(value)] = new
+    return new

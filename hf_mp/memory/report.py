@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
+from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_mp.dtypes import spell
 from hf_mp.environment.machine import describe_hardware, package_versions
-from hf_mp.memory.fitting import LargestBatch, largest_batch
+from hf_mp.memory.fitting import LargestBatch, Way, largest_batch, ways_that_fit
 from hf_mp.memory.footprint import MemoryFootprint, memory_footprint
-from hf_mp.memory.models import ModelLike, find_config, skeleton
+from hf_mp.memory.models import ModelLike, find_model, skeleton
 from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS, parse_preset
 from hf_mp.memory.training import TrainingMemory, step_of
 
@@ -36,6 +37,7 @@ class MemoryReport:
     training: dict[str, TrainingRow]
     unavailable: dict[str, str]  # the reason for each missing precision
     gpu_bytes: int | None  # memory of the GPU, if given
+    ways: tuple[Way, ...] = ()  # where nothing fits into it: ways that do, or the leanest one
 
 
 def gather_report(
@@ -56,19 +58,23 @@ def gather_report(
     """
     # First of all: a large model takes minutes, a misspelt preset should not.
     labels = {spell(name): parse_preset(name).label for name in (TRAINING_PRESETS if "all" in presets else presets)}
-    config = find_config(model)
+    source = find_model(model)
 
     def count(precision: str) -> MemoryFootprint:
         progress(f"counting the bytes of {PRECISIONS[precision].label}")
-        return memory_footprint(skeleton(config, precision), as_if_loaded=True)
+        return memory_footprint(skeleton(source, precision), as_if_loaded=True)
 
     def train(preset: str) -> TrainingRow:
         progress(f"taking a training step in {labels[preset]} ({list(labels).index(preset) + 1} of {len(labels)})")
-        return _training_row(config, preset, gpu_bytes, **settings)
+        return _training_row(source, preset, gpu_bytes, **settings)
 
     footprints, not_loaded = _of_each(PRECISIONS, count)
     training, not_trained = _of_each(labels, train)
-    planned = skeleton(config, "fp32")
+    planned = skeleton(source, "fp32")
+    ways: tuple[Way, ...] = ()
+    if gpu_bytes is not None and all(row.estimate.peak_bytes > gpu_bytes for row in training.values()):
+        progress("searching what would fit")
+        ways = _ways_that_fit(source, training, **settings)
     return MemoryReport(
         model=model if isinstance(model, str) else getattr(model, "name", type(planned).__name__),
         architecture=type(planned).__name__,
@@ -77,6 +83,7 @@ def gather_report(
         training=training,
         unavailable={**not_loaded, **not_trained},
         gpu_bytes=gpu_bytes,
+        ways=ways,
     )
 
 
@@ -96,13 +103,38 @@ def _of_each(names: Iterable[str], take: Callable[[str], T]) -> tuple[dict[str, 
 
 
 def _training_row(
-    config: PreTrainedConfig, preset: str, gpu_bytes: int | None, batch_size: int = 1, **settings: Any
+    source: PreTrainedConfig | nn.Module, preset: str, gpu_bytes: int | None, batch_size: int = 1, **settings: Any
 ) -> TrainingRow:
     if TRAINING_PRESETS[preset].optimizer is not None:  # the preset is about its own
         settings.pop("optimizer", None)
-    with step_of(config, preset, batch_size=batch_size, **settings) as predict:
+    with step_of(source, preset, batch_size=batch_size, **settings) as predict:
         known = functools.cache(predict)
         return TrainingRow(known(batch_size), None if gpu_bytes is None else largest_batch(known, gpu_bytes))
+
+
+def _ways_that_fit(
+    source: PreTrainedConfig | nn.Module,
+    training: Mapping[str, TrainingRow],
+    *,
+    batch_size: int = 1,
+    gradient_checkpointing: bool = False,
+    **settings: Any,
+) -> tuple[Way, ...]:
+    def predict(preset: str, size: int, checkpointing: bool) -> int | None:
+        try:
+            return _training_row(
+                source, preset, None, size, gradient_checkpointing=checkpointing, **settings
+            ).estimate.peak_bytes
+        except (ImportError, ValueError):  # a package that is missing, or a model without gradient checkpointing
+            return None
+
+    return ways_that_fit(
+        {name: row.estimate.peak_bytes for name, row in training.items()},
+        {name: row.largest_batch for name, row in training.items() if row.largest_batch is not None},
+        predict,
+        batch_size=batch_size,
+        checkpointing=gradient_checkpointing,
+    )
 
 
 def as_json(report: MemoryReport) -> dict[str, Any]:
@@ -132,6 +164,7 @@ def as_json(report: MemoryReport) -> dict[str, Any]:
             }
             for preset, row in report.training.items()
         },
+        "would_fit": [asdict(way) for way in report.ways if way.peak_bytes <= (report.gpu_bytes or 0)],
         "unavailable": report.unavailable,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": package_versions(),

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_mp.dtypes import spell
+from hf_mp.memory.models import class_of, longest_sequence
 from hf_mp.memory.precisions import parse_preset
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.step.observers import FreeGradients, check_options
@@ -25,8 +27,8 @@ class TrainingSettings:
     parallel: Parallel = "fsdp2"  # how they do
     node_size: int = 8  # ranks on one machine
     precision: str  # one of hf_mp.memory.precisions.TRAINING_PRESETS
-    seq_len: int  # tokens in a sequence
-    batch_size: int = 1  # sequences in one forward
+    seq_len: int | None  # tokens in a sequence; None for a model without token ids
+    batch_size: int = 1  # sequences, images, ... in one forward
     accumulation_steps: int = 1  # micro-batches in one update
     gradient_checkpointing: bool = False  # whether blocks are recomputed in backward
     optimizer: str = "adamw_torch_fused"  # as in TrainingArguments(optim=...), whose default this is
@@ -35,8 +37,10 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         _check_count("ranks", self.ranks, 1, _MOST_RANKS)
-        for name, least in {"node_size": 1, "batch_size": 1, "accumulation_steps": 1, "seq_len": 2}.items():
-            _check_count(name, getattr(self, name), least)
+        for name in ("node_size", "batch_size", "accumulation_steps"):
+            _check_count(name, getattr(self, name), 1)
+        if self.seq_len is not None:
+            _check_count("seq_len", self.seq_len, 2)
         if self.parallel not in get_args(Parallel):
             raise ValueError(f"parallel={self.parallel!r} is not known: use one of {', '.join(get_args(Parallel))}")
         if self.parallel == "hsdp" and self.ranks % self.node_size:
@@ -51,7 +55,7 @@ class TrainingSettings:
             )
 
     def __str__(self) -> str:
-        text = f"{self.batch_size} x {self.seq_len} tokens"
+        text = f"{self.batch_size} x {self.seq_len} tokens" if self.seq_len else f"batch of {self.batch_size}"
         text += f", {self.accumulation_steps} micro-batches" if self.accumulation_steps > 1 else ""
         text += ", gradient checkpointing" if self.gradient_checkpointing else ""
         text += f", offload={self.offload!r}" if self.offload else ""
@@ -66,39 +70,48 @@ def _check_count(name: str, value: Any, least: int, most: int | None = None) -> 
 
 
 def make_settings(
-    config: PreTrainedConfig,
+    source: PreTrainedConfig | nn.Module,
     precision: str | torch.dtype,
     *,
     seq_len: int | None = None,
     optimizer: str | None = None,
+    gradient_checkpointing: bool = False,
     **settings: Any,
 ) -> TrainingSettings:
-    """The settings of a training step of the model of ``config``, in a preset or a dtype.
+    """The settings of a training step of a model, or of that of a configuration, in a preset or a dtype.
 
     Args:
+        source: of :func:`hf_mp.memory.models.find_model`.
+        precision: one of :data:`hf_mp.memory.precisions.TRAINING_PRESETS`.
         seq_len: default: the positions of the model, at most 1024.
         optimizer: default: the preset's own, else ``"adamw_torch"`` for tensor parallelism, else the Trainer's.
+        gradient_checkpointing: also True for a model that has it on.
         settings: the other fields of :class:`TrainingSettings`.
 
     Raises:
         ValueError: for a value that is not possible, or a combination that cannot be trained.
     """
-    preset = parse_preset(precision)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    preset, longest = parse_preset(precision), longest_sequence(source)
     if seq_len is None:
-        seq_len = min(positions or 1024, 1024)
+        seq_len = None if longest is None else int(min(longest, 1024))
+    elif longest is None:
+        kind = class_of(source)
+        raise ValueError(
+            f"seq_len={seq_len} is for token ids, and {kind.__name__} reads {kind.main_input_name}: leave it out"
+        )
     # A tensor parallel model has DTensors and plain tensors, and a fused update does not take both at once.
     default = "adamw_torch" if settings.get("parallel") == "tp" else TrainingSettings.optimizer
     asked = TrainingSettings(
         precision=spell(precision),
         seq_len=seq_len,
         optimizer=optimizer or preset.optimizer or default,
+        gradient_checkpointing=gradient_checkpointing or getattr(source, "is_gradient_checkpointing", False),
         **settings,
     )
     # Simulated (fake) tensors have no values, so a position beyond the embedding would only fail in a real step.
-    if positions is not None and seq_len > positions:
+    if longest is not None and seq_len is not None and seq_len > longest:
         raise ValueError(
-            f"seq_len={seq_len} is longer than the {positions} positions that the model has: use at most {positions}"
+            f"seq_len={seq_len} is longer than the {longest} positions that the model has: use at most {longest}"
         )
     if preset.optimizer not in (None, asked.optimizer):
         raise ValueError(

@@ -7,19 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 _UNITS = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}  # largest first
+_MOST_GIB = 10_000  # that a number alone may mean
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of a size such as ``"24GiB"``, ``"512 MiB"`` or ``"1.5 GiB"``; an int is in bytes."""
+    """Bytes of a size such as ``"24GiB"``, ``"512 MiB"``, ``"24GB"``, ``"24G"`` or ``"24"``; an int is in bytes.
+
+    Every unit is 1024-based, as makers of GPUs count: a card sold as 24 GB has 24 GiB. A number alone is in GiB.
+    """
     if isinstance(text, int):
         return text
-    # GB is 10**9 bytes on a disk and 2**30 on a card: it could mean either.
-    if (found := re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt])ib", text.strip().lower())) is None:
-        raise ValueError(
-            f"{text!r} is not a size of memory: write a number and KiB, MiB, GiB or TiB, as in '24GiB' (a card sold as "
-            "24 GB has 24 GiB)"
-        )
-    return round(float(found[1]) * _UNITS[f"{found[2].upper()}iB"])
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(?:i?b)?)?", text.strip().lower())
+    # So many GiB alone are a number of bytes.
+    if found is None or (found[2] is None and float(found[1]) > _MOST_GIB):
+        raise ValueError(f"{text!r} is not a size of memory: write a number and KiB, MiB, GiB or TiB, as in '24GiB'")
+    return round(float(found[1]) * _UNITS[f"{(found[2] or 'g').upper()}iB"])
 
 
 def readable(size_bytes: float) -> str:

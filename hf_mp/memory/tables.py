@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType, group
@@ -11,6 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from hf_mp.dtypes import compute_dtypes
+from hf_mp.memory.fitting import Way
 from hf_mp.memory.footprint import Kind, MemoryFootprint, kept_sentence
 from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS
 from hf_mp.memory.report import MemoryReport, TrainingRow
@@ -90,8 +91,22 @@ def render(report: MemoryReport, width: int) -> Iterator[RenderableType]:
         yield from _tables(f"The peak of a training step on {place}: {first.settings}", trained, width)
         if first.device == "cuda":
             yield Text("Predicted for a GPU, without CUDA's context and fragmentation.")
+    if report.ways and report.gpu_bytes is not None:
+        yield Text(_advice(report.ways, report.gpu_bytes))
     for name, reason in report.unavailable.items():
         yield Text(f"{name} is missing: {reason}")
+
+
+def _advice(ways: Sequence[Way], gpu_bytes: int) -> str:
+    """What to do where nothing fits."""
+    names = [
+        f"{'--gradient-checkpointing ' * way.gradient_checkpointing}--batch-size {way.batch_size} "
+        f"--precision {way.precision}: {readable(way.peak_bytes)}"
+        for way in ways
+    ]
+    if ways[0].peak_bytes > gpu_bytes:
+        return f"Nothing fits, nor does the leanest way that was tried, {names[0]}. Plan for several GPUs: --ranks 8"
+    return "\n".join(("None of these fits. This would:", *(f"  {name}" for name in names)))
 
 
 def _tables(title: str, figures: Mapping[str, Figures], width: int) -> Iterator[RenderableType]:

@@ -23,11 +23,12 @@ from transformers.utils import import_utils
 
 from hf_mp.casting.experts import has_stacked_experts
 from hf_mp.casting.mode import autocast
-from hf_mp.environment.libraries import quiet_bitsandbytes
+from hf_mp.environment.libraries import first_line, quiet_bitsandbytes
 from hf_mp.kernels.nested import tensors_in
+from hf_mp.memory.batches import Inputs, make_batch
 from hf_mp.memory.fake_tensors import STAND_IN, AnswerAsIfAllWentWell, host_memory_of, kernels_of_a_gpu
 from hf_mp.memory.ledger import Category, Phase, StepProfile, profile_step
-from hf_mp.memory.models import ModelLike, find_config, replace_tensors, skeleton
+from hf_mp.memory.models import ModelLike, config_of, find_model, replace_tensors, skeleton
 from hf_mp.memory.parallel import (
     Collective,
     CommunicationRecorder,
@@ -150,7 +151,7 @@ def estimate_training_memory(
         RuntimeError: for several ranks, if this process is itself one of several (``torchrun``).
     """
     with step_of(
-        find_config(model),
+        find_model(model),
         precision,
         device=device,
         batch_size=batch_size,
@@ -169,13 +170,13 @@ def estimate_training_memory(
 
 @contextlib.contextmanager
 def step_of(
-    config: PreTrainedConfig, precision: str | torch.dtype, *, device: str = "cuda", **given: Any
+    source: PreTrainedConfig | nn.Module, precision: str | torch.dtype, *, device: str = "cuda", **given: Any
 ) -> Iterator[Callable[[int], TrainingMemory]]:
     """What predicts the memory of a step from its batch size; all of them are taken by one model and optimizer.
 
     Arguments are those of :func:`estimate_training_memory`, ``batch_size`` the first that is asked for.
     """
-    settings = make_settings(config, precision, **given)
+    settings = make_settings(source, precision, **given)
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r} cannot be predicted for: use 'cuda' or 'cpu'")
     check_device(settings, device)
@@ -184,8 +185,9 @@ def step_of(
     if preset.lora and ranks > 1 and parallel != "ddp":
         raise ValueError(f"parallel={parallel!r} cannot shard quantized weights of precision={precision!r}: use 'ddp'")
     communication = CommunicationRecorder(settings.node_size) if ranks > 1 else None
-    planned = skeleton(config, preset.loaded)
-    kind, parameters = type(planned), planned.num_parameters()
+    planned = skeleton(source, preset.loaded)
+    # Before FSDP2 gives it another class.
+    inputs, name, parameters = Inputs.of(planned, settings.precision), type(planned).__name__, planned.num_parameters()
     prepared, recorder = prepare_model(planned, settings), MemoryRecorder(target)
     on_host = contextlib.nullcontext() if settings.offload is None else host_memory_of(recorder)
     with one_rank_of(settings, target) as mesh, fake_tensors(target), on_host:
@@ -198,10 +200,10 @@ def step_of(
 
             def predict(batch_size: int) -> TrainingMemory:
                 asked = replace(settings, batch_size=batch_size)
-                profile = profile_of(make_batch(kind, asked, target))
+                profile = profile_of(make_batch(inputs, asked, target))
                 return TrainingMemory(
                     **vars(profile),
-                    model=kind.__name__,
+                    model=name,
                     parameters=parameters,
                     settings=asked,
                     device=device,
@@ -255,7 +257,11 @@ def fake_tensors(device: torch.device) -> Iterator[None]:
 
 def prepare_model(model: PreTrainedModel, settings: TrainingSettings) -> nn.Module:
     """Prepare a loaded model, real or on the meta device, for training."""
-    model.config.use_cache = False  # as the Trainer sets it
+    config = config_of(model)
+    config.use_cache = False  # as the Trainer sets it
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        # The decoder reads the labels behind this token, and no size depends on which it is.
+        config.decoder_start_token_id = 0
     if parse_preset(settings.precision).lora:
         return _with_adapters(model, settings.gradient_checkpointing)
     if settings.gradient_checkpointing:
@@ -314,29 +320,12 @@ def _with_adapters(model: PreTrainedModel, gradient_checkpointing: bool) -> nn.M
             return get_peft_model(prepared, LoraConfig(target_modules="all-linear"))
 
 
-def make_batch(kind: type[PreTrainedModel], settings: TrainingSettings, device: torch.device) -> dict[str, Tensor]:
-    """Token ids and labels, all zeros."""
-    if kind.main_input_name != "input_ids":
-        raise ValueError(
-            f"{kind.__name__} takes {kind.main_input_name}, not token ids: only text models can be trained here"
-        )
-    # No shape depends on what the tokens are.
-    ids = torch.zeros(settings.batch_size, settings.seq_len, dtype=torch.long, device=device)
-    if kind.__name__.endswith("ForQuestionAnswering"):
-        return {"input_ids": ids, "start_positions": ids[:, 0].clone(), "end_positions": ids[:, 0].clone()}
-    per_sequence = kind.__name__.endswith(("ForSequenceClassification", "ForMultipleChoice"))
-    return {"input_ids": ids, "labels": (ids[:, 0] if per_sequence else ids).clone()}
-
-
 def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimizer:
     """The Trainer's optimizer for ``TrainingArguments(optim=name)``, with its two parameter groups."""
-    with quiet_bitsandbytes():
-        from transformers import Trainer
-
     try:
-        args = _arguments_of_optimizer(name)
-        kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, cast(PreTrainedModel, model))
-    except (ValueError, ImportError) as error:
+        with quiet_bitsandbytes():
+            kind, settings = _optimizer_class(name, model)
+    except (ValueError, ImportError, KeyError) as error:
         raise ValueError(f"optimizer={name!r} cannot be made: {error}") from error
     settings["lr"] = 0.0  # leaves a given model's weights unchanged
     if kind.__module__.startswith("torch.optim.") and not settings.get("fused"):
@@ -352,26 +341,36 @@ def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimiz
     return kind([group for group in groups if group["params"]], **settings)
 
 
-def _arguments_of_optimizer(name: str) -> Any:
-    """``TrainingArguments(optim=name)`` without device setup: a real one resets accelerate's state."""
+def _optimizer_class(name: str, model: nn.Module | None) -> tuple[Any, dict[str, Any]]:
+    """As ``Trainer.get_optimizer_cls_and_kwargs`` for ``TrainingArguments(optim=name)``."""
     from transformers.training_args import OptimizerNames, TrainingArguments
 
-    args: Any = object.__new__(TrainingArguments)  # whose class has the defaults
+    # Without its device setup, which resets accelerate's state. The class has the defaults.
+    args: Any = object.__new__(TrainingArguments)
     args.optim, args.distributed_state, args._n_gpu = OptimizerNames(name), None, 1  # one process
-    return args
+    try:
+        from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS, OptimizerContext
+    except ImportError:
+        from transformers import Trainer
+
+        return Trainer.get_optimizer_cls_and_kwargs(args, cast(Any, model))
+    # The Trainer's table, without the Trainer, which imports datasets and pandas.
+    adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    context = OptimizerContext(args, cast(Any, model), {"lr": args.learning_rate}, adam, optim_args={})
+    return _OPTIMIZER_HANDLERS[args.optim](context)
 
 
 @contextlib.contextmanager
 def recording(
     trainee: Trainee, recorder: MemoryRecorder, communication: CommunicationRecorder | None = None
-) -> Iterator[Callable[[dict[str, Tensor]], StepProfile]]:
+) -> Iterator[Callable[[dict[str, Any]], StepProfile]]:
     """What trains on a batch until the highest step was seen, and gives its profile.
 
     ``communication`` has counted the last of these steps.
     """
 
-    def profile_of(batch: dict[str, Tensor]) -> StepProfile:
-        recorder.take(batch.values(), Category.INPUTS_AND_BUFFERS)
+    def profile_of(batch: dict[str, Any]) -> StepProfile:
+        recorder.take(tensors_in(batch), Category.INPUTS_AND_BUFFERS)
         profiles: list[StepProfile] = []
         updates = max(_RECORDED_UPDATES, trainee.updates + 1)
         # A step that the loss scale skips is no update.
@@ -395,14 +394,39 @@ def recording(
         yield profile_of
 
 
+def _loss_of(trainee: Trainee, batch: dict[str, Any]) -> Any:
+    """The loss of a forward.
+
+    Raises:
+        ValueError: for a model that does not take inputs of these shapes, or returns no loss for them.
+    """
+    name = type(trainee.model).__name__
+    try:
+        loss = getattr(trainee.forward(**batch), "loss", None)
+    except (DynamicOutputShapeException, DataDependentOutputException, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:  # as its modules raise them
+        given = ", ".join(f"{key} {tuple(value.shape)}" for key, value in batch.items() if isinstance(value, Tensor))
+        raise ValueError(
+            f"{name} takes no step on {given}, the inputs that its class and configuration suggest "
+            f"({type(error).__name__}: {first_line(error)})"
+        ) from error
+    if loss is None:
+        raise ValueError(
+            f"{name} returns no loss for {', '.join(batch)}, so there is no step to take: give a model with a head "
+            "that has one, such as BertForMaskedLM"
+        )
+    return loss
+
+
 def train_one_step(
-    trainee: Trainee, batch: dict[str, Tensor], start_phase: Callable[[Phase], None] = lambda phase: None
+    trainee: Trainee, batch: dict[str, Any], start_phase: Callable[[Phase], None] = lambda phase: None
 ) -> bool:
     """Forward, backward, clipping and update, and whether there was one; the caller clears the gradients."""
     micro_batches = min(trainee.accumulation_steps, _RECORDED_MICRO_BATCHES)
     for _ in range(micro_batches):
         start_phase(Phase.FORWARD)
-        loss = trainee.forward(**batch).loss
+        loss = _loss_of(trainee, batch)
         if micro_batches > 1:
             loss = loss / micro_batches
         start_phase(Phase.BACKWARD)

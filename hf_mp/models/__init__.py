@@ -6,11 +6,12 @@ from torch import nn
 
 from hf_mp.casting.tables import TableName
 from hf_mp.models.activations import TANH_GELUS
+from hf_mp.models.adapters import AdapterInputs
 from hf_mp.models.base import ModelReplacement
 from hf_mp.models.lm_losses import LMLossReplacement
 from hf_mp.models.routers import FP32_ROUTERS
 
-REPLACEMENTS: tuple[ModelReplacement, ...] = (LMLossReplacement(), TANH_GELUS, FP32_ROUTERS)
+REPLACEMENTS: tuple[ModelReplacement, ...] = (LMLossReplacement(), TANH_GELUS, FP32_ROUTERS, AdapterInputs())
 
 
 def install_replacements(model: nn.Module, tables: TableName) -> None:

@@ -31,8 +31,6 @@ class Ranks:
 
     def note_forward(self, model: nn.Module, parallelism: Parallelism) -> None:
         """Note in which DDP a forward of ``model`` begins; a ValueError where mixed precision cannot follow."""
-        if not is_distributed():
-            return
         check_parallelism(model, parallelism)
         ddp: Any = parallelism.ddp
         if ddp is None or not torch.is_grad_enabled():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from hf_mp._warnings import warn_caller
+from hf_mp.casting.uncompiled import uncompiled
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, largest_magnitude, largest_magnitude_and_norm
 from hf_mp.kernels.tensors import is_on_host
 from hf_mp.ranks.agreement import Ranks
@@ -62,6 +63,7 @@ class Backwards:
             queue(partial(queue, partial(self._end, task, span, on_ended)))
         return is_first
 
+    @uncompiled  # of a training step that is compiled, this would be compiled as a function of its own
     def _end(self, task: int, span: AbstractContextManager[Any], on_ended: Callable[[], None]) -> None:
         span.__exit__(None, None, None)
         self.open.pop(task, None)

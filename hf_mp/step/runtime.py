@@ -19,6 +19,7 @@ from hf_mp.casting.kv_cache import cache_patches
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.casting.torch_patches import PATCHES, acquire
+from hf_mp.integrations.masters_of_ddp import DDP_PATCHES
 from hf_mp.integrations.value_clipping import VALUE_PATCHES
 from hf_mp.model_walk import optimizer_parameters
 from hf_mp.policy import PrecisionPolicy
@@ -27,7 +28,6 @@ from hf_mp.ranks.parallelism import (
     ALONE,
     Parallelism,
     check_updates,
-    is_distributed,
     mesh_groups,
     parallelism_of,
 )
@@ -109,7 +109,7 @@ class StepRuntime:
         # The model holds the runtime by its forward: held strongly here, the pair would wait for the garbage collector.
         self._model = weakref.ref(model)
         self.autocast, self.check.is_scaled = self._make_autocast(model), self.scaler.is_scaling
-        patches = PATCHES, VALUE_PATCHES, ALIAS_PATCHES, BACKWARD_PATCHES, *cache_patches()
+        patches = PATCHES, VALUE_PATCHES, DDP_PATCHES, ALIAS_PATCHES, BACKWARD_PATCHES, *cache_patches()
         self._patches = weakref.finalize(model, acquire(*patches))
 
     def _make_autocast(self, model: nn.Module | None) -> AttachedAutocast:
@@ -148,7 +148,7 @@ class StepRuntime:
 
     def spread(self, parameters: Sequence[Tensor], parallelism: Parallelism) -> None:
         """Follow how ``parameters``, of the model or of its optimizer, are spread over processes now."""
-        if is_distributed() or parallelism.is_tensor_parallel:  # a mesh may be of one process
+        if parallelism is not ALONE:  # DDP and meshes may be of one process
             self.ranks.compare(mesh_groups(parameters))
             self.weights.spread(self.model, parameters, parallelism, self.autocast.fp32_modules)
 

@@ -71,6 +71,9 @@ class StepGuard:
         def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
             return self._step(closure)
 
+        if getattr(optimizer, "keeps_masters", False):
+            # torch.compile reads the gradients of all parameters, and torch gives its fake ones no FP32 gradient.
+            step = torch.compiler.disable(step)
         step.hf_mp_guard = self  # type: ignore[attr-defined]
         self._guarded = types.MethodType(step, optimizer)
         optimizer.step = self._guarded

@@ -23,7 +23,9 @@ from hf_mp.trainer.calling_trainer import (
     resumed_checkpoint,
 )
 from hf_mp.trainer.checkpoints import inspection, loaded_state
-from hf_mp.trainer.checkpoints.resuming import best_beside, choose_checkpoint, clear_up
+from hf_mp.trainer.checkpoints.resuming import Resumption, best_beside, choose_checkpoint, clear_up
+from hf_mp.trainer.loads import Loads
+from hf_mp.trainer.model_loading import load_from_checkpoint
 from hf_mp.trainer.refusals import (
     refuse_late_masters,
     refuse_lean,
@@ -75,7 +77,8 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         ValueError, TypeError: when made, for an unknown precision, a lean preset and unknown options. When the Trainer
             is made, for settings that the loss scaler does not have, a second mixed precision, and models that hide
             their forward.
-        CheckpointError: from ``train``, before anything is loaded, for a checkpoint that is missing, damaged or unsafe.
+        CheckpointError: from ``train``, before anything is loaded, for a checkpoint that is missing, damaged or unsafe;
+            before the first step, for one with values that would ruin the run, or that another run removed meanwhile.
         ScaleLeakError: from the first backward, if gradients change with the loss scale.
     """
 
@@ -96,7 +99,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         self._given = {"precision": precision, "tables": tables, "rules": rules, **options}
         self.keep_attached = keep_attached
         self._trains_with: TrainingArguments | None = None
-        self._examined: Path | None = None  # the checkpoint that training resumes from
+        self._resumption = Resumption()
         refuse_lean(SessionSettings.of(None, self._given).policy)
 
     def _session_for(self, args: TrainingArguments) -> TrainerSession:
@@ -133,8 +136,12 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         """Guard the optimizer, attach a model that ``model_init`` made, and load the state of a checkpoint."""
         trainer, session = calling_trainer(self), self._session_for(args)
         self._trains_with = args
+        # Added after the Trainer was made, and called first when the checkpoint has been loaded.
+        is_late = trainer is not None and "_load_from_checkpoint" not in vars(trainer)
         self._come_first(trainer)
         checkpoint = resumed_checkpoint(trainer)
+        if trainer is not None and checkpoint is not None and is_late and not trainer.is_deepspeed_enabled:
+            trainer._load_from_checkpoint(str(checkpoint), trainer.model_wrapped if trainer.is_fsdp_enabled else None)
         if session.runtime is None:
             session.watch_contract(model)
             if checkpoint is not None:
@@ -162,13 +169,14 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         session.on_train_begin(args, state, control)
 
     def _check_loaded(self, checkpoint: Path, args: TrainingArguments, model: nn.Module, optimizer: Any) -> None:
+        examined = self._resumption.examined
         # One that a library's train() named, or before this callback was added, is read already: it is not trained on.
-        if checkpoint != self._examined:
-            inspection.refuse_problems(checkpoint)
+        if examined is None or checkpoint != examined.checkpoint:
+            self._resumption.examined = examined = inspection.examine_named(checkpoint)
+            loaded_state.check_optimizer(checkpoint, optimizer)
         if args.should_save:
-            inspection.warn_of_missing_state(checkpoint, args.world_size)
+            inspection.warn_of_missing_state(examined, args.world_size)
         loaded_state.check_parameters(checkpoint, model)
-        loaded_state.check_optimizer(checkpoint, optimizer)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Raise if training began before this callback was added: it would have no effect."""
@@ -177,6 +185,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
                 f"MixedPrecisionCallback was added after step {state.global_step} of a training that had begun without "
                 "it: give it to the Trainer before train(), as in Trainer(..., callbacks=[MixedPrecisionCallback()])"
             )
+        self._resumption.on_step_begin(args, state, control)
         if self.session is not None:
             self.session.on_step_begin(args, state, control, **kwargs)
 
@@ -225,9 +234,11 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
             callbacks.remove(self)
             callbacks.insert(0, self)
             extend_method(trainer, "train", functools.partial(_train, trainer))
+            extend_method(trainer, "_load_from_checkpoint", functools.partial(load_from_checkpoint, trainer))
             extend_save(trainer, lambda: _session_of(trainer))
-            # With FP32, saves are left to the Trainer alone.
+            # With FP32, saves and loads are left to the Trainer alone.
             Saves(trainer, lambda: _session_of(trainer, in_fp32=False))
+            Loads(trainer, lambda: _session_of(trainer, in_fp32=False))
 
 
 def _train(trainer: Trainer, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -236,10 +247,12 @@ def _train(trainer: Trainer, own: Callable[..., Any], *args: Any, **kwargs: Any)
     if callback is None or callback.mixed_precision is None:
         return own(*args, **kwargs)
     wanted, *others = args or (kwargs.pop("resume_from_checkpoint", None),)
-    callback._examined = chosen = choose_checkpoint(trainer.args, wanted, clear_up)
+    examined = choose_checkpoint(trainer.args, wanted, clear_up)
+    chosen = None if examined is None else str(examined.checkpoint)
     # A library's own train() may take no argument at all.
-    given = () if chosen is None and not others else (None if chosen is None else str(chosen), *others)
-    return own(*given, **kwargs)
+    given = () if chosen is None and not others else (chosen, *others)
+    with callback._resumption.loading(examined):
+        return own(*given, **kwargs)
 
 
 def _session_of(trainer: Trainer, *, in_fp32: bool = True) -> TrainerSession | None:

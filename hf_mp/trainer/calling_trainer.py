@@ -26,11 +26,18 @@ def calling_trainer(callback: TrainerCallback) -> Trainer | None:
 
 
 def extend_method(trainer: Trainer, name: str, around: Callable[..., Any]) -> None:
-    """Have ``around`` run in the place of a method of ``trainer``, which it is given first; once for each Trainer."""
-    # On the instance, which reaches subclasses of other libraries too. Once, as a callback is asked at each train().
-    if name not in vars(trainer):
-        own = getattr(trainer, name)
-        vars(trainer)[name] = functools.wraps(own)(functools.partial(around, own))
+    """Have ``around`` run in the place of a method of ``trainer``, which is its first argument; once for each Trainer.
+
+    Another function may extend the same method before or after.
+    """
+    # On the instance, which reaches subclasses of other libraries too. Once, as a callback is called at each train().
+    function = inspect.unwrap(getattr(around, "func", around))
+    by = f"{function.__module__}.{function.__qualname__}"
+    own = getattr(trainer, name)
+    if by not in (extended_by := getattr(own, "_extended_by", ())):
+        extended: Any = functools.wraps(own)(functools.partial(around, own))
+        extended._extended_by = (*extended_by, by)
+        vars(trainer)[name] = extended
 
 
 def resumed_checkpoint(trainer: Trainer | None) -> Path | None:

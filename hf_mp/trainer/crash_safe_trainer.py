@@ -11,14 +11,15 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import SAFE_WEIGHTS_NAME, logging
+from transformers.utils import logging
 
-from hf_mp.ranks.parallelism import is_sharded
 from hf_mp.scaling.scalers import LossScaleError
 from hf_mp.trainer.checkpoints import inspection, loaded_state, resuming
 from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, CheckpointError
 from hf_mp.trainer.checkpoints.preemption import Preempted, PreemptionCallback
+from hf_mp.trainer.loads import Loads
+from hf_mp.trainer.model_loading import load_best_model, load_from_checkpoint
 from hf_mp.trainer.saves import Saves, largest
 from hf_mp.trainer.session import TrainerSession
 
@@ -30,7 +31,8 @@ class CrashSafe(Trainer):
 
     Raises:
         CheckpointError: from ``train``, where another run holds the output directory, no checkpoint can be resumed
-            from (:class:`NoCheckpointError`: there is none yet), or one was not saved and ``save_failure="stop"``.
+            from (:class:`NoCheckpointError`: there is none yet), it holds values that would ruin the run, another run
+            removed it while it was loaded, or one was not saved and ``save_failure="stop"``.
         Preempted: from ``train``, after a signal and a checkpoint; a ``SystemExit``.
     """
 
@@ -41,8 +43,11 @@ class CrashSafe(Trainer):
         super().__init__(*args, **kwargs)
         # Without a lock of its own: train() holds that of the directory, and nobody else gets it.
         self._saves = Saves(self, lambda: self.session, lock=nullcontext)
+        Loads(self, lambda: self.session)
         self._preemption = PreemptionCallback(partial(largest, trainer=self))
+        self._resumption = resuming.Resumption()
         self.add_callback(self._preemption)
+        self.add_callback(self._resumption)
 
     def train(self, resume_from_checkpoint: resuming.Wanted = None, *args: Any, **kwargs: Any) -> Any:
         """As the stock Trainer's, with the output directory locked and signals watched.
@@ -55,7 +60,8 @@ class CrashSafe(Trainer):
         with ExitStack() as at_end:
             try:
                 # The lock before the signals: nothing is there to save yet while another run is waited for.
-                self._begin(at_end, resume_from_checkpoint)
+                examined = self._begin(at_end, resume_from_checkpoint)
+                at_end.enter_context(self._resumption.loading(examined))
                 checkpoint = None if self._resumed_from is None else str(self._resumed_from)
                 if self.session.settings.handle_preemption:
                     at_end.enter_context(watch.watching())
@@ -73,16 +79,18 @@ class CrashSafe(Trainer):
             signal.raise_signal(getattr(signal, watch.received))
         return output
 
-    def _begin(self, at_end: ExitStack, wanted: resuming.Wanted) -> None:
+    def _begin(self, at_end: ExitStack, wanted: resuming.Wanted) -> inspection.Examination | None:
         """Lock, clear up after a killed run, and find the checkpoint to resume from."""
 
         def lock_and_clear_up(run_directory: Path) -> None:
             at_end.enter_context(lock_directory(run_directory))
             resuming.clear_up(run_directory, lock=nullcontext)
 
-        self._resumed_from = resuming.choose_checkpoint(self.args, wanted, lock_and_clear_up)
-        if self._resumed_from is not None and self.args.should_save and not self.is_deepspeed_enabled:
-            inspection.warn_of_missing_state(self._resumed_from, self.args.world_size)
+        examined = resuming.choose_checkpoint(self.args, wanted, lock_and_clear_up)
+        self._resumed_from = None if examined is None else examined.checkpoint
+        if examined is not None and self.args.should_save and not self.is_deepspeed_enabled:
+            inspection.warn_of_missing_state(examined, self.args.world_size)
+        return examined
 
     def _last_checkpoint(self, *, save: bool) -> Path | None:
         """That of the last step; where it is not there, it is saved or None."""
@@ -120,26 +128,13 @@ class CrashSafe(Trainer):
 
     # Transformers loads with strict=False and warnings: what does not fit is refused here, by name.
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        checkpoint, loaded = Path(resume_from_checkpoint), self.model if model is None else model
+        loaded = self.model if model is None else model
         assert loaded is not None
-        with loaded_state.naming(checkpoint, "the model"):
-            if (weights := checkpoint / SAFE_WEIGHTS_NAME).is_file() and not is_sharded(loaded):
-                loaded_state.check_weights_file(weights, loaded)
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        loaded_state.check_parameters(checkpoint, loaded)
+        load_from_checkpoint(self, super()._load_from_checkpoint, resume_from_checkpoint, model)
+        loaded_state.check_parameters(resume_from_checkpoint, loaded)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        with loaded_state.naming(checkpoint, "the state of the optimizer or the scheduler"):
-            super()._load_optimizer_and_scheduler(checkpoint)
-        if self.optimizer is not None:
-            loaded_state.check_optimizer(checkpoint, self.optimizer)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        with loaded_state.naming(str(checkpoint), "the state of the random numbers"):
-            super()._load_rng_state(checkpoint)
+    def _load_best_model(self) -> None:
+        load_best_model(self, super()._load_best_model)
 
     def _load_callback_state(self) -> None:
         super()._load_callback_state()

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import TrainingArguments
 
-from hf_mp.diagnostics.scale_leaks import refuse_leaks
+from hf_mp.diagnostics.scale_leaks import raise_on_leaks
 from hf_mp.step.mixed_precision import MixedPrecision
 
 
@@ -52,7 +52,7 @@ def check_first_backward(runtime: MixedPrecision, args: TrainingArguments, accel
         was_first, is_first, model = is_first, False, runtime.model
         # Gradients that are there already, of a step that failed before, would be compared along.
         if was_first and model is not None and all(parameter.grad is None for parameter in model.parameters()):
-            refuse_leaks(runtime, lambda: backward(loss, **{**kwargs, "retain_graph": True}))
+            raise_on_leaks(runtime, lambda: backward(loss, **{**kwargs, "retain_graph": True}))
         backward(loss, **kwargs)
 
     # On the instance: Trainer.training_step calls accelerator.backward, for which accelerate has no hook.

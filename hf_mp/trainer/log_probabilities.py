@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_mp.diagnostics.kept_state import untouched
+from hf_mp.diagnostics.step_snapshot import restoring_module_state
 from hf_mp.models.positions import positions_of
 
 IGNORED = -100  # of Transformers and torch: a label that does not count
@@ -89,7 +89,7 @@ def log_probability_gap(
         raise ValueError(
             "new_tokens has no effect where batch has labels or generated is given, as nothing is drawn: leave it out"
         )
-    with untouched(model):
+    with restoring_module_state(model):
         model.eval()
         if generated is not None:
             batch = _as_given(model, batch, generated)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from hf_mp.ranks.parallelism import is_distributed
@@ -19,6 +19,7 @@ from hf_mp.trainer.checkpoints import in_place, inspection
 from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
 from hf_mp.trainer.checkpoints.shards import refused_together
+from hf_mp.trainer.model_loading import load_best_model
 from hf_mp.trainer.session import TrainerSession
 
 logger = logging.get_logger(__name__)
@@ -55,6 +56,7 @@ class Saves:
         extend_method(trainer, "_push_from_checkpoint", self._push)
         extend_method(trainer, "_run_epoch", self._run_epoch)
         extend_method(trainer, "_load_best_model", self._load_best_model)
+        extend_method(trainer, "_finalize_training", self._finalize_training)
 
     def _save(self, own: Callable[..., None], model: Any, trial: Any, *more: Any) -> None:
         """Save a checkpoint, whole or not at all, in the place of the Trainer's ``own`` function; removes old ones."""
@@ -74,6 +76,10 @@ class Saves:
                     and self._went_well(lambda: own(model, trial, *more))
                     and self._went_well(lambda: self._complete(checkpoint, session), args.should_save)
                 )
+                # Under the lock: a run that clears the directory up would meet what is being removed. The stock save
+                # could remove none, with no limit while it ran.
+                if args.should_save and not self.has_failed:
+                    in_place.rotate(checkpoint.parent, limit, state.best_model_checkpoint)
         finally:
             # The limit comes back also where a save raises, such as on Ctrl-C.
             self._errors, args.save_total_limit = None, limit
@@ -83,10 +89,6 @@ class Saves:
             return
         if args.push_to_hub:
             self._trainer._push_from_checkpoint(str(checkpoint))
-        if args.should_save:
-            # The stock save could remove none, with no limit while it ran; it too goes by time, as an earlier run may
-            # have left higher steps.
-            rotate_checkpoints(str(checkpoint.parent), limit, state.best_model_checkpoint, use_mtime=True)
 
     def _begin(self, checkpoint: Path, at_end: ExitStack) -> None:
         at_end.enter_context(self._lock(checkpoint.parent))
@@ -143,11 +145,43 @@ class Saves:
             own(*args, **kwargs)
 
     def _load_best_model(self, own: Callable[[], None]) -> None:
-        if self._session() is not None:
-            with refused_together():
-                if self._trainer.args.should_save:
-                    inspection.refuse_problems(Path(str(self._trainer.state.best_model_checkpoint)))
-        own()
+        if self._session() is None:
+            load_best_model(self._trainer, own)
+            return
+        checkpoint = Path(str(self._trainer.state.best_model_checkpoint))
+        examined: inspection.Examination | None = None
+        with refused_together():
+            if self._trainer.args.should_save:
+                # The stock Trainer would go on with the last weights, and a warning.
+                if not checkpoint.is_dir():
+                    raise CheckpointError(
+                        f"{checkpoint}, the best checkpoint, is not there any more: the best model cannot be loaded "
+                        f"({inspection.newest_whole_of(checkpoint.parent)})"
+                    )
+                examined = inspection.refuse_problems(checkpoint)
+        load_best_model(self._trainer, own)
+        with refused_together():
+            if examined is not None:
+                examined.check_again()
+
+    def _finalize_training(self, own: Callable[..., Any], trial: Any, *more: Any) -> Any:
+        """End a training by the Trainer's ``own`` function; what that would remove is marked as unfinished first."""
+        args, state = self._trainer.args, self._trainer.state
+        if self._session() is None or not args.should_save or args.save_total_limit != 1:
+            return own(trial, *more)
+        args.save_total_limit = None
+        try:
+            output = own(trial, *more)
+        finally:
+            args.save_total_limit = 1
+        if state.best_model_checkpoint is not None:
+            run_directory = Path(self._trainer._get_output_dir(trial))
+            try:
+                with self._lock(run_directory):
+                    in_place.keep_only(Path(state.best_model_checkpoint), run_directory)
+            except CheckpointError as error:  # another run is saving there
+                logger.warning(f"checkpoints other than the best one stay in {run_directory} ({error})")
+        return output
 
     def _tell(self, checkpoint: Path, session: TrainerSession, errors: list[BaseException]) -> None:
         first = errors[0] if errors else None

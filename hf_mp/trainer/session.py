@@ -30,6 +30,7 @@ from hf_mp.trainer.calling_trainer import norm_to_log
 from hf_mp.trainer.checkpoints.loaded_state import naming
 from hf_mp.trainer.first_backward import check_first_backward
 from hf_mp.trainer.fused_head import keep_fused_heads_in_fp32
+from hf_mp.trainer.relative_steps import report_rates_without_gradients
 from hf_mp.trainer.reporting import end_recording, show_contract, start_recording, warn_of_no_step
 from hf_mp.trainer.settings import OF_MIXED, SAVE_DTYPES, SessionSettings
 from hf_mp.weights.attachable import runtimes_of
@@ -121,7 +122,7 @@ class TrainerSession(TrainerCallback):
             from hf_mp.diagnostics.healing import heal_overflows
 
             healer = heal_overflows(runtime)
-            healer.clip, healer.take_loss = functools.partial(self._clip_again, model), self._take_loss
+            healer.clip, healer.replace_logged_loss = functools.partial(self._clip_again, model), self._take_loss
 
     def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer to step from now on."""
@@ -214,6 +215,8 @@ class TrainerSession(TrainerCallback):
         """Note where the run begins, after its checkpoint was loaded."""
         if self.runtime is not None:
             self._at_begin = self.runtime.stats
+        if self.settings.policy.is_lean:
+            self._at_detach.callback(report_rates_without_gradients(kwargs.get("lr_scheduler")))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Warn where the run took no step."""

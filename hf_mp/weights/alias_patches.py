@@ -31,7 +31,7 @@ def _trace_as_tensor(original: Any, self: Any, value: Tensor, *args: Any) -> Any
     # Dynamo takes a subclass for one that overrides torch functions, and accepts none in a higher-order operator. It
     # traces only in the first forwards with compiled code: later ones have plain tensors in their slots.
     if type(value) is WeightAlias:
-        value.__class__ = Tensor
+        value.__class__ = Tensor  # type: ignore[assignment]
     return original(self, value, *args)
 
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.wire import Runtime, sum_parts
-from hf_mp.weights.split_parameter import SplitParameter, follow_first_rank
+from hf_mp.weights.split_parameter import SplitParameter, has_gradient
 
 
 class Buckets:
@@ -31,7 +31,8 @@ class Buckets:
         self._streams: dict[torch.device, Any] = {}
         split = [parameter for parameter in ddp.parameters() if isinstance(parameter, SplitParameter)]
         _check_reduction(split, policy, runtime)
-        follow_first_rank(split, ddp.process_group)
+        self._split = [weakref.ref(parameter) for parameter in split]
+        self._task = -1  # autograd's number of the last backward
         # torch refuses a second hook, where a user has registered one.
         # DDP reads the annotations of a hook as types, which they are not here.
         ddp.register_comm_hook(self, lambda buckets, bucket: buckets.reduce(bucket))
@@ -63,6 +64,18 @@ class Buckets:
                 is_scaled = runtime.loss_scale_on(parameter.device) is not None
                 inverse = runtime.scaler.scale_and_inverse(parameter.device).inverse if is_scaled else None
                 parameter.take_from_bucket(inverse)
+
+    def mark_accumulated(self) -> None:
+        """Have DDP find a ``.grad`` of the parameters that have a gradient from before this backward.
+
+        DDP remembers that a ``no_sync()`` micro-batch used them, and raises if there is none where this backward does
+        not use them. To be called before its first gradient reaches a parameter.
+        """
+        if (task := torch._C._current_graph_task_id()) != self._task:
+            self._task = task
+            for known in self._split:
+                if (parameter := known()) is not None and has_gradient(parameter):
+                    parameter.mark_used()
 
     def _in_turn(self, device: torch.device) -> Any:
         """A context to communicate in: the backward does not wait, and every rank keeps the order of its buckets."""
@@ -97,8 +110,8 @@ def _check_reduction(split: Iterable[SplitParameter], policy: PrecisionPolicy, r
     name, usual = f"precision={str(policy)!r}", str(policy).removesuffix("-lean")
     if runtime.uses_up_gradients:
         raise ValueError(
-            f"free_gradients='backward' updates before gradients are reduced: leave it out on several processes, or "
-            f"use {name} on one"
+            f"free_gradients='backward' updates before DistributedDataParallel reduces gradients: leave it out, or use "
+            f"{name} on one process without DistributedDataParallel"
         )
     for parameter in split:
         if parameter.has_hooks:

@@ -125,7 +125,7 @@ class MasterWeightOptimizer(Optimizer):
     def _adopt(self, parameters: list[nn.Parameter]) -> None:
         """Mark split ``parameters`` as having an optimizer; a TypeError for one that is not floating."""
         for parameter in parameters:
-            if not parameter.is_floating_point():
+            if not (parameter.is_floating_point() or parameter.is_complex()):
                 raise TypeError(
                     f"master weights are for floating parameters, not for one of {parameter.dtype} and shape "
                     f"{tuple(parameter.shape)}: leave it out of the optimizer"

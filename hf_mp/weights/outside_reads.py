@@ -50,6 +50,7 @@ class StoredIn16Bits:
     __slots__ = ()  # so that a parameter can become one in place
     # A class attribute: an instance's own would not be asked, torch looks it up on the type.
     __torch_function__: ClassVar[Any] = OutsideReads()
+    is_plain_in_graphs = True  # whether a compiled graph is given an ordinary tensor in its place
     owner: Any  # the split parameter
     remainder_bits: Tensor  # what is missing to FP32, of the shape of this tensor
 
@@ -102,6 +103,7 @@ def view_of(working: Tensor, remainder: Tensor, owner: Any) -> MasterView:
     return view
 
 
+@torch.compiler.disable
 def read_in_fp32(
     func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:

@@ -47,11 +47,11 @@ class WeightAlias(Tensor):
     unscaled gradients.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     weight: Tensor
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return self.weight.data
 
     @data.setter
@@ -212,8 +212,8 @@ class WeightSlots:
 
     def alias_group(self, pairs: _Pairs) -> WeightAliases:
         """Make one unscale node for several tensors and their working copies. Returns the aliases of the last one."""
-        tensors, copies = zip(*pairs, strict=True)
-        aliases, copies = inward_borders(tensors, copies, self.crossings, with_aliases=self.has_borders)
+        tensors, uncast_copies = zip(*pairs, strict=True)
+        aliases, copies = inward_borders(tensors, uncast_copies, self.crossings, with_aliases=self.has_borders)
         for each in map(WeightAliases, tensors, aliases, copies):
             # Dynamo traces plain tensors alone. DTensors and fake tensors keep their class.
             is_plain = type(each.alias) is Tensor and not self.holds_copies

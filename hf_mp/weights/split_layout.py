@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_mp.kernels.tensors import takes_lists
 from hf_mp.model_walk import model_parameters, modules_of, widen_buffers
-from hf_mp.ranks.parallelism import Parallelism, is_distributed
+from hf_mp.ranks.parallelism import Parallelism
 from hf_mp.ranks.wire import Runtime
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.master_weight_optimizer import MasterWeightOptimizer, clip_grad_norm_
@@ -61,7 +61,7 @@ class SplitLayout(WeightLayout):
         self, model: nn.Module, parallelism: Parallelism, runtime: Runtime, in_fp32: Sequence[nn.Module]
     ) -> None:
         """As the base class. FSDP's shards need another layout, which is chosen before: here it is too late."""
-        if is_distributed() and parallelism.fsdp:
+        if parallelism.fsdp:
             raise ValueError(
                 f"precision={str(self.policy)!r} must know before the first forward that FSDP shards this "
                 f"{type(model).__name__}: call attach_optimizer earlier"
@@ -75,7 +75,9 @@ class SplitLayout(WeightLayout):
         """Keep gradients of split ``weights`` there, and remove them from ``uses``; autograd accumulates others."""
         # DDP's hook reduces its buckets, and copies a gradient into its bucket when autograd reports that it is ready.
         beside_grad = bool(self._joined)
-        looks_for_unused = any([buckets.looks_for_unused for buckets in self._joined.values()])
+        looks_for_unused = [buckets for buckets in self._joined.values() if buckets.looks_for_unused]
+        for buckets in looks_for_unused:
+            buckets.mark_accumulated()
         split = [weight for weight in weights.values() if isinstance(weight, SplitParameter)]
         beside = [weakref.ref(weight) for weight in split] if split and takes_lists(split[0]) else []
         for place, weight in weights.items():
@@ -187,11 +189,13 @@ def restore_parameters(model: nn.Module) -> None:
 
 
 def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of a split model's own: weights are saved in FP32, and so the config must name FP32."""
+    """In the place of a split model's own: weights are saved in FP32, and so Transformers' config must name FP32."""
     result = type(model).save_pretrained(model, save_directory, *args, **kwargs)
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
+    # A config of diffusers or of a PyTorchModelHubMixin is a dictionary, which names no dtype.
+    names_dtype = hasattr(config, "save_pretrained")
     # An adapter is saved without one.
-    if config is not None and kwargs.get("is_main_process", True) and Path(save_directory, "config.json").is_file():
+    if names_dtype and kwargs.get("is_main_process", True) and Path(save_directory, "config.json").is_file():
         config.dtype = torch.float32
         config.save_pretrained(save_directory)
     return result

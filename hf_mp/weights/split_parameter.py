@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_mp._warnings import warn_caller
+from hf_mp.casting.active import state as autocasts
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.split import REMAINDER_DTYPE, cache_blocks, merge, split
 from hf_mp.kernels.tensors import is_shared, version_of
@@ -63,7 +67,8 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
     @on_stored_values
     def data(self) -> Tensor:
         self.take_snapshot()
-        return view_of(DATA.__get__(self), self.remainder_bits, self)
+        working = DATA.__get__(self)
+        return working if autocasts.active else view_of(working, self.remainder_bits, self)
 
     @data.setter
     @on_stored_values
@@ -76,7 +81,12 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
             _renew_snapshot(self)
             return
         if value.dtype is not self.dtype:
-            # The layout has the say in the dtype: model.float() and the like change no value that anybody reads.
+            if _is_cast_of_module(sys._getframe(2)):  # above on_stored_values
+                warn_caller(
+                    f"the weights of a model in a lean layout stay {self.dtype}, with 16 bits more for each: a cast of "
+                    "the model (model.float(), model.to(dtype)) changes no dtype, and one to other 16 bits rounds the "
+                    "FP32 values. Read those from model.state_dict(), or call hf_mp.detach(model) first"
+                )
             value = value.float()
             halves = split(value, self.dtype)
             DATA.__set__(self, torch.empty_like(value, dtype=self.dtype).copy_(halves.working))  # in memory as `value`
@@ -429,20 +439,16 @@ def put_masters_into_state_dict(
 
 
 @torch.no_grad()
-def follow_first_rank(parameters: Sequence[SplitParameter], group: Any) -> None:
-    """Give all ranks of ``group`` the masters of its first one: DDP has sent them the 16 bits that it knows of."""
-    distributed = torch.distributed
-    first = distributed.get_global_rank(group, 0)
+@on_stored_values
+def broadcast_remainders(parameters: Iterable[SplitParameter], group: Any, source: int) -> None:
+    """Broadcast the remainders of rank ``source`` of ``group``, whose 16 bits all ranks have already."""
+    rank = torch.distributed.get_global_rank(group, source)
     for parameter in parameters:
-        if parameter._snapshot is None and version_of(parameter) == parameter._version_seen + 1:
-            parameter._version_seen += 1  # DDP's writing, of what was there
-        parameter.take_in_outside_writes()
         working = DATA.__get__(parameter)
-        remainder = parameter.remainder_bits.to(working.device)
-        # As bytes: gloo and NCCL broadcast no int16.
-        for half in (working, remainder):
-            distributed.broadcast(half.contiguous().view(torch.uint8), first, group=group)
-        parameter.remainder_bits = remainder
+        # As bytes: gloo and NCCL broadcast no int16. On the device of the working copy, for NCCL sends no host memory.
+        sent = parameter.remainder_bits.contiguous().to(working.device)
+        torch.distributed.broadcast(sent.reshape(-1).view(torch.uint8), rank, group=group)
+        parameter.remainder_bits.copy_(sent)
         _mark_seen(parameter)
 
 
@@ -459,6 +465,19 @@ def _renew_snapshot(parameter: SplitParameter) -> None:
     working = DATA.__get__(parameter)
     # While somebody has an alias, the memory may change without a version; `working` is one, too.
     parameter._snapshot = working.clone() if is_shared(working, owners=2) else None
+
+
+# Calls of modules that cast; to() moves as well.
+_CASTS = {getattr(nn.Module, name).__code__ for name in ("float", "double", "half", "bfloat16", "type")}
+
+
+def _is_cast_of_module(frame: types.FrameType | None) -> bool:
+    """Whether ``frame`` is of ``nn.Module._apply``, for a cast of the module to a dtype."""
+    while frame is not None and frame.f_code is nn.Module._apply.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return False
+    return frame.f_code in _CASTS or (frame.f_code is nn.Module.to.__code__ and frame.f_locals["dtype"] is not None)
 
 
 @torch.no_grad()

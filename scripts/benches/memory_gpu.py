@@ -1,25 +1,21 @@
-"""``hf-mp memory --train``: its CPU time, and its predicted peaks beside those that CUDA's caching allocator counts.
+"""Predicted peaks of ``hf-mp memory --train`` beside those that CUDA's caching allocator counts.
 
     python scripts/bench.py memory_gpu
-    python scripts/bench.py memory_gpu --models gpt2,mixtral --no-commands
+    python scripts/bench.py memory_gpu --models gpt2,mixtral
     FAKE_GPU_GIB=192 python scripts/fake_gpu.py scripts/bench.py memory_gpu      # no GPU
 
 Takes a GPU with room for the models (Llama 7B: 114 GiB), or a CUDA driver whose kernels compute nothing, on which
-torch's allocator is the same; the result says which. Without either, the commands alone are timed.
+torch's allocator is the same; the result says which.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import resource
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
 
@@ -44,54 +40,22 @@ MODELS: dict[str, tuple[str, PreTrainedConfig | str, int]] = {  # its name, and 
     "mixtral": ("Mixtral of 8 small experts", _SMALL_EXPERTS, 4),
 }
 PRESETS = ("fp32", "trainer-fp16", "fp16", "fp16-lean")
-COMMANDS: dict[str, tuple[str, PreTrainedConfig | str, str]] = {
-    "gpt2": ("GPT-2 124M", "gpt2", "--train"),
-    "gpt2 24GiB": ("GPT-2 124M", "gpt2", "--train --gpu 24GiB"),
-    "llama": ("Llama 7B", _LLAMA_7B, "--train --gpu 192GiB"),
-    "mixtral": ("Mixtral 8x7B", MixtralConfig(architectures=["MixtralForCausalLM"]), "--train --gpu 1TiB"),
-}
 
 
 def measure(
     models: Annotated[str, typer.Option(help="Of them, by commas.")] = ",".join(MODELS),
-    commands: Annotated[bool, typer.Option(help="Time them, too.")] = True,
 ) -> dict[str, Any]:
-    """Time the commands, and train the models in four presets."""
+    """Train the models in four presets."""
     quiet_libraries()
-    timed = [timed_command(*one) for one in COMMANDS.values()] if commands else []
     if not torch.cuda.is_available():
-        return {"commands": timed, "left_out": {"what the allocator counts": "neither a GPU nor a driver for one"}}
+        sys.exit("what an allocator counts needs a GPU, or a driver for one: python scripts/fake_gpu.py")
     computes = torch.ones((), device="cuda").item() == 1
     asked = [(*MODELS[name], preset, computes) for name in models.split(",") for preset in PRESETS]
     # A process for each: what a model leaves behind would be in the next one's peak.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as processes:
         rows = list(processes.map(compare, *zip(*asked, strict=True)))
     driver = f"{torch.cuda.get_device_name()}{'' if computes else ', whose kernels compute nothing'}"
-    return {"commands": timed, "driver": driver, "rows": rows}
-
-
-def timed_command(name: str, model: PreTrainedConfig | str, options: str) -> dict[str, Any]:
-    """The CPU time of ``hf-mp memory``, from the start of Python on one thread."""
-    with tempfile.TemporaryDirectory() as folder:
-        if isinstance(model, PreTrainedConfig):
-            model.save_pretrained(folder)
-            model = folder
-        started = [sys.executable, "-c", "from hf_mp.cli import app; app()", "memory", model, *options.split()]
-        paths = os.pathsep.join([str(Path(hf_mp.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-        before = _seconds_of_children()
-        subprocess.run(
-            started,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
-            check=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-    return {"model": name, "options": options, "cpu_seconds": round(_seconds_of_children() - before, 1)}
-
-
-def _seconds_of_children() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    return {"driver": driver, "rows": rows}
 
 
 def compare(

@@ -57,7 +57,7 @@ CAST_WHOLE = ("bilinear", "gru", "gru_cell", "lstm_cell", "linalg.pinv")
 
 
 def names_in(tables: TableName, *rules: CastRule) -> list[str]:
-    entries = [(rule, name) for rule, name in TABLES[tables].entries() if name not in BEYOND_TORCH]
+    entries = [(rule, name) for rule, name in TABLES[tables].entries() if name not in BEYOND_TORCH.get(tables, ())]
     return [name for rule, name in entries if not rules or rule in rules]
 
 
@@ -94,7 +94,7 @@ class TestNames:
 
     def test_every_sample_is_of_an_op_in_the_tables(self) -> None:
         of_some_versions = {"rms_norm", "linalg.matrix_sqrth", "qr", "cholesky"}
-        assert set(SAMPLES) - set(names_in("cuda")) - set(names_in("cpu")) - BEYOND_TORCH <= of_some_versions
+        assert set(SAMPLES) - {name for tables in TABLES.values() for _, name in tables.entries()} <= of_some_versions
 
 
 @functools.cache
@@ -192,8 +192,9 @@ def test_cuda_tables_give_the_documented_dtype_on_a_cpu(name: str, compute: torc
                         SAMPLES[name](operands(*inputs)).of(function)
                     continue
                 found = SAMPLES[name](operands(*inputs)).of(function)
-            dtypes = {t.dtype for t in tensors(found)}
-            assert dtypes == {_documented(rule, compute, inputs)}
+            dtypes = {t.dtype for t in tensors(found) if t.is_floating_point()}  # not pivots, ranks, eigenvalues
+            assert dtypes <= {_documented(rule, compute, inputs)}
+            assert dtypes or name in BEYOND_TORCH["cuda"]
 
 
 def on_fake_cuda(call: Call) -> Call:

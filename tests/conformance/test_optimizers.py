@@ -10,6 +10,7 @@ import pytest
 import torch
 from trainer_runs import arguments, callback_of, logged, make_trainer, poisoned, same, tiny_gpt2, token_rows, weights
 from transformers import Trainer
+from transformers.optimization import Adafactor, AdafactorSchedule
 from transformers.training_args import OptimizerNames
 
 LEARNING_RATES = {"sgd": 0.5, "rmsprop": 1e-3, "lion": 1e-3}
@@ -66,3 +67,29 @@ def test_a_skipped_step_leaves_the_optimizer_as_it_was(tmp_path: Path, name: str
         assert callback_of(trainer).mixed_precision.stats.skipped_steps == len(steps)
         ends.append(weights(trainer.model))
     assert same(*ends)
+
+
+def test_relative_steps_are_logged_in_a_lean_layout_too(tmp_path: Path) -> None:
+    """A step frees the gradients there, by which Transformers' schedule finds which parameters have been stepped."""
+
+    def make(contender: str, precision: str, folder: str) -> Trainer:
+        model = tiny_gpt2()
+        optimizer = Adafactor(model.parameters())
+        schedule = AdafactorSchedule(optimizer, initial_lr=0.5)
+        args = arguments(tmp_path / folder, save_strategy="steps", save_steps=2)
+        named = {"train_dataset": token_rows(), "optimizers": (optimizer, schedule)}
+        return make_trainer(contender, precision, model, args, **named)
+
+    stock, lean, resumed = (
+        make("stock", "fp32", "a"),
+        make("subclass", "fp16-lean", "b"),
+        make("subclass", "fp16-lean", "c"),
+    )
+    stock.train()
+    lean.train()
+    rates = logged(stock, "learning_rate")
+    assert len(set(rates)) > 2 and logged(lean, "learning_rate") == pytest.approx(rates, rel=1e-3)
+    assert type(lean.lr_scheduler) is AdafactorSchedule
+    resumed.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
+    assert logged(resumed, "learning_rate") == logged(lean, "learning_rate")
+    assert same(weights(resumed.model), weights(lean.model))

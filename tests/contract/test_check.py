@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from planted_checkpoints import CLEAN, PLANTED, deepspeed
+from planted_checkpoints import CLEAN, PLANTED, deepspeed, model_folder
 from safetensors.torch import load_file, save_file
 from tiny import take_step
 from torch.optim import AdamW
@@ -33,9 +33,8 @@ def test_what_was_planted_is_found(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CLEAN)
 def test_nothing_is_found_in_what_is_clean(name: str, tmp_path: Path) -> None:
     check = check_folder(CLEAN[name](tmp_path))
-    assert check.risks == ()
-    assert check.needs_learning_rate == (name == "a model in bf16")
-    assert str(check).endswith("\nno risk was found") != check.needs_learning_rate
+    assert check.risks == () and check.assumed_learning_rate is None
+    assert str(check).endswith("\nno risk was found")
     assert sum(check.held["weights"].values()) > 1000
 
 
@@ -63,20 +62,28 @@ def test_the_command_names_the_risk_its_share_and_the_way_out(tmp_path: Path) ->
     assert code == 1 and "no masters" not in text
 
 
-def test_a_model_is_a_risk_at_a_learning_rate(tmp_path: Path) -> None:
-    model = CLEAN["a model in bf16"](tmp_path)
-    undecided = (
-        "no risk was found. Training these 16-bit weights further may be one: pass its learning rate, as in --learn"
-    )
+def test_a_model_is_a_risk_at_a_learning_rate_or_the_one_of_fine_tuning(tmp_path: Path) -> None:
+    model = model_folder(tmp_path, "bf16")
     code, text = run(str(model))
-    assert code == 0 and text.startswith(
+    assert code == 1 and text.startswith(
         f"{model} holds\n  weights: 20,672 bf16\n  3 of 3 norm weights are exactly 1: "
     )
-    assert text.splitlines()[-1] == f"{undecided}ing-rate 1e-5"
-    assert str(check_folder(model, keeps_bits=True)).endswith("\nno risk was found")
-    code, text = run(str(model), "--learning-rate", "1e-5")
-    assert code == 1 and text.count("way out") == 1
+    assumed = ", assumed for fine-tuning (--learning-rate sets another),"
+    assert f"of their updates at learning rate 1e-05{assumed} are less than half a unit" in text
+    check = check_folder(model)
+    assert check.assumed_learning_rate == 1e-5 and str(check_folder(model, keeps_bits=True)).endswith(
+        "no risk was found"
+    )
+    code, given = run(str(model), "--learning-rate", "1e-5")
+    assert code == 1 and given == text.replace(assumed, "") and given.count("way out") == 1
+    assert json.loads(run(str(model), "--json")[1])["assumed_learning_rate"] == 1e-5
     assert run(str(model), "--learning-rate", "1")[0] == 0
+
+
+def test_weights_that_take_the_updates_of_fine_tuning_are_no_risk(tmp_path: Path) -> None:
+    save_file({"linear.weight": torch.full((64, 64), 1e-6, dtype=torch.float16)}, tmp_path / "model.safetensors")
+    says = "no risk was found at learning rate 1e-05, assumed for fine-tuning (--learning-rate sets another)"
+    assert str(check_folder(tmp_path)).endswith(says)
 
 
 @pytest.mark.parametrize("rate", ["-1", "0", "nan", "inf"])
@@ -100,7 +107,7 @@ def test_of_a_run_the_newest_checkpoint_is_read(tmp_path: Path) -> None:
 
 
 def test_of_a_model_in_two_formats_the_safetensors_are_read(tmp_path: Path) -> None:
-    model = CLEAN["a model in bf16"](tmp_path)
+    model = model_folder(tmp_path, "bf16")
     alone = check_folder(model, 1e-5)
     weights = {name: one.float() for name, one in load_file(next(model.glob("*.safetensors"))).items()}
     torch.save(weights, model / "pytorch_model.bin")
@@ -136,7 +143,7 @@ def trained_from(base: Path, path: Path, precision: str | None) -> Path:
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 def test_norms_that_never_moved_are_lost_updates(kind: str, tmp_path: Path) -> None:
-    base = CLEAN[f"a model in {kind}"](tmp_path / "base")
+    base = model_folder(tmp_path / "base", kind)
     narrow, with_masters = (trained_from(base, tmp_path / str(precision), precision) for precision in (None, "bf16"))
     check = check_folder(narrow, base=base)
     assert [risk.kind for risk in check.risks] == ["lost updates"]
@@ -154,10 +161,9 @@ def test_norms_that_never_moved_are_lost_updates(kind: str, tmp_path: Path) -> N
     assert check.risks == () and check.unchanged["ln_1.weight"] < 0.5 and check.norms_at_one == 0
 
 
-def test_an_untrained_model_is_no_risk(tmp_path: Path) -> None:
-    base = CLEAN["a model in bf16"](tmp_path)
-    code, text = run(str(base))
-    assert code == 0
+def test_an_untrained_model_has_lost_nothing(tmp_path: Path) -> None:
+    base = model_folder(tmp_path, "bf16")
+    text = run(str(base))[1]
     assert (
         "\n  3 of 3 norm weights are exactly 1: they were not trained, or rounding dropped their updates (--base "
         in text
@@ -168,13 +174,13 @@ def test_an_untrained_model_is_no_risk(tmp_path: Path) -> None:
 
 
 def test_masters_next_to_the_weights_keep_what_rounding_drops(tmp_path: Path) -> None:
-    base = CLEAN["a model in bf16"](tmp_path / "base")
+    base = model_folder(tmp_path / "base", "bf16")
     narrow = trained_from(base, tmp_path / "trained", None)
     assert check_folder(narrow, keeps_bits=True, base=base).risks == ()
 
 
 def test_a_base_that_has_none_of_the_weights_is_refused(tmp_path: Path) -> None:
-    model = CLEAN["a model in bf16"](tmp_path / "model")
+    model = model_folder(tmp_path / "model", "bf16")
     other = tmp_path / "other"
     other.mkdir()
     save_file({"weight": torch.ones(3)}, other / "model.safetensors")
@@ -195,7 +201,7 @@ def several_runs(path: Path) -> Path:
 
 
 def a_list_for_a_trainer_state(path: Path) -> Path:
-    CLEAN["a model in bf16"](path)
+    model_folder(path, "bf16")
     (path / "trainer_state.json").write_text("[]")
     return path
 
@@ -242,7 +248,7 @@ def test_a_damaged_file_is_said_to_be_damaged(name: str, written: bytes, tmp_pat
 
 @pytest.mark.parametrize("missing", [1, 2, 10_000])
 def test_a_file_that_ends_early_is_named(missing: int, tmp_path: Path) -> None:
-    model = CLEAN["a model in bf16"](tmp_path)
+    model = model_folder(tmp_path, "bf16")
     file = next(model.glob("*.safetensors"))
     os.truncate(file, file.stat().st_size - missing)
     with pytest.raises(

@@ -15,6 +15,7 @@ from transformers import GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArg
 
 import hf_mp
 from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer, PrecisionContract
+from hf_mp.diagnostics.contract.table import ContractRow
 
 pytestmark = pytest.mark.usefixtures("without_first_check")
 
@@ -52,6 +53,21 @@ def test_each_layout_shows_what_it_does(gpt2: GPT2LMHeadModel, batch, precision,
     assert contract.lacks_masters == (precision is None)
     assert sum(row.elements for row in contract.rows) == sum(one.numel() for one in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_kind_in_two_lines_has_the_names_of_its_modules(gpt2: GPT2LMHeadModel, batch) -> None:
+    model, optimizer = hf_mp.prepare(gpt2, AdamW(gpt2.parameters()), "bf16")
+    labels = [cells[0] for cells in contract_of(model, optimizer, batch).cells()]
+    assert sorted(labels) == ["embeddings (wpe), norms", "embeddings (wte)", "linear"]  # wte is tied to the head
+
+
+def test_modules_of_one_name_that_are_treated_in_two_ways_are_told_apart() -> None:
+    def row(name: str, computed: str) -> ContractRow:
+        return ContractRow("linear", 4, "fp32", computed, "fp32", "-", "fp32", "fp32", (f"{name}.weight",))
+
+    many = [row(f"h.0.{name}", "bf16") for name in ("q", "k", "v", "mlp")]
+    contract = PrecisionContract.of([*many, row("h.1.mlp", "fp32")])
+    assert [cells[:2] for cells in contract.cells()] == [("linear (q, k, ...)", "16"), ("linear (h.1.mlp)", "4")]
 
 
 def test_a_bare_master_optimizer_is_seen(gpt2: GPT2LMHeadModel, batch) -> None:

@@ -19,8 +19,8 @@ from hf_mp.diagnostics.healing import Healer
 from hf_mp.diagnostics.overflow import runtime_of
 from hf_mp.diagnostics.ranges import OpRange
 from hf_mp.diagnostics.remedies import (
+    first_out_of_range,
     fitting_scale,
-    leaving_range,
     merged,
     next_remedy,
 )
@@ -152,7 +152,7 @@ def test_an_op_in_place_is_healed_by_its_module(write: Callable[[Tensor], Tensor
 
 
 def test_a_good_step_does_nothing_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_mp.diagnostics.healing.find_cure", pytest.fail)
+    monkeypatch.setattr("hf_mp.diagnostics.healing.diagnose_overflow", pytest.fail)
     healing, skipping = Loop(factor=1.0), Loop(factor=1.0, on_overflow="skip")
     assert healing.run(5) == skipping.run(5)
     for one, other in zip(healing.model.parameters(), skipping.model.parameters(), strict=True):
@@ -305,7 +305,7 @@ def test_the_next_remedy(place: OpRange, rules: dict[str, str]) -> None:
 
 def test_what_was_out_of_range_before_and_nan_get_no_remedy() -> None:
     carried = OpRange("layers.1", "gelu", 1e6, is_fp16=True)
-    assert leaving_range([carried, found("embed", "linear", largest=float("nan"))]) == []
+    assert first_out_of_range([carried, found("embed", "linear", largest=float("nan"))]) == []
 
 
 @pytest.mark.parametrize(("gradients", "fits"), [((2.0**10, 2.0**0), 2.0**4), ((2.0**10, None), 2.0**4), ((), 2.0**16)])

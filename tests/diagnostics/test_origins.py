@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.mode import autocast
-from hf_mp.diagnostics.origins import Origin, OriginTracker
+from hf_mp.diagnostics.nonfinite_tracker import NonfiniteOrigin, NonfiniteTracker
 from hf_mp.diagnostics.values import Finiteness, TensorRange, finiteness
 from hf_mp.kernels.nested import named_tensors
 
@@ -17,11 +17,11 @@ INF = float("inf")
 NAN = float("nan")
 
 
-def origin_of(function: Callable[[], Tensor]) -> Origin | None:
-    tracker, mode = OriginTracker(), autocast(torch.float16)
-    with tracker.watching(mode, nn.Identity()), mode:
+def origin_of(function: Callable[[], Tensor]) -> NonfiniteOrigin | None:
+    tracker, mode = NonfiniteTracker(), autocast(torch.float16)
+    with tracker.tracking(mode, nn.Identity()), mode:
         result = function()
-    return tracker.of(result)
+    return tracker.get(result)
 
 
 def x() -> Tensor:

@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedConfig
 
 from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
+from hf_mp.memory.batches import Inputs, make_batch
 from hf_mp.memory.parallel import CommunicationRecorder, make_mesh, shard
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.settings import make_settings
-from hf_mp.memory.training import make_batch, make_trainee, prepare_model, recording
+from hf_mp.memory.training import make_trainee, prepare_model, recording
 from hf_mp.ranks.parallelism import has_dtensors
 
 PRESETS = {**dict.fromkeys(("fsdp2", "hsdp", "ddp"), ("fp32", "fp16")), "tp": ("fp32", "fp16", "bf16")}
@@ -55,6 +56,7 @@ def count(folder: str, parallel: Any, kind: str, preset: str) -> dict[str, Any]:
     loaded: Any = tensor_parallel_worker.loaded(folder, kind) if kind else GPT2LMHeadModel(config(kind))
     if kind:  # on a CPU, Transformers loads the rows of a rank as a view of the whole weight
         loaded.load_state_dict({name: p.detach().clone() for name, p in loaded.named_parameters()}, assign=True)
+    inputs = Inputs.of(loaded, preset)
     model = shard(prepare_model(loaded, settings), make_mesh(settings))
     trainee = make_trainee(model, settings, torch.device("cpu"))
     communication = CommunicationRecorder(NODE_SIZE)
@@ -63,7 +65,7 @@ def count(folder: str, parallel: Any, kind: str, preset: str) -> dict[str, Any]:
     with LettingGo():
         cpu = torch.device("cpu")
         with recording(trainee, MemoryRecorder(cpu), communication) as profile_of:
-            profile = profile_of(make_batch(type(loaded), settings, cpu))
+            profile = profile_of(make_batch(inputs, settings, cpu))
     return {"collectives": communication.collectives(), "peak_bytes": profile.peak_bytes}
 
 

@@ -92,6 +92,17 @@ def test_masters_keep_all_their_bits(two: Results, name: str) -> None:
         assert math.isfinite(case["ran"])
 
 
+def test_masters_are_those_of_the_first_rank(two: Results) -> None:
+    for rank in two:
+        assert same_by_name(rank["first_rank"]["masters"], rank["first_rank"]["first"])
+
+
+def test_a_branch_of_a_micro_batch_that_is_not_synchronized(two: Results) -> None:
+    for rank in two:
+        for lean, expected in zip(rank["branch"]["fp16-lean"], rank["branch"]["fp16"], strict=True):
+            torch.testing.assert_close(lean, expected, rtol=2**-9, atol=1e-4)  # of sums in 16 bits
+
+
 def test_an_overflow_of_one_process_is_skipped_by_all(two: Results) -> None:
     assert len(two[0]["overflows"]) == 5
     for name, first in two[0]["overflows"].items():
@@ -166,7 +177,7 @@ def test_gradients_are_reduced_in_16_bits_where_wanted(two: Results) -> None:
         ("ddp_in_fp16", "ValueError: .* is torch.float16 and DistributedDataParallel holds it already"),
         ("optimizer_before_fsdp", "ValueError: no parameter of this SGD belongs to .*, after fully_shard, which puts"),
         ("lean_without_optimizer", "ValueError: .*must know before the first forward.*call attach_optimizer earlier"),
-        ("lean_in_backward", "ValueError: free_gradients='backward' .*leave it out on several processes"),
+        ("lean_in_backward", "ValueError: free_gradients='backward' .*leave it out, or use"),
         ("eight_bits_of_dtensors", "ValueError: AdamW8bit of bitsandbytes .*DTensors: use torch's optimizers"),
     ],
 )

@@ -32,6 +32,7 @@ from loop_worker import (
     whole,
     write_results,
 )  # fmt: skip
+from tiny import Using, linear
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -180,6 +181,29 @@ OVERFLOWS = [
     ("fsdp", IN_16_BITS),
     ("shard", "bf16-lean"),
 ]
+
+
+def first_rank() -> dict[str, Any]:
+    """Masters when DDP has wrapped models of other weights on each rank, and those of the first one."""
+    model, _, _ = made("bf16-lean", DistributedDataParallel, model=tiny_gpt2(seed=3 + dist.get_rank()))
+    return {"masters": masters(model), "first": masters(tiny_gpt2(seed=3))}
+
+
+def branch() -> dict[str, Any]:
+    """Gradients of a micro-batch that is not synchronized and uses a layer, and of one that does not use it."""
+    found = {}
+    for precision in ("fp16", "fp16-lean"):
+        model = Using(
+            lambda model, x, uses: model.last(model.branch(model.first(x)) if uses else model.first(x)),
+            first=linear(16, 16), branch=linear(16, 16), last=linear(16, 4),
+        )  # fmt: skip
+        wrapped = DistributedDataParallel(hf_mp.MixedPrecision(precision).attach(model), find_unused_parameters=True)
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
+        with wrapped.no_sync():
+            wrapped(x, True).square().mean().backward()
+        wrapped(x, False).square().mean().backward()
+        found[precision] = [parameter.grad.clone() for parameter in model.parameters()]
+    return found
 
 
 def overflows() -> dict[str, Any]:
@@ -345,7 +369,7 @@ def handed_over() -> dict[str, Any]:
 
 ONE_PROCESS = [one, one_gradients]
 CASES = [
-    losses, gradients, ddp_options, masters_survive, overflows, received, handed_over, refusals,
+    losses, gradients, ddp_options, masters_survive, first_rank, branch, overflows, received, handed_over, refusals,
 ]  # fmt: skip
 
 

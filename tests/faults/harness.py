@@ -341,6 +341,27 @@ class Cases:
             outcomes.append(Outcome(name, 0, "the run", f"ended early or silently: {run.text[-500:]}"))
         return outcomes
 
+    def rotated(self, limit: int | None) -> Outcome:
+        """A run that resumes from a checkpoint of a run that is alive, which keeps ``limit`` ones; see rotation.py.
+
+        It must end as the undisturbed run, or say that the checkpoint was removed.
+        """
+        first = self._new(f"rotated-{limit}")
+        # Our own Trainer holds its directory to itself.
+        second = first if self._trainer == "callback" else self._new(f"resumed-{limit}")
+        settings = {**self._settings, "task": "rotation", "save_total_limit": limit}
+        ahead = self._harness.start(first, role="first", **{**settings, "trainer": "callback"})
+        run = self._harness.train(second, role="second", source=str(first), **settings)
+        ahead.wait()
+        where, lost = f"limit {limit}", None
+        if ahead.exit_codes != [0]:
+            lost = f"the first ended so: {ahead.text[-500:]}"
+        elif limit is None and run.finished != self.undisturbed()[0]:
+            lost = f"the second ended otherwise: {run.text[-500:]}"
+        elif limit is not None and (run.finished or run.steps or "was removed or replaced while" not in run.text):
+            lost = f"the second trains from step {run.begun_at}: {run.text[-500:]}"
+        return Outcome("rotation", 0, where, lost)
+
     def vanished_folder(self, seed: int) -> Outcome:
         """The output directory gone for some steps, with the first save in them, and there again later."""
         chance, folder = random.Random(seed), self._new(f"vanished-{seed}")

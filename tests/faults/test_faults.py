@@ -71,6 +71,18 @@ def test_a_folder_that_vanishes_and_comes_back_costs_no_step(cases: Cases) -> No
     assert cases.vanished_folder(1).lost is None
 
 
+@pytest.mark.parametrize("limit", [1, pytest.param(None, marks=pytest.mark.slow)])
+def test_a_checkpoint_that_another_run_removes_is_not_trained_on(cases: Cases, limit: int | None) -> None:
+    assert cases.rotated(limit).lost is None
+
+
+@pytest.mark.parametrize("limit", [1, pytest.param(None, marks=pytest.mark.slow)])
+def test_with_the_callback_a_checkpoint_that_another_run_removes_is_not_trained_on(
+    callback_cases: Cases, limit: int | None
+) -> None:
+    assert callback_cases.rotated(limit).lost is None
+
+
 def test_inf_and_nan_reach_no_state_of_two_processes(cases: Cases) -> None:
     outcomes = cases.numeric(48, segments=4, steps=20, ranks=2)  # half of these steps are struck
     assert len(outcomes) == 4 and lost(outcomes) == []

@@ -85,13 +85,16 @@ def rows(count: int = 64) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def make(output_dir: str, kind: str, callbacks: list[TrainerCallback], **settings: Any) -> Trainer:
+def make(
+    output_dir: str, kind: str, callbacks: list[TrainerCallback], base: type[Trainer] = Trainer, **settings: Any
+) -> Trainer:
     args = MixedPrecisionArguments(output_dir=output_dir, **{**DEFAULTS, **settings})
     named = {"model": tiny_gpt2(), "args": args, "train_dataset": rows(), "eval_dataset": rows(4)}
     if kind == "ours":
-        return MixedPrecisionTrainer(**named, callbacks=callbacks)
-    ours = [MixedPrecisionCallback()] if kind == "callback" else []
-    return Trainer(**named, callbacks=[*callbacks, *ours])
+        ours = MixedPrecisionTrainer if base is Trainer else type("Ours", (MixedPrecisionTrainer, base), {})
+        return ours(**named, callbacks=callbacks)
+    own = [MixedPrecisionCallback()] if kind == "callback" else []
+    return base(**named, callbacks=[*callbacks, *own])
 
 
 def fingerprint(trainer: Trainer) -> str:

@@ -1,6 +1,8 @@
 """What ``hf-mp memory`` shows, and what every command shows of an error."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 from mixtures import config_of
@@ -45,6 +47,20 @@ def test_a_terminal_shows_progress_in_one_line_that_goes(saved, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     shown = run("memory", saved, "--seq-len", 16, "--precision", "fp32").stderr
     assert "taking a training step in FP32 (1 of 1) ..." in shown and shown.endswith("\x1b[2K")
+
+
+@pytest.mark.slow
+def test_the_command_imports_neither_the_trainer_nor_a_compiler(saved):
+    """Each of them takes seconds."""
+    code = (
+        "import sys; from hf_mp.memory.command import run\n"
+        f"run({str(saved)!r}, train=True, gpu=None, precision=['fp16'], as_json=False, seq_len=16, ranks=1, "
+        "parallel='fsdp2')\n"
+        "print({'transformers.trainer', 'datasets', 'torch._inductor.lowering'} & set(sys.modules))"
+    )
+    # A process of its own: tests import all of them.
+    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert ran.stdout == "set()\n", ran.stdout
 
 
 def test_all_presets_are_one_word(saved, monkeypatch):

@@ -40,6 +40,21 @@ def test_what_was_computed_is_not() -> None:
     assert not is_exact(torch.empty(4, 6, dtype=torch.float64).float())
 
 
+def test_what_is_written_into_is_exact_if_what_was_written_is() -> None:
+    for write in (lambda x: x.add_(x), lambda x: x[1:].mul_(3.0), lambda x: torch._foreach_mul_([x], 3.0)):
+        wide = torch.empty(4, 6, dtype=FP16).float()
+        write(wide)
+        assert not is_exact(wide)
+    wide = torch.empty(4, 6)
+    assert is_exact(wide.copy_(torch.empty(4, 6, dtype=FP16))) and not is_exact(wide.copy_(torch.empty(4, 6)))
+
+
+def test_zeros_and_ones_are_exact() -> None:
+    x = torch.empty(4, 6)
+    assert all(map(is_exact, (torch.zeros(3), torch.ones(3), torch.zeros_like(x), x.new_ones(2), x.new_zeros(2))))
+    assert is_exact(x.zero_()) and not is_exact(x.add_(torch.empty(4, 6)))
+
+
 def test_memory_that_comes_after_it_is_not_taken_for_it() -> None:
     for made in (
         lambda: torch.empty(4, 6),

@@ -1,7 +1,7 @@
 import pytest
 
 import hf_mp
-from hf_mp.memory.fitting import search_largest
+from hf_mp.memory.fitting import LargestBatch, search_largest, ways_that_fit
 from hf_mp.memory.training import estimate_training_memory
 
 from .conftest import CONFIGS
@@ -50,5 +50,58 @@ def test_not_even_one_sequence():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="'24 GB' is not a size of memory"):
-        hf_mp.largest_batch_size("gpt2", "24 GB")
+    with pytest.raises(ValueError, match="'24 pounds' is not a size of memory"):
+        hf_mp.largest_batch_size("gpt2", "24 pounds")
+
+
+# Where nothing fits
+
+PEAKS = {"fp32": 100, "fp16-lean": 80}
+
+
+def ways(peak, *, batch_size=4, fitting=0, checkpointing=False, memory=50):
+    """The options of the ways found, and of those tried."""
+    tried = []
+
+    def predict(*way):
+        tried.append(way)
+        return peak(*way)
+
+    largest = {
+        "fp32": LargestBatch(0, None, 60, memory),
+        "fp16-lean": LargestBatch(fitting, 45 if fitting else None, 60, memory),
+    }
+    found = ways_that_fit(PEAKS, largest, predict, batch_size=batch_size, checkpointing=checkpointing)
+    return [(way.precision, way.batch_size, way.gradient_checkpointing, way.peak_bytes) for way in found], tried
+
+
+def test_a_smaller_batch_and_checkpointing_are_named():
+    found, tried = ways(lambda *way: 40, fitting=3)
+    assert found == [("fp16-lean", 3, False, 45), ("fp16-lean", 4, True, 40)]
+    assert tried == [("fp16-lean", 4, True)]
+
+
+def test_leaner_presets_are_tried_until_one_fits():
+    found, tried = ways(lambda preset, size, recomputes: 40 if "adamw8bit" in preset else 70)
+    assert found == [("fp16-lean-adamw8bit", 4, True, 40)]
+    assert tried == [("fp16-lean", 4, True), ("bf16-lean", 4, False), ("bf16-lean", 4, True), found[0][:3]]
+
+
+def test_a_batch_of_one_is_tried_last():
+    assert ways(lambda preset, size, _: 40 if (preset, size) == ("nf4-lora", 1) else 70)[0] == [
+        ("nf4-lora", 1, True, 40)
+    ]
+
+
+def test_where_nothing_fits_the_leanest_is_named():
+    found, tried = ways(lambda preset, size, _: {"nf4-lora": 60}.get(preset, 70), batch_size=1)
+    assert found == [("nf4-lora", 1, True, 60)] and len(tried) == 5
+    # bitsandbytes may be missing
+    assert ways(lambda preset, *_: None if "-lora" in preset else 70)[0] == [("fp16-lean", 4, True, 70)]
+    assert ways(lambda *_: None)[0] == [("fp16-lean", 4, False, 80)]
+
+
+def test_what_was_asked_for_is_not_tried_again():
+    assert ways(lambda *_: 60, checkpointing=True, batch_size=1)[1] == [
+        ("bf16-lean", 1, True), ("fp16-lean-adamw8bit", 1, True), ("nf4-lora", 1, True),
+    ]  # fmt: skip

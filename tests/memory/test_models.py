@@ -4,7 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BertConfig,
+    CLIPConfig,
+    DPRConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MarianConfig,
+    T5Config,
+    ViTConfig,
+    WhisperConfig,
+)  # fmt: skip
 from typer.testing import CliRunner
 
 import hf_mp
@@ -93,6 +103,26 @@ def test_the_class_is_that_of_the_checkpoint_or_a_language_model():
     classifier = BertConfig(architectures=["BertForSequenceClassification"])
     assert model_class(classifier).__name__ == "BertForSequenceClassification"
     assert model_class(GPT2Config(architectures=["Trainer", "logging", "GPT2Model"])) is GPT2LMHeadModel
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (T5Config(), "T5ForConditionalGeneration"),
+        (MarianConfig(), "MarianMTModel"),  # there is a decoder alone, too
+        (WhisperConfig(), "WhisperForConditionalGeneration"),
+        (ViTConfig(architectures=["ViTModel"]), "ViTForImageClassification"),
+        (CLIPConfig(architectures=["CLIPModel"]), "CLIPModel"),  # has a loss without a head
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_the_class_of_other_kinds_has_a_loss(config, name):
+    assert model_class(config).__name__ == name
+
+
+def test_a_configuration_without_a_class_that_has_a_loss_is_refused():
+    with pytest.raises(ValueError, match=r"no model with a loss is known for model_type 'dpr': name a class"):
+        model_class(DPRConfig())
 
 
 # Loading
@@ -259,3 +289,54 @@ def test_weights_that_run_code_are_not_loaded(gpt2_config, tmp_path):
     with pytest.raises(Exception, match="Weights only load failed"):
         hf_mp.load(tmp_path)
     assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize("outside", ["../elsewhere/model.safetensors", "{folder}/elsewhere/model.safetensors"])
+@pytest.mark.parametrize("place", [".", "part"])
+def test_weights_outside_of_the_directory_are_not_read(gpt2, tmp_path, outside, place):
+    folder = tmp_path / "model"
+    gpt2.save_pretrained(folder / place, max_shard_size="20KB")
+    gpt2.save_pretrained(tmp_path / "elsewhere")
+    settings = {} if place == "." else {"subfolder": place}
+    gpt2.config.save_pretrained(folder)
+    assert isinstance(hf_mp.load(folder, **settings), GPT2LMHeadModel)
+    index = folder / place / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    # two up from the folder of a part
+    path = outside.format(folder=tmp_path) if place == "." else f"../{outside.format(folder=tmp_path)}"
+    content["weight_map"]["transformer.ln_f.weight"] = path
+    index.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"model.safetensors.index.json names a shard outside of its directory"):
+        hf_mp.load(folder, **settings)
+
+
+def test_an_index_that_the_configuration_names_is_examined_too(gpt2, tmp_path):
+    folder = tmp_path / "model"
+    gpt2.save_pretrained(folder, max_shard_size="20KB")
+    gpt2.save_pretrained(tmp_path / "elsewhere")
+    index = (folder / "model.safetensors.index.json").rename(folder / "own.safetensors.index.json")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "transformers_weights": index.name}))
+    assert isinstance(hf_mp.load(folder), GPT2LMHeadModel)
+    content = json.loads(index.read_text())
+    content["weight_map"]["transformer.ln_f.weight"] = "../elsewhere/model.safetensors"
+    index.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"own.safetensors.index.json names a shard outside of its directory"):
+        hf_mp.load(folder)
+
+
+def test_weights_outside_of_a_snapshot_in_the_cache_are_not_read(gpt2, tmp_path, monkeypatch, no_network):
+    cache, revision = tmp_path / "hub", "f" * 40
+    snapshot = cache / "models--a--model" / "snapshots" / revision
+    gpt2.save_pretrained(snapshot, max_shard_size="20KB")
+    (cache / "models--a--model" / "refs").mkdir()
+    (cache / "models--a--model" / "refs" / "main").write_text(revision)
+    monkeypatch.setattr(models, "find_config", lambda name: gpt2.config)  # which reads the cache of the user alone
+    assert isinstance(hf_mp.load("a/model", cache_dir=cache), GPT2LMHeadModel)
+    index = snapshot / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    (first, *_) = content["weight_map"]
+    content["weight_map"][first] = "../../blobs/" + content["weight_map"][first]
+    index.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"names a shard outside of its directory: '../../blobs/"):
+        hf_mp.load("a/model", cache_dir=cache)

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
-from transformers import MixtralConfig
+from transformers import GPT2Config, MixtralConfig
 
 import bench
 from _contenders import COMPILED, PARTS
 from _tables import Regions
-from benches import architectures, autocast, compiled, expert_training, generate, memory_gpu, update
+from benches import architectures, autocast, compiled, expert_training, generate, memory_command, memory_gpu, update
 from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
 
 TINY_MIXTRAL = dict(
@@ -264,22 +264,38 @@ def test_mixtures_of_experts_are_trained_in_each_way(run, monkeypatch):
     assert row["losses"]["FP32"] == [row["fp32"]] and all(off < 0.02 for off in row["off"].values())
 
 
-def test_the_memory_command_is_timed_and_a_gpu_is_asked_what_its_allocator_counts(run, monkeypatch):
+def test_the_memory_command_is_timed(run, monkeypatch):
     tiny = MixtralConfig(**TINY_MIXTRAL, architectures=["MixtralForCausalLM"])
-    monkeypatch.setattr(memory_gpu, "COMMANDS", {"tiny": ("tiny", tiny, "--train --precision fp16")})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = run("memory_gpu")
-    (command,) = result["commands"]
+    monkeypatch.setattr(memory_command, "COMMANDS", {"tiny": ("tiny", tiny, "--train --precision fp16")})
+    (command,) = run("memory_command", only="tiny", rounds=1)["commands"]
     assert command["model"] == "tiny" and command["cpu_seconds"] > 0.5  # imports alone take that
-    assert list(result["left_out"]) == ["what the allocator counts"]
-    monkeypatch.setattr(memory_gpu, "COMMANDS", {"tiny": ("tiny", tiny, "--train --precision moon")})
+    monkeypatch.setattr(memory_command, "COMMANDS", {"tiny": ("tiny", tiny, "--train --precision moon")})
     with pytest.raises(CalledProcessError):
+        run("memory_command", only="tiny", rounds=1)
+
+
+def test_what_an_allocator_counts_needs_one(run, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a GPU, or a driver for one"):
         run("memory_gpu")
+
+
+def test_what_forward_keeps_is_counted(run, tmp_path):
+    GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=5000, n_positions=16).save_pretrained(tmp_path / "tiny")
+    rows = run("activations", model=str(tmp_path / "tiny"), batch_size=4, seq_len=16)["contenders"]
+    stock, chunks, ours = (
+        rows[name] for name in ("Trainer fp16=True", "Trainer fp16=True, loss in chunks", "hf_mp fp16")
+    )
+    logits = 4 * 15 * 5000
+    assert stock["kept_bytes"] - chunks["kept_bytes"] > 2 * logits  # nor are they whole in 16 bits
+    assert stock["kept_bytes"] - ours["kept_bytes"] > 2 * logits  # in FP32
+    assert set(ours["kept_bytes_by_op"]) and ours["peak_bytes"] < stock["peak_bytes"]
+    assert rows["Trainer fp16=True, GELU in one op"]["kept_bytes"] < stock["kept_bytes"]
 
 
 @pytest.mark.gpu
 def test_a_gpu_counts_what_is_predicted(run, tmp_path):
-    result = run("memory_gpu", models="gpt2", commands=False)
+    result = run("memory_gpu", models="gpt2")
     assert [row["precision"] for row in result["rows"]] == list(memory_gpu.PRESETS)
     assert all(abs(row["difference"]) < 0.01 and row["workspace_bytes"] > 0 for row in result["rows"])
     assert "| `fp16-lean` | " in Regions(tmp_path)("gpu memory")

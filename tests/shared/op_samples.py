@@ -225,6 +225,14 @@ SAMPLES: dict[str, Callable[[Operand], Call]] = {
     "ormqr": lambda r: Call(r(4, 3), r(3), r(4, 2)),
     "triangular_solve": lambda r: Call(r(3, 2), regular(r)),
     "linalg.solve": lambda r: Call(regular(r), r(3, 2)),
+    "complex": lambda r: Call(r(3), r(3)),
+    "fake_quantize_per_channel_affine": lambda r: Call(
+        r(3, 4), torch.ones(3), torch.zeros(3, dtype=torch.int), 0, 0, 9
+    ),
+    "_fake_quantize_learnable_per_tensor_affine": lambda r: Call(r(3, 4), r(1), torch.zeros(1), 0, 255, 1.0),
+    "_fake_quantize_learnable_per_channel_affine": lambda r: Call(r(3, 4), r(3), torch.zeros(3), 0, 0, 255, 1.0),
+    "matrix_exp": lambda r: Call(r(3, 3)),
+    "linalg.matrix_exp": lambda r: Call(r(3, 3)),
     "linalg.householder_product": lambda r: Call(r(4, 3), r(3)),
     "linalg.tensorinv": lambda r: Call(regular(r, 4).view(4, 2, 2), 1),
     "linalg.tensorsolve": lambda r: Call(regular(r, 4).view(2, 2, 4), r(2, 2)),

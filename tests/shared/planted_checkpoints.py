@@ -248,6 +248,7 @@ def kahan(path: Path) -> Path:
 
 
 PLANTED: Mapping[str, Case] = {
+    "a model in bf16": (lambda path: model_folder(path, "bf16"), {NONE}),
     "stock: a model in bf16": (lambda path: stock(path, "bf16"), {NONE, STUCK}),
     "stock: a model in fp16": (lambda path: stock(path, "fp16", optimizer=partial(AdamW, eps=1e-4)), {NONE, FP16}),
     "stock: sgd over bf16": (lambda path: stock(path, "bf16", optimizer=SGD), {NONE}),
@@ -280,7 +281,6 @@ CLEAN: Mapping[str, Callable[[Path], Path]] = {
     "stock: fp32": lambda path: stock(path),
     "stock: autocast in bf16": lambda path: stock(path, bf16=True),
     "stock: bf16 with kahan sums": lambda path: kahan(path),
-    "a model in bf16": lambda path: model_folder(path, "bf16"),
     "a model in fp32": lambda path: model_folder(path, "fp32"),
     "trl: adapters in fp32": lambda path: trl(path, "fp32", lora()),
     "fsdp2: fp32 shards": lambda path: dcp_of(path),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny import Dispatched, saved_tensors
 from torch import nn
 from trainer_runs import (
     arguments,
@@ -16,9 +19,11 @@ from trainer_runs import (
     tiny_gpt2,
     token_rows,
 )
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
+import hf_mp
 from hf_mp import MixedPrecisionCallback
+from hf_mp.models.adapters import AdapterInputs
 
 peft = pytest.importorskip("peft")
 
@@ -123,3 +128,64 @@ def test_an_int8_model_without_adapter_is_refused(tmp_path: Path, saved: Path) -
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="quantized and has nothing to train"):
         MixedPrecisionCallback("fp16").on_init_end(arguments(tmp_path), None, None, model=model)
+
+
+def adapted_llama(precision: str, base: torch.dtype, config: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 101}
+    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=4, **sizes)).to(base)
+    config.task_type = "CAUSAL_LM"
+    model = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:  # some begin as 0, and their gradients would show nothing
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    return hf_mp.prepare(model, optimizer, precision)
+
+
+ADAPTERS = {
+    "LoRA": lambda: peft.LoraConfig(target_modules="all-linear"),
+    "DoRA": lambda: peft.LoraConfig(target_modules="all-linear", use_dora=True),
+    "AdaLoRA": lambda: peft.AdaLoraConfig(target_modules="all-linear", total_step=60),
+}
+
+
+@pytest.mark.usefixtures("nothing_is_small")  # small matmuls of a CPU keep FP32 tensors for backward
+@pytest.mark.parametrize("base", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_inputs_of_adapters_are_cast_once(monkeypatch: pytest.MonkeyPatch, adapter: str, base: torch.dtype) -> None:
+    ids = torch.arange(32).reshape(2, 16)
+    found: dict[bool, Any] = {}
+    for by_peft in (True, False):
+        with monkeypatch.context() as patch:
+            if by_peft:
+                patch.setattr(AdapterInputs, "install", lambda self, model: None)
+            model, _ = adapted_llama("bf16", base, ADAPTERS[adapter]())
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+        with Dispatched("_to_copy") as casts, saved_tensors() as saved:
+            loss = model(input_ids=ids, labels=ids).loss
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+        loss.backward()
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found[by_peft] = loss.item(), gradients, len(casts.calls), sum(storages.values())
+    assert found[True][0] == found[False][0]
+    assert same(found[True][1], found[False][1])
+    is_saving = adapter != "DoRA" and base is torch.bfloat16
+    assert (found[False][2] < found[True][2]) == (adapter != "DoRA")
+    assert (found[False][3] < found[True][3]) == is_saving
+
+
+def test_peft_casts_where_no_autocast_does_and_after_detach() -> None:
+    config = ADAPTERS["LoRA"]()
+    model, _ = adapted_llama("bf16", torch.bfloat16, config)
+    layer = model.base_model.model.model.layers[0].mlp.up_proj
+    copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(layer))
+    x = torch.ones(1, 32, dtype=torch.bfloat16)
+    expected = layer(x)  # outside of a forward
+    assert not isinstance(layer.cast_input_dtype_enabled, bool) and pickled.cast_input_dtype_enabled is True
+    for one in (model, copied):
+        hf_mp.detach(one)
+        layer = one.base_model.model.model.layers[0].mlp.up_proj
+        assert layer.cast_input_dtype_enabled is True and torch.equal(layer(x), expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from hf_mp import (
     prepare,
 )
 from hf_mp.step.forward import AttachedForward
+from hf_mp.trainer.calling_trainer import extend_method
 
 
 def trainer_with(
@@ -406,3 +408,21 @@ def test_a_loss_that_needs_a_scale_below_1_trains(contender: str, tmp_path: Path
     skipped = logged(trainer, "skipped_steps")
     assert logged(trainer, "loss_scale")[-1] < 1 and skipped[-1] == skipped[9] < 5
     assert not any(map(torch.equal, before, weights(trainer.model)))
+
+
+def test_two_functions_extend_one_method_and_each_once() -> None:
+    class Plain:
+        def load(self) -> list[str]:
+            return ["own"]
+
+    def first(own: Any) -> list[str]:
+        return ["first", *own()]
+
+    def second(before: str, own: Any) -> list[str]:
+        return [before, *own()]
+
+    plain: Any = Plain()
+    for _ in range(2):  # as at each train()
+        extend_method(plain, "load", first)
+        extend_method(plain, "load", functools.partial(second, "second"))
+    assert plain.load() == ["second", "first", "own"] and Plain().load() == ["own"]

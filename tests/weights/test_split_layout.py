@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import assert_true, attached, copies, same, take_step
+from huggingface_hub import PyTorchModelHubMixin
+from tiny import Using, assert_true, attached, copies, same, take_step
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from trainer_runs import arguments, logged, make_trainer, tiny_gpt2, token_rows
@@ -107,6 +110,23 @@ def test_a_model_that_cannot_be_split_is_left_as_it_was() -> None:
     restore_parameters(model)
 
 
+@every_lean
+def test_complex_parameters_are_trained_as_they_are(precision: str) -> None:
+    def losses(precision: str) -> list[float]:
+        torch.manual_seed(0)
+        model: Any = Using(
+            lambda model, x: (model.layer(x).to(torch.complex64) @ model.weight).abs().square().mean(),
+            layer=nn.Linear(8, 8), weight=nn.Parameter(torch.randn(8, 8, dtype=torch.complex64)),
+        )  # fmt: skip
+        model, optimizer = hf_mp.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), precision)
+        found = [take_step(model(x), optimizer, clip=1.0) for _ in range(4)]
+        assert model.weight.dtype is torch.complex64 and not isinstance(model.weight, SplitParameter)
+        return found
+
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    assert losses(precision) == pytest.approx(losses("fp32"), rel=2e-2)
+
+
 def test_buffers_in_lower_precision_become_fp32() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).half()
     MixedPrecision("fp16-lean").attach(model)
@@ -155,6 +175,34 @@ def test_lora(gpt2: GPT2LMHeadModel, batch: Batch, tmp_path: Path) -> None:
     assert not (tmp_path / "config.json").exists()  # an adapter has none
     loaded = peft.PeftModel.from_pretrained(reference, tmp_path)
     assert same(map(master_value, trained), [p for n, p in loaded.named_parameters() if "lora_" in n])
+
+
+class FrozenDict(OrderedDict[str, Any]):
+    """As that of diffusers, the config of its models: no attribute can be set."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise TypeError(f"cannot set {name}")
+
+
+class OfTheHub(nn.Linear, PyTorchModelHubMixin):
+    """A model with a dictionary as its config, which its own save_pretrained writes."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__(width, width)
+        self.config: Any = {"width": width}
+
+
+@pytest.mark.parametrize("config", [{"width": 4}, FrozenDict(width=4), None], ids=["dict", "FrozenDict", "none"])
+def test_a_model_with_a_dictionary_as_its_config_is_saved_while_attached(tmp_path: Path, config: Any) -> None:
+    model = OfTheHub()
+    model.config = config
+    model, optimizer = hf_mp.prepare(model, AdamW(model.parameters(), 1e-2), "fp16-lean")
+    take_step(model(torch.ones(2, 4)).square().mean(), optimizer)
+    model.save_pretrained(tmp_path)
+    loaded = OfTheHub.from_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()) == {"width": 4}
+    assert loaded.weight.dtype is torch.float32 and torch.equal(loaded.weight, master_value(model.weight))
+    assert not torch.equal(loaded.weight, loaded.weight.half().float())
 
 
 def test_a_static_scale_of_one_leaves_gradients_unscaled(gpt2: GPT2LMHeadModel, batch: Batch) -> None:

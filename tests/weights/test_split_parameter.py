@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -252,12 +253,24 @@ def test_load_state_dict_in_fp32_and_fp16() -> None:
 def test_casts_and_moves_of_a_module() -> None:
     model = split_model()
     before = {name: master_value(p) for name, p in model.named_parameters()}  # type: ignore[arg-type]
-    for cast in (torch.float32, torch.float16, torch.float64):  # the layout keeps its dtype, and every bit
-        model.to("cpu", cast)
+    for cast in (torch.float32, torch.float64):  # the layout keeps its dtype, and every bit
+        with pytest.warns(UserWarning, match=r"stay torch\.float16.*model\.state_dict\(\), or call hf_mp\.detach"):
+            model.to("cpu", cast)
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, SplitParameter) and parameter.dtype is torch.float16
             assert torch.equal(master_value(parameter), before[name])
-    model.to(torch.bfloat16)
+    with pytest.warns(UserWarning, match="stay torch.float16"):
+        model.float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.half()
+        model.to("cpu")
+        model[0].weight.data = model[0].weight.detach().float()  # as averages of weights are put in
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, SplitParameter) and parameter.dtype is torch.float16
+            assert torch.equal(master_value(parameter), before[name])
+    with pytest.warns(UserWarning, match="rounds the FP32 values"):
+        model.to(torch.bfloat16)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(master_value(parameter), before[name], rtol=2**-8, atol=0)  # type: ignore[arg-type]
 

@@ -9,13 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_mp.diagnostics.contract.folders import evidence_of, read_folder
-from hf_mp.diagnostics.contract.risks import Held, Risk, find_risks, mean
+from hf_mp.diagnostics.contract.risks import ASSUMED, Held, Risk, find_risks, mean
 from hf_mp.dtypes import spell
 
-_UNDECIDED = (
-    "no risk was found. Training these 16-bit weights further may be one: pass its learning rate, as in "
-    "--learning-rate 1e-5"
-)
 _ROLES = {"weights": "weights", "masters": "masters", "firsts": "first moments", "seconds": "second moments"}
 
 
@@ -27,7 +23,8 @@ class FolderCheck:
         path: of what was looked at: of a run, its newest checkpoint.
         held: elements by role and dtype, as ``{"weights": {"bf16": 124439808}}``.
         risks: states that lose bits.
-        needs_learning_rate: whether 16-bit weights are a risk depends on a learning rate that is not known.
+        assumed_learning_rate: the learning rate at which updates of 16-bit weights were counted, if neither the caller
+            nor the folder gave one; else None.
         norms: how many weights of norms there are.
         norms_at_one: how many of them are 1 throughout, as they were initialized.
         unchanged: the share of elements that are bit for bit the base's, by kind of module; empty without a base.
@@ -36,7 +33,7 @@ class FolderCheck:
     path: str
     held: Mapping[str, Mapping[str, int]]
     risks: tuple[Risk, ...]
-    needs_learning_rate: bool = False
+    assumed_learning_rate: float | None = None
     norms: int = 0
     norms_at_one: int = 0
     unchanged: Mapping[str, float] = field(default_factory=dict)
@@ -55,7 +52,8 @@ class FolderCheck:
         if self.unchanged:
             lines.append("bit for bit as in the base, by samples:")
             lines += [f"  {share:7.2%} of {kind}" for kind, share in self.unchanged.items()]
-        none = _UNDECIDED if self.needs_learning_rate else "no risk was found"
+        rate = self.assumed_learning_rate
+        none = "no risk was found" + (f" at learning rate {rate:g}, {ASSUMED}" if rate is not None else "")
         return "\n".join((*lines, *(map(str, self.risks) if self.risks else [none])))
 
 
@@ -71,8 +69,8 @@ def check_folder(
     Args:
         path: a folder of a model, a run, or a checkpoint: a Trainer's, FSDP2's and other shards of
             ``torch.distributed.checkpoint``, DeepSpeed's, or ours.
-        learning_rate: at which updates are lost or not; default: the checkpoint's. A folder of a model has none, and
-            16-bit weights are a risk there only if it is given.
+        learning_rate: at which updates are lost or not; default: the checkpoint's, or 1e-5, usual in fine-tuning, for a
+            folder that has none.
         keeps_bits: the optimizer rounds stochastically, which its state does not show.
         base: a folder of what training began from; tells which weights never moved.
 
@@ -95,8 +93,7 @@ def check_folder(
         str(folder.path),
         dict(held),
         find_risks(evidence),
-        # A folder of a model alone may be there to be served: only who trains it on loses updates.
-        needs_learning_rate=bool(evidence.narrow_weights) and not (evidence.is_training or keeps_bits),
+        assumed_learning_rate=evidence.learning_rate if evidence.assumes_learning_rate else None,
         norms=len(at_one),
         norms_at_one=sum(at_one),
         unchanged={} if base is None else _unchanged(evidence.weights, folder.path, base),

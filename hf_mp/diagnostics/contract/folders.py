@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from hf_mp.diagnostics.contract.risks import Evidence, Held, beta2_of, learning_rate_of, role_of
+from hf_mp.diagnostics.contract.risks import FINE_TUNING_RATE, Evidence, Held, beta2_of, learning_rate_of, role_of
 from hf_mp.diagnostics.contract.swamped import share_lost_at
 from hf_mp.environment.libraries import first_line
 from hf_mp.kernels.nested import named_tensors
@@ -254,12 +254,14 @@ def evidence_of(
 
     Args:
         folder: of :func:`read_folder`.
-        learning_rate: of the updates; None: what the folder says, if it does.
+        learning_rate: of the updates; None: that of the folder, else :data:`FINE_TUNING_RATE`, unless there is a base.
         keeps_bits: as in :class:`Evidence`.
         base: the parts of what training began from, to compare weights with; may be empty.
     """
     # The largest counts: updates lost at the peak are lost at every other step, too.
-    rate = learning_rate or learning_rate_of(folder.groups) or None
+    known = learning_rate or learning_rate_of(folder.groups)
+    # A folder of a model alone may be there to be trained on; one that is compared with a base has been.
+    rate = known or (None if base else FINE_TUNING_RATE)
     evidence = Evidence(is_saved=True, keeps_bits=keeps_bits, learning_rate=rate, beta2=beta2_of(folder.groups))
     for name, parts in folder.parts.items():
         if (role := role_of(name) if _STATE.match(name) else "weights") is None:
@@ -269,7 +271,8 @@ def evidence_of(
         elements = sum(part.elements for part in parts)
         unchanged = _unchanged_share(values, parts, base.get(name, []))
         getattr(evidence, role).append(Held(name, parts[0].dtype, elements, values, lost, unchanged))
-    evidence.is_training = learning_rate is not None or bool(folder.groups or evidence.seconds or evidence.firsts)
+    evidence.is_training = rate is not None or bool(folder.groups or evidence.seconds or evidence.firsts)
+    evidence.assumes_learning_rate = bool(evidence.narrow_weights and rate) and not (known or evidence.has_more_bits)
     return evidence
 
 

@@ -18,6 +18,8 @@ _LOSES_MANY = 0.01  # share of updates from which on the advice is to keep maste
 _STUCK = 0.5  # share of second moments
 _HARDLY_ANY = 0.01  # rows of an embedding that no token reads keep the values that they were loaded with
 _BETA2 = 0.999
+FINE_TUNING_RATE = 1e-5  # of AdamW for models of a billion parameters and more
+ASSUMED = "assumed for fine-tuning (--learning-rate sets another)"
 _NORM = re.compile(r"(^|\.)(\w*norm\w*|ln\w*|bn\d*)\.(weight|scale|gamma)$", re.IGNORECASE)
 
 
@@ -57,9 +59,10 @@ class Evidence:
         masters: FP32 values next to 16-bit weights.
         sums: Kahan's: what rounding took from the updates so far.
         learning_rate: the largest; None where it is not known.
+        assumes_learning_rate: whether it is :data:`FINE_TUNING_RATE`, for 16-bit weights in files that give none.
         beta2: the smallest decay of the second moments.
         keeps_bits: whether the optimizer has its own way to keep small updates, as stochastic rounding.
-        is_training: whether an optimizer updates the weights.
+        is_training: whether an optimizer updates the weights, or is assumed to.
         is_saved: whether these are files; else a training that runs.
     """
 
@@ -69,6 +72,7 @@ class Evidence:
     masters: list[Held] = field(default_factory=list)
     sums: list[Held] = field(default_factory=list)
     learning_rate: float | None = None
+    assumes_learning_rate: bool = False
     beta2: float = _BETA2
     keeps_bits: bool = False
     is_training: bool = False
@@ -120,6 +124,7 @@ def _no_masters(evidence: Evidence) -> Words:
         return None
     share = f"{mean(known):.0%}" if known else "an unknown share"
     rate = "" if evidence.learning_rate is None else f" at learning rate {evidence.learning_rate:g}"
+    rate += f", {ASSUMED}," if evidence.assumes_learning_rate else ""
     return (
         f"{_elements(narrow):,} of {_elements(evidence.weights):,} weights are {_spelled(narrow)} without an FP32 "
         f"master, and {share} of their updates{rate} are less than half a unit in the last place: rounding drops them",

@@ -83,9 +83,10 @@ class ContractWatch(ExitStack, StepObserver):
     def backward_ended(self, largest: Tensor | None = None) -> None:
         """Note the gradients that are there: an attached model's, before its update frees them."""
         for parameter in self.model.parameters():
-            is_split = isinstance(parameter, SplitParameter)
-            found = parameter.gradient_dtypes if is_split else {one.dtype for one in gradients_of(parameter)}
-            self._gradients[id(parameter)] |= set(map(spell, found))
+            if isinstance(parameter, SplitParameter):
+                self._gradients[id(parameter)] |= set(map(spell, parameter.gradient_dtypes))
+            else:
+                self._gradients[id(parameter)] |= dtypes_of(gradients_of(parameter))
 
     @on_stored_values
     def contract(self, optimizer: Any = None, saved: Mapping[str, torch.dtype] | None = None) -> PrecisionContract:
@@ -124,7 +125,7 @@ class ContractWatch(ExitStack, StepObserver):
             moments = NOT_SEEN if optimizer is None else _said(moments_of(optimizer, parameter), NONE)
         elif hasattr(self.model, "peft_config"):  # PEFT saves adapters alone
             saved = NONE
-        return ContractRow(kind, elements, stored, _said(computed), gradient, reduced, moments, saved)
+        return ContractRow(kind, elements, stored, _said(computed), gradient, reduced, moments, saved, (name,))
 
 
 def precision_contract(

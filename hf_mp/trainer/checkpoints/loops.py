@@ -122,6 +122,8 @@ def load_checkpoint(
     runtime = attached_runtime(model)
     with refused_together(), loaded_state.naming(checkpoint, "the state"):
         saved = read_json(checkpoint / STATE_FILE, object_hook=_with_own_keys)
+        if wrong := loaded_state.wrong_setting("step", saved["step"], 0):
+            raise CheckpointError(f"{checkpoint / STATE_FILE}: step {wrong}: take an earlier checkpoint")
         # First the state dict: FSDP2 then shards again what a forward left whole, and parameters by name are others.
         tensors, first = model_tensors(model)
         names, layout = named_parameters(model), read_layout(checkpoint / SHARDS_FOLDER)
@@ -131,8 +133,8 @@ def load_checkpoint(
     with refused_together(), loaded_state.naming(checkpoint, "the state"), torch.no_grad():
         put_tensors(model, tensors, first)
         loaded_state.check_parameters(checkpoint, model)
-        put_state(optimizer, names, state, saved["optimizer"])
-        loaded_state.check_optimizer(checkpoint, optimizer)
+        with loaded_state.checking(checkpoint, optimizer):
+            put_state(optimizer, names, state, saved["optimizer"])
         if runtime is not None and saved["mixed_precision"] is not None:
             runtime.load_state_dict(saved["mixed_precision"])
     if (runtime is None) != (saved["mixed_precision"] is None):

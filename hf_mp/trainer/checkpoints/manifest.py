@@ -10,10 +10,11 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_mp.environment.machine import package_versions
+from hf_mp.environment.paths import is_inside
 from hf_mp.trainer.checkpoints.synced import sync, sync_tree, write_synced
 
 MANIFEST_NAME = "hf_mp_manifest.json"
@@ -114,19 +115,6 @@ def _files_of(text: str) -> dict[str, FileEntry]:
     if outside := [name for name in files if not is_inside(name)]:
         raise CheckpointError(f"{outside[0]!r:.100} is not a path inside the checkpoint")
     return files
-
-
-def is_inside(name: str) -> bool:
-    """Whether ``name`` is a plain relative path that stays below the directory it is joined to, on any system."""
-    path = PurePosixPath(name)
-    return (
-        bool(path.parts)
-        and str(path) == name
-        and ".." not in path.parts
-        and not path.is_absolute()
-        and not PureWindowsPath(name).anchor
-        and not set(name) & {"\\", "\0"}
-    )
 
 
 def find_damage(checkpoint: Path, files: Mapping[str, FileEntry]) -> list[str]:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from hf_mp.ranks.parallelism import is_dtensor, local_part
+from hf_mp.trainer.checkpoints.loaded_state import innermost
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def take_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[
     settings = []
     for group, owned in zip(optimizer.param_groups, groups, strict=True):
         settings.append({**{key: _plain(value) for key, value in group.items()}, "params": owned})
-    return tensors, {"kind": _kind_of(optimizer), "groups": settings, "values": values}
+    return tensors, {"kind": type(innermost(optimizer)).__name__, "groups": settings, "values": values}
 
 
 def make_room(
@@ -73,7 +73,7 @@ def make_room(
             f"the optimizer was saved with groups of {[*map(len, saved)]} parameters, and this one has groups of "
             f"{[*map(len, here)]}, or other parameters: make it from the same parameters in the same groups"
         )
-    if (kind := _kind_of(optimizer)) != plain["kind"]:
+    if (kind := type(innermost(optimizer)).__name__) != plain["kind"]:
         raise CheckpointError(
             f"the checkpoint has the state of {plain['kind']}, and the optimizer is {kind}: resume with the optimizer "
             "that was saved"
@@ -88,10 +88,11 @@ def make_room(
                 f"the checkpoint has {key} of {parameter}, which the optimizer does not have: resume with the "
                 "optimizer that was saved"
             )
-        room = rooms.get(names[parameter], {}).get(key)
-        fits = room is not None and (stored.properties.dtype, stored.size) == (room.view.dtype, room.view.shape)
         # With offload, the state is read where it stays: memory for a second one may not be there.
-        found[name] = room.view if fits else _empty(parameter, names[parameter], stored)
+        view = getattr(rooms.get(names[parameter], {}).get(key), "view", None)
+        if view is None or (stored.properties.dtype, stored.size) != (view.dtype, view.shape):
+            view = _empty(parameter, names[parameter], stored)
+        found[name] = view
     return found
 
 
@@ -100,13 +101,6 @@ def _rooms_of(optimizer: Any) -> Mapping[nn.Parameter, Mapping[str, Any]]:
     while optimizer is not None and "rooms" not in vars(optimizer):
         optimizer = vars(optimizer).get("optimizer")
     return {} if optimizer is None else optimizer.rooms
-
-
-def _kind_of(optimizer: Any) -> str:
-    """The class of the optimizer in the wrappers of accelerate and of master weights."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
-    return type(optimizer).__name__
 
 
 def put_state(

@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import stat
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from safetensors import safe_open
 from torch.serialization import get_unsafe_globals_in_checkpoint
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import safe_globals
 
 from hf_mp.diagnostics.contract.folders import ShardMetadata
 from hf_mp.environment.libraries import first_line
-from hf_mp.trainer.checkpoints.manifest import is_inside
+from hf_mp.environment.paths import is_inside
 
 MAX_JSON_BYTES = 256 * 2**20  # a trainer_state.json with a million log entries has 200 MiB
 
@@ -111,6 +115,49 @@ def _runs_code(names: Iterable[str]) -> Hazard:
     )
 
 
+def _check_trainer_state(path: Path) -> None:
+    """Raise Hazard for entries that the Trainer cannot use: it reads them where it trains, in errors of Python."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise Hazard(f"is a {type(content).__name__}, not the state of a Trainer")
+    if unknown := sorted(content.keys() - {field.name for field in fields(TrainerState)}):
+        raise Hazard(f"has entries that this version of Transformers does not know: {', '.join(unknown)[:200]}")
+    for name, (expected, is_right) in _TRAINER_STATE.items():
+        value = content.get(name)
+        if not (is_right(value) or (value is None and name != "global_step")):
+            raise Hazard(f"has {value!r:.100} as {name}, not {expected}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_list_of_dicts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+
+
+def _is_state_of_callbacks(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(one, dict) or _is_list_of_dicts(one) for one in value.values())
+
+
+# Entries of trainer_state.json that a resumed training computes with; None or missing is the default of the others.
+_TRAINER_STATE: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "global_step": ("a number of steps", _is_count),
+    "num_input_tokens_seen": ("a number of tokens", _is_count),
+    "train_batch_size": ("a number of rows", _is_count),
+    "total_flos": ("a finite number", lambda value: _is_number(value) and math.isfinite(value)),
+    "best_metric": ("a number", _is_number),
+    "best_global_step": ("a number of steps", _is_count),
+    "best_model_checkpoint": ("a path", lambda value: isinstance(value, str)),
+    "log_history": ("a list of entries", _is_list_of_dicts),
+    "stateful_callbacks": ("the state of each callback", _is_state_of_callbacks),
+}
+
+
 def _check_index(path: Path) -> None:
     shards = set(read_json(path)["weight_map"].values())
     if outside := [shard for shard in shards if not (isinstance(shard, str) and is_inside(shard))]:
@@ -148,6 +195,7 @@ _CHECKS: tuple[tuple[str, str, Callable[[Path], Any]], ...] = (
     ),
     (r"(__\d+)?\.metadata", "metadata of shards", _check_shards),
     (r".*\.index\.json", "index of shards", _check_index),
+    (re.escape(TRAINER_STATE_NAME), "state of a Trainer", _check_trainer_state),
     (r".*\.json", "JSON", read_json),
     # Which checks its header when it opens the file: it must be below 100 MB.
     (r".*\.safetensors", "whole file of safetensors", partial(safe_open, framework="pt")),

@@ -49,6 +49,7 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
     def __init__(self, optimizer: Optimizer, transfers: limits.Transfers) -> None:
         _check_streamable(optimizer)
         self.rooms: dict[nn.Parameter, Rooms] = {}
+        self._chunks: list[Chunk] = []
         self._planned: Any = None  # what the chunks were cut from
         super().__init__(optimizer)
         self.use(transfers)
@@ -63,7 +64,8 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
         for parameter, rooms in self.rooms.items():
             state = self.optimizer.state.get(parameter, {})
             state.update({key: room.view.to(device) for key, room in rooms.items() if state.get(key) is room.view})
-        self.rooms, self._chunks, self._planned = {}, [], None  # chunks hold the windows
+        self.rooms, self._planned = {}, None
+        self._chunks.clear()  # they hold the windows
 
     # Where the state is
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_mp.kernels.gradient_scan import norm_of, norm_of_parts, real_values, scan_part
 from hf_mp.kernels.split import REMAINDER_DTYPE, merge, split_into
+from hf_mp.kernels.tensors import is_on_host
 from hf_mp.weights.fused_adamw import clip_factor
 from hf_mp.weights.offload.chunks import GRADIENT, LOWER_GRADIENT, REMAINDER, Rooms
 from hf_mp.weights.offload.host_memory import reserve
@@ -233,16 +234,22 @@ def held_gradients(parameters: Iterable[Any]) -> tuple[list[HeldGradient], list[
 @on_stored_values
 def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     """As :meth:`MasterWeightOptimizer.clip_grad_norm_`, bit for bit; gradients in host memory stay there."""
+    norms: list[tuple[Tensor, Tensor | None]] = []  # scaled, with the factors that unscale them
     parts: dict[tuple[torch.device, Tensor | None], list[Tensor]] = {}
     for parameter in parameters:
         if (held := held_gradient(parameter)) is not None:
-            parts.setdefault((held.part.device, held.factor), []).append(held.part)
-            continue
-        gradient, factor = gradient_and_factor(parameter)
-        if gradient is not None:
-            parts.setdefault((gradient.device, factor), []).append(scan_part(real_values(gradient))[1])
-    scaled = [(norm_of_parts(found), factor) for (_, factor), found in parts.items()]
-    total = norm_of([norm if factor is None else norm * factor.squeeze() for norm, factor in scaled])
+            part, factor = held.part, held.factor
+        else:
+            gradient, factor = gradient_and_factor(parameter)
+            if gradient is None:
+                continue
+            part = scan_part(real_values(gradient))[1]
+        if is_on_host(part):
+            norms.append((part, factor))
+        else:
+            parts.setdefault((part.device, factor), []).append(part)
+    norms += [(norm_of_parts(found), factor) for (_, factor), found in parts.items()]
+    total = norm_of([norm if factor is None else norm * factor.squeeze() for norm, factor in norms])
     if math.isfinite(max_norm):
         factor = clip_factor(total, max_norm)
         gradients, others = held_gradients(parameters)

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock, Timeout
 from huggingface_hub.utils import filter_repo_objects
 from kills import Killed, kill_at
 from trainer_runs import arguments, make_trainer, same, tiny_gpt2, token_rows, weights
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 import hf_mp.trainer.checkpoints.in_place as in_place
 import hf_mp.trainer.checkpoints.inspection as inspection
@@ -25,7 +26,13 @@ from hf_mp.trainer.checkpoints import lock, resuming
 from hf_mp.trainer.checkpoints.in_place import begin, complete, take_back
 from hf_mp.trainer.checkpoints.inspection import find_problems
 from hf_mp.trainer.checkpoints.lock import lock_directory
-from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, UNFINISHED_NAME, finish, read_manifest
+from hf_mp.trainer.checkpoints.manifest import (
+    MANIFEST_NAME,
+    UNFINISHED_NAME,
+    CheckpointError,
+    finish,
+    read_manifest,
+)
 from hf_mp.trainer.checkpoints.resuming import clear_up
 
 pytestmark = pytest.mark.usefixtures("without_first_check")
@@ -221,6 +228,76 @@ def test_a_loops_checkpoint_that_was_set_aside_is_put_back(tmp_path: Path) -> No
     assert entries(tmp_path) == ["last"]
 
 
+# Removal
+
+
+@pytest.mark.parametrize("has_manifest", [True, False], ids=["ours", "stock"])
+@pytest.mark.usefixtures("told")
+def test_a_kill_at_any_call_of_a_removal_leaves_a_whole_one_or_a_marked_one(tmp_path: Path, has_manifest: bool) -> None:
+    number, found = 0, set()
+    while True:
+        number += 1
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write(folder / "checkpoint-4", "old")
+        if has_manifest:
+            finish(folder / "checkpoint-4")
+        with pytest.MonkeyPatch.context() as patch, suppress(Killed):
+            calls = kill_at(patch, number)
+            patch.setattr(os, "replace", counting(calls, number, os.replace))
+            in_place.remove(folder / "checkpoint-4")
+        if (folder / "checkpoint-4").exists() and find_problems(folder / "checkpoint-4"):
+            assert in_place.is_unfinished(folder / "checkpoint-4"), (number, calls)
+            found.add("marked")
+        elif (folder / "checkpoint-4").exists():
+            assert len(entries(folder / "checkpoint-4")) == 3 + has_manifest
+            found.add("whole")
+        clear_up(folder)
+        assert entries(folder) == (["checkpoint-4"] if number == 1 else []), (number, calls)
+        if len(calls) < number:
+            break
+    assert number > 5 and found == {"marked", "whole"}
+
+
+def counting(calls: list[str], number: int, real: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        calls.append(real.__name__)
+        if len(calls) >= number:
+            raise Killed
+        return real(*args)
+
+    return call
+
+
+@pytest.mark.usefixtures("told")
+def test_a_rotation_keeps_the_newest_and_the_best_and_other_programs_folders(tmp_path: Path) -> None:
+    for age, step in enumerate((8, 2, 4, 6), 1):  # an earlier run has left the first
+        write(tmp_path / f"checkpoint-{step}", "old")
+        os.utime(tmp_path / f"checkpoint-{step}", (age * 100, age * 100))
+    write(tmp_path / "checkpoint-best", "copied by hand")
+    (tmp_path / "checkpoint-10").symlink_to(tmp_path / "checkpoint-2")
+    in_place.rotate(tmp_path, None, None)
+    in_place.rotate(tmp_path, 0, None)
+    assert len(entries(tmp_path)) == 6
+    in_place.rotate(tmp_path, 3, str(tmp_path / "elsewhere" / ".." / "checkpoint-2"))  # spelled otherwise
+    left = ["checkpoint-10", "checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-best"]
+    assert entries(tmp_path) == left  # a link stays, and counts as little as the folder by hand
+
+
+def test_a_rotation_that_the_disk_stops_leaves_a_mark_and_the_next_one_goes_on(
+    tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (2, 4, 6):
+        write(tmp_path / f"checkpoint-{step}", "old")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", _fail)
+        in_place.rotate(tmp_path, 2, None)
+    assert told == [f"older checkpoints in {tmp_path} could not be removed, and stay ([Errno 5] Input/output error)"]
+    assert find_problems(tmp_path / "checkpoint-2") == [NEVER_FINISHED]
+    in_place.rotate(tmp_path, 2, None)
+    assert entries(tmp_path) == ["checkpoint-4", "checkpoint-6"]
+
+
 # In a Trainer
 
 
@@ -308,6 +385,48 @@ def test_a_push_has_nothing_that_goes_away_again_and_leaves_the_checkpoint_where
     with pytest.raises(OSError, match="not to be reached"):
         make(tmp_path, contender, base=Pushing, **settings).train()
     assert pushed[0] == pushed[1] <= set(entries(tmp_path / "checkpoint-4")) and beside == []
+
+
+@pytest.mark.parametrize("contender", ["callback", "subclass"])
+@pytest.mark.parametrize("best", [False, True], ids=["limit", "best"])
+def test_what_a_trainer_removes_is_marked_and_the_directory_locked(
+    tmp_path: Path, contender: str, best: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed: list[str] = []
+    rmtree = shutil.rmtree
+
+    def look(path: Any, *args: Any, **kwargs: Any) -> None:
+        if Path(path).parent == tmp_path and Path(path).name.startswith("checkpoint-"):
+            assert entries(path) in ([UNFINISHED_NAME], [])
+            with pytest.raises(Timeout):
+                FileLock(tmp_path / lock.LOCK_NAME).acquire(timeout=0)
+            removed.append(Path(path).name)
+        rmtree(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", look)
+    settings: dict[str, Any] = {"save_total_limit": 1, "max_steps": 8}
+    if best:
+        settings |= {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+        settings |= {"metric_for_best_model": "loss", "greater_is_better": True}
+    trainer = make(tmp_path, contender, eval_dataset=token_rows(4), **settings)
+    trainer.train()
+    kept = Path(trainer.state.best_model_checkpoint).name if best else "checkpoint-8"
+    assert sorted(removed) == [f"checkpoint-{step}" for step in (2, 4, 6, 8) if kept != f"checkpoint-{step}"]
+    assert entries(tmp_path) == [kept] and trainer.args.save_total_limit == 1
+
+
+@pytest.mark.parametrize("contender", ["callback", "subclass"])
+def test_a_best_checkpoint_that_is_gone_is_an_error(tmp_path: Path, contender: str) -> None:
+    class Remove(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 6:
+                shutil.rmtree(state.best_model_checkpoint)
+
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    best |= {"metric_for_best_model": "loss", "greater_is_better": True}
+    trainer = make(tmp_path, contender, callbacks=[Remove()], eval_dataset=token_rows(4), **best)
+    with pytest.raises(CheckpointError, match=r"checkpoint-., the best checkpoint, is not there any more"):
+        trainer.train()
 
 
 # What is missing

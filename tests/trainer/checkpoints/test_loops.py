@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import hub_names
 import pytest
 import torch
 from eight_bits import EightBits
@@ -84,6 +85,41 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path, precision: str) -> None:
     assert train(again, other, 3, 5) == losses
     assert same(state(again, other), state(model, optimizer))
     assert again.first.weight is again.last.weight
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter"),
+    [
+        pytest.param(kind, adapter, marks=() if kind == sampled else pytest.mark.exhaustive)
+        for adapter, sampled in (("whole", "Mixtral"), ("LoRA", "DeepSeek-V3"))
+        for kind in hub_names.MODELS
+    ],
+)
+def test_models_with_other_names_on_the_hub_come_back(tmp_path: Path, kind: str, adapter: str) -> None:
+    # Each kind in one layout, which the kinds share out.
+    precision = ("bf16", "fp16", "bf16-lean")[list(hub_names.MODELS).index(kind) % 3]
+    make, rows = hub_names.adapted if adapter == "LoRA" else hub_names.make, hub_names.rows(kind, 6)
+
+    def made(seed: int) -> tuple[Any, Any]:
+        model = make(kind, seed)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        return hf_mp.prepare(model, optimizer, precision)
+
+    def run(model: nn.Module, optimizer: Any, start: int, stop: int) -> None:
+        for step in range(start, stop):
+            torch.manual_seed(step)  # for dropout
+            model(**hub_names.collate(rows[2 * step : 2 * step + 2])).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    first, again = made(0), made(1)
+    run(*first, 0, 2)
+    hf_mp.save_checkpoint(tmp_path / "c", *first, 2)
+    assert hf_mp.load_checkpoint(tmp_path / "c", *again) == (2, {})
+    assert same(state(*again), state(*first))
+    for parts in (first, again):
+        run(*parts, 2, 3)
+    assert same(state(*again), state(*first))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -258,6 +294,52 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 1)
     with pytest.raises(hf_mp.CheckpointError, match=re.escape("the weight first.bias holds inf or NaN")):
         hf_mp.load_checkpoint(tmp_path / "c", model, optimizer)
+
+
+def set_in_state(**settings: Any) -> Any:
+    return lambda said: said["optimizer"]["groups"][1].update(settings)
+
+
+RUINOUS: dict[str, tuple[Any, str]] = {
+    "eps NaN": (set_in_state(eps=float("nan")), "the optimizer's eps is nan"),
+    "rate inf": (set_in_state(lr=float("inf")), "the optimizer's lr is inf"),
+    "rate a word": (set_in_state(lr="fast"), "the optimizer's lr is 'fast', not a number"),
+    "betas of 1": (set_in_state(betas=[1.0, 0.9]), "the optimizer's betas is .*, and must be below 1"),
+    "no betas": (lambda said: said["optimizer"]["groups"][0].pop("betas"), "the optimizer's betas is missing"),
+    "step a word": (lambda said: said.update(step="first"), "step is 'first', not a number"),
+    "step below 0": (lambda said: said.update(step=-1), "step is -1, and must not be negative"),
+    "no step": (lambda said: said.pop("step"), "the state of .*/c does not fit this run: 'step'"),
+    "no optimizer": (lambda said: said.update(optimizer=None), "the state of .*/c does not fit this run"),
+    "squares below 0": ({"exp_avg_sq": torch.full((6,), -1.0)}, "exp_avg_sq of a .* is negative"),
+    "integer moments": ({"exp_avg": torch.ones(6, dtype=torch.int32)}, "the optimizer's exp_avg holds torch.int32"),
+    "step of the optimizer below 0": ({"step": torch.tensor(-1.0)}, "the optimizer's step of a .* is negative"),
+}
+
+
+@pytest.mark.parametrize("what", RUINOUS)
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+def test_values_that_would_ruin_the_run_are_refused(tmp_path: Path, precision: str, what: str) -> None:
+    from safetensors.torch import load_file, safe_open, save_file
+
+    change, message = RUINOUS[what]
+    model, optimizer = made(precision)
+    train(model, optimizer, 0, 1)
+    hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 1)
+    if isinstance(change, dict):  # of the state of a parameter
+        (shard,) = (tmp_path / "c/shards").iterdir()
+        with safe_open(shard, "pt") as file:
+            metadata = file.metadata()
+        changed = {f"optimizer/first.bias/{key}": value for key, value in change.items()}
+        save_file({**load_file(shard), **changed}, shard, metadata)
+    else:
+        state = tmp_path / "c/training_state.json"
+        said = json.loads(state.read_text())
+        change(said)
+        state.write_text(json.dumps(said))
+    (tmp_path / "c/hf_mp_manifest.json").unlink()
+    manifest.finish(tmp_path / "c", step=1)
+    with pytest.raises(hf_mp.CheckpointError, match=message):
+        hf_mp.load_checkpoint(tmp_path / "c", *made(precision, seed=1))
 
 
 def test_a_scheduler_with_milestones_goes_on(tmp_path: Path) -> None:

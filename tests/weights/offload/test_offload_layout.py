@@ -14,11 +14,12 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import hf_mp
-from hf_mp.kernels import registry
+from hf_mp.kernels import gradient_scan, registry
 from hf_mp.kernels.adamw import adamw_reference
 from hf_mp.kernels.gradient_scan import Scan
-from hf_mp.weights import forward_weights
+from hf_mp.weights import master_weight_optimizer, slots
 from hf_mp.weights.offload import layout, optimizer
+from hf_mp.weights.offload import parameter as offloaded_parameter
 from hf_mp.weights.offload.parameter import OffloadedParameter
 from hf_mp.weights.offload.transfers import Transfers
 from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, has_gradient, master_value
@@ -83,6 +84,8 @@ def test_the_kernels_of_a_gpu_take_chunks(offload: str, monkeypatch: pytest.Monk
     kernels = Kernels()
     monkeypatch.setattr(registry, "_has_triton", lambda: True)
     monkeypatch.setattr(registry, "launcher", kernels.launcher)
+    for module in (gradient_scan, master_weight_optimizer, offloaded_parameter):
+        monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
     expected = start(fused_in_groups, "bf16-lean", None).train()
     whole = max(kernels.sizes)
     kernels.sizes.clear()
@@ -261,7 +264,7 @@ def test_only_tied_weights_have_room_for_sums_until_gradients_are_accumulated() 
 
 
 def test_a_gradient_is_moved_as_soon_as_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(forward_weights._GROUP_ELEMENTS, "cpu", 1)  # small ones would leave together
+    monkeypatch.setitem(slots._GROUP_ELEMENTS, "cpu", 1)  # small ones would leave together
     run, found = start(fused_in_groups, "bf16-lean", "all"), []
     parameters, stored_grad = list(run.model.parameters()), cast(Any, torch.Tensor.grad).__get__
 

@@ -1,4 +1,4 @@
-"""The batches that a diagnosis runs: checked, and given to the model as a loop would."""
+"""Batches of a diagnosis."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from torch import Tensor, nn
 from hf_mp.kernels.nested import named_tensors
 
 
-def checked(batches: Any) -> list[Any]:
-    """Return ``batches`` as a list; a mapping or a tensor is one batch. Raises ValueError if there is none."""
+def check_batches(batches: Any) -> list[Any]:
+    """Return ``batches`` as a list; a mapping or a tensor is one batch."""
     is_one = isinstance(batches, Tensor) or (isinstance(batches, Mapping) and len(batches) > 0)
-    if not (given := [batches] if is_one else list(batches)):
+    given = [batches] if is_one else list(batches)
+    if not given:
         raise ValueError("batches is empty: give at least one, such as [next(iter(loader))]")
     return given
 
 
-def call(model: nn.Module, batch: Any) -> Any:
-    """What ``model`` returns for a mapping of arguments, a tuple or list of them, or one argument."""
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """Call ``model`` with a mapping of arguments, a tuple or list of them, or a single one."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
-def loss_of(outputs: Any) -> Tensor | None:
-    """The loss that a model returned: of the scalars with a gradient the one of this name, else the first."""
+def find_loss(outputs: Any) -> Tensor | None:
+    """Return the scalar output ``loss`` that requires grad, else the first such output, or None."""
     scalars = {name: tensor for name, tensor in named_tensors(outputs) if tensor.numel() == 1 and tensor.requires_grad}
     return scalars.get("loss", next(iter(scalars.values()), None))

@@ -1,0 +1,53 @@
+"""The loads of one Trainer: errors name the checkpoint, and values that would ruin the run are refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from transformers import Trainer
+
+from hf_mp.trainer.calling_trainer import extend_method, resumed_checkpoint
+from hf_mp.trainer.checkpoints import loaded_state
+from hf_mp.trainer.model_loading import allowing_no_state
+from hf_mp.trainer.session import TrainerSession
+
+# By the Trainer's method: what it loads.
+_LOADED = {
+    "_load_rng_state": "the state of the random numbers",
+    "_load_callback_state": "the state of the callbacks",
+}
+
+
+class Loads:
+    """Have what ``trainer`` loads from a checkpoint checked, from now on; all that is refused is a CheckpointError.
+
+    Args:
+        trainer: a stock Trainer, one of another library, or hf_mp's.
+        session: returns the session of the run; None for loads that are left to the Trainer alone.
+    """
+
+    def __init__(self, trainer: Trainer, session: Callable[[], TrainerSession | None]) -> None:
+        self._trainer, self._session = trainer, session
+        for method, what in _LOADED.items():
+            extend_method(trainer, method, functools.partial(self._load, what))
+        extend_method(trainer, "_load_optimizer_and_scheduler", self._load_optimizer_and_scheduler)
+
+    def _load(self, what: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._session() is None:
+            return own(*args, **kwargs)
+        # The Trainer passes no path to the method that loads its callbacks.
+        checkpoint = args[0] if args else resumed_checkpoint(self._trainer)
+        with loaded_state.naming(str(checkpoint), what):
+            return own(*args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, own: Callable[..., None], checkpoint: str | None) -> None:
+        trainer: Any = self._trainer
+        if checkpoint is None:
+            own(checkpoint)
+            return
+        check = loaded_state.checking(checkpoint, trainer.optimizer, trainer.lr_scheduler)
+        with nullcontext() if self._session() is None else check, allowing_no_state(trainer, checkpoint):
+            own(checkpoint)
