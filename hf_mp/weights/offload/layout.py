@@ -80,7 +80,7 @@ class OffloadLayout(SplitLayout):
         kinds = {REMAINDER: REMAINDER_DTYPE, **({GRADIENT: self.policy.params} if self._moves_gradients else {})}
         rooms = reserve([(dtype, one.shape) for dtype in kinds.values() for one in moved], transfers.device)
         if self._moves_gradients:
-            transfers.grow(min(limits.WINDOW_BYTES, max(2**12, sum(p.nbytes for p in moved))))
+            transfers.grow(limits.window_bytes_for(sum(p.nbytes for p in moved)))
         for number, parameter in enumerate(moved):
             make_split(parameter, self.policy.params)
             its = {key: rooms[place * len(moved) + number] for place, key in enumerate(kinds)}

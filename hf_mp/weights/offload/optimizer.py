@@ -84,8 +84,8 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
             pairs = [(p, {**p.place.rooms, **self.rooms[p]}) for p in own]
             sliced = [pair for pair in pairs if id(pair[0]) in self._settings]
             whole = [pair for pair in pairs if id(pair[0]) not in self._settings]
-            size, elements = limits.WINDOW_BYTES, base._BUCKET_ELEMENTS
-            self._chunks = [*cut(sliced, size), *bundle(whole, size, elements)]
+            size = limits.window_bytes_for(sum(room.view.nbytes for _, rooms in pairs for room in rooms.values()))
+            self._chunks = [*cut(sliced, size), *bundle(whole, size, base._BUCKET_ELEMENTS)]
             self.transfers.grow(max([chunk.bytes for chunk in self._chunks], default=0))
             self._planned = planned
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hf_mp.kernels.gradient_scan import norm_of, norm_of_parts, real_values, scan_part
 from hf_mp.kernels.split import REMAINDER_DTYPE, merge, split_into
 from hf_mp.kernels.tensors import is_on_host
+from hf_mp.weights import master_weight_optimizer
 from hf_mp.weights.fused_adamw import clip_factor
 from hf_mp.weights.offload.chunks import GRADIENT, LOWER_GRADIENT, REMAINDER, Rooms
 from hf_mp.weights.offload.host_memory import reserve
@@ -234,6 +235,8 @@ def held_gradients(parameters: Iterable[Any]) -> tuple[list[HeldGradient], list[
 @on_stored_values
 def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     """As :meth:`MasterWeightOptimizer.clip_grad_norm_`, bit for bit; gradients in host memory stay there."""
+    if not held_gradients(parameters)[0]:
+        return master_weight_optimizer.clip_grad_norm_(parameters, max_norm)  # one launch for all
     norms: list[tuple[Tensor, Tensor | None]] = []  # scaled, with the factors that unscale them
     parts: dict[tuple[torch.device, Tensor | None], list[Tensor]] = {}
     for parameter in parameters:

@@ -13,7 +13,14 @@ from hf_mp.weights.offload.host_memory import ALIGNED, padded
 from hf_mp.weights.offload.streams import COMPUTE, INBOUND, OUTBOUND, Streams
 
 WINDOW_BYTES = 2**28  # of each window, at most, if no single tensor needs more
+_LEAST_BYTES = 2**20  # of each window, if WINDOW_BYTES allows it
+_CHUNKS = 8  # at least, of what passes through the windows: both have at most a quarter of it
 ALIGNED_BYTES = 512  # a multiple of ALIGNED elements of each dtype, and of the alignment of CUDA's allocator
+
+
+def window_bytes_for(moved_bytes: int) -> int:
+    """The size of a window for so many bytes that pass through both: small models get small windows."""
+    return min(WINDOW_BYTES, max(_LEAST_BYTES, moved_bytes // _CHUNKS))
 
 
 class Transfers:
