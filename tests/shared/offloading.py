@@ -78,6 +78,7 @@ class Run:
     def backward(self, micro_batches: int = 1, factor: float = 1.0) -> None:
         for _ in range(micro_batches):
             ids = torch.randint(0, SIZES["vocab_size"], (2, SIZES["n_positions"]), generator=self.generator)
+            ids = ids.to(self.model.device)
             (self.model(input_ids=ids, labels=ids).loss * (factor / micro_batches)).backward()
 
     def train(self, steps: Sequence[Step] = STEPS) -> Run:
@@ -99,7 +100,7 @@ class Run:
         parameters = list(self.model.parameters())
         states = [self.optimizer.state.get(parameter, {}) for parameter in parameters]
         values = [value for state in states for _, value in sorted(state.items()) if isinstance(value, Tensor)]
-        return [*copies(parameters), *self.weights(), *copies(values)]
+        return [tensor.cpu() for tensor in (*copies(parameters), *self.weights(), *copies(values))]
 
 
 def start(make: Make, precision: str, offload: str | None, model: Any = None, **settings: Any) -> Run:
