@@ -98,8 +98,10 @@ def time_steps(rounds: int) -> dict[str, Any]:
 
 def _make_step(offload: str | None, moments: list[list[float]]) -> Any:
     torch.manual_seed(0)
-    model = _GPT2.model().to("cuda", torch.bfloat16).train()
+    model: Any = _GPT2.model()
+    model = model.to("cuda", torch.bfloat16).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    prepared: Any
     model, prepared = hf_mp.prepare(model, optimizer, PRESET, offload=offload)
     ids = _GPT2.token_ids().to("cuda")
 
