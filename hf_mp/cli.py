@@ -103,6 +103,10 @@ def memory(
             "fp16-lean."
         ),
     ] = None,
+    offload: Annotated[
+        str | None,
+        typer.Option(help="Have in host memory: optimizer, or all (gradients too); of fp16-lean and bf16-lean."),
+    ] = None,
     device: Annotated[str, typer.Option(help="Device to predict for: cuda or cpu; needs neither here.")] = "cuda",
     gpu: Annotated[
         str | None, typer.Option(help="Memory of your GPU, such as 24GB (24 GiB): what fits, and the largest batch.")

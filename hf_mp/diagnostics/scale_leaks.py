@@ -19,6 +19,7 @@ from hf_mp.diagnostics.step_snapshot import restoring_module_state, save_rng_sta
 from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.scaling.rules import scale_with_headroom
 from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.weights.split_parameter import gradient_and_factor
 
 # A gradient that was not unscaled contains a + b * S, one that was not scaled a + b / S. FP16 rounding does not depend
 # on S, and underflow only reduces a.
@@ -180,9 +181,15 @@ def _gradients_at(
     restore_rng_states()  # forward, recomputation and autograd functions may draw
     try:
         backward()
-        named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-        largest = largest_magnitude([gradient for _, gradient in named]).item()
-        return {name: sample(gradient, _SAMPLED).float() for name, gradient in named}, largest
+        samples, largest = dict[str, Tensor](), list[Tensor]()
+        for name, parameter in model.named_parameters():
+            # Not `.grad`, of which a lean layout would make FP32 gradients, all at once.
+            gradient, factor = gradient_and_factor(parameter)
+            if gradient is not None:
+                inverse = 1.0 if factor is None else factor.squeeze()
+                samples[name] = sample(gradient, _SAMPLED).float() * inverse
+                largest.append(largest_magnitude([gradient]) * inverse)
+        return samples, largest_magnitude(largest).item()
     finally:
         runtime.check.forget()
         for parameter in model.parameters():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -46,7 +47,7 @@ def scan_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def reduce_kernel(largest_bits, squares, result, count, PARTS: tl.constexpr):
-    """Write the largest magnitude of all blocks and the norm, summed in FP64; one program."""
+    """Write the largest magnitude of all blocks, the norm and the sum of squares in FP64; one program."""
     start = 0
     largest = tl.zeros((PARTS,), tl.int32)
     total = tl.zeros((PARTS,), tl.float64)
@@ -56,18 +57,24 @@ def reduce_kernel(largest_bits, squares, result, count, PARTS: tl.constexpr):
         total += tl.load(squares + parts, mask=parts < count, other=0.0).to(tl.float64)
         start += PARTS
     tl.store(result, tl.max(largest, axis=0).to(tl.float32, bitcast=True))
-    tl.store(result + 1, tl.sqrt(tl.sum(total, axis=0)).to(tl.float32))
+    squares_sum = tl.sum(total, axis=0)
+    tl.store(result + 1, tl.sqrt(squares_sum).to(tl.float32))
+    tl.store((result + 2).to(tl.pointer_type(tl.float64), bitcast=True), squares_sum)
 
 
 @torch.no_grad()
-def scan(tensors: Sequence[Tensor]) -> Scan:
-    """Compute ``scan_reference``. Squares are summed in FP32 within a block, in FP64 across blocks."""
+def scan(tensors: Sequence[Tensor], *, sums_squares: bool = False) -> Scan | tuple[Tensor, Tensor]:
+    """Compute ``scan_reference``. Squares are summed in FP32 within a block, in FP64 across blocks.
+
+    With ``sums_squares``: the largest magnitude and, in place of the norm, the sum of squares in FP64, of shape ().
+    """
     device = tensors[0].device
     stream = stream_of(device)
     table = table_of(*traits_of(tensors), device, stream)
     count = sum([len(part.blocks) for part in table.parts])
     largest_bits = torch.empty(count, dtype=torch.int32, device=device)
-    squares, result = (torch.empty(size, dtype=torch.float32, device=device) for size in (count, 2))
+    # Largest magnitude, norm, and the 8 bytes of a sum in FP64.
+    squares, result = (torch.empty(size, dtype=torch.float32, device=device) for size in (count, 4))
     begin = 0
     with torch.cuda.device_of(result):  # Triton launches on the current device
         for part in table.parts:
@@ -81,7 +88,9 @@ def scan(tensors: Sequence[Tensor]) -> Scan:
             reduce_kernel, 1, stream, largest_bits, squares, result, count,
             PARTS=PARTS, num_warps=WARPS, enable_fp_fusion=True,
         )  # fmt: skip
-    return Scan(*result.unbind())
+    if sums_squares:
+        return result[0], result[2:].view(torch.float64)[0]
+    return Scan(*result.unbind()[:2])
 
 
 def pairs(device: torch.device) -> Iterator[Pair]:
@@ -92,6 +101,10 @@ def pairs(device: torch.device) -> Iterator[Pair]:
         sample = [make(size).to(device, dtype) for size in (3, 2 * BLOCKS[True], 2 * BLOCKS[False] + 1)]
         for poison in (1.0, float("inf"), float("nan")):
             sample[1][BLOCKS[True]] = poison
-            found, expected = scan(sample), scan_reference(sample)
+            found: Any = scan(sample)
+            expected = scan_reference(sample)
             yield Pair(f"the largest magnitude of {dtype}", found.largest, expected.largest, 0.0)
             yield Pair(f"the norm of {dtype}", found.norm, expected.norm, 1e-5)
+            largest, squares = scan(sample, sums_squares=True)
+            yield Pair(f"the largest magnitude of {dtype} beside a sum", largest, found.largest, 0.0)
+            yield Pair(f"the sum of squares of {dtype}", squares.sqrt().float(), found.norm, 0.0)

@@ -21,6 +21,7 @@ from hf_mp.memory.report import as_json as report_as_json
 from hf_mp.memory.report import gather_report
 from hf_mp.memory.sizes import parse_size
 from hf_mp.memory.tables import render
+from hf_mp.policy import PRESETS
 
 
 def run(
@@ -43,7 +44,7 @@ def run(
         report = gather_report(
             model,
             gpu_bytes=None if gpu is None else parse_size(gpu),
-            presets=precision or (SHOWN_PRESETS if train or gpu or settings["ranks"] > 1 else ()),
+            presets=precision or _shown(is_trained=train or gpu is not None or settings["ranks"] > 1, **settings),
             progress=lambda step: line.update(f"{step} ..."),
             **settings,
         )
@@ -53,6 +54,13 @@ def run(
     with console.capture() as tables:
         console.print(render(report, console.width))
     return "".join(f"{line.rstrip()}\n" for line in tables.get().splitlines())
+
+
+def _shown(*, is_trained: bool, offload: str | None, **others: Any) -> Sequence[str]:
+    """The presets to predict if none is named: with offload, those that have it."""
+    if offload is not None:
+        return [name for name, policy in PRESETS.items() if policy.is_lean]
+    return SHOWN_PRESETS if is_trained else ()
 
 
 def _import_bitsandbytes() -> None:

@@ -56,6 +56,15 @@ def kernels_of_a_gpu() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def host_memory_of(recorder: Any) -> Iterator[None]:
+    """Have offload take memory of the host from ``recorder``, a ``MemoryRecorder``, which tells it from the GPU's."""
+    from hf_mp.weights.offload import host_memory  # which no other estimate needs
+
+    with mock.patch.multiple(host_memory, allocate=recorder.make_host_memory, free_bytes=lambda: None):
+        yield
+
+
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -100,7 +109,7 @@ class _RowKernels:
 
 # Triton's kernels take no tensors without values. What each allocates, but for tables of addresses.
 _LAUNCHERS: dict[str, Any] = {
-    "gradient_scan": lambda tensors: Scan(*tensors[0].new_empty(2, dtype=torch.float32).unbind()),
+    "gradient_scan": lambda tensors, **_: Scan(*tensors[0].new_empty(4, dtype=torch.float32).unbind()[:2]),
     "adamw": lambda *_: lambda gradients, *_: gradients[0].new_empty((3, len(gradients)), dtype=torch.float32),
     "cross_entropy": _RowKernels,
 }

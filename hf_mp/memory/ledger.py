@@ -18,6 +18,7 @@ class Category(StrEnum):
     FROZEN_WEIGHTS = "frozen weights"
     GRADIENTS = "gradients"
     OPTIMIZER_STATE = "optimizer state"
+    OFFLOAD_WINDOWS = "offload windows"
     ACTIVATIONS = "activations"
     LOGITS_AND_LOSS = "logits and loss"
     TEMPORARIES = "temporaries"

@@ -22,8 +22,8 @@ from hf_mp.memory.models import (
 )
 from hf_mp.memory.precisions import parse_precision, parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
-from hf_mp.memory.settings import make_settings
-from hf_mp.memory.training import TrainingMemory, make_trainee, prepare_model, recording
+from hf_mp.memory.settings import check_device, make_settings
+from hf_mp.memory.training import TrainingMemory, host_bytes_of, make_trainee, prepare_model, recording
 
 
 def measure_training_memory(
@@ -41,8 +41,8 @@ def measure_training_memory(
         model: as for :func:`hf_mp.estimate_training_memory`.
         precision: one of :data:`hf_mp.memory.precisions.TRAINING_PRESETS`; default ``"fp16"``.
         device: ``"cuda"`` or ``"cpu"``; default: the GPU if there is one.
-        settings: ``batch_size``, ``seq_len``, ``accumulation_steps``, ``gradient_checkpointing``, ``optimizer`` and
-            ``free_gradients``, as for :func:`hf_mp.estimate_training_memory`.
+        settings: ``batch_size``, ``seq_len``, ``accumulation_steps``, ``gradient_checkpointing``, ``optimizer``,
+            ``free_gradients`` and ``offload``, as for :func:`hf_mp.estimate_training_memory`.
 
     Returns:
         As :func:`hf_mp.estimate_training_memory`, for real tensors; on a GPU with the allocator's own peak, too.
@@ -56,6 +56,7 @@ def measure_training_memory(
     asked = make_settings(source, precision, **settings)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = place.type == "cuda"
+    check_device(asked, place.type)
     gc.collect()  # of models that were measured before, some are in circles
     before = torch.cuda.memory_allocated() if on_gpu else 0
     real = _real_model(source, parse_preset(precision).loaded, place)
@@ -73,6 +74,7 @@ def measure_training_memory(
         settings=asked,
         device=place.type,
         measured=True,
+        host_bytes=host_bytes_of(trainee),
         allocator_peak_bytes=torch.cuda.max_memory_allocated() - before if on_gpu else None,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -31,6 +32,14 @@ _CUDA_BLOCK_BYTES, _CUDA_PIECE_BYTES = 512, 2**21
 _CUDA_OF_ITS_OWN_BYTES, _CUDA_MOST_REST_BYTES = 10 * 2**20, 2**20
 
 
+@dataclass
+class CopiedBytes:
+    """What was copied between host and device since the count began."""
+
+    inbound: int = 0  # to the device
+    outbound: int = 0
+
+
 class MemoryRecorder(TorchDispatchMode):
     """Keeps a :class:`Ledger` of the storages on one device while it is active.
 
@@ -47,15 +56,39 @@ class MemoryRecorder(TorchDispatchMode):
         self._parameters: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._in_head = False
         self._followed: list[nn.Parameter] = []
+        # Memory of the host that a fake GPU cannot tell from its own, and the bytes copied from and to it.
+        self._on_host: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._makes_host_memory = False
+        self.copied = CopiedBytes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with as_stored():  # whatever read a split parameter in FP32 has done so before it came here
             result = func(*args, **(kwargs or {}))
+        if self._makes_host_memory:
+            return result
+        if self._on_host and func is torch.ops.aten._foreach_copy_.default:
+            self._count_copies(*args[:2])
         for tensor in self._here(tensors_in(result)):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.ledger.live:
                 self._add(storage, self._category(tensor, func, args), str(func))
         return result
+
+    def make_host_memory(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros that do not count as memory of the device, in the place of memory that offload takes of the host."""
+        self._makes_host_memory = True
+        try:
+            memory = torch.zeros(elements, dtype=dtype, device=self.device)
+        finally:
+            self._makes_host_memory = False
+        self._on_host.add(memory.untyped_storage())
+        return memory
+
+    def _count_copies(self, targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            is_outbound, is_inbound = (one.untyped_storage() in self._on_host for one in (target, source))
+            self.copied.outbound += target.nbytes * is_outbound
+            self.copied.inbound += source.nbytes * is_inbound
 
     def _add(self, storage: torch.UntypedStorage, category: Category, op: str = "") -> None:
         # torch keeps one Python object for each storage, which goes with its memory.
@@ -104,7 +137,8 @@ class MemoryRecorder(TorchDispatchMode):
         """The parts of ``tensors`` on this process's device; of a collective under way, what it writes into."""
         parts: list[Any] = local_parts(tensors)
         held = [part.elem if type(part).__name__ == "AsyncCollectiveTensor" else part for part in parts]
-        return [part for part in held if part.device.type == self.device.type]
+        found = [part for part in held if part.device.type == self.device.type]
+        return [part for part in found if part.untyped_storage() not in self._on_host] if self._on_host else found
 
     @contextlib.contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:

@@ -33,6 +33,7 @@ class TrainingSettings:
     gradient_checkpointing: bool = False  # whether blocks are recomputed in backward
     optimizer: str = "adamw_torch_fused"  # as in TrainingArguments(optim=...), whose default this is
     free_gradients: FreeGradients = "step"  # as for MixedPrecision
+    offload: str | None = None  # as for MixedPrecision
 
     def __post_init__(self) -> None:
         _check_count("ranks", self.ranks, 1, _MOST_RANKS)
@@ -57,6 +58,7 @@ class TrainingSettings:
         text = f"{self.batch_size} x {self.seq_len} tokens" if self.seq_len else f"batch of {self.batch_size}"
         text += f", {self.accumulation_steps} micro-batches" if self.accumulation_steps > 1 else ""
         text += ", gradient checkpointing" if self.gradient_checkpointing else ""
+        text += f", offload={self.offload!r}" if self.offload else ""
         return text + (f", one of {self.ranks} ranks, {self.parallel}" if self.ranks > 1 else "")
 
 
@@ -116,5 +118,19 @@ def make_settings(
             f"precision={precision!r} sets optimizer={preset.optimizer!r}: leave optimizer out, or choose another "
             "precision"
         )
-    check_options(PrecisionPolicy.parse(preset.policy or "fp32"), asked.free_gradients)
+    check_options(PrecisionPolicy.parse(preset.policy or "fp32"), asked.free_gradients, offload=asked.offload)
+    if asked.offload is not None and asked.ranks > 1 and asked.parallel != "ddp":
+        raise ValueError(
+            f"offload={asked.offload!r} needs whole weights on each rank, and parallel={asked.parallel!r} shards them: "
+            "use 'ddp'"
+        )
     return asked
+
+
+def check_device(settings: TrainingSettings, device: str) -> None:
+    """Raise a ValueError for an offload from a CPU, whose memory is the host's."""
+    if settings.offload is not None and device == "cpu":
+        raise ValueError(
+            f"offload={settings.offload!r} moves memory from a GPU to the host, and device='cpu' has the host's alone: "
+            "use 'cuda', or leave offload out"
+        )

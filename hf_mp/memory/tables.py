@@ -40,6 +40,9 @@ def training_figures(row: TrainingRow) -> Figures:
     yield "peak", row.estimate.peak_bytes
     yield "in", row.estimate.peak_phase.value
     yield from ((category.value, size) for category, size in row.estimate.bytes_by_category.items())
+    if row.estimate.host_bytes:
+        yield "host memory", row.estimate.host_bytes
+        yield "copies at 25 GB/s", f"{row.estimate.copied_bytes / 25e9:.2f} s"
     if (largest := row.largest_batch) is not None:
         fits = row.estimate.peak_bytes <= largest.memory_bytes
         yield f"in {readable(largest.memory_bytes)}", "fits" if fits else "does not fit"

@@ -26,7 +26,7 @@ from hf_mp.casting.mode import autocast
 from hf_mp.environment.libraries import first_line, quiet_bitsandbytes
 from hf_mp.kernels.nested import tensors_in
 from hf_mp.memory.batches import Inputs, make_batch
-from hf_mp.memory.fake_tensors import STAND_IN, AnswerAsIfAllWentWell, kernels_of_a_gpu
+from hf_mp.memory.fake_tensors import STAND_IN, AnswerAsIfAllWentWell, host_memory_of, kernels_of_a_gpu
 from hf_mp.memory.ledger import Category, Phase, StepProfile, profile_step
 from hf_mp.memory.models import ModelLike, config_of, find_model, replace_tensors, skeleton
 from hf_mp.memory.parallel import (
@@ -38,8 +38,8 @@ from hf_mp.memory.parallel import (
     under_ddp,
 )
 from hf_mp.memory.precisions import parse_preset
-from hf_mp.memory.recorder import MemoryRecorder
-from hf_mp.memory.settings import Parallel, TrainingSettings, make_settings
+from hf_mp.memory.recorder import CopiedBytes, MemoryRecorder
+from hf_mp.memory.settings import Parallel, TrainingSettings, check_device, make_settings
 from hf_mp.memory.sizes import largest_first, readable
 from hf_mp.ranks.parallelism import is_dtensor
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -69,6 +69,8 @@ class TrainingMemory(StepProfile):
         by_phase: the highest use of forward, backward and update, each by category.
         allocator_peak_bytes: the allocator's own peak on a GPU, with the workspace of kernels; else None.
         communication: what one of several ranks sends and receives in a step, by collective.
+        host_bytes: with offload, page-locked memory of the host, by each rank.
+        copied_bytes: with offload, what a step copies to the device and back: the larger of the two.
     """
 
     model: str
@@ -78,6 +80,8 @@ class TrainingMemory(StepProfile):
     measured: bool
     allocator_peak_bytes: int | None = None
     communication: tuple[Collective, ...] = ()
+    host_bytes: int = 0
+    copied_bytes: int = 0
 
     def __repr__(self) -> str:
         how = f"{self.settings}, {'measured' if self.measured else 'estimated'} on {self.device}"
@@ -105,6 +109,7 @@ def estimate_training_memory(
     gradient_checkpointing: bool = False,
     optimizer: str | None = None,
     free_gradients: FreeGradients = "step",
+    offload: str | None = None,
     device: str = "cuda",
     ranks: int = 1,
     parallel: Parallel = "fsdp2",
@@ -125,6 +130,7 @@ def estimate_training_memory(
         optimizer: a name of ``TrainingArguments(optim=...)``; default: the preset's, else the Trainer's
             ``"adamw_torch_fused"``.
         free_gradients: as for :class:`hf_mp.MixedPrecision`, with the Trainer's clipping; default ``"step"``.
+        offload: as for :class:`hf_mp.MixedPrecision`, of a lean preset on a GPU; default None.
         device: ``"cuda"`` (default; needs no GPU) or ``"cpu"``.
         ranks: processes that train together, at most 4,096, each with ``batch_size`` sequences; default 1. The code of
             one of them runs, on torch's fake process group.
@@ -154,6 +160,7 @@ def estimate_training_memory(
         gradient_checkpointing=gradient_checkpointing,
         optimizer=optimizer,
         free_gradients=free_gradients,
+        offload=offload,
         ranks=ranks,
         parallel=parallel,
         node_size=node_size,
@@ -172,6 +179,7 @@ def step_of(
     settings = make_settings(source, precision, **given)
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r} cannot be predicted for: use 'cuda' or 'cpu'")
+    check_device(settings, device)
     target = STAND_IN if device == "cuda" else torch.device("cpu")
     preset, ranks, parallel = parse_preset(precision), settings.ranks, settings.parallel
     if preset.lora and ranks > 1 and parallel != "ddp":
@@ -180,14 +188,15 @@ def step_of(
     planned = skeleton(source, preset.loaded)
     # Before FSDP2 gives it another class.
     inputs, name, parameters = Inputs.of(planned, settings.precision), type(planned).__name__, planned.num_parameters()
-    prepared = prepare_model(planned, settings)
-    with one_rank_of(settings, target) as mesh, fake_tensors(target):
+    prepared, recorder = prepare_model(planned, settings), MemoryRecorder(target)
+    on_host = contextlib.nullcontext() if settings.offload is None else host_memory_of(recorder)
+    with one_rank_of(settings, target) as mesh, fake_tensors(target), on_host:
         replace_tensors(prepared, target)
         if communication is not None and parallel == "tp":
             make_tensor_parallel(planned, ranks)
         trainee = make_trainee(shard(prepared, mesh), settings, target)
         _finish(trainee, settings)
-        with recording(trainee, MemoryRecorder(target), communication) as profile_of:
+        with recording(trainee, recorder, communication) as profile_of:
 
             def predict(batch_size: int) -> TrainingMemory:
                 asked = replace(settings, batch_size=batch_size)
@@ -200,6 +209,8 @@ def step_of(
                     device=device,
                     measured=False,
                     communication=() if communication is None else communication.collectives(),
+                    host_bytes=host_bytes_of(trainee),
+                    copied_bytes=max(vars(recorder.copied).values()),
                 )
 
             yield predict
@@ -267,7 +278,8 @@ def make_trainee(model: nn.Module, settings: TrainingSettings, device: torch.dev
     runtime = None
     if preset.policy is not None:
         clipped = _MAX_GRAD_NORM if settings.free_gradients == "backward" else None
-        runtime = MixedPrecision(preset.policy, free_gradients=settings.free_gradients, max_grad_norm=clipped)
+        given: Any = {"free_gradients": settings.free_gradients, "offload": settings.offload}
+        runtime = MixedPrecision(preset.policy, max_grad_norm=clipped, **given)
         runtime.attach(model)
     optimizer = make_optimizer(settings.optimizer, model, device)
     if runtime is not None:
@@ -279,6 +291,16 @@ def make_trainee(model: nn.Module, settings: TrainingSettings, device: torch.dev
         inside = stand_in if device == STAND_IN else torch.autocast(device.type, preset.autocast)
         model.forward = convert_outputs_to_fp32(inside(model.forward))
     return Trainee(model, model, optimizer, settings.accumulation_steps, runtime)
+
+
+def host_bytes_of(trainee: Trainee) -> int:
+    """The bytes of the host that offload has taken."""
+    if trainee.runtime is None or trainee.runtime.offload is None:
+        return 0
+    optimizer: Any = trainee.optimizer
+    places = [*optimizer.rooms.values(), *(p.place.rooms for p in trainee.model.parameters() if hasattr(p, "place"))]
+    slabs = {id(room.slab): room.slab for rooms in places for room in rooms.values()}
+    return sum(slab.nbytes for slab in slabs.values())
 
 
 def _with_adapters(model: PreTrainedModel, gradient_checkpointing: bool) -> nn.Module:
@@ -354,6 +376,7 @@ def recording(
         # A step that the loss scale skips is no update.
         while trainee.updates < updates and len(profiles) < _MOST_STEPS:
             recorder.ledger.start_step()
+            recorder.copied = CopiedBytes()
             if communication is not None:
                 communication.start()
             trainee.updates += train_one_step(trainee, batch, recorder.start_phase)
@@ -363,6 +386,8 @@ def recording(
         # What every step reaches counts more than what only the first one does, where they are equal.
         return max(reversed(profiles), key=lambda profile: profile.peak_bytes)
 
+    if trainee.runtime is not None and trainee.runtime.offload is not None:
+        recorder.take(trainee.optimizer.transfers.windows, Category.OFFLOAD_WINDOWS)  # type: ignore[attr-defined]
     if (runtime := trainee.runtime) is not None and runtime.scaler.is_scaling:  # no op of a step makes its scale
         recorder.take(runtime.scaler.scale_and_inverse(recorder.device), Category.TEMPORARIES)
     with recorder.following(trainee.model), communication or contextlib.nullcontext(), recorder:

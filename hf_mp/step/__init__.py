@@ -31,6 +31,7 @@ Files of this folder first, then the others of ``hf_mp`` that do the stage's wor
    and their owner refresh the working copies. With torch's fused Adam on a GPU the host does not wait:
    ``StepGuard._update_unless`` queues an update that the device skips, and ``_finish`` runs when the next backward asks
    for S.
+   With ``offload``, in chunks from host memory and back: ``weights/offload/``.
    One kernel for both: ``weights/fused_adamw.py``, ``kernels/adamw.py`` (which of the two runs: ``registry.py``). Lean:
    ``weights/master_weight_optimizer.py``; halves of a master: ``kernels/split.py``; reads of them:
    ``outside_reads.py``. Steps of optimizers that are not attached: ``unattached.py``.

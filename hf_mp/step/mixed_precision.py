@@ -55,6 +55,9 @@ class MixedPrecision(StepRuntime):
             (like a loss scale) runs the backward twice.
         layout: how the weights are stored; default: the policy's layout.
         on_overflow: ``"skip"`` (default) or ``"heal"`` (:func:`hf_mp.heal_overflows`).
+        offload: of a lean layout, have in host memory: ``"optimizer"``: the optimizer's state and the 16 bits that
+            complete each weight to FP32; ``"all"``: the gradients as well. Updates stay bit for bit the same. Default
+            None: everything is on the device.
         switches: ``fp32_head=True``, ``exact_generation=True``, as in :class:`PrecisionPolicy`.
 
     Attributes:
@@ -78,10 +81,11 @@ class MixedPrecision(StepRuntime):
         max_grad_norm: float | None = None,
         layout: WeightLayout | None = None,
         on_overflow: str = "skip",
+        offload: str | None = None,
         **switches: bool,
     ) -> None:
         policy = PrecisionPolicy.parse(policy, **switches)
-        check_options(policy, free_gradients, on_overflow, max_grad_norm)
+        check_options(policy, free_gradients, on_overflow, max_grad_norm, offload)
         if loss_scaler is not None and not policy.is_mixed:
             warn_caller(f"loss_scaler has no effect with precision={str(policy)!r}, where nothing is attached")
         super().__init__(
@@ -91,7 +95,9 @@ class MixedPrecision(StepRuntime):
             tables=tables,
             rules=rules or {},
             max_grad_norm=max_grad_norm,
+            offload=offload,
         )
+        self.offload = offload
         self.remedies: dict[str, str] = {}
         self._methods: tuple[str, ...] = ()  # attached besides ``forward``
         self.is_of_session = False  # whether a Trainer's session made it: then its next one takes the model over
@@ -205,7 +211,8 @@ class MixedPrecision(StepRuntime):
     def copy_for(self, memo: dict[int, Any]) -> MixedPrecision:
         """The runtime of a deep copy of the model: same policy and scale, own working copies, no optimizer."""
         if id(self) not in memo:
-            copied = MixedPrecision(self.policy, loss_scaler=self.scaler.copy(), tables=self._tables, rules=self.rules)
+            settings: Any = {"tables": self._tables, "rules": self.rules, "offload": self.offload}
+            copied = MixedPrecision(self.policy, loss_scaler=self.scaler.copy(), **settings)
             memo[id(self)], copied._methods = copied, self._methods
             if (model := self.model) is not None and id(model) in memo:
                 # Nothing is attached before its first forward: only then are the modules there that rules name.

@@ -61,8 +61,15 @@ FREE_GRADIENTS: dict[str, str | None] = {
 }
 
 
+OFFLOAD = ("optimizer", "all")  # what MixedPrecision(offload=...) may have in host memory
+
+
 def check_options(
-    policy: PrecisionPolicy, free_gradients: str, on_overflow: str = "skip", max_grad_norm: float | None = None
+    policy: PrecisionPolicy,
+    free_gradients: str,
+    on_overflow: str = "skip",
+    max_grad_norm: float | None = None,
+    offload: str | None = None,
 ) -> None:
     """Raise a ValueError, with the way out, for options of a :class:`MixedPrecision` that ``policy`` cannot have."""
     choices = ("free_gradients", free_gradients, FREE_GRADIENTS), ("on_overflow", on_overflow, ON_OVERFLOW)
@@ -74,8 +81,25 @@ def check_options(
             f"free_gradients='backward' needs a lean layout, whose optimizer is ours, not precision={str(policy)!r}: "
             "use 'fp16-lean' or 'bf16-lean'"
         )
+    if offload is not None:
+        _check_offload(policy, offload, free_gradients)
     if max_grad_norm is not None and not max_grad_norm > 0.0:
         raise ValueError(f"max_grad_norm={max_grad_norm} must be positive; None for no clipping, inf to measure only")
+
+
+def _check_offload(policy: PrecisionPolicy, offload: str, free_gradients: str) -> None:
+    if offload not in OFFLOAD:
+        raise ValueError(f"offload={offload!r} is not known: use {' or '.join(map(repr, OFFLOAD))}, or None")
+    if not policy.is_lean:
+        raise ValueError(
+            f"offload={offload!r} needs a lean layout, whose masters are not in the model, not "
+            f"precision={str(policy)!r}: use 'fp16-lean' or 'bf16-lean'"
+        )
+    if free_gradients == "backward":
+        raise ValueError(
+            f"free_gradients='backward' updates each parameter as its gradient is complete, and offload={offload!r} "
+            "moves the state once a step: leave free_gradients out (offload='all' leaves no gradient on the device)"
+        )
 
 
 def controller_for(known: Mapping[str, str | None], name: str, *arguments: Any) -> StepController | None:

@@ -62,10 +62,11 @@ class StepRuntime:
         tables: TableName,
         rules: Rules,
         max_grad_norm: float | None,
+        offload: str | None = None,
     ) -> None:
         self.policy, self.scaler, self.rules, self._tables = policy, scaler, rules, tables
         self.scale_provider = LossScaleProvider(self)
-        self.weights = WeightSource(layout or make_layout(policy), self.scale_provider)
+        self.weights = WeightSource(layout or make_layout(policy, offload), self.scale_provider)
         self.ranks = Ranks(self._settings)
         self.check = GradientCheck(
             self.backward_ended,

@@ -43,6 +43,7 @@ _OPTIONS = {option.name for option in fields(PrecisionOptions)} - {
     "precision",
     "loss_scale",
     "free_gradients",
+    "offload",
     "handle_preemption",
 }
 

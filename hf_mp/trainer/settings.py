@@ -16,7 +16,7 @@ from hf_mp.policy import PRESETS, SWITCHES, PrecisionPolicy
 from hf_mp.scaling.rules import RULES, StaticRule, parse_loss_scale, whole
 from hf_mp.scaling.scalers import OF_ALL_SCALERS, LossScaler, make_loss_scaler
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.step.observers import ON_OVERFLOW, FreeGradients, check_options
+from hf_mp.step.observers import OFFLOAD, ON_OVERFLOW, FreeGradients, check_options
 from hf_mp.trainer.refusals import fsdp_version
 
 SAVE_FAILURES = ("continue", "stop")
@@ -73,6 +73,12 @@ class PrecisionOptions:
         "step",
         "When a lean layout frees a gradient: step (the update has used it) or backward (each parameter is updated "
         "inside backward; with max_grad_norm or a loss scale, backward runs twice).",
+    )
+    offload: str | None = _option(
+        None,
+        "What a lean layout has in host memory: optimizer (the optimizer's state, and 16 bits of each weight) or all "
+        "(the gradients, too). Updates are the same, bit for bit. Default: nothing.",
+        choices=OFFLOAD,
     )
     on_overflow: str = _option(
         "skip",
@@ -149,7 +155,7 @@ class SessionSettings(PrecisionOptions):
     def __post_init__(self) -> None:
         self.policy = self.precision_policy
         whole(0)(histogram_steps=self.histogram_steps)
-        check_options(self.policy, self.free_gradients, self.on_overflow)
+        check_options(self.policy, self.free_gradients, self.on_overflow, offload=self.offload)
         if self.on_overflow == "heal":
             from hf_mp.diagnostics.healing import check_healing
 
@@ -172,6 +178,11 @@ class SessionSettings(PrecisionOptions):
         """A runtime for this policy; ``args`` say to what norm gradients are clipped inside backward."""
         in_backward = self.free_gradients == "backward"
         policy = self.policy
+        if self.offload is not None and fsdp_version(args) is not None:
+            raise ValueError(
+                f"offload={self.offload!r} needs whole weights on each process, and FSDP shards them: leave offload "
+                "out, or use DDP (no fsdp=)"
+            )
         # FSDP2's shards of a lean model are FP32, as those of the default layout: from the start in that layout, the
         # optimizer holds the model's own parameters, which accelerate saves and loads.
         if policy.is_lean and fsdp_version(args) == 2:
@@ -183,4 +194,5 @@ class SessionSettings(PrecisionOptions):
             rules=self.rules,
             free_gradients=self.free_gradients,
             max_grad_norm=(args.max_grad_norm or None) if in_backward else None,
+            offload=self.offload,
         )

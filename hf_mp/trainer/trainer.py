@@ -41,6 +41,8 @@ class MixedPrecisionTrainer(OfSession, CrashSafe):
             (:class:`MixedPrecisionArguments`), else ``"fp16"`` on every machine.
         tables: whose op lists autocast applies, as for :class:`hf_mp.MixedPrecision`; default ``"compact"``.
         rules: your own rules by op and by module name, as for :class:`hf_mp.autocast`; default none.
+        offload: ``"optimizer"`` or ``"all"``, as for :class:`hf_mp.MixedPrecision`; default: what ``args`` say, else
+            None.
 
     Attributes:
         session: the :class:`TrainerSession`, with the ``contract`` of the run.
@@ -62,10 +64,12 @@ class MixedPrecisionTrainer(OfSession, CrashSafe):
         precision: str | torch.dtype | PrecisionPolicy = DEFAULT_PRECISION,
         tables: TableName = "compact",
         rules: Rules | None = None,
+        offload: str | None = None,
         **named: Any,
     ) -> None:
         args = MixedPrecisionArguments() if args is None else args
-        settings = SessionSettings.of(args, {"precision": precision, "tables": tables, "rules": rules})
+        given = {"precision": precision, "tables": tables, "rules": rules, "offload": offload}
+        settings = SessionSettings.of(args, given)
         self.precision_policy = policy = settings.policy
         refuse_other_precision(args, policy)
         self.session = TrainerSession(settings, args)
@@ -114,8 +118,11 @@ class MixedPrecisionTrainer(OfSession, CrashSafe):
         super()._load_best_model()
 
     def _restore_split(self) -> None:
-        # PEFT's loader replaces FP16 parameters by new FP32 ones, and would take the stored halves for such.
-        if self.session.settings.policy.is_lean and not self.is_fsdp_enabled:
+        settings = self.session.settings
+        # PEFT's loader replaces FP16 parameters by new FP32 ones, and would take the stored halves for such. A model
+        # with offload is too large in FP32, but for adapters, and loads its weights one by one.
+        is_large = settings.offload is not None and not hasattr(self.model, "peft_config")
+        if settings.policy.is_lean and not self.is_fsdp_enabled and not is_large:
             self.session.detach()
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:

@@ -103,10 +103,10 @@ def fused_step_split(
         The identities of the updated parameters; ``optimizer`` has to step all others itself.
     """
     stepped = set[int]()
-    if not _is_torchs_adam(optimizer, vars(optimizer).get("step")):
+    if not is_torchs_adam(optimizer, vars(optimizer).get("step")):
         return stepped
     wanted = set(map(id, parameters))  # a tensor's own hash is slow, where this is called for one parameter at a time
-    for settings, group in _fused_groups(optimizer):
+    for settings, group in fused_groups(optimizer):
         step = functools.partial(_update_split, optimizer, updates, settings, found_inf)
         # By contiguity, too: the others do not wait for what no kernel takes.
         batches: dict[tuple[torch.device, Tensor | None, bool], list[tuple[SplitParameter, Tensor]]] = {}
@@ -160,10 +160,12 @@ def can_skip(optimizer: Optimizer, replaced_step: Callable[..., Any] | None) -> 
     ``replaced_step`` is what stood in the place of its class's ``step`` before it was guarded. Of a
     :class:`~hf_mp.weights.master_weight_optimizer.MasterWeightOptimizer`, the wrapped one skips.
     """
+    if not getattr(optimizer, "skips_on_device", True):
+        return False
     if replaced_step is None and hasattr(optimizer, "keeps_masters") and not has_hooks(optimizer):
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
         replaced_step = vars(optimizer).get("step")
-    is_fused = _is_torchs_adam(optimizer, replaced_step) and all(group.get("fused") for group in optimizer.param_groups)
+    is_fused = is_torchs_adam(optimizer, replaced_step) and all(group.get("fused") for group in optimizer.param_groups)
     return is_fused and not has_hooks(optimizer)
 
 
@@ -193,9 +195,9 @@ def fused_step_whole(
     stepping: list[Any] = [parameter for parameter in optimizer_parameters(optimizer) if parameter.grad is not None]
     if kernel_for("adamw", stepping[:1]) is None:  # on a CPU the first one answers for all
         return False
-    if not _is_torchs_adam(optimizer, replaced_step) or has_hooks(optimizer):
+    if not is_torchs_adam(optimizer, replaced_step) or has_hooks(optimizer):
         return False
-    found = [(settings, sum([p.grad is not None for p in group])) for settings, group in _fused_groups(optimizer)]
+    found = [(settings, sum([p.grad is not None for p in group])) for settings, group in fused_groups(optimizer)]
     counts = [count for _, count in found if count]
     if sum(counts) < len(stepping):
         return False
@@ -210,7 +212,7 @@ def fused_step_whole(
     return True
 
 
-def _is_torchs_adam(optimizer: Any, replaced_step: Callable[..., Any] | None) -> bool:
+def is_torchs_adam(optimizer: Any, replaced_step: Callable[..., Any] | None) -> bool:
     if type(optimizer) not in (Adam, AdamW) or replaces_step(replaced_step):
         return False
     # A step that somebody patched into torch's class does more than the kernel would.
@@ -230,7 +232,7 @@ def replaces_step(replaced_step: Callable[..., Any] | None) -> bool:
     return replaced_step is not None and not hasattr(replaced_step, "_wrapped_by_lr_sched")
 
 
-def _fused_groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequence[nn.Parameter]]]:
+def fused_groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequence[nn.Parameter]]]:
     """The groups whose settings the kernel has."""
     for group in optimizer.param_groups:
         numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])

@@ -29,6 +29,7 @@ class WeightLayout:
 
     keeps_copies = True  # whether a working copy outlives its use
     keeps_scaled_gradients = False  # whether to ask keep_scaled_gradients()
+    offload: str | None = None  # what is in host memory: "optimizer" or "all"
 
     def __init__(self, policy: PrecisionPolicy) -> None:
         self.policy = policy

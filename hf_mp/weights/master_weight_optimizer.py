@@ -79,6 +79,7 @@ class MasterWeightOptimizer(Optimizer):
     """
 
     keeps_masters = True  # its FP16 gradients may be unscaled: they become FP32
+    skips_on_device = True  # whether the device may decide by found_inf, so that the host need not wait
     _step_supports_amp_scaling = False  # unlike a fused one inside: torch.amp.GradScaler unscales itself
     optimizer: Optimizer
 
@@ -322,6 +323,10 @@ class MasterWeightOptimizer(Optimizer):
                 if (after := renamed.get(before)) is not None and after is not before:
                     state[after] = state.pop(before)
 
+    def _device_of_state(self, parameter: nn.Parameter) -> torch.device:
+        """Where the loaded state of ``parameter`` goes."""
+        return parameter.device
+
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, and under ``masters`` the FP32 masters that no model's ``state_dict()`` holds.
 
@@ -347,7 +352,9 @@ class MasterWeightOptimizer(Optimizer):
         _check_masters(given, parameters)
         # torch casts loaded state to the dtype of its parameter: to FP32, if it sees a FP32 one.
         shown = {
-            p: nn.Parameter(torch.empty(0, dtype=torch.float32, device=p.device)) if _needs_master(p) else p
+            p: nn.Parameter(torch.empty(0, dtype=torch.float32, device=self._device_of_state(p)))
+            if _needs_master(p)
+            else p
             for p in parameters
         }
         with self._in_place_of_parameters(shown):
@@ -356,9 +363,8 @@ class MasterWeightOptimizer(Optimizer):
         for index, tensor in given.items():
             parameter, master = parameters[index], tensor.detach().clone()
             if isinstance(parameter, SplitParameter):
-                parameter.write_fp32(
-                    _where_rounded(master.to(parameter.device), parameter.detach(), self.master(parameter))
-                )
+                master, own = (one.to(parameter.device) for one in (master, self.master(parameter)))
+                parameter.write_fp32(_where_rounded(master, parameter.detach(), own))
             elif _needs_master(parameter):
                 watch(parameter)
                 self._masters[parameter] = master, None

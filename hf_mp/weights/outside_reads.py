@@ -62,12 +62,17 @@ class StoredIn16Bits:
     @on_stored_values
     def fp32_value(self) -> Tensor:
         """The FP32 value as a new tensor, to change and give to :meth:`write_fp32`."""
-        return merge(*self.halves())
+        working, remainder = self.halves()
+        return merge(working, remainder.to(working.device))
 
     @on_stored_values
     def write_fp32(self, value: Tensor) -> None:
         """Set the FP32 value, and with it the 16 bits."""
-        split_into(value, DATA.__get__(self), self.remainder_bits)
+        working, remainder = DATA.__get__(self), self.remainder_bits
+        here = remainder.to(working.device)  # another one, if remainders are in host memory
+        split_into(value, working, here)
+        if here is not remainder:
+            remainder.copy_(here)
         self.owner.note_written()
 
 

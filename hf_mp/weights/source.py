@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 import torch
@@ -206,8 +207,11 @@ class WeightSource:
         self.layout.restore(model)
 
 
-def make_layout(policy: PrecisionPolicy) -> WeightLayout:
-    """The layout that a policy's ``params`` asks for."""
+def make_layout(policy: PrecisionPolicy, offload: str | None = None) -> WeightLayout:
+    """The layout that a policy's ``params`` asks for; ``offload``: what of a lean one is in host memory."""
+    if offload is not None:
+        # By name, so that a training without it imports nothing of it.
+        return resolve_name("hf_mp.weights.offload.layout:OffloadLayout")(policy, offload)
     return SplitLayout(policy) if policy.is_lean else WeightLayout(policy)
 
 
@@ -222,6 +226,11 @@ def _spread_layout(layout: WeightLayout, parameters: Iterable[Tensor], paralleli
     if isinstance(layout, TransientLayout) or not any(map(is_dtensor, parameters)):
         return layout
     policy = layout.policy
+    if layout.offload is not None:
+        raise ValueError(
+            f"offload={layout.offload!r} needs whole weights, and this model is sharded (FSDP2, tensor parallelism): "
+            "leave offload out, or use DDP"
+        )
     if not parallelism.is_tensor_parallel:
         # For a lean model too: fully_shard has read its weights as FP32 values.
         return TransientLayout(policy)

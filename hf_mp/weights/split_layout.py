@@ -48,9 +48,14 @@ class SplitLayout(WeightLayout):
 
     def make_masters(self, model: nn.Module) -> None:
         """Split the trainable parameters of ``model`` that are not split yet."""
-        if split_trainable_parameters(model, self.policy.params):
+        if split_trainable_parameters(model, self.policy.params, self.split):
             self.copies.clear()  # of what was frozen before
             refuse_unwrapped_steps()
+
+    def split(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Split ``parameters``, which are splittable, in place."""
+        for parameter in parameters:
+            make_split(parameter, self.policy.params)
 
     def take_over_communication(
         self, model: nn.Module, parallelism: Parallelism, runtime: Runtime, in_fp32: Sequence[nn.Module]
@@ -117,11 +122,14 @@ class SplitLayout(WeightLayout):
             restore_parameters(model)
 
 
-def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
+def split_trainable_parameters(
+    model: nn.Module, dtype: torch.dtype, split: Callable[[Sequence[nn.Parameter]], None] | None = None
+) -> bool:
     """Split the trainable parameters that are not split yet, in ``dtype``; returns whether there was anything to split.
 
     Normalizations with running statistics become FP32: torch takes no 16-bit weights with FP32 statistics. What the
     model and its parts save is FP32 then, and so is what code outside of a forward reads of the parameters.
+    ``split`` splits those of a layout in place; default: :func:`make_split` of each.
     """
     is_known = put_masters_into_state_dict in model._state_dict_hooks.values()
     trained = [p for p in model_parameters(model) if p.requires_grad]
@@ -135,8 +143,11 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
         return False
     # All or nothing: a model of which half is split could neither train nor be restored.
     check_splittable(new)  # before anything is changed
-    for parameter in new:
-        make_split(parameter, dtype)
+    if split is not None:
+        split(new)
+    else:
+        for parameter in new:
+            make_split(parameter, dtype)
     for parameter in with_statistics:
         parameter.data = parameter.data.float()
     widen_buffers(model)

@@ -135,6 +135,17 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         self.grad = None
 
     @property
+    def keeps_gradient(self) -> bool:
+        """Whether there is a gradient beside autograd's ``.grad``."""
+        return self._kept is not None
+
+    @property
+    def gradient_dtypes(self) -> set[torch.dtype]:
+        """The dtypes in which its gradient is stored; empty without one."""
+        stored = [_GRAD.__get__(self), None if self._kept is None else self._kept[0]]
+        return {gradient.dtype for gradient in stored if gradient is not None}
+
+    @property
     def has_hooks(self) -> bool:
         """Whether somebody's hook sees its gradients: then backward leaves true ones, in FP32."""
         return bool(self._backward_hooks or self._post_accumulate_grad_hooks)
@@ -201,6 +212,10 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         # A kernel raises no version counter, and graphs that saved the old weights must notice.
         torch.autograd.graph.increment_version((self, *others))
         _mark_seen(self, *others)
+
+    def whole_master(self) -> Tensor:
+        """The FP32 master weight, for :func:`master_value`."""
+        return self.fp32_value()
 
     def take_in_outside_writes(self) -> None:
         """Drop the remainder of what was written since the last look: writes from outside win."""
@@ -305,7 +320,7 @@ def master_value(parameter: SplitParameter) -> Tensor:
         given, version = parameter._merged[0](), parameter._merged[1]
         if given is not None and version_of(given) == version:
             return given
-    merged = parameter.fp32_value()
+    merged = parameter.whole_master()
     # Weakly: held, it would leave an FP32 copy of the model behind each state dict.
     parameter._merged = weakref.ref(merged), version_of(merged)
     return merged
@@ -316,7 +331,8 @@ def master_sample(parameter: nn.Parameter, select: Callable[[Tensor], Tensor]) -
     """What ``select``, which picks elements by place, takes of the FP32 master weight of any parameter."""
     if not isinstance(parameter, SplitParameter):
         return select(parameter.detach()).to(torch.float32)
-    return merge(*map(select, parameter.halves()))
+    working, remainder = map(select, parameter.halves())
+    return merge(working, remainder.to(working.device))
 
 
 def current_remainders(parameters: Iterable[SplitParameter]) -> list[Tensor]:
@@ -335,7 +351,7 @@ def gradient_and_factor(parameter: nn.Parameter) -> tuple[Tensor | None, Tensor 
 
 def has_gradient(parameter: nn.Parameter) -> bool:
     """Whether there is a gradient; without making the true one, as a look at ``.grad`` does."""
-    return _GRAD.__get__(parameter) is not None or getattr(parameter, "_kept", None) is not None
+    return _GRAD.__get__(parameter) is not None or getattr(parameter, "keeps_gradient", False)
 
 
 def unscaled(gradient: Tensor, factor: Tensor | None, *, like: Tensor) -> Tensor:
@@ -431,8 +447,9 @@ def broadcast_remainders(parameters: Iterable[SplitParameter], group: Any, sourc
     """Broadcast the remainders of rank ``source`` of ``group``, whose 16 bits all ranks have already."""
     rank = torch.distributed.get_global_rank(group, source)
     for parameter in parameters:
-        sent = parameter.remainder_bits.contiguous()
-        # As bytes: gloo and NCCL broadcast no int16.
+        working = DATA.__get__(parameter)
+        # As bytes: gloo and NCCL broadcast no int16. On the device of the working copy, for NCCL sends no host memory.
+        sent = parameter.remainder_bits.contiguous().to(working.device)
         torch.distributed.broadcast(sent.reshape(-1).view(torch.uint8), rank, group=group)
         parameter.remainder_bits.copy_(sent)
         _mark_seen(parameter)
@@ -470,4 +487,4 @@ def _is_cast_of_module(frame: types.FrameType | None) -> bool:
 def _keep_where_equal(remainder: Tensor, working: Tensor, before: Tensor) -> None:
     """Set ``remainder`` to 0 where ``working`` is no longer ``before``."""
     changed = working.view(torch.int16) != before.view(torch.int16)  # bits: NaN does not equal itself
-    remainder.masked_fill_(changed, 0)
+    remainder.masked_fill_(changed.to(remainder.device), 0)

@@ -2,9 +2,11 @@
 
     python scripts/bench.py memory [--quick]
     python scripts/bench.py memory --llama-7b --name memory_llama_7b
+    python scripts/bench.py memory --when-it-does-not-fit --name memory_when_it_does_not_fit
 
 With ``--llama-7b``, Llama 7B at one
-sequence of 1024 tokens is estimated in each of our presets instead.
+sequence of 1024 tokens is estimated in each of our presets instead; with ``--when-it-does-not-fit``, with one way after
+the other to save memory of the GPU.
 """
 
 from __future__ import annotations
@@ -62,12 +64,15 @@ LLAMA_7B: dict[str, Any] = {
 def measure(
     quick: Annotated[bool, typer.Option("--quick", help="the first model alone")] = False,
     llama_7b: Annotated[bool, typer.Option("--llama-7b", help="Llama 7B, estimated")] = False,
+    when_it_does_not_fit: Annotated[bool, typer.Option(help="Llama 7B in less and less memory")] = False,
 ) -> dict[str, Any]:
     """Compare, or estimate Llama 7B."""
     quiet_libraries()
     warnings.simplefilter("ignore")
     if llama_7b:
         return estimate_llama_7b()
+    if when_it_does_not_fit:
+        return estimate_less_and_less()
     rows = [compare(name, preset) for name in list(CONFIGS)[: 1 if quick else None] for preset in TRAINING_PRESETS]
     worst = max(abs(row["predicted_bytes"] / row["measured_bytes"] - 1) for row in rows)
     return {"step": STEP, "largest_difference": worst, "rows": rows}
@@ -105,3 +110,31 @@ def estimate_llama_7b() -> dict[str, Any]:
         for preset, memory in found.items()
     }
     return {**shape, "parameters": found["fp32"].parameters, "presets": rows}
+
+
+_CHECKPOINTING: dict[str, Any] = {"gradient_checkpointing": True}
+_LESS_AND_LESS: list[tuple[str, dict[str, Any]]] = [
+    ("bf16", {}),
+    ("bf16", _CHECKPOINTING),
+    ("bf16-lean", _CHECKPOINTING),
+    ("bf16-lean", {**_CHECKPOINTING, "offload": "optimizer"}),
+    ("bf16-lean", {**_CHECKPOINTING, "offload": "all"}),
+    ("bf16-lean", {**_CHECKPOINTING, "offload": "all", "optimizer": "adamw_bnb_8bit"}),
+    ("nf4-lora", _CHECKPOINTING),
+]
+
+
+def estimate_less_and_less() -> dict[str, Any]:
+    """Llama 7B in the memory of a GPU and of its host, each row with one more way to save it."""
+    shape: dict[str, Any] = {"batch_size": 1, "seq_len": 1024}
+    config = LlamaConfig(**LLAMA_7B, architectures=["LlamaForCausalLM"])
+    rows = []
+    for preset, settings in _LESS_AND_LESS:
+        memory = hf_mp.estimate_training_memory(config, preset, **shape, **settings)
+        figures = {
+            "peak_bytes": memory.peak_bytes,
+            "host_bytes": memory.host_bytes,
+            "copied_bytes": memory.copied_bytes,
+        }
+        rows.append({"precision": preset, **settings, **figures})
+    return {**shape, "rows": rows}

@@ -59,14 +59,15 @@ def measure(
 
 
 def compare(
-    name: str, config: PreTrainedConfig | str, batch_size: int, preset: str, computes: bool = True
+    name: str, config: PreTrainedConfig | str, batch_size: int, preset: str, computes: bool = True, **settings: Any
 ) -> dict[str, Any]:
     """A peak as predicted, as counted on real tensors, and as the allocator counts it, in a process that has no other.
 
-    ``difference`` is that of the prediction from what the allocator counts without cuBLAS' workspace.
+    ``difference`` is that of the prediction from what the allocator counts without cuBLAS' workspace. ``settings``: of
+    the step, beside batch and sequence.
     """
     quiet_libraries()
-    step: dict[str, Any] = {"batch_size": batch_size, "seq_len": 1024}
+    step: dict[str, Any] = {"batch_size": batch_size, "seq_len": 1024, **settings}
     predicted = hf_mp.estimate_training_memory(config, preset, **step)
     for dtype in (torch.float32, torch.float16):  # cuBLAS takes its workspace at the first product
         torch.ones(8, 8, dtype=dtype, device="cuda") @ torch.ones(8, 8, dtype=dtype, device="cuda")
@@ -81,6 +82,7 @@ def compare(
         **step,
         "predicted_bytes": predicted.peak_bytes,
         "counted_bytes": measured.peak_bytes,
+        **({"host_bytes": measured.host_bytes, "copied_bytes": predicted.copied_bytes} if settings else {}),
         "allocated_bytes": allocated_bytes,
         "workspace_bytes": workspace_bytes,
         "rounding_bytes": allocated_bytes - peaks["requested_bytes.all.peak"],

@@ -27,3 +27,9 @@ def cases(harness: Harness) -> Cases:
 @pytest.fixture(scope="session")
 def callback_cases(harness: Harness) -> Cases:
     return Cases(harness, "callback")
+
+
+@pytest.fixture(scope="session")
+def offload_cases(harness: Harness) -> Cases:
+    settings = {"precision": "bf16-lean", "offload": "all", "optim": "adamw_torch_fused"}
+    return Cases(harness, label="-offload", **settings, gradient_accumulation_steps=2)

@@ -200,10 +200,10 @@ def free_port() -> int:
 class Cases:
     """One method a fault; each makes its case from a seed and says how it ended."""
 
-    def __init__(self, harness: Harness, trainer: str = "ours") -> None:
+    def __init__(self, harness: Harness, trainer: str = "ours", label: str = "", **settings: Any) -> None:
         self._harness = harness
-        self._trainer = trainer
-        self._settings: dict[str, Any] = {**WHOLE_RUN, "trainer": trainer}
+        self._trainer, self._label = trainer, label
+        self._settings: dict[str, Any] = {**WHOLE_RUN, "trainer": trainer, **settings}
         if trainer == "stock":
             self._settings["precision"] = "fp32"
         self._undisturbed: dict[int, tuple[str, float, Path]] = {}
@@ -216,7 +216,7 @@ class Cases:
         return self._harness.strikes_exactly
 
     def _new(self, name: str) -> Path:
-        folder = self._harness.folder / f"{self._trainer}-{name}"
+        folder = self._harness.folder / f"{self._trainer}{self._label}-{name}"
         shutil.rmtree(folder, ignore_errors=True)
         return folder
 

@@ -38,6 +38,11 @@ def test_a_killed_run_goes_on_bit_for_bit(cases: Cases, seed: int, ranks: int) -
     assert cases.kill(seed, ranks=ranks).lost is None
 
 
+@pytest.mark.parametrize("seed", [0, 4])
+def test_a_killed_run_with_its_state_in_host_memory_goes_on_bit_for_bit(offload_cases: Cases, seed: int) -> None:
+    assert offload_cases.kill(seed).lost is None
+
+
 @pytest.mark.parametrize("seed", [4, 8])  # asks before the Trainer is made, and after
 def test_a_killed_run_with_the_callback_goes_on_bit_for_bit(callback_cases: Cases, seed: int) -> None:
     assert callback_cases.kill(seed).lost is None

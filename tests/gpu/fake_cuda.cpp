@@ -74,11 +74,16 @@ void release(void* address) {
   ranges.erase(range->begin + range->bytes);
 }
 
+constexpr size_t LARGE_BYTES = 1 << 20;  // of a copy from the device to page-locked memory
+
 void copy(void* to, const void* from, size_t bytes) {
   fake_counts[COPIES]++;
   std::lock_guard guard(mutex);
-  const Range* range = range_of(to);
-  if (range == nullptr || range->is_host) memmove(to, from, bytes);
+  const Range *range = range_of(to), *source = range_of(from);
+  if (range != nullptr && !range->is_host) return;
+  // A GPU takes none of the host's time for these, and zeros in slabs of many GiB would take real memory.
+  if (range != nullptr && source != nullptr && !source->is_host && bytes >= LARGE_BYTES) return;
+  memmove(to, from, bytes);
 }
 
 constexpr size_t ANY = 0x1000;  // a handle: nobody looks into it, or compares it with another
@@ -202,6 +207,19 @@ API cudaError_t cudaMalloc(void** to, size_t bytes) {
 API cudaError_t cudaHostAlloc(void** to, size_t bytes, unsigned) {
   *to = allocate(bytes, true);
   return *to == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
+}
+// Memory that the program has itself, page-locked and given back.
+API cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
+  auto begin = static_cast<char*>(address);
+  std::lock_guard guard(mutex);
+  ranges[begin + bytes] = {begin, bytes, true};
+  return cudaSuccess;
+}
+API cudaError_t cudaHostUnregister(void* address) {
+  std::lock_guard guard(mutex);
+  const Range* range = range_of(address);
+  if (range != nullptr) ranges.erase(range->begin + range->bytes);
+  return cudaSuccess;
 }
 API cudaError_t cudaFree(void* address) GIVES(release(address))
 API cudaError_t cudaFreeHost(void* address) GIVES(release(address))

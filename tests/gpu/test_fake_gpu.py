@@ -7,6 +7,8 @@ import ctypes
 import pytest
 import torch
 
+from _benchmarks import Workload
+from benches import offload
 from benches.architectures import ARCHITECTURES
 from benches.host_gpu import compare, peer_of
 from fake_gpu import COUNTS, fake_gpu, is_loaded
@@ -60,3 +62,12 @@ def test_a_step_of_ours_launches_less_than_torchs() -> None:
         mine, peers = (found["launches"][one] for one in (name, peer_of(name)))
         assert mine["products"] == peers["products"] > 0 and mine["triton_kernels"] > 0
         assert sum(mine.values()) < sum(peers.values())
+
+
+def test_with_offload_no_step_but_the_first_asks_the_driver_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "_GPT2", Workload(2, 64, 2, 512, 1, 16, device="cuda"))
+    found = offload.time_steps(2)
+    assert found["driver_allocations"] == {"None": 0, "optimizer": 0, "all": 0}
+    none, optimizer, every = (found["launches"][name] for name in ("None", "optimizer", "all"))
+    assert none["copies"] < optimizer["copies"] < every["copies"]
+    assert optimizer["triton_kernels"] < every["triton_kernels"] / 2  # gradients on the device have one scan

@@ -83,7 +83,10 @@ class ContractWatch(ExitStack, StepObserver):
     def backward_ended(self, largest: Tensor | None = None) -> None:
         """Note the gradients that are there: an attached model's, before its update frees them."""
         for parameter in self.model.parameters():
-            self._gradients[id(parameter)] |= dtypes_of(gradients_of(parameter))
+            if isinstance(parameter, SplitParameter):
+                self._gradients[id(parameter)] |= set(map(spell, parameter.gradient_dtypes))
+            else:
+                self._gradients[id(parameter)] |= dtypes_of(gradients_of(parameter))
 
     @on_stored_values
     def contract(self, optimizer: Any = None, saved: Mapping[str, torch.dtype] | None = None) -> PrecisionContract:

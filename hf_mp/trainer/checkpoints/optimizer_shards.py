@@ -78,7 +78,7 @@ def make_room(
             f"the checkpoint has the state of {plain['kind']}, and the optimizer is {kind}: resume with the optimizer "
             "that was saved"
         )
-    owned, found = set(chain.from_iterable(here)), dict[str, Tensor]()
+    owned, found, rooms = set(chain.from_iterable(here)), dict[str, Tensor](), _rooms_of(optimizer)
     for name, stored in layout.items():
         if not name.startswith(PREFIX):
             continue
@@ -88,8 +88,19 @@ def make_room(
                 f"the checkpoint has {key} of {parameter}, which the optimizer does not have: resume with the "
                 "optimizer that was saved"
             )
-        found[name] = _empty(parameter, names[parameter], stored)
+        # With offload, the state is read where it stays: memory for a second one may not be there.
+        view = getattr(rooms.get(names[parameter], {}).get(key), "view", None)
+        if view is None or (stored.properties.dtype, stored.size) != (view.dtype, view.shape):
+            view = _empty(parameter, names[parameter], stored)
+        found[name] = view
     return found
+
+
+def _rooms_of(optimizer: Any) -> Mapping[nn.Parameter, Mapping[str, Any]]:
+    """The places in host memory of the state of an optimizer with offload, by parameter and key; empty without."""
+    while optimizer is not None and "rooms" not in vars(optimizer):
+        optimizer = vars(optimizer).get("optimizer")
+    return {} if optimizer is None else optimizer.rooms
 
 
 def put_state(

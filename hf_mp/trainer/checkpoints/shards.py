@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 SUFFIX = ".safetensors"
+_FILE_BYTES = 2**30  # torch makes a file in memory, and writes it then: of more bytes, there are several
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileEntry]:
@@ -41,7 +42,8 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileE
     import torch.distributed.checkpoint as dcp
 
     with _told_as_ours(folder, "could not be saved"):
-        dcp.save(_apart(tensors), storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
+        settings: Any = {"save_distributed": True, "fqn_to_index_mapping": _files_of(tensors)}
+        dcp.save(_apart(tensors), storage_writer=dcp.HuggingFaceStorageWriter(str(folder), **settings))
     with refused_together():
         # torch begins the names of a rank's files with its number, from 1. Each rank reads what it has just written
         # itself, which its system still has in memory.
@@ -66,6 +68,16 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found[name] = tensor.clone() if place in taken else tensor
         taken.add(place)
     return found
+
+
+def _files_of(tensors: Mapping[str, Tensor]) -> dict[str, int] | None:
+    """The number of the file for each tensor, from 1; None for one file."""
+    numbers, number, size = dict[str, int](), 1, 0
+    for name, tensor in tensors.items():
+        if size and size + tensor.nbytes > _FILE_BYTES:
+            number, size = number + 1, 0
+        numbers[name], size = number, size + tensor.nbytes
+    return numbers if number > 1 else None
 
 
 def read_layout(folder: Path) -> dict[str, TensorStorageMetadata]:
