@@ -261,14 +261,6 @@ def lean(model: nn.Module) -> nn.Module:
     return model
 
 
-def test_a_part_of_a_lean_model_that_is_saved_has_a_configuration_of_16_bits(tmp_path: Path) -> None:
-    model: Any = lean(small_llama())
-    model.model.save_pretrained(tmp_path)
-    assert type(model.model).from_pretrained(tmp_path).dtype is torch.bfloat16
-    loaded = type(model.model).from_pretrained(tmp_path, dtype=torch.float32)  # the file has all bits
-    assert torch.equal(loaded.embed_tokens.weight, model.state_dict()["model.embed_tokens.weight"])
-
-
 def test_adapters_that_are_merged_into_a_lean_model_are_rounded() -> None:
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
     model: Any = lean(peft.get_peft_model(small_llama(), config))

@@ -205,5 +205,10 @@ def methods_of(model: nn.Module, names: Iterable[str]) -> list[tuple[nn.Module, 
                 f"methods=[{path!r}] names no method of {type(model).__name__}: use the name of one that is called in "
                 "the place of forward, such as 'get_value', or of one of a module inside, such as 'vision.features'"
             )
+        if inspect.isgeneratorfunction(getattr(type(module), name)):
+            raise ValueError(
+                f"methods=[{path!r}] names a generator, of which the body runs after the call, outside of any forward: "
+                "name a method that computes one of its steps"
+            )
         found.append((module, name))
     return found

@@ -161,8 +161,8 @@ def _save_in_fp32(model: nn.Module) -> None:
             continue  # frozen, or it would have been refused: it takes no hook
         if put_masters_into_state_dict not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(put_masters_into_state_dict)
-    if hasattr(type(model), "save_pretrained"):
-        model.save_pretrained = types.MethodType(save_pretrained, model)  # type: ignore[assignment]
+        if hasattr(type(module), "save_pretrained"):  # also of a part, which may be saved by itself
+            module.save_pretrained = types.MethodType(save_pretrained, module)  # type: ignore[assignment]
 
 
 def trained_with_statistics(model: nn.Module) -> dict[nn.Parameter, None]:
@@ -184,8 +184,8 @@ def restore_parameters(model: nn.Module) -> None:
     for module in model.modules():
         for key in [key for key, hook in module._state_dict_hooks.items() if hook is put_masters_into_state_dict]:
             del module._state_dict_hooks[key]
-    if getattr(model.__dict__.get("save_pretrained"), "__func__", None) is save_pretrained:
-        del model.save_pretrained
+        if getattr(module.__dict__.get("save_pretrained"), "__func__", None) is save_pretrained:
+            del module.save_pretrained
 
 
 def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:

@@ -181,3 +181,13 @@ def test_a_transformers_model_inside_is_called_by_itself() -> None:
     model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
     model.transformer(torch.arange(4)[None])
     assert dtypes == [torch.bfloat16]
+
+
+def test_a_generator_is_refused() -> None:
+    class Streams(nn.Linear):
+        def stream(self, x: Tensor) -> Any:
+            yield self(x)
+
+    model = Streams(4, 4)
+    with pytest.raises(ValueError, match=r"methods=\['stream'\] names a generator"):
+        hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16", methods=["stream"])

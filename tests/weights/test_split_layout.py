@@ -291,3 +291,17 @@ def test_8_bit_states_through_the_trainer(tmp_path: Path, precision: str, max_gr
     assert wrapper.state[model.transformer.h[0].mlp.c_fc.weight]["state1"].dtype is torch.uint8
     assert wrapper.state[model.transformer.wte.weight]["state1"].dtype is torch.float32  # the Trainer's override
     assert all(gradient_and_factor(p)[0] is None for p in model.parameters())
+
+
+@every_lean
+def test_a_part_that_is_saved_by_itself_is_loaded_in_fp32(
+    gpt2: GPT2LMHeadModel, precision: str, tmp_path: Path
+) -> None:
+    runtime = MixedPrecision(precision)
+    runtime.attach(gpt2)
+    gpt2.transformer.save_pretrained(tmp_path)
+    loaded: Any = type(gpt2.transformer).from_pretrained(tmp_path)
+    assert loaded.dtype is torch.float32
+    assert torch.equal(loaded.wte.weight, gpt2.state_dict()["transformer.wte.weight"])
+    runtime.detach()
+    assert not any("save_pretrained" in vars(module) for module in gpt2.modules())
