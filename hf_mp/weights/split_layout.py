@@ -189,7 +189,16 @@ def restore_parameters(model: nn.Module) -> None:
 
 
 def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of a split model's own: weights are saved in FP32, and so Transformers' config must name FP32."""
+    """In the place of a split model's own: weights are saved in FP32, and so Transformers' config must name FP32.
+
+    Raises:
+        ValueError: with ``push_to_hub=True``, which would upload the configuration before it is corrected.
+    """
+    if kwargs.get("push_to_hub"):
+        raise ValueError(
+            "save_pretrained(push_to_hub=True) of a lean model would upload a configuration of 16 bits with "
+            "FP32 weights: call model.push_to_hub(repo_id)"
+        )
     result = type(model).save_pretrained(model, save_directory, *args, **kwargs)
     config: Any = getattr(model, "config", None)
     # A config of diffusers or of a PyTorchModelHubMixin is a dictionary, which names no dtype.

@@ -303,5 +303,7 @@ def test_a_part_that_is_saved_by_itself_is_loaded_in_fp32(
     loaded: Any = type(gpt2.transformer).from_pretrained(tmp_path)
     assert loaded.dtype is torch.float32
     assert torch.equal(loaded.wte.weight, gpt2.state_dict()["transformer.wte.weight"])
+    with pytest.raises(ValueError, match=r"call model\.push_to_hub"):
+        gpt2.save_pretrained(tmp_path, push_to_hub=True)
     runtime.detach()
     assert not any("save_pretrained" in vars(module) for module in gpt2.modules())
