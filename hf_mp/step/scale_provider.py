@@ -27,6 +27,11 @@ class LossScaleProvider:
     def __init__(self, runtime: StepRuntime) -> None:
         self._runtime, self.scaler = runtime, runtime.scaler
 
+    @property
+    def uses_up_gradients(self) -> bool:
+        """Whether each gradient is used within the backward, before DDP can reduce it."""
+        return self._runtime.uses_up_gradients
+
     def loss_scale_on(self, device: torch.device) -> Tensor | None:
         self.scaler.finish_pending_step()  # its overflow status may be unread, and sets this S
         return self.scaler.scale_and_inverse(device).scale if self._runtime.check.is_scaled else None
