@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,18 +13,15 @@ from hf_mp.borders import accumulating
 from hf_mp.casting.active import state
 from hf_mp.casting.dispatched import current_graph_task
 
-if TYPE_CHECKING:
-    from hf_mp.step.runtime import StepRuntime
-
 
 class LossScaleProvider:
     """The :class:`~hf_mp.borders.ScaleProvider` of a model: reads the loss scale and notifies check and observers.
 
     Args:
-        runtime: the runtime of the model, with its scaler, gradient check, weights and observers.
+        runtime: the ``StepRuntime`` of the model, with its scaler, gradient check, weights and observers.
     """
 
-    def __init__(self, runtime: StepRuntime) -> None:
+    def __init__(self, runtime: Any) -> None:
         self._runtime, self.scaler = runtime, runtime.scaler
 
     @property

@@ -129,14 +129,22 @@ OURS = functools.partial(autocast, BF16, tables="cpu")
 THEIRS = functools.partial(torch.autocast, "cpu", BF16)
 
 
+# FP32 here and not in torch: 16-bit kernels of the first give NaN, and the others compute singular values.
+BEYOND_TORCH = ("matrix_exp", "pca_lowrank", "svd_lowrank")
+
+
+def others_in_torchs_lists(counts: Counts) -> list[str]:
+    return [other for other in counts.others if other.split()[1] not in BEYOND_TORCH]
+
+
 def test_one_call_of_each_op_is_as_under_torchs_cpu_autocast() -> None:
     counts = on_device("cpu", OURS, THEIRS, samples=1, dtypes=(FP32, BF16))
-    assert not counts.others and counts.compared > 2000
+    assert not others_in_torchs_lists(counts) and counts.compared > 2000
 
 
 def test_one_call_of_each_op_has_the_dtypes_of_torchs_cuda_autocast() -> None:
     counts = on_fake_cuda(samples=1, dtypes=(FP32,), variants=False)
-    assert not counts.others and counts.compared > 500
+    assert not others_in_torchs_lists(counts) and counts.compared > 500
 
 
 def show(part: str, counts: Counts, seconds: float) -> None:

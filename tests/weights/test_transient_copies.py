@@ -28,7 +28,7 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def inside(weight: nn.Parameter, copy: Tensor) -> Tensor:
     """A use of ``copy`` in the place of ``weight``."""
     runtime = hf_mp.MixedPrecision("bf16")
-    (_,), (rounded,) = inward_borders([weight], [copy], runtime)
+    (_,), (rounded,) = inward_borders([weight], [copy], runtime.scale_provider)
     assert rounded is not None
     return rounded
 
