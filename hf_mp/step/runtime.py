@@ -73,7 +73,7 @@ class StepRuntime:
             self.weights,
             self.ranks,
             self._parameters_to_check,
-            is_scaled=scaler.is_scaling,
+            is_scaled=False,  # until a model is attached
             measures_norm=max_grad_norm is not None,
         )
         self._max_grad_norm, self.grad_norm = max_grad_norm, None if max_grad_norm is None else torch.zeros(())
@@ -118,7 +118,7 @@ class StepRuntime:
     def _take_model(self, model: nn.Module) -> None:
         # The model holds the runtime by its forward: held strongly here, the pair would wait for the garbage collector.
         self._model = weakref.ref(model)
-        self.autocast = self._make_autocast(model)
+        self.autocast, self.check.is_scaled = self._make_autocast(model), self.scaler.is_scaling
         patches = PATCHES, VALUE_PATCHES, DDP_PATCHES, ALIAS_PATCHES, BACKWARD_PATCHES, *cache_patches()
         self._patches = weakref.finalize(model, acquire(*patches))
         STEP_HOOK.add(self)
