@@ -92,7 +92,8 @@ def _runtime_of_hook(args: tuple[Any, ...], made_in: Any) -> StepRuntime | None:
     """The runtime whose loss scale multiplies the gradients that a hook is called with; None if there is none."""
     task = current_graph_task()
     runtimes = [one for one in RUNTIMES if one.check.is_scaled and one.check.backwards.are_scaled(task)]
-    if not runtimes:
+    # A backward that failed may have left its task.
+    if not any(task in one.check.backwards.open or task in one.check.backwards.nested for one in runtimes):
         return None
     if not isinstance(args[0], Tensor):
         return _runtime_of_module(args[0], runtimes)
