@@ -92,12 +92,12 @@ def _runtime_of_hook(args: tuple[Any, ...], made_in: Any) -> StepRuntime | None:
     """The runtime whose loss scale multiplies the gradients that a hook is called with; None if there is none."""
     task = current_graph_task()
     runtimes = [one for one in RUNTIMES if one.check.is_scaled and one.check.backwards.are_scaled(task)]
-    # A backward that failed may have left its task.
-    if not any(task in one.check.backwards.open or task in one.check.backwards.nested for one in runtimes):
-        return None
     if not isinstance(args[0], Tensor):
         return _runtime_of_module(args[0], runtimes)
     if made_in is None:
+        # A backward that failed may have left its task.
+        if not any(task in one.check.backwards.open or task in one.check.backwards.nested for one in runtimes):
+            return None
         raise RuntimeError(
             "a tensor's hook was decorated with hf_mp.unscaled_gradients outside of a forward of the attached model, "
             "so that it is not known whether the tensor belongs to the model's graph: decorate it in forward()"
