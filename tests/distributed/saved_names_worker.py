@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from loop_worker import whole
-from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from trainer_worker import allow_fsdp_on_cpu
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import hf_mp
@@ -26,15 +24,11 @@ from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 import hub_names
+from hub_names import FirstIsBest, Snapshots, State, state_of
 from trainer_runs import make_trainer
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
-State = dict[str, Tensor]
-
-
-def state_of(model: nn.Module) -> State:
-    return {name: whole(value.detach()).clone() for name, value in model.state_dict().items()}
 
 
 def differing(found: State, expected: State) -> list[str]:
@@ -42,19 +36,6 @@ def differing(found: State, expected: State) -> list[str]:
         name for name in sorted(found.keys() | expected.keys())
         if name not in found or name not in expected or not torch.equal(found[name], expected[name])
     ]  # fmt: skip
-
-
-class Snapshots(TrainerCallback):
-    def __init__(self) -> None:
-        self.after: dict[int, State] = {}
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.after[state.global_step] = state_of(model)
-
-
-class FirstIsBest(Trainer):
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        return {**super().evaluate(*args, **kwargs), "eval_quality": -float(self.state.global_step)}
 
 
 def trainer(

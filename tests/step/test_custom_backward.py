@@ -283,16 +283,8 @@ def test_an_autocast_disabled_region_is_one_in_the_recomputation(apply: Applied,
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_inputs_cast_by_custom_fwd_are_in_fp32_in_the_recomputation(precision: str) -> None:
-    class InFP32(Function):
-        @staticmethod
-        @hf_mp.custom_fwd(cast_inputs=torch.float32)
-        def forward(ctx: Any, block: Block, x: Tensor) -> Any:
-            return Saving.forward(ctx, block, x)
-
-        @staticmethod
-        @hf_mp.custom_bwd
-        def backward(ctx: Any, gradient: Tensor) -> Any:
-            return Saving.backward(ctx, gradient)
+    class InFP32(HfMp):
+        forward = staticmethod(hf_mp.custom_fwd(Saving.forward, cast_inputs=torch.float32))
 
     found, _ = gradients(lambda m, apply, x: apply(lambda t: m.middle(t), x), InFP32.apply, precision)
     assert close(found, gradients(in_an_island, inline, precision)[0], 0.0)

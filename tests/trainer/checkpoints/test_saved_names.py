@@ -11,6 +11,7 @@ from typing import Any
 import hub_names
 import pytest
 import torch
+from hub_names import FirstIsBest, Snapshots, State, state_of
 from safetensors.torch import load_file, save_file
 from tiny import same_by_name
 from torch import Tensor, nn
@@ -25,30 +26,6 @@ from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME
 from hf_mp.trainer.checkpoints.saved_names import load_weights, require_all_loaded, weight_files
 
 pytestmark = pytest.mark.usefixtures("without_first_check")
-
-State = dict[str, Tensor]
-
-
-def state_of(model: Any) -> State:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-class Snapshots(TrainerCallback):
-    """The model's state after each step."""
-
-    def __init__(self) -> None:
-        self.after: dict[int, State] = {}
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.after[state.global_step] = state_of(model)
-
-
-class FirstIsBest(Trainer):
-    """The earliest checkpoint is the best."""
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        return {**super().evaluate(*args, **kwargs), "eval_quality": -float(self.state.global_step)}
-
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "learning_rate": 1e-2, "optim": "adamw_torch"}
 BEST = {
