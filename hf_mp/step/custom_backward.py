@@ -32,6 +32,7 @@ from hf_mp.casting.calls import Mode
 from hf_mp.casting.dispatched import current_graph_task
 from hf_mp.casting.torch_patches import Patch, Patches, around
 from hf_mp.casting.uncompiled import uncompiled
+from hf_mp.kernels.nested import tensors_in
 from hf_mp.weights.alias_patches import DIFFERENTIATE_WEIGHTS
 from hf_mp.weights.attachable import RUNTIMES
 
@@ -261,7 +262,7 @@ class _Origins(TorchFunctionMode):
         return not self._left_torch and getattr(value, _ORIGIN, None) == (self._number, _CONSTANT)
 
     def _mark(self, values: Any, origin: str) -> None:
-        for tensor in _tensors(values):
+        for tensor in tensors_in(values):
             setattr(tensor, _ORIGIN, (self._number, origin))
 
     @uncompiled
@@ -275,7 +276,7 @@ class _Origins(TorchFunctionMode):
             self._backward.check_written_gradient(args[0], is_scaled=self.is_scaled(args[1]))
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        given = [*_tensors((args, kwargs))]
+        given = [*tensors_in((args, kwargs))]
         if any(map(self.is_scaled, given)) or (func == _READ_GRADIENT and self.leaves_scaled):
             self._left_torch |= name in _LEAVE_TORCH
             self._mark(result, _SCALED)
@@ -284,17 +285,6 @@ class _Origins(TorchFunctionMode):
         elif name in _MAKE_CONSTANTS or (given and all(map(self.is_constant, given))):
             self._mark(result, _CONSTANT)
         return result
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and dictionaries."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (tuple, list)):
-        for one in values:
-            yield from _tensors(one)
-    elif isinstance(values, dict):
-        yield from _tensors([*values.values()])
 
 
 # What is changed in torch while a model is attached.
@@ -371,10 +361,15 @@ def _run_backward(original: Any, outputs: Sequence[Any], seeds: Any, /, *args: A
     return original(outputs, seeds, *args, **kwargs)
 
 
+def scaled_runtimes() -> list[Any]:
+    """Return the runtimes with gradients that are multiplied by the loss scale in the backward that runs."""
+    task = current_graph_task()
+    return [one for one in RUNTIMES if one.check.is_scaled and one.check.backwards.are_scaled(task)]
+
+
 def _refuse_in_hook(outputs: Sequence[Tensor]) -> None:
     """Raise a RuntimeError if a hook in a scaled backward runs one that leaves gradients in weights of that model."""
-    task = current_graph_task()
-    models = [one.model for one in RUNTIMES if one.check.is_scaled and one.check.backwards.are_scaled(task)]
+    models = [runtime.model for runtime in scaled_runtimes()]
     weights = {id(weight) for model in models if model is not None for weight in model.parameters()}
     if weights and any([id(leaf) in weights for _, _, leaf in leaf_edges(outputs, 0)]):
         raise RuntimeError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -39,8 +38,7 @@ class Backwards:
     """The backwards under way that began at an output of the model, so that their gradients are scaled."""
 
     def __init__(self) -> None:
-        # By autograd's number of each, the thread in which a gradient last came in.
-        self.open: dict[int, int] = {}
+        self.open: set[int] = set()  # autograd's number of each
         # By autograd's number, those that custom backwards run (:mod:`hf_mp.step.custom_backward`).
         self.nested: dict[int, Any] = {}
 
@@ -59,28 +57,23 @@ class Backwards:
                 "are multiplied by the loss scale. Run two, one for each"
             )
         is_first = task not in self.open
-        self.open[task] = threading.get_ident()
         if is_first:
+            self.open.add(task)
             span = profiled("backward")  # a backward that raises ends its span when this object is freed
             span.__enter__()
             # Two callbacks deep: DDP queues its own after this one, and its all-reduce writes .grad until then.
             queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(partial(queue, partial(self._end, task, span, on_ended)))
+            end = partial(self._end, task, span, on_ended)
+            # autograd frees the callbacks of a backward that raises.
+            weakref.finalize(end, self.open.discard, task).atexit = False
+            queue(partial(queue, end))
         return is_first
 
     @uncompiled  # of a training step that is compiled, this would be compiled as a function of its own
     def _end(self, task: int, span: AbstractContextManager[Any], on_ended: Callable[[], None]) -> None:
         span.__exit__(None, None, None)
-        self.open.pop(task, None)
+        self.open.discard(task)
         on_ended()
-
-    def forget_failed(self) -> bool:
-        """Forget the backwards that have raised; returns whether another one is under way."""
-        # Outside a backward: what is still open in this thread, or in one of autograd's, has raised.
-        if self.open and torch._C._current_graph_task_id() == -1:
-            others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
-            self.open = {task: thread for task, thread in self.open.items() if thread in others}
-        return bool(self.open)
 
 
 @dataclass(frozen=True)
@@ -159,7 +152,6 @@ class GradientCheck:
         weights: whose gradients they are.
         ranks: the processes that train along.
         parameters: gives the parameters that a backward may leave gradients in.
-        is_scaled: whether the loss is scaled.
         measures_norm: whether the 2-norm is measured as well, for :meth:`norm`, and the step uses the values that were
             measured. Default False: the step reads the gradients again, because a plain loop may have written them past
             their version counters (``.data``, NumPy).
@@ -172,11 +164,11 @@ class GradientCheck:
         ranks: Ranks,
         parameters: Callable[[], Sequence[nn.Parameter]],
         *,
-        is_scaled: bool,
         measures_norm: bool = False,
     ) -> None:
         self._on_ended, self._weights, self._ranks, self.parameters = on_ended, weights, ranks, parameters
-        self.is_scaled, self.measures_norm = is_scaled, measures_norm
+        self.measures_norm = measures_norm
+        self.is_scaled = False  # whether the loss is scaled: not before a model is attached
         self.backwards = Backwards()
         self.compares_gradients = False  # whether measured_of() is asked without measures_norm, as healing does
         self._losses: list[Tensor | None] = []  # of the backwards since the last step, as the model computed them

@@ -73,7 +73,6 @@ class StepRuntime:
             self.weights,
             self.ranks,
             self._parameters_to_check,
-            is_scaled=False,  # until a model is attached
             measures_norm=max_grad_norm is not None,
         )
         self._max_grad_norm, self.grad_norm = max_grad_norm, None if max_grad_norm is None else torch.zeros(())
@@ -151,7 +150,6 @@ class StepRuntime:
             return None
         if torch.is_grad_enabled():
             self.weights.refuse_other_threads()  # here: autograd's own threads recompute what was checkpointed
-            self.check.backwards.forget_failed()
         # DDP takes a parameter for ready as soon as the border that it shares has run.
         shares_borders = not self.uses_up_gradients and parallelism.ddp is None
         holds_copies = self.autocast.is_compile_used()

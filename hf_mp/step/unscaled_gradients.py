@@ -12,11 +12,9 @@ from torch.autograd.function import FunctionCtx
 
 from hf_mp.borders import is_in_graph, scale_gradient
 from hf_mp.casting.active import state
-from hf_mp.casting.dispatched import current_graph_task
 from hf_mp.kernels.nested import apply_to_tensors, tensors_in
-from hf_mp.step.custom_backward import CustomBackward
+from hf_mp.step.custom_backward import CustomBackward, scaled_runtimes
 from hf_mp.step.runtime import StepRuntime
-from hf_mp.weights.attachable import RUNTIMES
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 # The node that autograd executes; public functions tell it of a tensor alone, and a hook is not given that.
@@ -90,14 +88,11 @@ def _runtime_of_backward(backward: Any) -> StepRuntime | None:
 
 def _runtime_of_hook(args: tuple[Any, ...], made_in: Any) -> StepRuntime | None:
     """The runtime whose loss scale multiplies the gradients that a hook is called with; None if there is none."""
-    task = current_graph_task()
-    runtimes = [one for one in RUNTIMES if one.check.is_scaled and one.check.backwards.are_scaled(task)]
+    if not (runtimes := scaled_runtimes()):
+        return None
     if not isinstance(args[0], Tensor):
         return _runtime_of_module(args[0], runtimes)
     if made_in is None:
-        # A backward that failed may have left its task.
-        if not any(task in one.check.backwards.open or task in one.check.backwards.nested for one in runtimes):
-            return None
         raise RuntimeError(
             "a tensor's hook was decorated with hf_mp.unscaled_gradients outside of a forward of the attached model, "
             "so that it is not known whether the tensor belongs to the model's graph: decorate it in forward()"

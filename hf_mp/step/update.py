@@ -204,7 +204,7 @@ def guard_steps(optimizer: Any, runtime: StepRuntime) -> AttachedOptimizer:
 
 def _check_step(optimizer: Any, runtimes: list[StepRuntime]) -> None:
     """Raise a RuntimeError for a step by a ``torch.amp.GradScaler``, or inside of a backward."""
-    if any([runtime.check.backwards.forget_failed() and runtime.check.is_scaled for runtime in runtimes]):
+    if any([runtime.check.backwards.open and runtime.check.is_scaled for runtime in runtimes]):
         raise RuntimeError(
             "optimizer.step() was called during a backward, whose remaining gradients would be divided by the next "
             "loss scale: use free_gradients='backward' in a lean layout, or a precision that scales nothing (bf16)"

@@ -151,3 +151,17 @@ def test_two_attached_models_have_a_scale_each() -> None:
         models[1](models[0](X)).square().mean().backward()
         found.append([p.grad for model in models for p in model.parameters()])
     assert equal(*found, "fp16")
+
+
+def test_a_backward_that_raised_scales_no_other_one() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16")
+    handle = model[0].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(2, 4)).sum().backward()
+    handle.remove()
+    x = torch.ones(2, 4, requires_grad=True)
+    y = x * 2
+    y.register_hook(hf_mp.unscaled_gradients(clamp))  # outside of a forward, and of any attached model
+    (y * 100).sum().backward()
+    assert torch.equal(x.grad, 2 * clamp(torch.full((2, 4), 100.0)))  # type: ignore[arg-type]
