@@ -45,8 +45,9 @@ class LossScaleProvider:
                 return None
             return self.scaler.scale_and_inverse(device).inverse
         forward = state.forward
-        is_own_forward = forward is not None and forward.autocast is self._runtime.autocast
-        if backwards.open and not (is_own_forward and forward is not None and forward.is_recomputing):
+        autocast = self._runtime.autocast
+        is_recomputing = forward is not None and forward.autocast is autocast and forward.is_recomputing
+        if backwards.open and not is_recomputing:
             return self.scaler.scale_and_inverse(device).inverse
         if accumulating(node, places):
             check.warn_once(
