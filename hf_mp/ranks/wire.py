@@ -18,10 +18,14 @@ from hf_mp.ranks.parallelism import fsdp_modules
 from hf_mp.scaling.scalers import LossScaler
 
 
-class Runtime(Protocol):
+class ScaleSource(Protocol):
     """Source of the loss scale."""
 
     scaler: LossScaler[Any]
+
+    @property
+    def uses_up_gradients(self) -> bool:
+        """Whether each gradient is used within the backward, before DDP can reduce it."""
 
     def loss_scale_on(self, device: torch.device) -> Tensor | None:
         """Return S, FP32 of shape (1,); None if nothing is scaled."""
@@ -79,8 +83,8 @@ class LowPrecisionAllGather:
 class ScaledReduceScatter:
     """Reduce-scatter of FP32 gradients that sends them multiplied by S in 16 bits. The result is FP32 and unscaled."""
 
-    def __init__(self, group: Any, policy: PrecisionPolicy, runtime: Runtime) -> None:
-        self.before, self._policy, self._runtime = group._reduce_scatter_comm, policy, runtime
+    def __init__(self, group: Any, policy: PrecisionPolicy, scale_source: ScaleSource) -> None:
+        self.before, self._policy, self._scale_source = group._reduce_scatter_comm, policy, scale_source
         self.allocate = self.before.allocate  # part of FSDP2's protocol
 
     @torch.no_grad()
@@ -94,7 +98,7 @@ class ScaledReduceScatter:
     ) -> None:
         """Reduce ``input_tensor``, one-dimensional, and write this rank's part to ``output_tensor``."""
         is_average, reduce_dtype = op == torch.distributed.ReduceOp.AVG, self._policy.wire
-        scale = self._runtime.loss_scale_on(input_tensor.device)
+        scale = self._scale_source.loss_scale_on(input_tensor.device)
         is_sum = is_average or op == torch.distributed.ReduceOp.SUM
         if reduce_dtype is torch.float32 or input_tensor.dtype is not torch.float32 or not is_sum:
             self.before(output_tensor, input_tensor, group, op, False)
@@ -127,7 +131,9 @@ def fsdp_groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:
             yield module, groups[0]
 
 
-def send_in_16_bits(model: nn.Module, policy: PrecisionPolicy, runtime: Runtime, kept: Iterable[nn.Module]) -> None:
+def send_in_16_bits(
+    model: nn.Module, policy: PrecisionPolicy, scale_source: ScaleSource, kept: Iterable[nn.Module]
+) -> None:
     """Set the communication of FSDP2: all-gathers of ``model`` in 16 bits, gradients reduced in the policy's dtype.
 
     Parameters of the modules ``kept`` and their submodules are sent in FP32. A custom communication set by user code
@@ -139,7 +145,7 @@ def send_in_16_bits(model: nn.Module, policy: PrecisionPolicy, runtime: Runtime,
             module.set_custom_all_gather(LowPrecisionAllGather(group, policy.compute, kept))
             _correct_dtypes(group)
         if policy.wire is not torch.float32 and type(group._reduce_scatter_comm).__name__ == "DefaultReduceScatter":
-            module.set_custom_reduce_scatter(ScaledReduceScatter(group, policy, runtime))
+            module.set_custom_reduce_scatter(ScaledReduceScatter(group, policy, scale_source))
 
 
 def _correct_dtypes(group: Any) -> None:

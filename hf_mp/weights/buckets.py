@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.ranks.wire import Runtime, sum_parts
+from hf_mp.ranks.wire import ScaleSource, sum_parts
 from hf_mp.weights.split_parameter import SplitParameter, has_gradient
 
 
@@ -23,14 +23,14 @@ class Buckets:
     others in 16 bits: as many bytes as an all-reduce in 16 bits.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, policy: PrecisionPolicy, runtime: Runtime) -> None:
+    def __init__(self, ddp: DistributedDataParallel, policy: PrecisionPolicy, scale_source: ScaleSource) -> None:
         self._group, self._policy = ddp.process_group, policy
         self.looks_for_unused = ddp.find_unused_parameters or ddp.static_graph
-        # DDP keeps its hook for good, and would keep the model alive through the runtime.
-        self._runtime: Callable[[], Runtime | None] = weakref.ref(runtime)
+        # DDP keeps its hook for good, and would keep the model alive through it.
+        self._scale_source: Callable[[], ScaleSource | None] = weakref.ref(scale_source)
         self._streams: dict[torch.device, Any] = {}
         split = [parameter for parameter in ddp.parameters() if isinstance(parameter, SplitParameter)]
-        _check_reduction(split, policy, runtime)
+        _check_reduction(split, policy, scale_source)
         self._split = [weakref.ref(parameter) for parameter in split]
         self._task = -1  # autograd's number of the last backward
         # torch refuses a second hook, where a user has registered one.
@@ -41,9 +41,13 @@ class Buckets:
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """The average of ``bucket`` over the ranks: the hook."""
         values = bucket.buffer()
-        runtime = self._runtime()
-        factor = None if runtime is None else runtime.loss_scale_on(values.device)
-        inverse = None if runtime is None or factor is None else runtime.scaler.scale_and_inverse(values.device).inverse
+        scale_source = self._scale_source()
+        factor = None if scale_source is None else scale_source.loss_scale_on(values.device)
+        inverse = (
+            None
+            if scale_source is None or factor is None
+            else scale_source.scaler.scale_and_inverse(values.device).inverse
+        )
         # Gradients lie next to .grad until here: the bucket that DDP brings has nothing of them yet.
         for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if isinstance(parameter, SplitParameter):
@@ -58,11 +62,11 @@ class Buckets:
 
     def hand_out(self, parameters: Iterable[Tensor]) -> None:
         """After a backward: have split ``parameters`` keep the ``.grad`` that DDP has left, which is still scaled."""
-        runtime = self._runtime()
+        scale_source = self._scale_source()
         for parameter in parameters:
-            if runtime is not None and isinstance(parameter, SplitParameter):
-                is_scaled = runtime.loss_scale_on(parameter.device) is not None
-                inverse = runtime.scaler.scale_and_inverse(parameter.device).inverse if is_scaled else None
+            if scale_source is not None and isinstance(parameter, SplitParameter):
+                is_scaled = scale_source.loss_scale_on(parameter.device) is not None
+                inverse = scale_source.scaler.scale_and_inverse(parameter.device).inverse if is_scaled else None
                 parameter.take_from_bucket(inverse)
 
     def mark_accumulated(self) -> None:
@@ -105,10 +109,10 @@ class Buckets:
             values.div_(factor)
 
 
-def _check_reduction(split: Iterable[SplitParameter], policy: PrecisionPolicy, runtime: Any) -> None:
+def _check_reduction(split: Iterable[SplitParameter], policy: PrecisionPolicy, scale_source: ScaleSource) -> None:
     """Raise a ValueError for what a lean layout cannot do on several processes."""
     name, usual = f"precision={str(policy)!r}", str(policy).removesuffix("-lean")
-    if runtime.uses_up_gradients:
+    if scale_source.uses_up_gradients:
         raise ValueError(
             f"free_gradients='backward' updates before DistributedDataParallel reduces gradients: leave it out, or use "
             f"{name} on one process without DistributedDataParallel"

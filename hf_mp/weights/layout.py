@@ -15,7 +15,7 @@ from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.model_walk import model_parameters, optimizer_parameters, widen_buffers
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import Parallelism, is_dtensor
-from hf_mp.ranks.wire import Runtime
+from hf_mp.ranks.wire import ScaleSource
 from hf_mp.weights.buckets import Buckets
 from hf_mp.weights.working_copies import WorkingCopies
 
@@ -59,13 +59,13 @@ class WeightLayout:
         return self.copies.get_all(weights)
 
     def take_over_communication(
-        self, model: nn.Module, parallelism: Parallelism, runtime: Runtime, in_fp32: Sequence[nn.Module]
+        self, model: nn.Module, parallelism: Parallelism, scale_source: ScaleSource, in_fp32: Sequence[nn.Module]
     ) -> None:
         """Take over the communication of ``model``; weights of the modules ``in_fp32`` are not rounded."""
         ddp, has_buckets = parallelism.ddp, self.keeps_scaled_gradients or self.policy.wire is not torch.float32
         # Once for each DDP, of one process too: its first forward is the last moment before a bucket is reduced.
         if has_buckets and ddp is not None and ddp not in self._joined:
-            self._joined[ddp] = Buckets(ddp, self.policy, runtime)
+            self._joined[ddp] = Buckets(ddp, self.policy, scale_source)
 
     def parameters_to_check(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
         """The parameters whose gradients a backward of ``model`` may leave, each once."""

@@ -21,7 +21,7 @@ from hf_mp.casting.watched import WatchedParameter
 from hf_mp.kernels.tensors import takes_lists
 from hf_mp.model_walk import model_parameters, modules_of, widen_buffers
 from hf_mp.ranks.parallelism import Parallelism
-from hf_mp.ranks.wire import Runtime
+from hf_mp.ranks.wire import ScaleSource
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.master_weight_optimizer import MasterWeightOptimizer, clip_grad_norm_
 from hf_mp.weights.outside_reads import on_stored_values
@@ -58,7 +58,7 @@ class SplitLayout(WeightLayout):
             make_split(parameter, self.policy.params)
 
     def take_over_communication(
-        self, model: nn.Module, parallelism: Parallelism, runtime: Runtime, in_fp32: Sequence[nn.Module]
+        self, model: nn.Module, parallelism: Parallelism, scale_source: ScaleSource, in_fp32: Sequence[nn.Module]
     ) -> None:
         """As the base class. FSDP's shards need another layout, which is chosen before: here it is too late."""
         if parallelism.fsdp:
@@ -66,7 +66,7 @@ class SplitLayout(WeightLayout):
                 f"precision={str(self.policy)!r} must know before the first forward that FSDP shards this "
                 f"{type(model).__name__}: call attach_optimizer earlier"
             )
-        super().take_over_communication(model, parallelism, runtime, in_fp32)
+        super().take_over_communication(model, parallelism, scale_source, in_fp32)
 
     @on_stored_values
     def keep_scaled_gradients(

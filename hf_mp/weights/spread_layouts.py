@@ -16,7 +16,7 @@ from hf_mp.kernels.transforms import is_saving_elsewhere
 from hf_mp.model_walk import optimizer_parameters
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import Parallelism, is_dtensor
-from hf_mp.ranks.wire import Runtime, send_as_before, send_in_16_bits
+from hf_mp.ranks.wire import ScaleSource, send_as_before, send_in_16_bits
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.working_copies import is_master
 
@@ -89,10 +89,10 @@ class TransientLayout(WeightLayout):
         return {id(weight): self._transient.get(weight) for weight in weights if is_master(weight)}
 
     def take_over_communication(
-        self, model: nn.Module, parallelism: Parallelism, runtime: Runtime, in_fp32: Sequence[nn.Module]
+        self, model: nn.Module, parallelism: Parallelism, scale_source: ScaleSource, in_fp32: Sequence[nn.Module]
     ) -> None:
         """Have FSDP2 gather weights and reduce gradients in 16 bits, but for the modules ``in_fp32``."""
-        send_in_16_bits(model, self.policy, runtime, in_fp32)
+        send_in_16_bits(model, self.policy, scale_source, in_fp32)
 
     def restore(self, model: nn.Module | None) -> None:
         super().restore(model)
