@@ -1,1 +1,1 @@
-"""Patches of other libraries: accelerate, and torch's clipping by value."""
+"""Patches of other libraries: accelerate's optimizer wrapper, torch's clipping by value and DDP's broadcasts."""
