@@ -32,6 +32,11 @@ NOT_ATTACHED = (
     "an optimizer that was not attached updates the weights of an attached model: its steps are taken even when "
     "gradients overflow, and the loss scale stays as it is. Call attach_optimizer(optimizer), or hf_mp.detach(model)"
 )
+WRITTEN_BETWEEN_BACKWARDS = (
+    "weights of an attached model were written between two backwards, and no optimizer stepped: the gradients of the "
+    "first backward count for no step. If these writes are an update, they are made even when gradients overflow: "
+    "update by an optimizer that attach_optimizer(optimizer) was called with"
+)
 
 
 class Backwards:
@@ -208,8 +213,8 @@ class GradientCheck:
         parameters = self.parameters()
         versions = _versions_of(parameters)
         is_used = any(versions.get(weight, seen) != seen for weight, seen in self._versions.items())
-        if is_used and not self.is_used_by_attached:
-            self.warn_once(NOT_ATTACHED)
+        if is_used and not self.is_used_by_attached and NOT_ATTACHED not in self._warned:
+            self.warn_once(WRITTEN_BETWEEN_BACKWARDS)
         if is_used or not self.gradients(parameters):
             self.forget()
 
