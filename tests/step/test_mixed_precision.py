@@ -148,7 +148,9 @@ def test_training_without_a_guard_is_warned_of_once(gpt2: GPT2LMHeadModel, batch
     assert "/hf_mp/" not in told.filename and "/torch/" not in told.filename  # but at the line of the loop
 
 
-def test_a_perturbation_between_two_backwards_is_not_taken_for_an_optimizer(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+def test_a_perturbation_between_two_backwards_is_not_taken_for_an_optimizer(
+    gpt2: GPT2LMHeadModel, batch: Batch
+) -> None:
     """Sharpness-aware minimization (arXiv 2010.01412, algorithm 1) moves the weights for its second backward."""
     runtime = MixedPrecision("fp16")
     runtime.attach(gpt2)
