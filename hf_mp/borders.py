@@ -39,7 +39,7 @@ class ScaleProvider(Protocol):
     def gradient_entered(self, node: Any, gradient: Tensor) -> None:
         """A gradient goes in through the autograd node ``node``, before anything of the model's backward runs."""
 
-    def keep_scaled(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
+    def take_scaled_gradients(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
         """Remove from ``uses``, gradients that ``node`` hands on, by input, those that autograd must not accumulate.
 
         They are still scaled; ``inverse`` unscales them.
@@ -113,7 +113,7 @@ _OUTSIDE_DTYPE = dict.fromkeys(LOWER_PRECISION_DTYPES, torch.float32)  # of the 
 _JOINED_ELEMENTS = 2**20
 
 
-class _InwardBorders(Function):
+class _UnscalingAliases(Function):
     @staticmethod
     def forward(
         ctx: Any, scale_provider: ScaleProvider, copies: Sequence[Tensor | None], with_aliases: bool, *outside: Tensor
@@ -140,7 +140,7 @@ class _InwardBorders(Function):
             return None, None, None, *_unscale_uses(ctx, gradients)
 
 
-_INWARD: Any = _InwardBorders._backward_cls  # the class of its nodes
+_INWARD: Any = _UnscalingAliases._backward_cls  # the class of its nodes
 
 
 def _unscale_uses(ctx: Any, gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -151,7 +151,7 @@ def _unscale_uses(ctx: Any, gradients: Iterable[Tensor | None]) -> list[Tensor |
         if gradient is not None:
             uses.setdefault(place, []).append(gradient)
     factor = scale_provider.inverse_scale_on(outside[0].device, ctx, list(uses)) if uses else None
-    scale_provider.keep_scaled(ctx, uses, factor)
+    scale_provider.take_scaled_gradients(ctx, uses, factor)
     found: list[Tensor | None] = [None] * len(outside)
     products = _scale_gradients([each[0] for each in uses.values()], factor, scale_provider)
     for (place, (_, *others)), product in zip(uses.items(), products, strict=True):
@@ -229,7 +229,7 @@ def _has_order() -> bool:
     return found
 
 
-def inward_borders(
+def unscaling_aliases(
     outside: Sequence[Tensor],
     copies: Sequence[Tensor | None],
     scale_provider: ScaleProvider,
@@ -242,10 +242,10 @@ def inward_borders(
     ``with_aliases``), and aliases of their FP16/BF16 copies, None where there is none. Without aliases there must be a
     copy.
     """
-    made = _InwardBorders.apply(scale_provider, copies, with_aliases, *outside)
+    made = _UnscalingAliases.apply(scale_provider, copies, with_aliases, *outside)
     # None where nothing wants a gradient.
     if (node := made[0].grad_fn) is not None:
-        # It runs as soon as it is ready; leads_inside() still needs its own number.
+        # It runs as soon as it is ready; reaches_forward() still needs its own number.
         node.number = node._sequence_nr()
         if _has_order():
             node._set_sequence_nr(_AT_ONCE)
@@ -266,7 +266,7 @@ class BorderUse:
             node.scale_provider = weakref.proxy(scale_provider)
 
 
-class _LateBorder:
+class _UnscaleHook:
     """Hook of an autograd node: a border on each of its edges ``places``, which lead outside."""
 
     def __init__(self, node: Any, places: Iterable[int], scale_provider: ScaleProvider) -> None:
@@ -282,7 +282,7 @@ class _LateBorder:
                     self.scale_provider.inverse_scale_on(gradient.device, self, [place]),
                     {place: [gradient]},
                 )
-                self.scale_provider.keep_scaled(self, uses, inverse)
+                self.scale_provider.take_scaled_gradients(self, uses, inverse)
                 # autograd lets no hook change a dtype; of nearly all ops it is that of the tensor outside.
                 found[place] = (
                     scale_gradient(gradient, inverse, self.scale_provider).to(gradient.dtype) if uses else None
@@ -290,8 +290,8 @@ class _LateBorder:
         return tuple(found)
 
 
-def leads_inside(node: Any, first: int, outside: set[Any]) -> bool:
-    """Whether the graph behind ``node`` reaches a node numbered ``first`` or higher; if not, adds it to ``outside``.
+def reaches_forward(node: Any, first: int, known_external: set[Any]) -> bool:
+    """Whether the graph behind ``node`` reaches a node numbered ``first`` or higher; fills ``known_external`` if not.
 
     autograd numbers the nodes of each thread by themselves, and a backward on a GPU has its own thread: what
     ``torch.autograd.grad(create_graph=True)`` makes there during a forward has small numbers. What was made before a
@@ -300,23 +300,23 @@ def leads_inside(node: Any, first: int, outside: set[Any]) -> bool:
     todo, seen = [node], {node}
     while todo:
         for to, _ in todo.pop().next_functions:
-            if to is None or to in seen or to in outside:
+            if to is None or to in seen or to in known_external:
                 continue
             if first <= (to.number if type(to) is _INWARD else to._sequence_nr()) < _AT_ONCE:
                 return True
             seen.add(to)
             todo.append(to)
-    outside |= seen
+    known_external |= seen
     return False
 
 
-def add_late_borders(
+def add_unscale_hooks(
     results: Sequence[Tensor], scale_provider: ScaleProvider, first: int, made_earlier: Callable[[Any], bool]
 ) -> bool:
     """Put a border on each edge by which the graph of ``results`` leaves to a tensor made outside.
 
     That is an edge to a leaf, or to a node with a number below ``first``, unless it was ``made_earlier`` inside, or
-    :func:`leads_inside`. An inward border is one already, and so are the inputs that a node names in ``border_at``:
+    :func:`reaches_forward`. An inward border is one already, and so are the inputs that a node names in ``border_at``:
     their gradients leave through :class:`Behind`. Most of the time of this function goes into the Python object that
     torch makes for each node; where C++ was compiled, it looks first, and nearly always nothing is left to do.
 
@@ -335,21 +335,21 @@ def add_late_borders(
             if to in seen or type(to) is _INWARD:
                 continue
             # AccumulateGrad has the largest number.
-            if first <= to._sequence_nr() < _AT_ONCE or made_earlier(to) or leads_inside(to, first, outside):
+            if first <= to._sequence_nr() < _AT_ONCE or made_earlier(to) or reaches_forward(to, first, outside):
                 seen.add(to)
                 todo.append(to)
             elif place not in getattr(node, "border_at", ()):
                 places.append(place)
-        found |= bool(places) and _add_late_border(node, places, scale_provider)
+        found |= bool(places) and _add_unscale_hook(node, places, scale_provider)
     return found
 
 
-def _add_late_border(node: Any, places: Sequence[int], scale_provider: ScaleProvider) -> bool:
+def _add_unscale_hook(node: Any, places: Sequence[int], scale_provider: ScaleProvider) -> bool:
     """Put a border on the edges ``places`` of ``node``; False if it has them already, as of an earlier forward."""
-    if scale_provider in (bordered := node.metadata.setdefault(_LateBorder, [])):
+    if scale_provider in (bordered := node.metadata.setdefault(_UnscaleHook, [])):
         return False
     bordered.append(scale_provider)
-    node.register_hook(_LateBorder(node, places, scale_provider))
+    node.register_hook(_UnscaleHook(node, places, scale_provider))
     return True
 
 
@@ -364,7 +364,7 @@ def is_of_model(node: Any, scale_provider: ScaleProvider) -> bool:
         if type(each) is _INWARD:
             if each.scale_provider == scale_provider:
                 return True
-        elif scale_provider in each.metadata.get(_LateBorder, ()):
+        elif scale_provider in each.metadata.get(_UnscaleHook, ()):
             return True
         elif type(each) is not _OUTPUT:
             new = [to for to, _ in each.next_functions if to not in seen]
@@ -402,7 +402,7 @@ def add_leaf_borders(
         if is_external(leaf):
             places.setdefault(node, []).append(place)
     for node, its in places.items():
-        _add_late_border(node, its, scale_provider)
+        _add_unscale_hook(node, its, scale_provider)
 
 
 def is_in_graph(node: Any, first: int) -> bool:
@@ -413,7 +413,7 @@ def is_in_graph(node: Any, first: int) -> bool:
     return type(node) is _INWARD or first <= node._sequence_nr() < _AT_ONCE
 
 
-def outside_of(inside: Tensor) -> Tensor:
+def original_of(inside: Tensor) -> Tensor:
     """The tensor of which ``inside`` is an alias or a copy, if an inward border made it; else ``inside``."""
     node: Any = inside.grad_fn
     return node.outside[node.leads_to[inside.output_nr]] if type(node) is _INWARD else inside
@@ -435,7 +435,7 @@ def behind_border(inside: Tensor) -> Behind:
     node: Any = inside.grad_fn
     if type(node) is not _INWARD or inside.output_nr < node.first_copy:
         return Behind(inside, inside)
-    return Behind(inside, outside_of(inside), node.scale_provider)
+    return Behind(inside, original_of(inside), node.scale_provider)
 
 
 class _OutputBorder(Function):
@@ -461,7 +461,7 @@ class _OutputBorder(Function):
 _OUTPUT: Any = _OutputBorder._backward_cls  # the class of its nodes
 
 
-def output_border(
+def cast_to_output(
     output: Tensor, scale_provider: ScaleProvider | None, wrap: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """``output`` in FP32; its gradient is multiplied by the loss scale before it is cast to ``output``'s dtype.

@@ -1,4 +1,4 @@
-"""``WatchedParameter``: a parameter that counts the writes that its version counter does not."""
+"""``DataTrackedParameter``: a parameter that counts the writes that its version counter does not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_mp.kernels.tensors import is_shared, version_of
 _DATA: Any = Tensor.data  # the property itself, which the class below overrides
 
 
-class WatchedParameter(nn.Parameter):
+class DataTrackedParameter(nn.Parameter):
     """A parameter that notices writes through ``.data``.
 
     In-place writes raise a tensor's version counter, but not those through ``parameter.data`` (EMA libraries, manual
@@ -78,19 +78,19 @@ def let_optimizers_be_fast(kind: type[nn.Parameter]) -> None:
         types.append(kind)
 
 
-def watch(parameter: nn.Parameter) -> None:
+def track_data_writes(parameter: nn.Parameter) -> None:
     """Notice writes through ``parameter.data`` from now on. Subclasses of ``nn.Parameter`` are left as they are."""
     if type(parameter) is nn.Parameter:
         # torch.optim looks up the exact class of parameters before it takes a multi-tensor path.
-        let_optimizers_be_fast(WatchedParameter)
-        parameter.__class__ = WatchedParameter
+        let_optimizers_be_fast(DataTrackedParameter)
+        parameter.__class__ = DataTrackedParameter
         # A parameter within a larger buffer is written through that, as FSDP does.
         parameter._data_was_out = is_shared(parameter)  # type: ignore[attr-defined]
 
 
-def unwatch(parameter: nn.Parameter) -> None:
+def untrack_data_writes(parameter: nn.Parameter) -> None:
     """Make a watched parameter an ordinary ``nn.Parameter`` again."""
-    if type(parameter) is WatchedParameter:
+    if type(parameter) is DataTrackedParameter:
         for name in _OWN:
             parameter.__dict__.pop(name, None)
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -98,5 +98,5 @@ def unwatch(parameter: nn.Parameter) -> None:
 
 def seen(tensor: Tensor) -> tuple[int, int, int]:
     """Version (-1 for none), address and count of unseen writes, by which a later call detects most writes."""
-    unseen = tensor.count_unseen_writes() if type(tensor) is WatchedParameter else 0
+    unseen = tensor.count_unseen_writes() if type(tensor) is DataTrackedParameter else 0
     return version_of(tensor), tensor.data_ptr(), unseen

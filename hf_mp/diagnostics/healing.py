@@ -62,7 +62,7 @@ class Healer(StepController):
     def forward_began(self, forward: Any, args: Any, kwargs: Any) -> None:
         self._ddp = parallelism_of(self._runtime.model).ddp
 
-    def overflowed(self, optimizer: Optimizer) -> StepReport | None:
+    def handle_overflow(self, optimizer: Optimizer) -> StepReport | None:
         """Run a step that overflowed again; return its last report, or None if it did not run again.
 
         Raises:
@@ -78,7 +78,7 @@ class Healer(StepController):
             if not self._apply_remedies():
                 break
             losses = self._rerun_step(optimizer, backwards)
-            report = runtime.check.agreed_report(runtime.verdict(optimizer))
+            report = runtime.check.agreed_report(runtime.clip_and_check(optimizer))
             if not report.overflow:
                 self._replace_losses(losses)
                 return report

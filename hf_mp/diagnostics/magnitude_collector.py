@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.uncompiled import is_compiled
-from hf_mp.casting.watching import watching
+from hf_mp.casting.watching import observe_calls
 from hf_mp.diagnostics.contract.swamped import swamped
 from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
@@ -57,7 +57,7 @@ class MagnitudeCollector(ExitStack):
             for name, module in model.named_modules()
             if module._parameters and module is not entry and not isinstance(module, torch.jit.ScriptModule)
         }
-        self.enter_context(watching(hooked, left=self._sample_output))
+        self.enter_context(observe_calls(hooked, left=self._sample_output))
 
     def _sample_output(self, name: str, output: Any) -> None:
         tensor = next((one for one in tensors_in(output) if one.is_floating_point()), None)

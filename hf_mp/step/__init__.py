@@ -7,7 +7,7 @@ Each stage names files of this folder first, then those of other folders.
    ``optimizer.step`` by the step of a :class:`StepGuard` (``update.py``).
    Masters: ``weights/layout.py``; lean: ``weights/split_layout.py``.
 2. Forward. ``AttachedForward`` enters a :class:`ForwardContext`. :meth:`StepRuntime.begin_forward` gets its weights
-   from :class:`WeightSource` (``weights/source.py``). The parameter slots keep the FP32 weights; if gradients are
+   from :class:`WeightStore` (``weights/source.py``). The parameter slots keep the FP32 weights; if gradients are
    scaled, they hold aliases of them, outputs of unscale nodes. Autocast finds the working copy of a weight or alias by
    its identity. A recomputation in a backward enters the context again.
    Sharding: ``ranks/parallelism.py``; slots and the look-up of copies: ``weights/slots.py``; weights with a copy:
@@ -27,7 +27,7 @@ Each stage names files of this folder first, then those of other folders.
    update reads them again, because a loop may have clipped them, unless ``max_grad_norm`` is set.
    Gradients of a layout: ``weights/layout.py``; their scan: ``kernels/gradient_scan.py``; one result for all ranks:
    ``ranks/agreement.py``.
-6. Update. ``optimizer.step()`` calls :meth:`StepRuntime.verdict`. On an overflow ``StepGuard._finish`` skips the
+6. Update. ``optimizer.step()`` calls :meth:`StepRuntime.clip_and_check`. On an overflow ``StepGuard._finish`` skips the
    update; otherwise the optimizer writes the masters, and the layout refreshes the working copies. With torch's fused
    Adam on a GPU the host does not wait: ``StepGuard._update_unless`` queues an update that the device skips, and
    ``_finish`` runs when the next backward reads S.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_mp.borders import output_border
+from hf_mp.borders import cast_to_output
 from hf_mp.casting.active import state
 from hf_mp.casting.deferred_output import DeferredOutput, can_be_deferred, may_stay_unread
 from hf_mp.casting.dispatched import current_graph_task, dispatched
@@ -80,7 +80,7 @@ class AttachedForward(ReplacedForward):
 
         def cross(output: Tensor) -> Tensor:
             wrap = DeferredOutput if may_defer and can_be_deferred(output) else None
-            crossed.append(output_border(output, scale_provider, wrap))
+            crossed.append(cast_to_output(output, scale_provider, wrap))
             return crossed[-1]
 
         outputs = apply_to_tensors(cross, outputs, objects=True)
@@ -115,7 +115,7 @@ class ForwardContext:
         self.autocast: AttachedAutocast = runtime.autocast if recomputes is None else recomputes.autocast
         autocast = self.autocast
         self.graph_task = current_graph_task()
-        self.began_without_grad = autocast.observer is None and not torch.is_grad_enabled()
+        self.began_without_grad = autocast.call_override is None and not torch.is_grad_enabled()
         self.lowers_caches = self.began_without_grad and autocast.lowers_attention()
         # FSDP and tensor parallelism, which keep no copies, fill slots while the forward runs.
         keeps_copies = weights is not None and runtime.weights.layout.keeps_copies

@@ -1,4 +1,4 @@
-"""``GradientCheck``: which backwards run, what they left in the gradients, how an update clips it, and the verdict."""
+"""``GradientCheck``: the backwards that run, the gradients that they left, clipping, and the overflow status."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_mp.scaling.rules import StepReport
 from hf_mp.step.profiling import profiled
 from hf_mp.weights.fused_adamw import Clipping
 from hf_mp.weights.outside_reads import as_stored
-from hf_mp.weights.source import WeightSource
+from hf_mp.weights.source import WeightStore
 
 _SKIP_BY_THEMSELVES = ("cuda",)  # devices whose fused optimizers skip on found_inf, so that the host need not wait
 
@@ -96,7 +96,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class OverflowStatus:
     """What the gradients of one optimizer are like, on their device: the host has read nothing before :meth:`read`."""
 
     parameters: Sequence[nn.Parameter]
@@ -120,15 +120,15 @@ class Verdict:
         largest = self.numbers[0]
         return torch.logical_not(largest < SQUARES_BELOW, out=torch.empty_like(largest))  # two kernels
 
-    def sent_to_host(self) -> Verdict:
-        """This verdict, its numbers on their way to the host; :meth:`read` waits for them and no later kernel.
+    def sent_to_host(self) -> OverflowStatus:
+        """This status, its numbers on their way to the host; :meth:`read` waits for them and no later kernel.
 
         Holds no gradients, so that they may be freed: those of a device that takes ``found_inf`` are not read again.
         """
         device = self.numbers.device
         numbers = self.numbers.to("cpu", non_blocking=True)  # into pinned memory
         arrival = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        return Verdict((), (), numbers, arrival)
+        return OverflowStatus((), (), numbers, arrival)
 
     def read(self) -> tuple[bool, float | None]:
         """Whether the gradients overflow, and the largest magnitude of the backward: one read of the device.
@@ -142,9 +142,9 @@ class Verdict:
 
 
 class GradientCheck:
-    """Measures the gradients, for the loss scale when a backward ends and for the verdict when an optimizer steps.
+    """Measures the gradients: for the loss scale when a backward ends, for the overflow status when an optimizer steps.
 
-    Twice, because somebody may clip or write gradients in between; with ``measures_norm`` the verdict trusts what was
+    Twice, because somebody may clip or write gradients in between; with ``measures_norm`` the status trusts what was
     measured when the backward ended.
 
     Args:
@@ -160,7 +160,7 @@ class GradientCheck:
     def __init__(
         self,
         on_ended: Callable[[Tensor | None], None],
-        weights: WeightSource,
+        weights: WeightStore,
         ranks: Ranks,
         parameters: Callable[[], Sequence[nn.Parameter]],
         *,
@@ -260,7 +260,7 @@ class GradientCheck:
         measured = self.measured_of(self.gradients(parameters))
         return None if measured is None else measured.norm
 
-    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    def defer_clipping(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
         """Have the next update scale all gradients down to ``max_norm``, from :meth:`norm`; ``inf`` leaves them alone.
 
         Until then gradients stay as they are: a kernel multiplies as it reads them, else torch does before the step.
@@ -281,29 +281,29 @@ class GradientCheck:
 
     # Step
 
-    def verdict(self, parameters: Sequence[nn.Parameter]) -> Verdict:
+    def overflow_status(self, parameters: Sequence[nn.Parameter]) -> OverflowStatus:
         """What the gradients of ``parameters``, an optimizer's, are like now."""
         gradients = self.gradients(parameters)
         measured = self.measured_of(gradients) if self.measures_norm else None
         largest = largest_magnitude(local_parts(gradients)) if measured is None else measured.largest
         so_far = self._largest
         numbers = largest[None] if so_far is None else torch.stack([largest, so_far.to(largest.device)])
-        return Verdict(parameters, gradients, numbers)
+        return OverflowStatus(parameters, gradients, numbers)
 
     def overflows(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether gradients of ``parameters`` overflow now; reads the device, and is a collective call of all ranks."""
-        overflow, _ = self.verdict(parameters).read()
+        overflow, _ = self.overflow_status(parameters).read()
         return self._ranks.agree(StepReport(overflow), parameters).overflow
 
     def losses_are_finite(self) -> bool:
         """Whether the losses since the last step are finite: inf and NaN in a loss are there at any loss scale."""
         return all_finite([loss for loss in self._losses if loss is not None])
 
-    def agreed_report(self, verdict: Verdict | StepReport) -> StepReport:
+    def agreed_report(self, status: OverflowStatus | StepReport) -> StepReport:
         """The report on which all processes that train the parameters agree: a collective call if there are several."""
-        if isinstance(verdict, StepReport):
-            return verdict
-        overflow, largest = verdict.read()
+        if isinstance(status, StepReport):
+            return status
+        overflow, largest = status.read()
         is_elsewhere = largest is not None and not overflow and not math.isfinite(largest) and self.is_scaled
         if is_elsewhere and all_finite(local_parts(self.gradients(self.parameters()))):  # else another optimizer has it
             self.warn_once(
@@ -313,7 +313,7 @@ class GradientCheck:
         # Without loss scaling there is no headroom to tell of.
         is_known = self.is_scaled and not overflow and not is_elsewhere
         is_of_scale = not overflow or self.losses_are_finite()
-        return self._ranks.agree(StepReport(overflow, largest if is_known else None, is_of_scale), verdict.parameters)
+        return self._ranks.agree(StepReport(overflow, largest if is_known else None, is_of_scale), status.parameters)
 
 
 def _versions_of(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
@@ -336,7 +336,7 @@ def largest_unscaled_magnitude(found: Iterable[tuple[Tensor, Tensor | None]]) ->
     return torch.stack([first, *[one.to(first.device) for one in others]]).max() if others else first
 
 
-def names_of_overflowing(weights: WeightSource, model: nn.Module | None) -> list[str]:
+def names_of_overflowing(weights: WeightStore, model: nn.Module | None) -> list[str]:
     """The parameters whose gradients make a step be skipped, by name."""
     named = () if model is None else model.named_parameters()
     # One read of the device for each parameter: only the error that ends a training asks.

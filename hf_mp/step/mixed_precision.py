@@ -132,8 +132,8 @@ class MixedPrecision(StepRuntime):
         try:
             self._take_model(model)
             install_replacements(model, self._tables)  # before FSDP is told which weights travel in FP32
-            self.spread(list(model.parameters()), parallelism)
-            self.weights.layout.make_masters(model)
+            self.adopt_sharding(list(model.parameters()), parallelism)
+            self.weights.layout.prepare_weights(model)
             self.wrap_forwards()
         except BaseException:
             self.detach()
@@ -141,7 +141,7 @@ class MixedPrecision(StepRuntime):
         return model
 
     def control_by(self, controller: StepController | None) -> None:
-        """Let ``controller`` overrule the verdicts on steps, and observe the steps; None changes nothing."""
+        """Let ``controller`` replace the reports of steps, and observe the steps; None changes nothing."""
         if controller is not None:
             self.controller = controller
             self.observers.append(controller)
@@ -150,7 +150,7 @@ class MixedPrecision(StepRuntime):
         """Add rules by module, which are saved as ``remedies``; raises ValueError for a name that matches no module."""
         # Raises for names that match no module; then nothing else has changed.
         self.autocast.add_rules(rules if self.model else {}, self.model)
-        self.weights.learn_anew(self.autocast.lowers, self.autocast.ruled())
+        self.weights.reset_uses(self.autocast.lowers, self.autocast.ruled())
         self.rules, self.remedies = {**self.rules, **rules}, {**self.remedies, **rules}
         self.stats = replace(self.stats, remedies=tuple(f"{name}: {rule}" for name, rule in self.remedies.items()))
 

@@ -15,7 +15,7 @@ from hf_mp.scaling.rules import StepReport
 class StepObserver:
     """Looks on while an attached model trains, in ``MixedPrecision.observers``; every method is a no-op here."""
 
-    def take_optimizer(self, optimizer: Any) -> None:
+    def on_attach_optimizer(self, optimizer: Any) -> None:
         """``optimizer``, which will be stepped, is attached; raises a ValueError for one that cannot be observed."""
 
     def forward_began(
@@ -41,13 +41,13 @@ class StepObserver:
 
 
 class StepController(StepObserver):
-    """Looks on as well, and may give another verdict on a step: ``MixedPrecision.controller``."""
+    """Looks on as well, and may replace the report of a step: ``MixedPrecision.controller``."""
 
     def own_report(self) -> StepReport | None:
-        """The verdict on a step whose gradients were used already; None where there are gradients to look at."""
+        """The report of a step whose gradients were used already; None where there are gradients to look at."""
 
-    def overflowed(self, optimizer: Any) -> StepReport | None:
-        """A step is about to be skipped; the verdict on gradients put in the place of those that overflowed, if any."""
+    def handle_overflow(self, optimizer: Any) -> StepReport | None:
+        """A step is about to be skipped; the report on gradients put in the place of those that overflowed, if any."""
 
 
 # The controller of each MixedPrecision(on_overflow=...), by module and class; its argument is the runtime.

@@ -70,7 +70,7 @@ class OptimizerInBackward(StepController):
         self._watched: list[tuple[Any, RemovableHandle]] = []
         self._backward: _Backward | None = None
 
-    def take_optimizer(self, optimizer: Any) -> None:
+    def on_attach_optimizer(self, optimizer: Any) -> None:
         """The optimizer to update with; a ValueError for a second one, or one that looks at all parameters at once."""
         if self._optimizer is not None and self._optimizer is not optimizer:
             raise ValueError("free_gradients='backward' works with one optimizer: give it all parameters as groups")

@@ -67,7 +67,7 @@ class LossScaleProvider:
         for observer in observers:
             observer.gradient_entered(node, gradient)
 
-    def keep_scaled(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
+    def take_scaled_gradients(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
         layout = self._runtime.weights.layout
         if layout.keeps_scaled_gradients:
             weights = {place: node.outside[place] for place in accumulating(node, uses)}

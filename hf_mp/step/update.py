@@ -17,7 +17,7 @@ from hf_mp.integrations.accelerated import as_accelerated, tell_accelerate
 from hf_mp.model_walk import optimizer_parameters
 from hf_mp.ranks.parallelism import parallelism_of
 from hf_mp.scaling.rules import StepReport
-from hf_mp.step.gradients import Verdict
+from hf_mp.step.gradients import OverflowStatus
 from hf_mp.step.profiling import profiled
 from hf_mp.step.runtime import StepRuntime
 from hf_mp.weights.attachable import check_optimizer
@@ -36,7 +36,7 @@ _SUPPORTS_SCALING = "_step_supports_amp_scaling"
 
 
 class _StepWasSkipped:
-    """``Optimizer.step_was_skipped`` after a step that its device decides: waits for the verdict when it is asked.
+    """``Optimizer.step_was_skipped`` after a step that its device decides: waits for the check when it is asked.
 
     A descriptor without ``__set__``, so that the guard's attribute of the optimizer itself wins. It lies on torch's
     class while one of its users is attached.
@@ -93,30 +93,30 @@ class StepGuard:
         setattr(optimizer, _SUPPORTS_SCALING, True)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        """Verdict, update, next loss scale; returns the loss of ``closure``."""
+        """Check, update, next loss scale; returns the loss of ``closure``."""
         optimizer, runtimes = self.optimizer, list(self.runtimes)
         if not runtimes:
             return self._unguarded() if closure is None else self._unguarded(closure)
         _check_step(optimizer, runtimes)
         self._told = self._told or tell_accelerate(optimizer)  # it may have been imported since
         loss = None if closure is None else torch.enable_grad()(closure)()
-        with profiled("verdict"):
-            verdicts = [runtime.verdict(optimizer) for runtime in runtimes]
-        only = verdicts[0] if len(runtimes) == 1 else None
-        if isinstance(only, Verdict) and only.may_stay_on_device and can_skip(optimizer, self._replaced_step):
+        with profiled("gradient check"):
+            results = [runtime.clip_and_check(optimizer) for runtime in runtimes]
+        only = results[0] if len(runtimes) == 1 else None
+        if isinstance(only, OverflowStatus) and only.may_stay_on_device and can_skip(optimizer, self._replaced_step):
             self._update_unless(only, runtimes[0])  # the device decides, so that the host need not wait
         else:
-            self._finish(runtimes, verdicts)
+            self._finish(runtimes, results)
         return loss
 
-    def _update_unless(self, verdict: Verdict, runtime: StepRuntime) -> None:
-        """Queue an update that the device skips; the host reads the verdict when somebody asks what became of it.
+    def _update_unless(self, status: OverflowStatus, runtime: StepRuntime) -> None:
+        """Queue an update that the device skips; the host reads ``found_inf`` when somebody asks what became of it.
 
         That is at the latest when the next backward begins, which needs the next S.
         """
-        sent = verdict.sent_to_host()
+        sent = status.sent_to_host()
         optimizer = self.optimizer
-        self._update([runtime], verdict.found_inf())
+        self._update([runtime], status.found_inf())
         take_in = functools.partial(self._finish, [runtime], [sent], is_queued=True)
         if runtime.observers or runtime.scaler.skips_once_too_often():  # both must hear of an overflow at once
             take_in()
@@ -132,14 +132,14 @@ class StepGuard:
             optimizer.free_gradients()
 
     def _finish(
-        self, runtimes: list[StepRuntime], verdicts: Sequence[Verdict | StepReport], *, is_queued: bool = False
+        self, runtimes: list[StepRuntime], results: Sequence[OverflowStatus | StepReport], *, is_queued: bool = False
     ) -> None:
-        """Read the verdicts, skip the update or make it, unless that was done, and set the next loss scale."""
+        """Read the results of the check, skip the update or make it unless that was done, set the next loss scale."""
         optimizer = self.optimizer
-        with profiled("read of the verdict"):
-            reports = [one.check.agreed_report(verdict) for one, verdict in zip(runtimes, verdicts, strict=True)]
+        with profiled("found_inf to host"):
+            reports = [one.check.agreed_report(result) for one, result in zip(runtimes, results, strict=True)]
         if len(runtimes) == 1 and reports[0].overflow and (controller := runtimes[0].controller) is not None:
-            again = controller.overflowed(optimizer)  # which may run the forwards of one model again
+            again = controller.handle_overflow(optimizer)  # which may run the forwards of one model again
             if again is not None:
                 reports, is_queued = [again], False
         optimizer.step_was_skipped = was_skipped = any([report.overflow for report in reports])
@@ -188,10 +188,10 @@ def guard_steps(optimizer: Any, runtime: StepRuntime) -> AttachedOptimizer:
         accelerated.optimizer = guard_steps(accelerated.optimizer, runtime)
         return optimizer
     check_optimizer(optimizer, runtime.model)
-    runtime.spread(optimizer_parameters(optimizer), parallelism_of(runtime.model))
-    optimizer = runtime.weights.take_optimizer(optimizer)
+    runtime.adopt_sharding(optimizer_parameters(optimizer), parallelism_of(runtime.model))
+    optimizer = runtime.weights.wrap_optimizer(optimizer)
     for observer in runtime.observers:
-        observer.take_optimizer(optimizer)
+        observer.on_attach_optimizer(optimizer)
     # A copied optimizer has the guard of the one that it was copied from.
     guard = getattr(optimizer.step, "hf_mp_guard", None)
     if guard is None or not guard.runtimes or guard.optimizer is not optimizer:

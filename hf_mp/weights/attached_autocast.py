@@ -83,7 +83,7 @@ class AttachedAutocast(autocast):
 
     def may_be_dispatched(self) -> bool:
         """Whether kernels can make the calls that are in tables of a forward that begins now."""
-        if self.observer is not None or self.has_rules or self._has_scripts:
+        if self.call_override is not None or self.has_rules or self._has_scripts:
             return False
         return not self.is_compile_used() and self._has_kernels
 
@@ -146,7 +146,7 @@ class AttachedAutocast(autocast):
         if is_dynamo_compiling():
             return super().__torch_function__(func, types, args, kwargs)
         entry = self.planned(func)
-        make = self.apply if self.observer is None or entry.rule is CastRule.COMPOSITE else self.observer
+        make = self.apply if self.call_override is None or entry.rule is CastRule.COMPOSITE else self.call_override
         return make(entry, func, args, kwargs or {})
 
     def apply(

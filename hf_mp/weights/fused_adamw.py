@@ -253,7 +253,7 @@ def _tensors_of(
     """What an update needs of ``parameter``, with its working ``copy``; None where the optimizer steps itself."""
     weight: Any
     if isinstance(parameter, SplitParameter):
-        weight = None, *parameter.halves()
+        weight = None, *parameter.read_halves()
     elif parameter.dtype is torch.float32:
         is_stale = copy is not None and copy.shape != parameter.shape  # of what `parameter.data` was before
         weight = parameter, None if is_stale else copy

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp._warnings import warn_caller
-from hf_mp.casting.watched import seen, watch
+from hf_mp.casting.watched import seen, track_data_writes
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.gradient_scan import norm_of, real_values, tensor_norm, total_norm
 from hf_mp.kernels.split import split
@@ -165,7 +165,7 @@ class MasterWeightOptimizer(Optimizer):
     def _whole(self, parameter: nn.Parameter) -> Tensor:
         """The FP32 master of a 16-bit parameter, with what was written into the parameter from outside."""
         if parameter not in self._masters:
-            watch(parameter)
+            track_data_writes(parameter)
             self._masters[parameter] = parameter.float(), seen(parameter)
         master, when_written = self._masters[parameter]
         if when_written != (now := seen(parameter)):
@@ -366,7 +366,7 @@ class MasterWeightOptimizer(Optimizer):
                 master, own = (one.to(parameter.device) for one in (master, self.master(parameter)))
                 parameter.write_fp32(_where_rounded(master, parameter.detach(), own))
             elif _needs_master(parameter):
-                watch(parameter)
+                track_data_writes(parameter)
                 self._masters[parameter] = master, None
 
 

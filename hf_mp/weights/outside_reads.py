@@ -54,15 +54,15 @@ class StoredIn16Bits:
     owner: Any  # the split parameter
     remainder_bits: Tensor  # what is missing to FP32, of the shape of this tensor
 
-    def halves(self) -> Split:
+    def read_halves(self) -> Split:
         """Both halves of the FP32 value, to write to; then call the owner's ``note_written``."""
-        self.owner.take_in_outside_writes()
+        self.owner.reset_written_remainders()
         return Split(DATA.__get__(self), self.remainder_bits)
 
     @on_stored_values
     def fp32_value(self) -> Tensor:
         """The FP32 value as a new tensor, to change and give to :meth:`write_fp32`."""
-        working, remainder = self.halves()
+        working, remainder = self.read_halves()
         return merge(working, remainder.to(working.device))
 
     @on_stored_values

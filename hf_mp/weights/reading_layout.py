@@ -15,7 +15,7 @@ from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.split_layout import trained_with_statistics
 
 
-class ReadingLayout(WeightLayout):
+class InferenceLayout(WeightLayout):
     """Gives, at equal weights, the values of a model that is trained under ``policy``, without its masters.
 
     Default layout: 16-bit weights of products stay as they are; others are FP32 until :meth:`restore`, so that what
@@ -33,7 +33,7 @@ class ReadingLayout(WeightLayout):
         self._changed: list[tuple[Tensor, torch.dtype, Tensor | None, int]] = []
 
     @torch.no_grad()
-    def make_masters(self, model: nn.Module) -> None:
+    def prepare_weights(self, model: nn.Module) -> None:
         is_lean = self.policy.params is not torch.float32
         for tensor in model.buffers() if is_lean else _outside_of_products(model):
             if tensor.dtype in LOWER_PRECISION_DTYPES and not is_dtensor(tensor):

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_mp.borders import BorderUse, ScaleProvider, inward_borders, outside_of
-from hf_mp.casting.watched import watch
+from hf_mp.borders import BorderUse, ScaleProvider, original_of, unscaling_aliases
+from hf_mp.casting.watched import track_data_writes
 from hf_mp.kernels.native import native
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.working_copies import is_master
@@ -199,7 +199,7 @@ class WeightSlots:
         for weight in new if self.has_borders else ():
             # Before its memory is shared with an alias: a copy that is made later must hear of other views of it.
             if is_master(weight):
-                watch(weight)
+                track_data_writes(weight)
         for group in _node_groups(unscaled, None if self.shares_borders else 1):
             self.alias_group(group)
         filled, placed = [], set[int]()
@@ -221,7 +221,7 @@ class WeightSlots:
     def alias_group(self, pairs: _Pairs) -> WeightAliases:
         """Make one unscale node for several tensors and their working copies. Returns the aliases of the last one."""
         tensors, uncast_copies = zip(*pairs, strict=True)
-        aliases, copies = inward_borders(tensors, uncast_copies, self.scale_provider, with_aliases=self.has_borders)
+        aliases, copies = unscaling_aliases(tensors, uncast_copies, self.scale_provider, with_aliases=self.has_borders)
         for each in map(WeightAliases, tensors, aliases, copies):
             # Dynamo traces plain tensors alone. DTensors and fake tensors keep their class.
             is_plain = type(each.alias) is Tensor and not self.holds_copies
@@ -261,7 +261,7 @@ class WeightSlots:
         made: Tensor | None = stored
         if self.has_grad and weight.requires_grad:
             with torch.enable_grad():
-                _, (made,) = inward_borders([weight], [stored], self.scale_provider, with_aliases=False)
+                _, (made,) = unscaling_aliases([weight], [stored], self.scale_provider, with_aliases=False)
         aliases = aliases._replace(copy=made)
         self._set(aliases)
         if self._alias_set is not None:
@@ -286,7 +286,7 @@ class WeightSlots:
     def original_of(self, tensor: Tensor) -> Tensor:
         """The weight or external tensor that ``tensor`` is an alias of; ``tensor`` itself if it is none."""
         aliases = self.aliases.get(id(tensor))
-        return outside_of(tensor) if aliases is None else aliases.weight
+        return original_of(tensor) if aliases is None else aliases.weight
 
     def hold(self, results: Sequence[Tensor]) -> None:
         """Keep other forwards from using the same aliases while the graph of ``results`` lives."""

@@ -1,4 +1,4 @@
-"""``WeightSource``: the one owner of the weights of an attached model."""
+"""``WeightStore``: the one owner of the weights of an attached model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_mp.casting.watched import unwatch
+from hf_mp.casting.watched import untrack_data_writes
 from hf_mp.model_walk import Walk
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import Parallelism, is_dtensor
@@ -22,7 +22,7 @@ from hf_mp.weights.forward_weights import ForwardWeights
 from hf_mp.weights.fused_adamw import Clipping, KeptUpdates, fused_step_whole
 from hf_mp.weights.gathered_weights import GatheredSlots
 from hf_mp.weights.layout import WeightLayout
-from hf_mp.weights.reading_layout import ReadingLayout
+from hf_mp.weights.reading_layout import InferenceLayout
 from hf_mp.weights.slots import AliasSet, WeightSlots
 from hf_mp.weights.split_layout import SplitLayout
 from hf_mp.weights.spread_layouts import TensorParallelLayout, TransientLayout
@@ -31,7 +31,7 @@ from hf_mp.weights.weight_uses import WeightUses
 _MOST_SETS = 4  # kept for the forwards of one kind: so many in one backward cost no new borders
 
 
-class LastingBorders:
+class AliasCache:
     """Borders that are kept from forward to forward: made when a weight of the model comes or changes.
 
     A border shares memory and version counter with what it brings in and saves no tensors, so it serves one forward
@@ -50,21 +50,21 @@ class LastingBorders:
 class Entry(Protocol):
     """The attached forward of the model or of a part of it."""
 
-    borders: LastingBorders
+    borders: AliasCache
 
 
-class WeightSource:
+class WeightStore:
     """Owns, for each weight of one model: its FP32 master, its working copy, its border, and what lies in its slot.
 
-    ``layout`` stores masters and copies, ``uses`` finds the weights of lower-precision ops. :meth:`for_forward` returns
-    the weights of a forward; :meth:`restore` leaves ordinary parameters.
+    ``layout`` stores masters and copies, ``uses`` finds the weights of lower-precision ops. :meth:`prepare_forward`
+    returns the weights of a forward; :meth:`restore` leaves ordinary parameters.
     """
 
     def __init__(self, layout: WeightLayout, scale_provider: Any) -> None:
         self.layout, self.scale_provider = layout, scale_provider
         self.uses = WeightUses(lambda op: False)
         self._intercepts_by_key: dict[Hashable, bool] = {}  # of ForwardWeights
-        self._borders: Callable[[], LastingBorders | None] = lambda: None  # a weak reference
+        self._borders: Callable[[], AliasCache | None] = lambda: None  # a weak reference
         self._nodes = ForwardNodes()
         self.threads: list[int] = []  # identifiers, one for each forward that runs
 
@@ -77,17 +77,17 @@ class WeightSource:
                 "copy.deepcopy of the model"
             )
 
-    def learn_anew(self, lowers: Callable[[Callable[..., Any] | None], bool], ruled: Iterable[nn.Module]) -> None:
+    def reset_uses(self, lowers: Callable[[Callable[..., Any] | None], bool], ruled: Iterable[nn.Module]) -> None:
         """Forget the uses of weights: autocast ``lowers`` other ops, or rules hold for other modules (``ruled``)."""
         self.uses = WeightUses(lowers, ruled)
         self._intercepts_by_key.clear()
         self.forget_borders()
 
-    def lasting_borders(self) -> LastingBorders:
+    def lasting_borders(self) -> AliasCache:
         """The borders that the attached forwards of the model hold; new ones where nobody holds any."""
         borders = self._borders()
         if borders is None:
-            borders = LastingBorders()
+            borders = AliasCache()
             self._borders = weakref.ref(borders)
         return borders
 
@@ -97,7 +97,7 @@ class WeightSource:
             borders.walk = None
             borders.by_kind.clear()
 
-    def for_forward(
+    def prepare_forward(
         self, model: nn.Module, forward: Entry, is_scaled: bool, shares_borders: bool, holds_copies: bool
     ) -> ForwardWeights:
         """The weights of ``forward``, which is about to run; masters are made first.
@@ -110,7 +110,7 @@ class WeightSource:
             borders.by_kind.clear()
             borders.walk, borders.has_masters = walk, False
         if has_grad and not borders.has_masters:
-            self.layout.make_masters(model)
+            self.layout.prepare_weights(model)
             borders.by_kind.clear()
             borders.walk, borders.has_masters = Walk(model), True
         settings = {
@@ -129,7 +129,7 @@ class WeightSource:
             slots.external = external
         return ForwardWeights(slots, external, (id(forward), has_grad, model.training), self._intercepts_by_key)
 
-    def _alias_set(self, model: nn.Module, slots: WeightSlots, borders: LastingBorders, key: Hashable) -> AliasSet:
+    def _alias_set(self, model: nn.Module, slots: WeightSlots, borders: AliasCache, key: Hashable) -> AliasSet:
         """The aliases that a forward uses: a stored set that is free, or a new one."""
         sets = borders.by_kind.setdefault(key, [])
         if not all([one.has_working_copies_of(self.layout) for one in sets]):
@@ -147,7 +147,7 @@ class WeightSource:
             sets.append(made)
         return made
 
-    def spread(
+    def adopt_sharding(
         self,
         model: nn.Module | None,
         parameters: Sequence[Tensor],
@@ -168,9 +168,9 @@ class WeightSource:
 
     # Update
 
-    def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer to step from now on; its state becomes FP32, as the masters are."""
-        optimizer = self.layout.take_optimizer(optimizer)
+        optimizer = self.layout.wrap_optimizer(optimizer)
         state_to_fp32(optimizer)
         return optimizer
 
@@ -203,7 +203,7 @@ class WeightSource:
         """Leave ordinary FP32 parameters, and no copy."""
         self.forget_borders()
         for parameter in () if model is None else model.parameters():
-            unwatch(parameter)
+            untrack_data_writes(parameter)
         self.layout.restore(model)
 
 
@@ -216,8 +216,8 @@ def make_layout(policy: PrecisionPolicy, offload: str | None = None) -> WeightLa
 
 
 def make_reading_layout(policy: PrecisionPolicy, *, trained_alone: bool) -> WeightLayout:
-    """The layout of a model that is read and not trained, as :class:`ReadingLayout`."""
-    return ReadingLayout(policy, trained_alone=trained_alone)
+    """The layout of a model that is read and not trained, as :class:`InferenceLayout`."""
+    return InferenceLayout(policy, trained_alone=trained_alone)
 
 
 def _spread_layout(layout: WeightLayout, parameters: Iterable[Tensor], parallelism: Parallelism) -> WeightLayout:

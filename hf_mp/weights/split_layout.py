@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hf_mp.casting.watched import WatchedParameter
+from hf_mp.casting.watched import DataTrackedParameter
 from hf_mp.kernels.tensors import takes_lists
 from hf_mp.model_walk import model_parameters, modules_of, widen_buffers
 from hf_mp.ranks.parallelism import Parallelism
@@ -35,7 +35,7 @@ from hf_mp.weights.split_parameter import (
     unsplit,
 )
 
-_ORDINARY = (Tensor, nn.Parameter, WatchedParameter)
+_ORDINARY = (Tensor, nn.Parameter, DataTrackedParameter)
 
 
 class SplitLayout(WeightLayout):
@@ -46,7 +46,7 @@ class SplitLayout(WeightLayout):
 
     keeps_scaled_gradients = True
 
-    def make_masters(self, model: nn.Module) -> None:
+    def prepare_weights(self, model: nn.Module) -> None:
         """Split the trainable parameters of ``model`` that are not split yet."""
         if split_trainable_parameters(model, self.policy.params, self.split):
             self.copies.clear()  # of what was frozen before
@@ -99,21 +99,21 @@ class SplitLayout(WeightLayout):
         """As the base class; what DDP's buckets left in ``.grad`` is taken over first, still scaled."""
         parameters = list(parameters)
         for buckets in self._joined.values():
-            buckets.hand_out(parameters)
+            buckets.collect_reduced_gradients(parameters)
         found = [gradient_and_factor(parameter) for parameter in parameters]
         return [(gradient, factor) for gradient, factor in found if gradient is not None]
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor | None:
         return clip_grad_norm_(parameters, max_norm)
 
-    def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         return optimizer if isinstance(optimizer, MasterWeightOptimizer) else MasterWeightOptimizer(optimizer)
 
     def refresh_working_copies(self, optimizer: Optimizer) -> None:
         pass  # the update has written both halves
 
     @on_stored_values
-    def before_next_scale(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
+    def freeze_scale_factors(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
         copy_gradient_factors(parameters())
 
     def restore(self, model: nn.Module | None) -> None:

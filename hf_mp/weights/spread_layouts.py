@@ -105,7 +105,7 @@ class TransientLayout(WeightLayout):
         found = [*super().parameters_to_check(model, optimizers), *given]
         return list({id(parameter): parameter for parameter in found}.values())
 
-    def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """``optimizer`` itself; a ValueError for one of bitsandbytes, which updates no DTensors."""
         if type(optimizer).__module__.startswith("bitsandbytes."):
             raise ValueError(
@@ -127,7 +127,7 @@ class TensorParallelLayout(TransientLayout):
     def working_copies(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
         return {id(weight): weight.detach().to(self.policy.compute) for weight in weights if is_master(weight)}
 
-    def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """``optimizer`` itself; a ValueError for ``fused`` or ``foreach`` over DTensors and plain tensors at once."""
         for group in optimizer.param_groups:
             if (group.get("fused") or group.get("foreach")) and len(set(map(is_dtensor, group["params"]))) > 1:
@@ -136,7 +136,7 @@ class TensorParallelLayout(TransientLayout):
                     "cannot: leave fused=True and foreach=True out (in the Trainer: optim='adamw_torch'), or give each "
                     "kind a group of its own"
                 )
-        return super().take_optimizer(optimizer)
+        return super().wrap_optimizer(optimizer)
 
     def saving_for_backward(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -102,7 +102,7 @@ def our_step(workload: Workload, precision: str, make: MakeOptimizer) -> Step:
         else:
             norm = runtime.check.norm(parameters)
             assert norm is not None
-            runtime.check.clip(parameters, 1.0, norm)
+            runtime.check.defer_clipping(parameters, 1.0, norm)
         optimizer.step()
 
     return step

@@ -25,5 +25,5 @@ class ScaleProvider:
     def gradient_entered(self, node: Any, gradient: Tensor) -> None:
         self.entering.append(gradient.sum().item())
 
-    def keep_scaled(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
+    def take_scaled_gradients(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
         pass

@@ -1,4 +1,4 @@
-"""``WeightSource``: the owner of an attached model's weights."""
+"""``WeightStore``: the owner of an attached model's weights."""
 
 from __future__ import annotations
 

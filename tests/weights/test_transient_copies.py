@@ -13,7 +13,7 @@ from tiny import saved_tensors
 from torch import Tensor, nn
 
 import hf_mp
-from hf_mp.borders import inward_borders
+from hf_mp.borders import unscaling_aliases
 from hf_mp.weights.spread_layouts import TransientCopies
 from hf_mp.weights.working_copies import WorkingCopies
 
@@ -28,7 +28,7 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def inside(weight: nn.Parameter, copy: Tensor) -> Tensor:
     """A use of ``copy`` in the place of ``weight``."""
     runtime = hf_mp.MixedPrecision("bf16")
-    (_,), (rounded,) = inward_borders([weight], [copy], runtime.scale_provider)
+    (_,), (rounded,) = unscaling_aliases([weight], [copy], runtime.scale_provider)
     assert rounded is not None
     return rounded
 

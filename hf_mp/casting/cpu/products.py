@@ -102,7 +102,7 @@ class _Matmul(Function):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight.inside if needs_x else None)
         ctx.shapes, ctx.dtype, ctx.scale_provider = (x.shape, outside.shape), outside.dtype, weight.scale_provider
-        # Read by add_late_borders(): this backward unscales the gradient of input 1.
+        # Read by add_unscale_hooks(): this backward unscales the gradient of input 1.
         ctx.border_at = () if weight.scale_provider is None or not needs_weight else (1,)
         ctx.transposed, ctx.native = transposed, native
         matrix = _transposed_if(weight.inside, transposed)

@@ -57,8 +57,8 @@ class OffloadLayout(SplitLayout):
 
     # Attaching and detaching
 
-    def make_masters(self, model: nn.Module) -> None:
-        super().make_masters(model)
+    def prepare_weights(self, model: nn.Module) -> None:
+        super().prepare_weights(model)
         if self._moves_gradients:
             # The gradients of a tied weight are added up in FP32, in each backward.
             uses = Counter(id(one) for module in modules_of(model) for one in module._parameters.values())
@@ -87,7 +87,7 @@ class OffloadLayout(SplitLayout):
             offload(parameter, Place(transfers, its))  # type: ignore[arg-type]
             self._own.append(weakref.ref(parameter))  # type: ignore[arg-type]
 
-    def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         if isinstance(optimizer, OffloadedOptimizer):  # of a training before
             optimizer.use(self._transfers)
         else:
@@ -150,7 +150,7 @@ class OffloadLayout(SplitLayout):
         parameters = list(parameters)
         if self._moves_gradients and self._joined:  # DDP reduces gradients on the device
             for buckets in self._joined.values():
-                buckets.hand_out(parameters)
+                buckets.collect_reduced_gradients(parameters)
             move_gradients(parameters)
         held, others = held_gradients(parameters)
         return [*super().gradients_and_factors(others), *[(its.magnitude, its.factor) for its in held]]
@@ -159,7 +159,7 @@ class OffloadLayout(SplitLayout):
         return clip_grad_norm_(parameters, max_norm)
 
     @on_stored_values
-    def before_next_scale(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
+    def freeze_scale_factors(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
         held, others = held_gradients(parameters())
         copy_of = functools.cache(torch.clone)  # so that parameters share them
         for gradient in held:
