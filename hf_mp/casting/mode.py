@@ -27,7 +27,7 @@ from hf_mp.casting.rules import ModuleRule, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import TABLES, CastRule, TableName
 from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
 from hf_mp.casting.uncompiled import uncompiled
-from hf_mp.casting.watched import DataTrackedParameter, seen, track_data_writes, untrack_data_writes
+from hf_mp.casting.watched import DataTrackedParameter, track_data_writes, untrack_data_writes, version_and_address
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES, named_dtype
 from hf_mp.kernels.nested import map_tensors
 
@@ -45,7 +45,9 @@ _WITHOUT_OPS = dict.fromkeys((F.dropout, F.embedding, F.silu, F.relu), AS_GIVEN)
 
 class _CachedCast(NamedTuple):
     source: Tensor
-    writes: tuple[int, int, int]  # counters of the writes to the source when it was cast, as of watched.seen()
+    writes: tuple[
+        int, int, int
+    ]  # counters of the writes to the source when it was cast, as of watched.version_and_address()
     result: Tensor
 
 
@@ -261,12 +263,12 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         # Runs for each torch call. Most are in no table, so one look-up decides.
         entry, call_override, kwargs = self._plan.get(func, AS_GIVEN), self.call_override, kwargs or {}
         if state.active[-1] is not self and entry.rule not in ALWAYS_HELD:
-            entry = self.in_island(entry)
+            entry = self.plan_for_nested(entry)
         if call_override is not None and entry.rule is not CastRule.COMPOSITE:
             return call_override(entry, func, args, kwargs)
         return entry.handler(self, entry.name, func, args, kwargs)
 
-    def in_island(self, entry: PlannedCall) -> PlannedCall:
+    def plan_for_nested(self, entry: PlannedCall) -> PlannedCall:
         """Return the plan entry for a call inside a nested autocast, which has cast the arguments."""
         return AS_GIVEN
 
@@ -320,7 +322,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             self._watched.append(parameter)
             _note_steps()
         # A forward with grad needs a cast made with grad, and a changed weight a new one.
-        key, writes = (id(parameter), dtype, torch.is_grad_enabled()), seen(parameter)
+        key, writes = (id(parameter), dtype, torch.is_grad_enabled()), version_and_address(parameter)
         cached = self._casts.get(key)
         if cached is None or cached.writes != writes or writes[0] == -1:
             cached = self._casts[key] = _CachedCast(parameter, writes, parameter.to(dtype))

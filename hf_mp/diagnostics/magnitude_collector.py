@@ -73,7 +73,7 @@ class MagnitudeCollector(ExitStack):
     def _sample_gradient(self, name: str, gradient: Tensor | None) -> None:
         key = (Kind.ACTIVATION_GRADIENTS, name, "")
         if gradient is not None and key not in self._samples:
-            self._store_sample(key, gradient, self._runtime.scale_provider.inverse_scale_on(gradient.device, None, ()))
+            self._store_sample(key, gradient, self._runtime.scale_provider.inverse_scale_for(gradient.device, None, ()))
 
     def _store_sample(self, key: tuple[Kind, str, str], tensor: Tensor, factor: Tensor | None = None) -> None:
         """Store a sample of ``tensor``, times ``factor`` (one element, FP32)."""
@@ -84,7 +84,7 @@ class MagnitudeCollector(ExitStack):
                 values = values.to(torch.float32) * factor.squeeze()
             self._samples[key] = sampling_stride(tuple(local.shape)), values
 
-    def backward_ended(self) -> None:
+    def on_backward_end(self) -> None:
         """Sample the sum of the weight gradients up to now, instead of that of the last micro-batch."""
         self.close()
         for key, parameter in self._weights.items():

@@ -69,7 +69,7 @@ class StepRuntime:
         self.weights = WeightStore(layout or make_layout(policy, offload), self.scale_provider)
         self.ranks = Ranks(self._settings)
         self.check = GradientCheck(
-            self.backward_ended,
+            self.on_backward_end,
             self.weights,
             self.ranks,
             self._parameters_to_check,
@@ -77,7 +77,7 @@ class StepRuntime:
         )
         self._max_grad_norm, self.grad_norm = max_grad_norm, None if max_grad_norm is None else torch.zeros(())
         # Whether gradients are used in the backward: nobody clips or reduces them afterwards.
-        self.uses_up_gradients = False
+        self.updates_in_backward = False
         self.observers: list[StepObserver] = []
         self.controller: StepController | None = None
         self.forwards: list[weakref.ref[Any]] = []  # each AttachedForward
@@ -114,7 +114,7 @@ class StepRuntime:
     def stats(self, stats: PrecisionStats) -> None:
         self._stats = stats
 
-    def _take_model(self, model: nn.Module) -> None:
+    def _bind_model(self, model: nn.Module) -> None:
         # The model holds the runtime by its forward: held strongly here, the pair would wait for the garbage collector.
         self._model = weakref.ref(model)
         self.autocast, self.check.is_scaled = self._make_autocast(model), self.scaler.is_scaling
@@ -127,7 +127,7 @@ class StepRuntime:
         autocast = AttachedAutocast(self.policy.compute, model=model, rules=rules, tables=self._tables)
         if self.policy.exact_generation:
             autocast.sum_in_fp64()
-        self.weights.reset_uses(autocast.lowers, autocast.ruled())
+        self.weights.reset_uses(autocast.is_lower_precision, autocast.modules_with_rules())
         return autocast
 
     # Forward
@@ -138,7 +138,7 @@ class StepRuntime:
         None in a transform of functorch.
         """
         if self._patches is None:  # a deep copy: by now all of its modules are there
-            self._take_model(model)
+            self._bind_model(model)
         self._forwards_with_grad += torch.is_grad_enabled()
         parallelism = parallelism_of(model)  # DDP or FSDP may have come after attach()
         if parallelism is not ALONE:
@@ -149,11 +149,11 @@ class StepRuntime:
         if torch._C._are_functorch_transforms_active():
             return None
         if torch.is_grad_enabled():
-            self.weights.refuse_other_threads()  # here: autograd's own threads recompute what was checkpointed
+            self.weights.check_single_thread()  # here: autograd's own threads recompute what was checkpointed
         # DDP takes a parameter for ready as soon as the border that it shares has run.
-        shares_borders = not self.uses_up_gradients and parallelism.ddp is None
+        groups_weights = not self.updates_in_backward and parallelism.ddp is None
         holds_copies = self.autocast.is_compile_used()
-        return self.weights.prepare_forward(model, forward, self.check.is_scaled, shares_borders, holds_copies)
+        return self.weights.prepare_forward(model, forward, self.check.is_scaled, groups_weights, holds_copies)
 
     def adopt_sharding(self, parameters: Sequence[Tensor], parallelism: Parallelism) -> None:
         """Follow how ``parameters``, of the model or of its optimizer, are spread over processes now."""
@@ -177,10 +177,10 @@ class StepRuntime:
             attached = [guard.optimizer for guard in self.guards]
             self._reported &= {id(one) for one in attached if self.check.gradients(optimizer_parameters(one))}
 
-    def backward_ended(self, largest: Tensor | None) -> None:
-        """Tell the observers; ``largest`` as for :meth:`StepObserver.backward_ended`."""
+    def on_backward_end(self, largest: Tensor | None) -> None:
+        """Tell the observers; ``largest`` as for :meth:`StepObserver.on_backward_end`."""
         for observer in self.observers:
-            observer.backward_ended(largest)
+            observer.on_backward_end(largest)
 
     # Step
 
@@ -190,7 +190,7 @@ class StepRuntime:
         The controller's report if the backward has used them already.
         """
         self.scaler.finish_pending_step()  # where no backward has done so since the last step
-        if self.controller is not None and (report := self.controller.own_report()) is not None:
+        if self.controller is not None and (report := self.controller.report_from_backward()) is not None:
             return report
         model, parameters = self.model, optimizer_parameters(optimizer)
         self._warn_without_forward(optimizer, parameters)
@@ -243,7 +243,7 @@ class StepRuntime:
         """
         if report.overflow:
             report = self._new_overflow(optimizer, report)
-        self.check.forget()
+        self.check.reset_step()
         self._step_was_skipped = was_skipped
         key = id(self), id(optimizer)  # a scaler may be that of several models
         iteration = self.scaler.iteration_of(key)
@@ -253,10 +253,10 @@ class StepRuntime:
         self._iteration, self._stats_before = iteration, self._stats
         used_scale = self.scaler.get_scale()
         for observer in self.observers:
-            observer.stepped(report)
+            observer.on_step_finished(report)
         nonfinite = partial(names_of_overflowing, self.weights, self.model)
         try:
-            self.scaler.update_scale(report, nonfinite, self._last_words, optimizer=key)
+            self.scaler.update_scale(report, nonfinite, self._overflow_advice, optimizer=key)
         finally:
             # Also for the step that ends the training, so that the log has its numbers.
             together = StepReport.of_all(iteration.reports.values())
@@ -275,8 +275,8 @@ class StepRuntime:
         self._reported |= {id(one) for one in others if self.check.overflows(optimizer_parameters(one))}
         return report
 
-    def _last_words(self) -> str:
-        return "\n".join(words for observer in self.observers if (words := observer.last_words()))
+    def _overflow_advice(self) -> str:
+        return "\n".join(words for observer in self.observers if (words := observer.overflow_advice()))
 
     def copy_for(self, memo: dict[int, Any]) -> StepRuntime:
         """The runtime of a deep copy of the model."""

@@ -42,7 +42,7 @@ class SplitGradientCommHook:
         """The average of ``bucket`` over the ranks: the hook."""
         values = bucket.buffer()
         scale_source = self._scale_source()
-        factor = None if scale_source is None else scale_source.loss_scale_on(values.device)
+        factor = None if scale_source is None else scale_source.loss_scale_for(values.device)
         inverse = (
             None
             if scale_source is None or factor is None
@@ -51,8 +51,8 @@ class SplitGradientCommHook:
         # Gradients lie next to .grad until here: the bucket that DDP brings has nothing of them yet.
         for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if isinstance(parameter, SplitParameter):
-                parameter.put_gradient_into(part, factor, inverse)
-        with self._in_turn(values.device):
+                parameter.copy_gradient_to_bucket(part, factor, inverse)
+        with self._communication_stream(values.device):
             # A split parameter's gradient is scaled already.
             self._average(values, None if values.dtype is self._policy.reduce_dtype else factor)
             is_indexed = values.device.index is not None  # no CPU is
@@ -65,9 +65,9 @@ class SplitGradientCommHook:
         scale_source = self._scale_source()
         for parameter in parameters:
             if scale_source is not None and isinstance(parameter, SplitParameter):
-                is_scaled = scale_source.loss_scale_on(parameter.device) is not None
+                is_scaled = scale_source.loss_scale_for(parameter.device) is not None
                 inverse = scale_source.scaler.scale_and_inverse(parameter.device).inverse if is_scaled else None
-                parameter.take_from_bucket(inverse)
+                parameter.take_reduced_gradient(inverse)
 
     def mark_accumulated(self) -> None:
         """Have DDP find a ``.grad`` of the parameters that have a gradient from before this backward.
@@ -81,7 +81,7 @@ class SplitGradientCommHook:
                 if (parameter := known()) is not None and has_gradient(parameter):
                     parameter.mark_used()
 
-    def _in_turn(self, device: torch.device) -> Any:
+    def _communication_stream(self, device: torch.device) -> Any:
         """A context to communicate in: the backward does not wait, and every rank keeps the order of its buckets."""
         if device.type == "cpu":
             return contextlib.nullcontext()
@@ -112,7 +112,7 @@ class SplitGradientCommHook:
 def _check_reduction(split: Iterable[SplitParameter], policy: PrecisionPolicy, scale_source: ScaleSource) -> None:
     """Raise a ValueError for what a lean layout cannot do on several processes."""
     name, usual = f"precision={str(policy)!r}", str(policy).removesuffix("-lean")
-    if scale_source.uses_up_gradients:
+    if scale_source.updates_in_backward:
         raise ValueError(
             f"free_gradients='backward' updates before DistributedDataParallel reduces gradients: leave it out, or use "
             f"{name} on one process without DistributedDataParallel"

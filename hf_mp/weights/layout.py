@@ -28,14 +28,16 @@ class WeightLayout:
     """
 
     keeps_copies = True  # whether a working copy outlives its use
-    keeps_scaled_gradients = False  # whether to ask keep_scaled_gradients()
+    keeps_scaled_gradients = False  # whether to ask store_scaled_gradients()
     offload: str | None = None  # what is in host memory: "optimizer" or "all"
 
     def __init__(self, policy: PrecisionPolicy) -> None:
         self.policy = policy
         self.copies = WorkingCopies(policy.compute)
         self._masters: set[int] = set()  # the trained parameters at the last forward, by identity
-        self._joined: weakref.WeakKeyDictionary[nn.Module, SplitGradientCommHook] = weakref.WeakKeyDictionary()
+        self._comm_hook_by_ddp: weakref.WeakKeyDictionary[nn.Module, SplitGradientCommHook] = (
+            weakref.WeakKeyDictionary()
+        )
 
     @torch.no_grad()
     def prepare_weights(self, model: nn.Module) -> None:
@@ -58,14 +60,14 @@ class WeightLayout:
         """By the identity of FP32 masters among ``weights``, what products read in their places, without grad."""
         return self.copies.get_all(weights)
 
-    def take_over_communication(
+    def register_communication(
         self, model: nn.Module, parallelism: Parallelism, scale_source: ScaleSource, in_fp32: Sequence[nn.Module]
     ) -> None:
         """Take over the communication of ``model``; weights of the modules ``in_fp32`` are not rounded."""
         ddp, has_buckets = parallelism.ddp, self.keeps_scaled_gradients or self.policy.reduce_dtype is not torch.float32
         # Once for each DDP, of one process too: its first forward is the last moment before a bucket is reduced.
-        if has_buckets and ddp is not None and ddp not in self._joined:
-            self._joined[ddp] = SplitGradientCommHook(ddp, self.policy, scale_source)
+        if has_buckets and ddp is not None and ddp not in self._comm_hook_by_ddp:
+            self._comm_hook_by_ddp[ddp] = SplitGradientCommHook(ddp, self.policy, scale_source)
 
     def parameters_to_check(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
         """The parameters whose gradients a backward of ``model`` may leave, each once."""
@@ -75,7 +77,7 @@ class WeightLayout:
         """A context to run a forward in, which decides what autograd saves of the working copies."""
         return nullcontext()
 
-    def keep_scaled_gradients(
+    def store_scaled_gradients(
         self, weights: Mapping[int, Tensor], uses: dict[int, list[Tensor]], inverse: Tensor | None
     ) -> None:
         """Move gradients of ``weights`` out of ``uses``, both by place, and keep them scaled by 1/``inverse``."""

@@ -23,12 +23,12 @@ class InferenceLayout(WeightLayout):
 
     Args:
         policy: whose values to give.
-        trained_alone: whether a lean layout leaves frozen weights in FP32, as in a model that is trained.
+        only_trainable: whether a lean layout leaves frozen weights in FP32, as in a model that is trained.
     """
 
-    def __init__(self, policy: PrecisionPolicy, *, trained_alone: bool = True) -> None:
+    def __init__(self, policy: PrecisionPolicy, *, only_trainable: bool = True) -> None:
         super().__init__(policy)
-        self._trained_alone = trained_alone
+        self._only_trainable = only_trainable
         # Each changed tensor and its own dtype; if it was rounded, also its own values and the version of the rounding.
         self._changed: list[tuple[Tensor, torch.dtype, Tensor | None, int]] = []
 
@@ -48,7 +48,7 @@ class InferenceLayout(WeightLayout):
         others = {torch.float32, *LOWER_PRECISION_DTYPES} - {self.policy.params}
         for parameter in model.parameters():
             # BatchNorm's weights stay FP32 in a lean layout, next to its statistics.
-            is_left = parameter in with_statistics or (self._trained_alone and not parameter.requires_grad)
+            is_left = parameter in with_statistics or (self._only_trainable and not parameter.requires_grad)
             if parameter.dtype in others and not is_left and not is_dtensor(parameter):
                 own, parameter.data = parameter.data, split(parameter.data.float(), self.policy.params).working
                 self._changed.append((parameter, own.dtype, own, parameter._version))

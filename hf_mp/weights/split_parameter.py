@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_mp._warnings import warn_caller
 from hf_mp.casting.active import state as autocasts
-from hf_mp.casting.watched import DataTrackedParameter, let_optimizers_be_fast, untrack_data_writes
+from hf_mp.casting.watched import DataTrackedParameter, allow_foreach_optimizers, untrack_data_writes
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.split import REMAINDER_DTYPE, cache_blocks, merge, split
 from hf_mp.kernels.tensors import is_shared, version_of
@@ -54,7 +54,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
     # (1,) or None for 1; or in FP32 and true, once it was read or added to.
     _scaled_gradient: tuple[Tensor, Tensor | None] | None = None
     # On a GPU the parameters whose gradients came through the same border, itself among them: made true together.
-    _beside: Sequence[weakref.ref[SplitParameter]] = ()
+    _same_node_parameters: Sequence[weakref.ref[SplitParameter]] = ()
     _version_seen: int
     _snapshot: Tensor | None = None
     _merged: tuple[weakref.ref[Tensor], int] | None = None  # the master value that a reader was given, and its version
@@ -116,8 +116,8 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
                 return accumulated
             kept, factor = self._scaled_gradient
             if kept.dtype is not torch.float32:
-                is_alone = kept.is_sparse or not self._beside
-                kept = unscaled(kept, factor, like=self) if is_alone else _unscale_beside(self)
+                is_alone = kept.is_sparse or not self._same_node_parameters
+                kept = unscaled(kept, factor, like=self) if is_alone else _unscale_with_group(self)
             if accumulated is not None:
                 kept = accumulated.detach() + kept
                 _GRAD.__set__(self, None)
@@ -150,7 +150,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         """Whether somebody's hook sees its gradients: then backward leaves true ones, in FP32."""
         return bool(self._backward_hooks or self._post_accumulate_grad_hooks)
 
-    def keep_scaled_gradient(
+    def store_scaled_gradient(
         self, gradient: Tensor, factor: Tensor | None = None, *, beside_grad: bool = False
     ) -> bool:
         """Keep a gradient that backward brings, still scaled; ``factor``, FP32 of shape (1,), unscales it (None for 1).
@@ -177,7 +177,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         return self._scaled_gradient[0].dtype in LOWER_PRECISION_DTYPES and not self._scaled_gradient[0].is_sparse
 
     @on_stored_values
-    def put_gradient_into(self, bucket: Tensor, factor: Tensor | None, inverse: Tensor | None) -> None:
+    def copy_gradient_to_bucket(self, bucket: Tensor, factor: Tensor | None, inverse: Tensor | None) -> None:
         """Write the gradient to ``bucket``, FP16/BF16, times ``factor`` (None for 1), and let go of it.
 
         A gradient that is scaled by ``factor`` already, and so has ``inverse`` as its own factor, is copied as it is.
@@ -192,7 +192,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         self.grad = None
 
     @on_stored_values
-    def take_from_bucket(self, inverse: Tensor | None) -> None:
+    def take_reduced_gradient(self, inverse: Tensor | None) -> None:
         """Keep ``.grad`` as a gradient that ``inverse`` unscales, if DDP has left it there: in FP16/BF16."""
         gradient = _GRAD.__get__(self)
         if self._scaled_gradient is not None:
@@ -253,7 +253,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
 SPLIT_CLASSES: dict[type[Tensor], type[SplitParameter]] = {nn.Parameter: SplitParameter}
 
 
-def _noticed(name: str) -> Callable[..., Any]:
+def _with_snapshot(name: str) -> Callable[..., Any]:
     """The method ``name`` of a tensor, which writes in place, after a snapshot."""
     original = getattr(Tensor, name)
 
@@ -270,7 +270,7 @@ _NOT_WRITERS = {
     "requires_grad_", "share_memory_", "retain_grad_", "rename_", "__index__", "__int__", "__invert__", "__iter__"
 }  # fmt: skip
 for _name in filter(writes_in_place, set(dir(Tensor)) - {*_NOT_WRITERS, *vars(object), *vars(SplitParameter)}):
-    setattr(SplitParameter, _name, _noticed(_name))
+    setattr(SplitParameter, _name, _with_snapshot(_name))
 
 
 def make_split(parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -282,7 +282,7 @@ def make_split(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     halves = split(parameter.detach().float(), dtype)
     parameter.data = halves.working
     # torch.optim takes its multi-tensor path for exact types only, and lists no SplitParameter.
-    let_optimizers_be_fast(SplitParameter)
+    allow_foreach_optimizers(SplitParameter)
     # In place: the model, its optimizer and tied layers hold this very object.
     parameter.__class__ = SPLIT_CLASSES[type(parameter)]
     assert isinstance(parameter, SplitParameter)
@@ -335,7 +335,7 @@ def master_sample(parameter: nn.Parameter, select: Callable[[Tensor], Tensor]) -
     return merge(working, remainder.to(working.device))
 
 
-def current_remainders(parameters: Iterable[SplitParameter]) -> list[Tensor]:
+def updated_remainders(parameters: Iterable[SplitParameter]) -> list[Tensor]:
     """The remainder of each of ``parameters``, after writes from outside were taken in."""
     for parameter in parameters:
         parameter.reset_written_remainders()
@@ -372,13 +372,13 @@ def unscaled(gradient: Tensor, factor: Tensor | None, *, like: Tensor) -> Tensor
 
 
 @torch.no_grad()
-def _unscale_beside(parameter: SplitParameter) -> Tensor:
+def _unscale_with_group(parameter: SplitParameter) -> Tensor:
     """Unscale the gradient that ``parameter`` keeps, and in the same two launches those that came by its border.
 
     Returns that of ``parameter``.
     """
     _, factor = parameter._scaled_gradient  # type: ignore[misc]
-    others = [one for known in parameter._beside if (one := known()) is not None and one is not parameter]
+    others = [one for known in parameter._same_node_parameters if (one := known()) is not None and one is not parameter]
     together: list[Any] = [parameter, *[one for one in others if one._is_scaled_by(factor)]]
     true = [one._scaled_gradient[0].new_empty_strided(one.shape, one.stride(), dtype=torch.float32) for one in together]
     torch._foreach_copy_(true, [one._scaled_gradient[0] for one in together])
@@ -426,7 +426,7 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> No
             parameter.grad = unscaled(gradient, products[shared], like=parameter)
 
 
-def copy_gradient_factors(parameters: Iterable[nn.Parameter]) -> None:
+def copy_scale_factors(parameters: Iterable[nn.Parameter]) -> None:
     """Give gradients that are still scaled a copy of their factor: that tensor is about to follow the loss scale."""
     copy_of = functools.cache(torch.clone)  # so that parameters share them
     for parameter in parameters:

@@ -21,7 +21,7 @@ from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.working_copies import is_master
 
 
-class TransientCopies:
+class UncachedCopies:
     """Rounds a parameter anew at each use, and once more in backward in place of saving the rounding.
 
     FSDP2 shows a module's whole parameters only while it runs, and fills their memory again before backward without
@@ -37,7 +37,7 @@ class TransientCopies:
     def get(self, parameter: nn.Parameter) -> Tensor:
         """A new tensor: ``parameter`` as it is now, rounded to nearest.
 
-        While that lives, :meth:`not_saved` knows by its storage that it stands for ``parameter``.
+        While that lives, :meth:`recompute_copies` knows by its storage that it stands for ``parameter``.
         """
         copy = parameter.detach().to(self.dtype, copy=True)
         storage = copy.untyped_storage()
@@ -47,7 +47,7 @@ class TransientCopies:
         weakref.finalize(storage, self._transient.pop, storage._cdata)
         return copy
 
-    def not_saved(self) -> AbstractContextManager[None]:
+    def recompute_copies(self) -> AbstractContextManager[None]:
         """Have autograd save a parameter for a copy of it, unless other hooks are active (activations offloaded)."""
         if not torch.is_grad_enabled() or is_saving_elsewhere():
             return nullcontext()
@@ -75,20 +75,20 @@ class TransientCopies:
         return tensor
 
 
-class TransientLayout(WeightLayout):
+class ShardedLayout(WeightLayout):
     """FP32 masters whose memory something else manages (FSDP2): rounded at each use."""
 
     keeps_copies = False
 
     def __init__(self, policy: PrecisionPolicy) -> None:
         super().__init__(policy)
-        self._transient = TransientCopies(policy.compute)
+        self._transient = UncachedCopies(policy.compute)
 
     def working_copies(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
         """As the base class, rounded anew."""
         return {id(weight): self._transient.get(weight) for weight in weights if is_master(weight)}
 
-    def take_over_communication(
+    def register_communication(
         self, model: nn.Module, parallelism: Parallelism, scale_source: ScaleSource, in_fp32: Sequence[nn.Module]
     ) -> None:
         """Have FSDP2 gather weights and reduce gradients in 16 bits, but for the modules ``in_fp32``."""
@@ -115,10 +115,10 @@ class TransientLayout(WeightLayout):
         return optimizer
 
     def saving_for_backward(self) -> AbstractContextManager[None]:
-        return self._transient.not_saved()
+        return self._transient.recompute_copies()
 
 
-class TensorParallelLayout(TransientLayout):
+class TensorParallelLayout(ShardedLayout):
     """FP32 masters that are DTensors, whose shards the products compute with: rounded at each use.
 
     No copy is kept between forwards: a DTensor's version counter knows nothing of writes into its shard.

@@ -93,7 +93,7 @@ def our_step(workload: Workload, precision: str, make: MakeOptimizer) -> Step:
         parameters = list(model.parameters())
         for parameter, gradient in zip(parameters, given, strict=True):
             if isinstance(parameter, SplitParameter):
-                parameter.keep_scaled_gradient(gradient, inverse)
+                parameter.store_scaled_gradient(gradient, inverse)
             else:
                 parameter.grad = gradient
         runtime.check.measure(runtime.check.parameters())

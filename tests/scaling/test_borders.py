@@ -27,7 +27,8 @@ def parameter_border(parameter: Tensor, copy: Tensor | None, scale_provider: Sca
 
 
 def test_a_torch_without_an_order_of_nodes_costs_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(borders, "_has_order", functools.cache(borders._has_order.__wrapped__))
+    for name in ("_can_order_nodes", "_warn_without_order"):
+        monkeypatch.setattr(borders, name, functools.cache(getattr(borders, name).__wrapped__))
     monkeypatch.setattr(torch._C, "_FunctionBase", object)
     weight = torch.ones(3, requires_grad=True)
     with pytest.warns(UserWarning, match="this torch cannot order autograd nodes") as caught:
@@ -79,7 +80,7 @@ def test_an_input_that_wants_a_gradient_gets_the_true_one() -> None:
 
 
 class Unscaled(ScaleProvider):
-    def inverse_scale_on(self, *given: Any) -> None:  # type: ignore[override]
+    def inverse_scale_for(self, *given: Any) -> None:  # type: ignore[override]
         return None
 
 

@@ -46,7 +46,7 @@ def without_being_seen(split_into: Callable[..., None]) -> Callable[..., None]:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for a CPU's values as it would for a GPU's, and lean updates are those of a kernel."""
-    monkeypatch.setattr("hf_mp.step.gradients._SKIP_BY_THEMSELVES", ("cpu",))
+    monkeypatch.setattr("hf_mp.step.gradients._DEVICES_WITH_FOUND_INF", ("cpu",))
     monkeypatch.setattr(adamw_references, "split_into", without_being_seen(adamw_references.split_into))
     monkeypatch.setattr(fused_adamw, "kernel_for", lambda name, tensors: None if is_master(tensors[0]) else launched_of)
 
@@ -179,7 +179,7 @@ def test_threads_that_ask_at_once_are_all_told_of_the_last_step(monkeypatch: pyt
 
     monkeypatch.setattr(OverflowStatus, "read", late)
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(runtime.scale_provider.loss_scale_on, torch.device("cpu"))
+        first = pool.submit(runtime.scale_provider.loss_scale_for, torch.device("cpu"))
         is_read.wait(10)
         second = runtime.scaler.get_scale()
     scale = first.result()
@@ -225,7 +225,7 @@ def test_an_observer_hears_of_each_step_at_once() -> None:
     heard: list[bool] = []
 
     class Observer(StepObserver):
-        def stepped(self, report: StepReport) -> None:
+        def on_step_finished(self, report: StepReport) -> None:
             heard.append(report.overflow)
 
     runtime_of(model).observers.append(Observer())

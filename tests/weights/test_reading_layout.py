@@ -45,8 +45,8 @@ def test_what_is_read_and_what_is_left(dtype: torch.dtype, policy: str) -> None:
     assert torch.equal(model[1].bias, kept)
 
 
-@pytest.mark.parametrize("trained_alone", [True, False])
-def test_frozen_weights_of_a_lean_layout(trained_alone: bool) -> None:
+@pytest.mark.parametrize("only_trainable", [True, False])
+def test_frozen_weights_of_a_lean_layout(only_trainable: bool) -> None:
     model = nn.Linear(4, 4).requires_grad_(False)
-    InferenceLayout(PrecisionPolicy.parse("fp16-lean"), trained_alone=trained_alone).prepare_weights(model)
-    assert model.weight.dtype is (FP32 if trained_alone else FP16)
+    InferenceLayout(PrecisionPolicy.parse("fp16-lean"), only_trainable=only_trainable).prepare_weights(model)
+    assert model.weight.dtype is (FP32 if only_trainable else FP16)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_mp.casting.watched import let_optimizers_be_fast
+from hf_mp.casting.watched import allow_foreach_optimizers
 from hf_mp.kernels.gradient_scan import norm_of, norm_of_parts, real_values, scan_part
 from hf_mp.kernels.split import REMAINDER_DTYPE, merge, split_into
 from hf_mp.kernels.tensors import is_on_host
@@ -165,10 +165,10 @@ class OffloadedParameter(SplitParameter):
         if self.place.held is not None:
             self._scaled_gradient = self._scaled_gradient
 
-    def keep_scaled_gradient(self, *given: Any, **settings: Any) -> bool:
+    def store_scaled_gradient(self, *given: Any, **settings: Any) -> bool:
         self._bring_gradient()
         was_read = self.place.was_read
-        is_kept = super().keep_scaled_gradient(*given, **settings)
+        is_kept = super().store_scaled_gradient(*given, **settings)
         self.place.was_read = was_read  # a sum was made here
         return is_kept
 
@@ -195,7 +195,7 @@ class OffloadedParameter(SplitParameter):
 def offload(parameter: SplitParameter, place: Place) -> None:
     """Move the remainder of ``parameter`` to ``place``, in place."""
     remainder = vars(parameter).pop("remainder_bits")
-    let_optimizers_be_fast(OffloadedParameter)
+    allow_foreach_optimizers(OffloadedParameter)
     parameter.__class__ = OffloadedParameter
     parameter.place = place  # type: ignore[attr-defined]
     parameter.remainder_bits = remainder
