@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hf_mp.casting.rules import WITH_WEIGHTS, Product
 from hf_mp.casting.tables import CastRule
-from hf_mp.casting.watching import WatchedCall, watching
+from hf_mp.casting.watching import WatchedCall, observe_calls
 from hf_mp.diagnostics.values import UNINITIALISED
 from hf_mp.kernels.gradient_scan import largest_magnitude, real_values
 from hf_mp.kernels.nested import tensors_in
@@ -102,7 +102,7 @@ class RangeRecorder:
         self._hooks = ExitStack()
 
     def recording(self, mode: Any, model: nn.Module) -> AbstractContextManager[None]:
-        return watching(dict(model.named_modules()), mode, self._record)
+        return observe_calls(dict(model.named_modules()), mode, self._record)
 
     def ranges(self) -> tuple[OpRange, ...]:
         """Return the ranges in the order of the first calls, and remove all hooks."""

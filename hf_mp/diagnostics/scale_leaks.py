@@ -191,6 +191,6 @@ def _gradients_at(
                 largest.append(largest_magnitude([gradient]) * inverse)
         return samples, largest_magnitude(largest).item()
     finally:
-        runtime.check.forget()
+        runtime.check.reset_step()
         for parameter in model.parameters():
             parameter.grad = None

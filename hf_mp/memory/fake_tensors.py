@@ -48,7 +48,7 @@ def kernels_of_a_gpu() -> Iterator[None]:
         # An attached model makes torch.autocast(x.device.type, enabled=False) an island of hf_mp, if torch lets it.
         mock.patch.object(autocast_mode, "is_autocast_available", let_meta),
         mock.patch.multiple(registry, why_not=_why_not, _is_right_on=lambda *_: True, launcher=_LAUNCHERS.__getitem__),
-        mock.patch.object(gradients, "_SKIP_BY_THEMSELVES", (STAND_IN.type,)),
+        mock.patch.object(gradients, "_DEVICES_WITH_FOUND_INF", (STAND_IN.type,)),
         mock.patch.object(weight_uses, "_OFFLOADED_DEVICES", ()),
     ):
         library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")

@@ -151,7 +151,7 @@ def _beside(parameter: nn.Parameter) -> Iterator[tuple[str, Kind, Tensor]]:
         yield "grad", Kind.GRADIENT, gradient
     kind = Kind.MASTER_WEIGHTS if isinstance(parameter, SplitParameter) else Kind.QUANTIZATION_STATE
     # bitsandbytes and lean layouts hang tensors on the parameter itself, in no registry of the module.
-    for name, tensor in _inside({key: value for key, value in vars(parameter).items() if key != "_kept"}):
+    for name, tensor in _inside({key: value for key, value in vars(parameter).items() if key != "_scaled_gradient"}):
         yield name, kind, tensor
 
 
@@ -167,7 +167,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Kind, Tensor]]:
 def gradients_of(parameter: nn.Parameter) -> list[Tensor]:
     """The gradients of a parameter as stored: reading ``.grad`` of a split parameter would convert them."""
     # Its getter would convert a scaled gradient to FP32, and keep what it made.
-    kept, _ = vars(parameter).get("_kept") or (None, None)
+    kept, _ = vars(parameter).get("_scaled_gradient") or (None, None)
     held = [_GRAD.__get__(parameter), kept]
     return [gradient for gradient in held if gradient is not None]
 

@@ -220,7 +220,7 @@ def _finish(trainee: Trainee, settings: TrainingSettings) -> None:
     """What a trainee of fake tensors needs besides: DDP around it, and a scaler that keeps none of them."""
     runtime = trainee.runtime
     if settings.ranks > 1 and settings.parallel == "ddp":
-        has_hook = runtime is not None and runtime.policy.wire is not torch.float32
+        has_hook = runtime is not None and runtime.policy.reduce_dtype is not torch.float32
         trainee.forward = under_ddp(trainee.forward, layout_has_hook=has_hook)
     if runtime is not None:
         # An update joins gradients of one scale, which it tells by the tensor that holds it.

@@ -34,7 +34,7 @@ from hf_mp.trainer.relative_steps import report_rates_without_gradients
 from hf_mp.trainer.reporting import end_recording, show_contract, start_recording, warn_of_skipped_steps
 from hf_mp.trainer.settings import OF_MIXED, SAVE_DTYPES, SessionSettings
 from hf_mp.weights.attachable import runtimes_of
-from hf_mp.weights.source import make_reading_layout
+from hf_mp.weights.source import make_inference_layout
 
 if TYPE_CHECKING:  # what not every training asks for is imported where it does
     from hf_mp.diagnostics.overflow_report import OverflowReport
@@ -103,7 +103,7 @@ class TrainerSession(TrainerCallback):
         if self.runtime.model is None:
             release(model)
             self.runtime.attach(model)
-            self.runtime.is_of_session = True
+            self.runtime.made_by_trainer = True
         self.runtime.check.measures_norm = measures_norm
         self._observe(self.runtime, model)
         self.recorder = start_recording(self.runtime, self.settings, self.args)
@@ -137,9 +137,9 @@ class TrainerSession(TrainerCallback):
         # A second attachment would cast twice: some trainers give the policy model as its own reference.
         if self.runtime is not None and model is not None and model is not self.runtime.model:
             release(model)
-            self._attach_to_read(model, self._at_detach, trained_alone=False)
+            self._attach_to_read(model, self._at_detach, only_trainable=False)
 
-    def _attach_to_read(self, model: nn.Module, at_end: ExitStack, *, trained_alone: bool) -> None:
+    def _attach_to_read(self, model: nn.Module, at_end: ExitStack, *, only_trainable: bool) -> None:
         """Attach a precision to ``model``, which is not trained, until ``at_end``."""
         settings = self.settings
         # Nothing is trained in it, and a scale would be one more state that has to agree.
@@ -149,12 +149,12 @@ class TrainerSession(TrainerCallback):
             policy,
             tables=settings.tables,
             rules=rules,
-            layout=make_reading_layout(settings.policy, trained_alone=trained_alone),
+            layout=make_inference_layout(settings.policy, only_trainable=only_trainable),
         )
         runtime.attach(model)
         at_end.callback(runtime.detach)
         self._keep_head(model, at_end)
-        runtime.is_of_session = True
+        runtime.made_by_trainer = True
 
     def _keep_head(self, model: nn.Module, at_end: ExitStack) -> None:
         if self.settings.policy.fp32_head:
@@ -198,7 +198,7 @@ class TrainerSession(TrainerCallback):
         if runtime is None:
             return None
         # An update inside backward has clipped and used them already.
-        if runtime.uses_up_gradients:
+        if runtime.updates_in_backward:
             return runtime.grad_norm
         return runtime.clip_grad_norm(optimizer, list(model.parameters()), max_norm)
 
@@ -260,7 +260,7 @@ class TrainerSession(TrainerCallback):
         with ExitStack() as at_end:
             if self.runtime is not None and not _runtimes_of(model):
                 # Masters would cost an evaluation 4 bytes a parameter, and stay nowhere.
-                self._attach_to_read(model, at_end, trained_alone=True)
+                self._attach_to_read(model, at_end, only_trainable=True)
             yield
 
     # Checkpoints
@@ -337,4 +337,4 @@ def release(model: nn.Module) -> None:
 
 def _runtimes_of(model: nn.Module) -> list[MixedPrecision]:
     # A model that a user attached stays attached: attaching it a second time raises and says what to do.
-    return [runtime for runtime in runtimes_of(model) if runtime.is_of_session]
+    return [runtime for runtime in runtimes_of(model) if runtime.made_by_trainer]

@@ -186,7 +186,7 @@ class SessionSettings(PrecisionOptions):
         # FSDP2's shards of a lean model are FP32, as those of the default layout: from the start in that layout, the
         # optimizer holds the model's own parameters, which accelerate saves and loads.
         if policy.is_lean and fsdp_version(args) == 2:
-            policy = replace(policy, params=torch.float32, reduce=policy.wire)
+            policy = replace(policy, params=torch.float32, reduce=policy.reduce_dtype)
         return MixedPrecision(
             policy,
             loss_scaler=self.make_scaler(),

@@ -80,7 +80,7 @@ class ContractWatch(ExitStack, StepObserver):
             self._sent |= dtypes_of(given[-1:])
         return own(*args, **kwargs)
 
-    def backward_ended(self, largest: Tensor | None = None) -> None:
+    def on_backward_end(self, largest: Tensor | None = None) -> None:
         """Note the gradients that are there: an attached model's, before its update frees them."""
         for parameter in self.model.parameters():
             if isinstance(parameter, SplitParameter):
@@ -91,7 +91,7 @@ class ContractWatch(ExitStack, StepObserver):
     @on_stored_values
     def contract(self, optimizer: Any = None, saved: Mapping[str, torch.dtype] | None = None) -> PrecisionContract:
         """What was seen so far; ``saved``: to what weights are cast when they are saved, if they are, by name."""
-        self.backward_ended()
+        self.on_backward_end()
         # accelerate's wrapper and MasterWeightOptimizer both have .optimizer; the state is the innermost one's.
         optimizer = getattr(as_accelerated(optimizer), "optimizer", optimizer)
         computed: dict[int, set[str]] = defaultdict(set)  # by parameter, which several modules may share
