@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hf_mp.diagnostics.calibration import calibrate
     from hf_mp.diagnostics.comparison import compare_precisions
     from hf_mp.diagnostics.comparison_report import PrecisionComparison
-    from hf_mp.diagnostics.contract.watch import precision_contract
+    from hf_mp.diagnostics.contract.record import precision_contract
     from hf_mp.diagnostics.contract.table import PrecisionContract
     from hf_mp.diagnostics.healing import heal_overflows
     from hf_mp.diagnostics.lost_updates import TrainingCheck, check_training
@@ -62,7 +62,7 @@ _HOME = {
     "LogProbabilityGap": "hf_mp.trainer.log_probabilities",
     "log_probability_gap": "hf_mp.trainer.log_probabilities",
     "PrecisionContract": "hf_mp.diagnostics.contract.table",
-    "precision_contract": "hf_mp.diagnostics.contract.watch",
+    "precision_contract": "hf_mp.diagnostics.contract.record",
     "TrainingCheck": "hf_mp.diagnostics.lost_updates",
     "check_training": "hf_mp.diagnostics.lost_updates",
     "calibrate": "hf_mp.diagnostics.calibration",
