@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_mp.casting.uncompiled import is_compiled
 from hf_mp.casting.watching import observe_calls
-from hf_mp.diagnostics.contract.swamped import swamped
+from hf_mp.diagnostics.contract.lost_update_count import count_lost_updates
 from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
 from hf_mp.kernels.nested import tensors_in
@@ -112,7 +112,7 @@ class MagnitudeCollector(ExitStack):
         for key, parameter in self._weights.items():
             (stride, before), (_, after) = self._samples[Kind.WEIGHTS, *key], _master_sample(parameter)
             update = after - before  # includes clipping and weight decay
-            lost = swamped(before, update, torch.bfloat16)
+            lost = count_lost_updates(before, update, torch.bfloat16)
             yield TensorMagnitudes(Kind.UPDATES, *key, stride, histogram(update), lost)
 
 

@@ -227,7 +227,7 @@ class NonfiniteTracker:
 
 
 def _origin_in_weight(name: str, tensor: Tensor, *, order: int = 0, rounded: Tensor | None = None) -> NonfiniteOrigin:
-    """Return the origin of a parameter or buffer that is not finite, by itself or ``rounded`` to 16 bits."""
+    """Return the origin of a parameter or buffer that is not finite, or is not after it was ``rounded`` to 16 bits."""
     found = [(name, tensor), *([] if rounded is None else [(f"{name}, in 16 bits", rounded)])]
     return NonfiniteOrigin("weight", order, name.rpartition(".")[0], tensor=name, inputs=ranges_of(found))
 

@@ -27,7 +27,7 @@ from hf_mp.scaling.rules import FP16_MAX
 RANGE_DTYPE = torch.bfloat16  # replaces FP16
 # Ops with a weight: those of "scaled" rules, and that of stacked experts.
 _WEIGHTED = {**WITH_WEIGHTS, "_grouped_mm": Product((0, "input"))}
-MASK = -1e37  # smaller values are masks, such as finfo(dtype).min
+MASK = -1e37  # smaller values are masks, for example finfo(dtype).min
 
 
 @dataclass(frozen=True)
