@@ -26,10 +26,10 @@ from hf_mp.diagnostics.lost_updates import check_training
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.rules import PrecisionStats
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.trainer.calling_trainer import norm_to_log
-from hf_mp.trainer.checkpoints.loaded_state import naming
-from hf_mp.trainer.first_backward import check_first_backward
-from hf_mp.trainer.fused_head import keep_fused_heads_in_fp32
+from hf_mp.trainer.checkpoints.loaded_state import as_checkpoint_error
+from hf_mp.trainer.find_trainer import norm_to_log
+from hf_mp.trainer.first_backward import replace_first_backward
+from hf_mp.trainer.fused_head import set_fused_heads_to_fp32
 from hf_mp.trainer.relative_steps import report_rates_without_gradients
 from hf_mp.trainer.reporting import end_recording, show_contract, start_recording, warn_of_skipped_steps
 from hf_mp.trainer.settings import OF_MIXED, SAVE_DTYPES, SessionSettings
@@ -122,13 +122,16 @@ class TrainerSession(TrainerCallback):
             from hf_mp.diagnostics.healing import heal_overflows
 
             healer = heal_overflows(runtime)
-            healer.clip, healer.replace_logged_loss = functools.partial(self._clip_again, model), self._take_loss
+            healer.clip, healer.replace_logged_loss = (
+                functools.partial(self._clip_again, model),
+                self._replace_logged_loss,
+            )
 
-    def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def attach_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer to step from now on."""
         return optimizer if self.runtime is None else self.runtime.attach_optimizer(optimizer)
 
-    def take_reference(self, model: nn.Module | None) -> None:
+    def attach_reference_model(self, model: nn.Module | None) -> None:
         """Run a reference model (of DPO, KTO, ...) in the autocast of the policy model until :meth:`end`.
 
         At equal weights it then gives the same log-probabilities, bit for bit. It is not trained.
@@ -137,9 +140,9 @@ class TrainerSession(TrainerCallback):
         # A second attachment would cast twice: some trainers give the policy model as its own reference.
         if self.runtime is not None and model is not None and model is not self.runtime.model:
             release(model)
-            self._attach_to_read(model, self._at_detach, trained_alone=False)
+            self._attach_for_inference(model, self._at_detach, trained_alone=False)
 
-    def _attach_to_read(self, model: nn.Module, at_end: ExitStack, *, trained_alone: bool) -> None:
+    def _attach_for_inference(self, model: nn.Module, at_end: ExitStack, *, trained_alone: bool) -> None:
         """Attach a precision to ``model``, which is not trained, until ``at_end``."""
         settings = self.settings
         # Nothing is trained in it, and a scale would be one more state that has to agree.
@@ -158,13 +161,13 @@ class TrainerSession(TrainerCallback):
 
     def _keep_head(self, model: nn.Module, at_end: ExitStack) -> None:
         if self.settings.policy.fp32_head:
-            at_end.callback(keep_fused_heads_in_fp32(model))
+            at_end.callback(set_fused_heads_to_fp32(model))
 
-    def follow(self, trainer: Any) -> None:
+    def begin_run(self, trainer: Any) -> None:
         """``trainer`` begins a run, of which the first backward is checked for what leaks past a border."""
         self._trainer = weakref.ref(trainer)
         if self.runtime is not None and self.settings.check_gradients and self.runtime.check.is_scaled:
-            self._at_detach.callback(check_first_backward(self.runtime, self.args, trainer.accelerator))
+            self._at_detach.callback(replace_first_backward(self.runtime, self.args, trainer.accelerator))
 
     def watch_contract(self, model: nn.Module | None) -> None:
         """Have the precision contract taken from the first step of the run that begins, also one in FP32."""
@@ -229,7 +232,7 @@ class TrainerSession(TrainerCallback):
             counted = getattr(self._trainer(), "_tr_loss", None)  # not in a training loop of somebody's own
             self._counted = None if counted is None else (counted, counted.clone())
 
-    def _take_loss(self, loss: Tensor) -> bool:
+    def _replace_logged_loss(self, loss: Tensor) -> bool:
         """Have ``loss`` counted as that of the step, of which the Trainer has counted what it makes of inf or NaN."""
         if self._counted is not None:
             self._counted[0].copy_(self._counted[1] + loss)
@@ -260,7 +263,7 @@ class TrainerSession(TrainerCallback):
         with ExitStack() as at_end:
             if self.runtime is not None and not _runtimes_of(model):
                 # Masters would cost an evaluation 4 bytes a parameter, and stay nowhere.
-                self._attach_to_read(model, at_end, trained_alone=True)
+                self._attach_for_inference(model, at_end, trained_alone=True)
             yield
 
     # Checkpoints
@@ -280,7 +283,7 @@ class TrainerSession(TrainerCallback):
             CheckpointError: for a file that does not hold such a state; the message names it.
         """
         path, torch_path = checkpoint / STATE_NAME, checkpoint / SCALER_NAME
-        with naming(path if path.is_file() else torch_path, "the loss scale"):
+        with as_checkpoint_error(path if path.is_file() else torch_path, "the loss scale"):
             state = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
             if self.runtime is None:
                 if state is not None:
@@ -313,7 +316,7 @@ class TrainerSession(TrainerCallback):
             self.runtime.detach()
 
 
-class OfSession:
+class SessionProperties:
     """What both adapters tell of their session."""
 
     session: TrainerSession | None = None

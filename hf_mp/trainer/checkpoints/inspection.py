@@ -29,7 +29,7 @@ logger = logging.get_logger(__name__)
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]{{0,17}})")  # \d has the digits of every script
 # The second is there while Transformers' JITCheckpointCallback saves.
 _MARKS = (UNFINISHED_NAME, "checkpoint-is-incomplete.txt")
-_Judge = Callable[[Path, Mapping[str, FileEntry] | None], list[str]]
+_Check = Callable[[Path, Mapping[str, FileEntry] | None], list[str]]
 
 
 def step_of(checkpoint: Path) -> int | None:
@@ -45,7 +45,7 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: step_of(path) or 0)
 
 
-def _judge(checkpoint: Path, files: Mapping[str, FileEntry] | None) -> list[str]:
+def _check_checkpoint(checkpoint: Path, files: Mapping[str, FileEntry] | None) -> list[str]:
     if files is not None:
         return find_damage(checkpoint, files) or find_hazards(checkpoint)
     if marks := [name for name in _MARKS if (checkpoint / name).exists()]:
@@ -101,7 +101,7 @@ class Examination:
             raise CheckpointError(
                 f"{self.checkpoint} was removed or replaced while it was loaded ({changed} is not what it was), and is "
                 "not trained on: end the other run that saves there, or give this one another output_dir, and start "
-                f"again ({newest_whole_of(self.checkpoint.parent)})"
+                f"again ({name_newest_complete(self.checkpoint.parent)})"
             )
 
     def _find_changed(self) -> str | None:
@@ -118,7 +118,7 @@ class Examination:
         return next((name for name, size in (listed or self.sizes_bytes).items() if sizes.get(name) != size), None)
 
 
-def examine(checkpoint: Path, judge: _Judge = _judge) -> Examination:
+def examine(checkpoint: Path, check: _Check = _check_checkpoint) -> Examination:
     """Find out why not to load a checkpoint: damage, then hazards.
 
     With a manifest every file is read and compared. Without one (the stock Trainer's) each file is checked for what its
@@ -134,7 +134,7 @@ def examine(checkpoint: Path, judge: _Judge = _judge) -> Examination:
     try:
         # Before the files are read: check_again() misses what goes from now on.
         sizes, manifest = _sizes_bytes(checkpoint), read_manifest(checkpoint)
-        return Examination(checkpoint, judge(checkpoint, manifest), manifest, sizes)
+        return Examination(checkpoint, check(checkpoint, manifest), manifest, sizes)
     except (CheckpointError, OSError) as error:
         return Examination(checkpoint, [str(error)])
 
@@ -144,9 +144,9 @@ def _sizes_bytes(checkpoint: Path) -> dict[str, int]:
     return {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in paths}
 
 
-def find_problems(checkpoint: Path, judge: _Judge = _judge) -> list[str]:
+def find_problems(checkpoint: Path, check: _Check = _check_checkpoint) -> list[str]:
     """The problems of a checkpoint, as :func:`examine` finds them."""
-    return list(examine(checkpoint, judge).problems)
+    return list(examine(checkpoint, check).problems)
 
 
 def examine_named(checkpoint: Path) -> Examination:
@@ -159,10 +159,10 @@ def examine_named(checkpoint: Path) -> Examination:
     if not checkpoint.is_dir():
         raise CheckpointError(
             f"Can't find a valid checkpoint at {checkpoint}: there is no such directory. Name another one "
-            f"({newest_whole_of(checkpoint.parent)}), or train from the start"
+            f"({name_newest_complete(checkpoint.parent)}), or train from the start"
         )
-    examined = refuse_problems(checkpoint)
-    if examined.incomplete and (beside := _complete_beside(checkpoint)):
+    examined = examine_or_raise(checkpoint)
+    if examined.incomplete and (beside := _other_complete_checkpoint(checkpoint)):
         raise CheckpointError(
             f"{checkpoint.name}: {examined.incomplete[0]}, and {beside.name} next to it is whole. {checkpoint} is not "
             f"trained on: resume from {beside.name}, or, to begin with a new optimizer on purpose, move "
@@ -171,7 +171,7 @@ def examine_named(checkpoint: Path) -> Examination:
     return examined
 
 
-def _complete_beside(checkpoint: Path) -> Path | None:
+def _other_complete_checkpoint(checkpoint: Path) -> Path | None:
     """The newest other checkpoint of the run that is whole, with all state of a training; None if there is none."""
     try:
         found, _ = choose_newest(
@@ -182,14 +182,14 @@ def _complete_beside(checkpoint: Path) -> Path | None:
     return None if found.incomplete else found.checkpoint
 
 
-def refuse_problems(checkpoint: Path) -> Examination:
+def examine_or_raise(checkpoint: Path) -> Examination:
     """Raise a CheckpointError if a checkpoint is damaged or could do harm; the newest that is whole is named."""
     examined = examine(checkpoint)
     if problems := examined.problems:
         has_manifest = (checkpoint / MANIFEST_NAME).is_file()
         raise CheckpointError(
             f"{checkpoint.name}: {'; '.join(problems)}\n{checkpoint} is not trained on: resume from another checkpoint "
-            f"({newest_whole_of(checkpoint.parent)})"
+            f"({name_newest_complete(checkpoint.parent)})"
             + (f". If you changed a file yourself, remove {MANIFEST_NAME}" if has_manifest else "")
         )
     return examined
@@ -203,9 +203,9 @@ def warn_of_missing_state(examined: Examination, world_size: int) -> None:
 
 
 def choose_newest_whole(
-    place: Path | str, checkpoints: Sequence[Path], look: Callable[[Path], Sequence[str]]
+    place: Path | str, checkpoints: Sequence[Path], check: Callable[[Path], Sequence[str]]
 ) -> tuple[Path, str]:
-    """The last of the ``checkpoints`` in which ``look`` finds no problem; ``place`` is their directory, for messages.
+    """The last of the ``checkpoints`` in which ``check`` finds no problem; ``place`` is their directory, for messages.
 
     Returns:
         It, and a warning of those that were passed over for it, with the reasons; empty where none was.
@@ -216,7 +216,7 @@ def choose_newest_whole(
     """
     passed_over = ""
     for checkpoint in reversed(checkpoints):
-        if not (problems := look(checkpoint)):
+        if not (problems := check(checkpoint)):
             warning = f"resuming from {checkpoint}; newer ones were passed over:{passed_over}"
             return checkpoint, warning if passed_over else ""
         passed_over += f"\n  {checkpoint.name}: {'; '.join(problems)}"
@@ -238,12 +238,12 @@ def choose_newest(place: Path | str, checkpoints: Sequence[Path]) -> tuple[Exami
     """
     examined: dict[Path, Examination] = {}
 
-    def look(checkpoint: Path) -> Sequence[str]:
+    def check(checkpoint: Path) -> Sequence[str]:
         one = examined[checkpoint] = examine(checkpoint)
         return one.problems or one.incomplete
 
     try:
-        chosen, warning = choose_newest_whole(place, checkpoints, look)
+        chosen, warning = choose_newest_whole(place, checkpoints, check)
     except CheckpointError:
         if all(one.problems for one in examined.values()):
             raise
@@ -251,7 +251,7 @@ def choose_newest(place: Path | str, checkpoints: Sequence[Path]) -> tuple[Exami
     return examined[chosen], warning
 
 
-def newest_whole_of(run_directory: Path) -> str:
+def name_newest_complete(run_directory: Path) -> str:
     """The newest whole checkpoint of a run, for a message."""
     try:
         newest, _ = choose_newest(run_directory, list_checkpoints(run_directory))

@@ -39,7 +39,7 @@ _OF_FIXED_LENGTH = {"betas", "base_lrs"}
 
 
 @contextmanager
-def naming(checkpoint: str | Path, what: str) -> Iterator[None]:
+def as_checkpoint_error(checkpoint: str | Path, what: str) -> Iterator[None]:
     """Turn the error of a library that cannot load a state into a CheckpointError that names the checkpoint."""
     try:
         yield
@@ -76,8 +76,8 @@ def checking(checkpoint: str | Path, optimizer: Any, schedule: Any = None) -> It
         CheckpointError: at its end, for state that does not fit or would ruin the run; as :func:`check_optimizer`.
     """
     before = {} if schedule is None else dict(schedule.state_dict())
-    with naming(checkpoint, "the state of the optimizer or the scheduler"):
-        with _refusing_types(checkpoint, optimizer):
+    with as_checkpoint_error(checkpoint, "the state of the optimizer or the scheduler"):
+        with _checking_types(checkpoint, optimizer):
             yield
         if schedule is not None:
             _check_settings(checkpoint, "the scheduler", schedule.state_dict(), before)
@@ -86,7 +86,7 @@ def checking(checkpoint: str | Path, optimizer: Any, schedule: Any = None) -> It
 
 
 @contextmanager
-def _refusing_types(checkpoint: str | Path, optimizer: Any) -> Iterator[None]:
+def _checking_types(checkpoint: str | Path, optimizer: Any) -> Iterator[None]:
     """Context in which state of a wrong type raises, before torch casts it to the dtype of its parameter."""
 
     def check(_: Any, state_dict: Mapping[str, Any]) -> None:

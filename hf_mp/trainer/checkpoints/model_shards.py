@@ -42,7 +42,7 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, first
 
 
-def compare(tensors: Mapping[str, Tensor], layout: Mapping[str, Any]) -> None:
+def check_same_weights(tensors: Mapping[str, Tensor], layout: Mapping[str, Any]) -> None:
     """Raise a CheckpointError if the saved weights are not those of this model."""
     saved = {name for name in layout if name.startswith(_PREFIX)}
     if saved != tensors.keys():
@@ -61,7 +61,7 @@ def compare(tensors: Mapping[str, Tensor], layout: Mapping[str, Any]) -> None:
 
 
 @torch.no_grad()
-def put_tensors(model: nn.Module, tensors: Mapping[str, Tensor], first: Mapping[str, str]) -> None:
+def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], first: Mapping[str, str]) -> None:
     """Load into ``model`` the results of :func:`model_tensors`, which a checkpoint has filled."""
     _unwrapped(model).load_state_dict({key: tensors[name] for key, name in first.items()})
 

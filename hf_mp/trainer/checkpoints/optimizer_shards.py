@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PREFIX = "optimizer/"
 
 
-def take_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def extract_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of an optimizer's state by ``optimizer/PARAMETER/KEY``, and all other values, for JSON.
 
     Args:
@@ -56,13 +56,13 @@ def take_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[
     return tensors, {"kind": type(innermost(optimizer)).__name__, "groups": settings, "values": values}
 
 
-def make_room(
+def allocate_state(
     optimizer: Any,
     names: Mapping[str, nn.Parameter],
     layout: Mapping[str, TensorStorageMetadata],
     plain: Mapping[str, Any],
 ) -> dict[str, Tensor]:
-    """Empty tensors for a state of :func:`take_state`, on the meshes of this run, by the same names.
+    """Empty tensors for a state of :func:`extract_state`, on the meshes of this run, by the same names.
 
     Raises:
         CheckpointError: if the state is of other parameters, or the parameters were in other groups.
@@ -103,10 +103,10 @@ def _rooms_of(optimizer: Any) -> Mapping[nn.Parameter, Mapping[str, Any]]:
     return {} if optimizer is None else optimizer.rooms
 
 
-def put_state(
+def load_state(
     optimizer: Any, names: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], plain: Mapping[str, Any]
 ) -> None:
-    """Load into ``optimizer`` the results of :func:`make_room`, which a checkpoint has filled, and ``plain``."""
+    """Load into ``optimizer`` the results of :func:`allocate_state`, which a checkpoint has filled, and ``plain``."""
     entries: dict[str, dict[str, Any]] = {name: dict(values) for name, values in plain["values"].items()}
     for name, tensor in tensors.items():
         parameter, key = _parameter_and_key(name)

@@ -55,7 +55,7 @@ class PreemptionCallback(TrainerCallback):
         self._agree = agree
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def handling_signals(self) -> Iterator[None]:
         """Watch meanwhile; only in the main thread, where Python delivers signals."""
         self.received, self.requested = None, False
         watched = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]

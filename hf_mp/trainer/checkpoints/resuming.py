@@ -11,10 +11,10 @@ from typing import Any
 from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from hf_mp.trainer.checkpoints import in_place, inspection
+from hf_mp.trainer.checkpoints import inspection, unfinished_marker
 from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
-from hf_mp.trainer.checkpoints.shards import gathered, refused_together
+from hf_mp.trainer.checkpoints.shards import gather_from_ranks, raise_on_all_ranks
 
 logger = logging.get_logger(__name__)
 
@@ -54,12 +54,12 @@ class Resumption(TrainerCallback):
         """Raise a CheckpointError in all processes if the checkpoint was removed or replaced while it was loaded."""
         examined, self.examined = self.examined, None
         if examined is not None:
-            with refused_together():
+            with raise_on_all_ranks():
                 examined.check_again()
 
 
 def choose_checkpoint(
-    args: TrainingArguments, wanted: Wanted, clear_up: Callable[[Path], None]
+    args: TrainingArguments, wanted: Wanted, remove_unfinished: Callable[[Path], None]
 ) -> inspection.Examination | None:
     """The checkpoint that a training resumes from, None to start anew; examined, and the same in all processes.
 
@@ -69,15 +69,15 @@ def choose_checkpoint(
         args: of the Trainer.
         wanted: True for the newest that is whole. An unfinished one, such as ``get_last_checkpoint`` gives after a kill
             in a save, is replaced by the newest whole one next to it. So is one that another run removes meanwhile.
-        clear_up: clears the directory of the run of what a kill left, in the processes that save.
+        remove_unfinished: clears the directory of the run of what a kill left, in the processes that save.
 
     Raises:
         CheckpointError: in all processes, for one that is missing, damaged or could do harm.
     """
-    with refused_together():
-        mine = [_choose(Path(str(args.output_dir)), wanted, clear_up)] if args.should_save else []
+    with raise_on_all_ranks():
+        mine = [_choose(Path(str(args.output_dir)), wanted, remove_unfinished)] if args.should_save else []
     paths = [None if each is None else each.checkpoint for each in mine]
-    found = [checkpoint for each in gathered(paths) for checkpoint in each]
+    found = [checkpoint for each in gather_from_ranks(paths) for checkpoint in each]
     # With save_on_each_node each node has a directory of its own: the lowest step is the one that all of them have.
     chosen = min(found, key=lambda checkpoint: -1 if checkpoint is None else inspection.step_of(checkpoint) or 0)
     if chosen is None:
@@ -85,13 +85,15 @@ def choose_checkpoint(
     return mine[0] if paths == [chosen] else inspection.Examination(chosen, ())
 
 
-def _choose(run_directory: Path, wanted: Wanted, clear_up: Callable[[Path], None]) -> inspection.Examination | None:
-    """The checkpoint to resume from, after ``clear_up``; a CheckpointError if there is none or it is not whole."""
+def _choose(
+    run_directory: Path, wanted: Wanted, remove_unfinished: Callable[[Path], None]
+) -> inspection.Examination | None:
+    """Return the checkpoint to resume from, after ``remove_unfinished``; a CheckpointError if it is not complete."""
     given = None if wanted is None or isinstance(wanted, bool) else Path(wanted)
     # Once it is removed, nothing tells it from a name that was never there.
     was_there = given is not None and inspection.step_of(given) is not None and given.is_dir()
-    was_unfinished = given is not None and was_there and in_place.is_unfinished(given)
-    clear_up(run_directory)
+    was_unfinished = given is not None and was_there and unfinished_marker.is_unfinished(given)
+    remove_unfinished(run_directory)
     if wanted is True:
         # In the words of the stock Trainer, which programs look for.
         return _newest_whole(f"output directory ({run_directory})", run_directory)
@@ -103,7 +105,7 @@ def _choose(run_directory: Path, wanted: Wanted, clear_up: Callable[[Path], None
     except CheckpointError as refused:
         error = refused
     # Where that save was to replace an older checkpoint, the older one is there again.
-    if error is not None and was_there and (not given.exists() or in_place.is_unfinished(given)):
+    if error is not None and was_there and (not given.exists() or unfinished_marker.is_unfinished(given)):
         return _instead_of(given, run_directory, may_start_anew=was_unfinished)
     if error is not None:
         raise error
@@ -154,7 +156,7 @@ def _instead_of(gone: Path, run_directory: Path, *, may_start_anew: bool) -> ins
     return chosen
 
 
-def best_beside(resumed: Path, said: str | None) -> str | None:
+def find_best_checkpoint(resumed: Path, said: str | None) -> str | None:
     """The best checkpoint of a run: in the folder of the one it resumed from, wherever that one says that it lies."""
     if said is None:
         return None
@@ -165,18 +167,20 @@ def best_beside(resumed: Path, said: str | None) -> str | None:
     return None
 
 
-def clear_up(run_directory: Path, lock: Callable[[Path], AbstractContextManager[Any]] = lock_directory) -> None:
+def remove_unfinished(
+    run_directory: Path, lock: Callable[[Path], AbstractContextManager[Any]] = lock_directory
+) -> None:
     """Remove what a killed run left half-written; with a warning, leave it where another run or the disk keeps it.
 
     Args:
         run_directory: of the run that begins.
         lock: of that directory; one that the caller holds is a ``nullcontext``.
     """
-    if in_place.is_clear(run_directory):
+    if unfinished_marker.has_no_unfinished(run_directory):
         return
     try:
         # A run that is alive holds the lock while it saves: what it has half-written stays.
         with lock(run_directory):
-            in_place.clear_up(run_directory)
+            unfinished_marker.remove_unfinished(run_directory)
     except (OSError, CheckpointError) as error:
         logger.warning(f"half-written checkpoints in {run_directory} are left as they are ({error})")

@@ -66,7 +66,7 @@ def load_weights(files: Sequence[Path], model: nn.Module) -> None:
     with ExitStack() as at_end:
         stored = {name.removeprefix(f"{_COMPILED}."): value for name, value in _open(files, at_end).items()}
         found = _find(stored, model)
-        _refuse_incomplete(found, checkpoint, model)
+        _check_complete(found, checkpoint, model)
         model.load_state_dict({name: value[...] for name, value in found.tensors.items()}, strict=False)
     if found.missing:
         logger.warning(
@@ -88,10 +88,10 @@ def require_all_loaded(checkpoint: Path | str, model: nn.Module) -> Iterator[Non
     after = dict(model.named_parameters())
     # A loader writes a parameter, gives it other memory, or puts a new one in its place.
     left = [name for name, (p, written) in before.items() if after.get(name) is p and _written(p) == written]
-    refuse_unloaded(left, checkpoint, model)
+    check_all_loaded(left, checkpoint, model)
 
 
-def refuse_unloaded(left: Sequence[str], checkpoint: Path | str, model: nn.Module) -> None:
+def check_all_loaded(left: Sequence[str], checkpoint: Path | str, model: nn.Module) -> None:
     """Raise a CheckpointError if ``left``, the parameters that train and were not loaded, is not empty."""
     if left and not Path(checkpoint).is_dir():
         raise CheckpointError(
@@ -247,7 +247,7 @@ def _expected(found: _Found, model: nn.Module) -> _Found:
     return _Found(found.tensors, missing, keys.unexpected_keys, found.problems)
 
 
-def _refuse_incomplete(found: _Found, checkpoint: Path, model: nn.Module) -> None:
+def _check_complete(found: _Found, checkpoint: Path, model: nn.Module) -> None:
     """Raise a CheckpointError for tensors that would stay as they are."""
     frozen = {name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
     lost = found.missing if found.unexpected else found.missing - frozen

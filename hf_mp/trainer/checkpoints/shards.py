@@ -41,15 +41,15 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileE
     """
     import torch.distributed.checkpoint as dcp
 
-    with _told_as_ours(folder, "could not be saved"):
+    with _as_checkpoint_errors(folder, "could not be saved"):
         settings: Any = {"save_distributed": True, "fqn_to_index_mapping": _files_of(tensors)}
-        dcp.save(_apart(tensors), storage_writer=dcp.HuggingFaceStorageWriter(str(folder), **settings))
-    with refused_together():
+        dcp.save(_copy_shared_memory(tensors), storage_writer=dcp.HuggingFaceStorageWriter(str(folder), **settings))
+    with raise_on_all_ranks():
         # torch begins the names of a rank's files with its number, from 1. Each rank reads what it has just written
         # itself, which its system still has in memory.
         mine = {path.name: entry_of(path) for path in folder.glob(f"shard-{get_rank() + 1:05d}-*")}
-    files = {name: entry for of_rank in gathered(mine) for name, entry in of_rank.items()}
-    with refused_together():
+    files = {name: entry for of_rank in gather_from_ranks(mine) for name, entry in of_rank.items()}
+    with raise_on_all_ranks():
         if unseen := [name for name in sorted(files) if not (folder / name).is_file()]:
             raise CheckpointError(
                 f"{unseen[0]} was written by another rank and is not there for this one: save to a file system that "
@@ -58,7 +58,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileE
     return files
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _copy_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``tensors``, those that share memory with an earlier one copied."""
     taken: set[int] = set()
     found = {}
@@ -80,7 +80,7 @@ def _files_of(tensors: Mapping[str, Tensor]) -> dict[str, int] | None:
     return numbers if number > 1 else None
 
 
-def read_layout(folder: Path) -> dict[str, TensorStorageMetadata]:
+def read_shard_metadata(folder: Path) -> dict[str, TensorStorageMetadata]:
     """The tensors in ``folder``, by name: size, dtype and offset of each chunk. Reads only the headers of its files.
 
     Raises:
@@ -109,11 +109,11 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """
     import torch.distributed.checkpoint as dcp
 
-    with _told_as_ours(folder, "cannot be loaded"):
+    with _as_checkpoint_errors(folder, "cannot be loaded"):
         dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
 
 
-def gathered(value: Any) -> list[Any]:
+def gather_from_ranks(value: Any) -> list[Any]:
     """What each rank has given, in their order: a collective call."""
     found = [value] * get_world_size()
     if is_distributed():
@@ -121,13 +121,13 @@ def gathered(value: Any) -> list[Any]:
     return found
 
 
-def together(problems: Iterable[str]) -> list[str]:
+def merge_problems(problems: Iterable[str]) -> list[str]:
     """The problems that all ranks found, each once: a collective call."""
-    return sorted({line for lines in gathered(list(problems)) for line in lines})
+    return sorted({line for lines in gather_from_ranks(list(problems)) for line in lines})
 
 
 @contextmanager
-def refused_together() -> Iterator[None]:
+def raise_on_all_ranks() -> Iterator[None]:
     """Raise on all ranks if one raises, on the others a CheckpointError; the end of the block is a collective call."""
     told: CheckpointError | None = None
     other: Exception | None = None  # it is raised as it is, once the others know
@@ -137,7 +137,7 @@ def refused_together() -> Iterator[None]:
         told = error
     except Exception as error:
         told, other = CheckpointError(f"{type(error).__name__}: {error}"), error
-    found = [one for one in gathered(told) if one is not None]
+    found = [one for one in gather_from_ranks(told) if one is not None]
     if other is not None:
         raise other
     if found:
@@ -146,7 +146,7 @@ def refused_together() -> Iterator[None]:
 
 
 @contextmanager
-def _told_as_ours(folder: Path, failed: str) -> Iterator[None]:
+def _as_checkpoint_errors(folder: Path, failed: str) -> Iterator[None]:
     """Turn torch's error into a CheckpointError, and leave out its warning that there is only one process."""
     from torch.distributed.checkpoint.api import CheckpointException
 

@@ -46,14 +46,14 @@ def find_out_of_place(directory: Path) -> list[str]:
     return find_in_files(directory, lambda path: _out_of_place(path, directory.resolve()))
 
 
-def find_in_files(directory: Path, look: Callable[[Path], str | None]) -> list[str]:
-    """What ``look`` says of the files below ``directory`` and of links to folders, one line each, by name."""
+def find_in_files(directory: Path, check: Callable[[Path], str | None]) -> list[str]:
+    """What ``check`` says of the files below ``directory`` and of links to folders, one line each, by name."""
     found = []
     for folder, folders, names in os.walk(directory):
         links = [name for name in folders if Path(folder, name).is_symlink()]
         for path in (Path(folder, name) for name in (*names, *links)):
             try:
-                reason = look(path)
+                reason = check(path)
             except (OSError, RuntimeError) as error:  # the second before Python 3.13, of a link that leads to itself
                 reason = f"cannot be read ({error})"
             if reason is not None:

@@ -16,21 +16,21 @@ from torch.optim import Optimizer
 from hf_mp._warnings import warn_caller
 from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.ranks.parallelism import get_rank, get_world_size
-from hf_mp.trainer.checkpoints import in_place, inspection, loaded_state
+from hf_mp.trainer.checkpoints import inspection, loaded_state, unfinished_marker
 from hf_mp.trainer.checkpoints.manifest import (
     MANIFEST_NAME,
     CheckpointError,
     FileEntry,
     find_damage,
 )
-from hf_mp.trainer.checkpoints.model_shards import compare, model_tensors, named_parameters, put_tensors
-from hf_mp.trainer.checkpoints.optimizer_shards import make_room, put_state, take_state
+from hf_mp.trainer.checkpoints.model_shards import check_same_weights, load_tensors, model_tensors, named_parameters
+from hf_mp.trainer.checkpoints.optimizer_shards import allocate_state, extract_state, load_state
 from hf_mp.trainer.checkpoints.shards import (
     SUFFIX,
-    read_layout,
+    merge_problems,
+    raise_on_all_ranks,
+    read_shard_metadata,
     read_shards,
-    refused_together,
-    together,
     write_shards,
 )
 from hf_mp.trainer.checkpoints.synced import write_synced
@@ -70,30 +70,32 @@ def save_checkpoint(
     """
     target = Path(directory).absolute()
     runtime = attached_runtime(model)
-    with refused_together():
+    with raise_on_all_ranks():
         tensors, _ = model_tensors(model)
-        state, plain = take_state(optimizer, named_parameters(model))
+        state, plain = extract_state(optimizer, named_parameters(model))
         scale = None if runtime is None else runtime.state_dict()
         text = _as_json(
             {"step": step, "extra": _with_str_keys(extra or {}), "optimizer": plain, "mixed_precision": scale}
         )
     precision = "fp32" if runtime is None else str(runtime.policy)
     try:
-        # refused_together() ends with a collective call: the other ranks write when the folder is there.
-        with refused_together(), _as_not_saved(target):
+        # raise_on_all_ranks() ends with a collective call: the other ranks write when the folder is there.
+        with raise_on_all_ranks(), _as_not_saved(target):
             if get_rank() == 0:
-                in_place.begin(target)
+                unfinished_marker.begin(target)
                 (target / SHARDS_FOLDER).mkdir()
         files = write_shards(target / SHARDS_FOLDER, {**tensors, **state})
-        with refused_together(), _as_not_saved(target):
+        with raise_on_all_ranks(), _as_not_saved(target):
             if get_rank() == 0:
                 write_synced(target / STATE_FILE, text)
                 # By each rank of its own files: the first would read all of them once more.
                 known = {f"{SHARDS_FOLDER}/{name}": entry for name, entry in files.items()}
-                in_place.complete(target, known=known, step=step, world_size=get_world_size(), precision=precision)
+                unfinished_marker.complete(
+                    target, known=known, step=step, world_size=get_world_size(), precision=precision
+                )
     except BaseException:
         if get_rank() == 0:
-            in_place.take_back(target)
+            unfinished_marker.abort_save(target)
         raise
 
 
@@ -120,21 +122,21 @@ def load_checkpoint(
     """
     checkpoint = _find(Path(directory).absolute())
     runtime = attached_runtime(model)
-    with refused_together(), loaded_state.naming(checkpoint, "the state"):
+    with raise_on_all_ranks(), loaded_state.as_checkpoint_error(checkpoint, "the state"):
         saved = read_json(checkpoint / STATE_FILE, object_hook=_with_own_keys)
         if wrong := loaded_state.wrong_setting("step", saved["step"], 0):
             raise CheckpointError(f"{checkpoint / STATE_FILE}: step {wrong}: take an earlier checkpoint")
         # First the state dict: FSDP2 then shards again what a forward left whole, and parameters by name are others.
         tensors, first = model_tensors(model)
-        names, layout = named_parameters(model), read_layout(checkpoint / SHARDS_FOLDER)
-        compare(tensors, layout)
-        state = make_room(optimizer, names, layout, saved["optimizer"])
+        names, layout = named_parameters(model), read_shard_metadata(checkpoint / SHARDS_FOLDER)
+        check_same_weights(tensors, layout)
+        state = allocate_state(optimizer, names, layout, saved["optimizer"])
     read_shards(checkpoint / SHARDS_FOLDER, {**tensors, **state})
-    with refused_together(), loaded_state.naming(checkpoint, "the state"), torch.no_grad():
-        put_tensors(model, tensors, first)
+    with raise_on_all_ranks(), loaded_state.as_checkpoint_error(checkpoint, "the state"), torch.no_grad():
+        load_tensors(model, tensors, first)
         loaded_state.check_parameters(checkpoint, model)
         with loaded_state.checking(checkpoint, optimizer):
-            put_state(optimizer, names, state, saved["optimizer"])
+            load_state(optimizer, names, state, saved["optimizer"])
         if runtime is not None and saved["mixed_precision"] is not None:
             runtime.load_state_dict(saved["mixed_precision"])
     if (runtime is None) != (saved["mixed_precision"] is None):
@@ -184,13 +186,13 @@ def _with_own_keys(value: dict[str, Any]) -> dict[Any, Any]:
 
 def _find(directory: Path) -> Path:
     """``directory``, or the newest whole checkpoint in it; a collective call."""
-    with refused_together():
+    with raise_on_all_ranks():
         names = _candidates(directory) if get_rank() == 0 else []
-    found = [Path(name) for name in together(names)]
+    found = [Path(name) for name in merge_problems(names)]
     # A stable sort: of one step, the one in the staging folder stays the earlier, and so the second choice.
     found.sort(key=lambda path: inspection.step_of(path) or 0)
     chosen, warning = inspection.choose_newest_whole(
-        directory, found, lambda checkpoint: together(inspection.find_problems(checkpoint, _problems))
+        directory, found, lambda checkpoint: merge_problems(inspection.find_problems(checkpoint, _problems))
     )
     if warning:
         warn_caller(warning)
@@ -200,11 +202,11 @@ def _find(directory: Path) -> Path:
 def _candidates(directory: Path) -> list[str]:
     """The checkpoints in the directory of a run; it alone where it is itself one."""
     # Nothing is cleared here: a program that evaluates checkpoints may read while another one saves.
-    aside = in_place.aside_of(directory)
+    aside = unfinished_marker.backup_path(directory)
     itself = [path for path in (directory, aside) if (path / MANIFEST_NAME).exists()]
     if itself or (directory / SHARDS_FOLDER).exists():
         return [str(path) for path in itself[:1] or [directory]]
-    folders = [folder for folder in (directory, directory / in_place.STAGING_FOLDER) if folder.is_dir()]
+    folders = [folder for folder in (directory, directory / unfinished_marker.STAGING_FOLDER) if folder.is_dir()]
     return [str(path) for folder in folders for path in inspection.list_checkpoints(folder)]
 
 

@@ -6,8 +6,8 @@
     run/_saving/checkpoint-20                           meanwhile, an older checkpoint of that name
 
 A kill at any moment leaves a checkpoint with a manifest, or one that says that it is unfinished, which
-:func:`clear_up` removes. It is written in its place, because the Trainer looks for the best checkpoint, and for those
-to remove, next to it. A checkpoint that is removed is marked as unfinished before its first file goes.
+:func:`remove_unfinished` removes. It is written in its place, because the Trainer looks for the best checkpoint, and
+for those to remove, next to it. A checkpoint that is removed is marked as unfinished before its first file goes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.get_logger(__name__)
 STAGING_FOLDER = "_saving"  # a name that the Trainer does not push to the hub
 
 
-def aside_of(checkpoint: Path) -> Path:
+def backup_path(checkpoint: Path) -> Path:
     """Where an older checkpoint of this name lies while the new one is written: one rename away."""
     return checkpoint.parent / STAGING_FOLDER / checkpoint.name
 
@@ -44,11 +44,11 @@ def begin(checkpoint: Path) -> None:
         OSError: where the disk fails.
     """
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    restore(checkpoint)
+    restore_previous(checkpoint)
     # A link of that name in a stranger's directory would lead the writing elsewhere.
     if checkpoint.exists() or checkpoint.is_symlink():
-        aside_of(checkpoint).parent.mkdir(exist_ok=True)
-        os.rename(checkpoint, aside_of(checkpoint))
+        backup_path(checkpoint).parent.mkdir(exist_ok=True)
+        os.rename(checkpoint, backup_path(checkpoint))
     checkpoint.mkdir()
     write_synced(checkpoint / UNFINISHED_NAME, "")
 
@@ -61,27 +61,27 @@ def complete(checkpoint: Path, **about: Any) -> None:
     """
     finish(checkpoint, **about)
     sync(checkpoint.parent)
-    _discard(aside_of(checkpoint))
+    _discard(backup_path(checkpoint))
 
 
-def take_back(checkpoint: Path) -> None:
+def abort_save(checkpoint: Path) -> None:
     """Remove what a failed save has written, and put back what it was to replace; where the disk fails, later."""
     with contextlib.suppress(OSError):  # it still says that it is unfinished, and the next start clears up
-        restore(checkpoint)
+        restore_previous(checkpoint)
 
 
-def restore(checkpoint: Path) -> None:
+def restore_previous(checkpoint: Path) -> None:
     """Remove a checkpoint that is unfinished, and put back the older one that it was to replace; and say so.
 
     Raises:
         OSError: where the disk fails.
     """
-    aside = aside_of(checkpoint)
+    aside = backup_path(checkpoint)
     if aside.parent.is_symlink():  # in a stranger's directory: what lies there is another run's
         aside.parent.unlink()
     if is_unfinished(checkpoint):
         logger.warning(f"{checkpoint} was not finished: it is removed")
-        _remove_unfinished(checkpoint)
+        _delete_marker_last(checkpoint)
     # A link in a stranger's directory leads to a checkpoint of another run, which stays there.
     if aside.is_dir() and not aside.is_symlink() and not checkpoint.exists():
         os.rename(aside, checkpoint)
@@ -146,10 +146,10 @@ def remove(checkpoint: Path) -> None:
         mark.touch()
     with contextlib.suppress(OSError):  # which is for a power failure alone: a full disk has room for a removal
         sync(checkpoint)
-    _remove_unfinished(checkpoint)
+    _delete_marker_last(checkpoint)
 
 
-def _remove_unfinished(checkpoint: Path) -> None:
+def _delete_marker_last(checkpoint: Path) -> None:
     # Not by a move aside first: a full disk makes no folder to move it to. Its mark goes last, after a kill too.
     for path in checkpoint.iterdir():
         if path.is_dir() and not path.is_symlink():
@@ -167,14 +167,14 @@ def _warning_of_failures(run_directory: Path) -> Iterator[None]:
         logger.warning(f"older checkpoints in {run_directory} could not be removed, and stay ({error})")
 
 
-def is_clear(run_directory: Path) -> bool:
-    """Whether :func:`clear_up` has nothing to do."""
+def has_no_unfinished(run_directory: Path) -> bool:
+    """Whether :func:`remove_unfinished` has nothing to do."""
     if (run_directory / STAGING_FOLDER).is_dir():
         return False
     return not any(map(is_unfinished, run_directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
 
 
-def clear_up(run_directory: Path) -> None:
+def remove_unfinished(run_directory: Path) -> None:
     """Remove what was left half-written in the directory of a run, and put back what it was to replace.
 
     Raises:
@@ -184,7 +184,7 @@ def clear_up(run_directory: Path) -> None:
     # A loop's checkpoint that is aside has a name of its own.
     found = [*run_directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), *staging.glob("*")]
     for name in sorted({path.name for path in found}):
-        restore(run_directory / name)
+        restore_previous(run_directory / name)
     _remove(staging)
 
 
