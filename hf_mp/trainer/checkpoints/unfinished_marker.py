@@ -1,13 +1,13 @@
-"""A checkpoint that is written in its place, file by file: until it has its manifest, it says that it is unfinished.
+"""Write and remove checkpoints so that an incomplete one contains a marker file.
 
 ::
 
-    run/checkpoint-20/hf_mp_manifest.json.unfinished    from before its first file until it becomes the manifest
-    run/_saving/checkpoint-20                           meanwhile, an older checkpoint of that name
+    run/checkpoint-20/hf_mp_manifest.json.unfinished    marker, from the first file until it is renamed to the manifest
+    run/_saving/checkpoint-20                           backup of an older checkpoint of this name, during the save
 
-A kill at any moment leaves a checkpoint with a manifest, or one that says that it is unfinished, which
-:func:`remove_unfinished` removes. It is written in its place, because the Trainer looks for the best checkpoint, and
-for those to remove, next to it. A checkpoint that is removed is marked as unfinished before its first file goes.
+After a kill, each checkpoint has its manifest or the marker. Files are written directly to their final directory,
+because the Trainer searches it for the best checkpoint. All functions raise OSError if the disk fails, except where
+noted.
 """
 
 from __future__ import annotations
@@ -29,23 +29,19 @@ from hf_mp.trainer.checkpoints.synced import sync, write_synced
 
 logger = logging.get_logger(__name__)
 
-STAGING_FOLDER = "_saving"  # a name that the Trainer does not push to the hub
+STAGING_FOLDER = "_saving"  # the Trainer does not push names with a leading underscore to the Hub
 
 
 def backup_path(checkpoint: Path) -> Path:
-    """Where an older checkpoint of this name lies while the new one is written: one rename away."""
+    """Return where an older checkpoint of this name is stored during a save, on the same file system."""
     return checkpoint.parent / STAGING_FOLDER / checkpoint.name
 
 
 def begin(checkpoint: Path) -> None:
-    """Make the directory of a checkpoint, unfinished; an older one of that name is kept until this one is whole.
-
-    Raises:
-        OSError: where the disk fails.
-    """
+    """Create the directory of a checkpoint with its marker; an older one of this name becomes the backup."""
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     restore_previous(checkpoint)
-    # A link of that name in a stranger's directory would lead the writing elsewhere.
+    # A symlink is moved too: writing through it would write to another directory.
     if checkpoint.exists() or checkpoint.is_symlink():
         backup_path(checkpoint).parent.mkdir(exist_ok=True)
         os.rename(checkpoint, backup_path(checkpoint))
@@ -54,103 +50,85 @@ def begin(checkpoint: Path) -> None:
 
 
 def complete(checkpoint: Path, **about: Any) -> None:
-    """Have all files of a checkpoint on disk, and write its manifest (``about``: as :func:`finish`); an older one goes.
-
-    Raises:
-        OSError: where the disk fails.
-    """
+    """Sync a checkpoint, replace its marker by the manifest (``about``: see :func:`finish`), and delete the backup."""
     finish(checkpoint, **about)
     sync(checkpoint.parent)
-    _discard(backup_path(checkpoint))
+    _remove_backup(backup_path(checkpoint))
 
 
 def abort_save(checkpoint: Path) -> None:
-    """Remove what a failed save has written, and put back what it was to replace; where the disk fails, later."""
-    with contextlib.suppress(OSError):  # it still says that it is unfinished, and the next start clears up
+    """Remove the files of a failed save and restore the backup. If the disk fails, the next run does so."""
+    with contextlib.suppress(OSError):
         restore_previous(checkpoint)
 
 
 def restore_previous(checkpoint: Path) -> None:
-    """Remove a checkpoint that is unfinished, and put back the older one that it was to replace; and say so.
-
-    Raises:
-        OSError: where the disk fails.
-    """
-    aside = backup_path(checkpoint)
-    if aside.parent.is_symlink():  # in a stranger's directory: what lies there is another run's
-        aside.parent.unlink()
+    """Remove a checkpoint if it is unfinished, and restore its backup; log a warning for each."""
+    backup = backup_path(checkpoint)
+    if backup.parent.is_symlink():  # it would resolve to checkpoints of another run
+        backup.parent.unlink()
     if is_unfinished(checkpoint):
         logger.warning(f"{checkpoint} was not finished: it is removed")
         _delete_marker_last(checkpoint)
-    # A link in a stranger's directory leads to a checkpoint of another run, which stays there.
-    if aside.is_dir() and not aside.is_symlink() and not checkpoint.exists():
-        os.rename(aside, checkpoint)
+    if backup.is_dir() and not backup.is_symlink() and not checkpoint.exists():
+        os.rename(backup, checkpoint)
         logger.warning(f"{checkpoint} is put back: the save that would have replaced it was interrupted")
-    _discard(aside)
+    _remove_backup(backup)
 
 
 def rotate(run_directory: Path, limit: int | None, best: str | None) -> None:
-    """Remove the oldest checkpoints of a run until ``limit`` are left, by time, as the stock Trainer does.
-
-    The newest one and ``best`` stay. If the disk fails, a warning says so, and the others stay too.
+    """Remove the oldest checkpoints of a run, by modification time; warn if the disk fails.
 
     Args:
-        run_directory: of a run, locked by the caller.
-        limit: the number of checkpoints to keep; all for None, 0 or less.
-        best: the path of the best checkpoint; None if there is none.
+        run_directory: locked by the caller.
+        limit: number of checkpoints to keep; None, 0 or less keeps all. The newest one is always kept.
+        best: path of a checkpoint to keep in any case, or None.
     """
     if limit is None or limit <= 0:
         return
-    with _warning_of_failures(run_directory):
+    with _warn_on_failure(run_directory):
         # An earlier run may have left higher steps.
         paths = map(Path, sort_checkpoints(str(run_directory), use_mtime=True))
         found = [path for path in paths if step_of(path) is not None and not path.is_symlink()]
-        rests = [path for path in found if is_unfinished(path)]  # which an earlier call could not remove
-        found = [path for path in found if path not in rests]
-        # A resumed run may spell its output_dir otherwise than the one that found the best.
+        unfinished = [path for path in found if is_unfinished(path)]  # their removal failed before
+        finished = [path for path in found if path not in unfinished]
+        # A resumed run may spell its output_dir differently.
         best_path = None if best is None else Path(best).resolve()
-        kept = [path for path in found if path == found[-1] or path.resolve() == best_path]
-        surplus = len(found) - max(limit, len(kept))
-        for checkpoint in [*rests, *[path for path in found if path not in kept][: max(surplus, 0)]]:
+        kept = [path for path in finished if path == finished[-1] or path.resolve() == best_path]
+        removable = [path for path in finished if path not in kept]
+        surplus = max(len(finished) - max(limit, len(kept)), 0)
+        for checkpoint in (*unfinished, *removable[:surplus]):
             remove(checkpoint)
 
 
 def keep_only(best: Path, run_directory: Path) -> None:
-    """Remove the checkpoints of a run, in a directory that the caller has locked, but not ``best``.
-
-    If the disk fails, a warning says so, and they stay.
-    """
-    with _warning_of_failures(run_directory):
+    """Remove all checkpoints of a run, locked by the caller, except ``best``; warn if the disk fails."""
+    with _warn_on_failure(run_directory):
         for checkpoint in list_checkpoints(run_directory):
             if not checkpoint.samefile(best):
                 remove(checkpoint)
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, which is marked as unfinished before its first file goes and until its last one has gone.
+    """Remove a checkpoint, but not a symlink: set the marker first and delete it last.
 
-    Without the mark, a run that resumes meanwhile, or after a kill, would take the rest for a checkpoint of the stock
-    Trainer. A link to a checkpoint stays.
-
-    Raises:
-        OSError: if the disk fails.
+    Without a marker, another run could load the remaining files as a checkpoint of the stock Trainer.
     """
     if checkpoint.is_symlink():
         return
-    mark = checkpoint / UNFINISHED_NAME
-    # By one rename, for which a full disk has room.
+    marker = checkpoint / UNFINISHED_NAME
+    # A full disk has room for a rename, but not for a new file.
     for name in (MANIFEST_NAME, TRAINER_STATE_NAME):
-        if not mark.exists() and (checkpoint / name).is_file():
-            os.replace(checkpoint / name, mark)
-    if not mark.exists():
-        mark.touch()
-    with contextlib.suppress(OSError):  # which is for a power failure alone: a full disk has room for a removal
+        if not marker.exists() and (checkpoint / name).is_file():
+            os.replace(checkpoint / name, marker)
+    if not marker.exists():
+        marker.touch()
+    with contextlib.suppress(OSError):  # it protects against a power failure only
         sync(checkpoint)
     _delete_marker_last(checkpoint)
 
 
 def _delete_marker_last(checkpoint: Path) -> None:
-    # Not by a move aside first: a full disk makes no folder to move it to. Its mark goes last, after a kill too.
     for path in checkpoint.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -160,7 +138,7 @@ def _delete_marker_last(checkpoint: Path) -> None:
 
 
 @contextlib.contextmanager
-def _warning_of_failures(run_directory: Path) -> Iterator[None]:
+def _warn_on_failure(run_directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -168,43 +146,39 @@ def _warning_of_failures(run_directory: Path) -> Iterator[None]:
 
 
 def has_no_unfinished(run_directory: Path) -> bool:
-    """Whether :func:`remove_unfinished` has nothing to do."""
+    """Return whether a run has neither unfinished checkpoints nor a staging folder."""
     if (run_directory / STAGING_FOLDER).is_dir():
         return False
     return not any(map(is_unfinished, run_directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
 
 
 def remove_unfinished(run_directory: Path) -> None:
-    """Remove what was left half-written in the directory of a run, and put back what it was to replace.
-
-    Raises:
-        OSError: where the disk fails.
-    """
+    """Remove the unfinished checkpoints of a run, and restore all backups."""
     staging = run_directory / STAGING_FOLDER
-    # A loop's checkpoint that is aside has a name of its own.
+    # save_checkpoint() accepts any name.
     found = [*run_directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), *staging.glob("*")]
     for name in sorted({path.name for path in found}):
         restore_previous(run_directory / name)
-    _remove(staging)
+    _remove_ignoring_errors(staging)
 
 
 def is_unfinished(checkpoint: Path) -> bool:
-    """Whether a save of hf_mp began this checkpoint and did not come to its end."""
+    """Return whether a save or removal of this checkpoint began and did not end."""
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         return False
-    # Empty where a kill came before its mark, or when all of it was removed.
+    # It is empty before the marker is written and after it is deleted.
     return (checkpoint / UNFINISHED_NAME).exists() or not any(checkpoint.iterdir())
 
 
-def _discard(path: Path) -> None:
-    """Remove what is in the staging folder, and that folder once it is empty."""
-    _remove(path)
+def _remove_backup(backup: Path) -> None:
+    """Remove a backup, and the staging folder if it is empty."""
+    _remove_ignoring_errors(backup)
     with contextlib.suppress(OSError):
-        path.parent.rmdir()
+        backup.parent.rmdir()
 
 
-def _remove(directory: Path) -> None:
-    """Remove a directory, or a link in its place; what a failing disk keeps there is no checkpoint for anybody."""
+def _remove_ignoring_errors(directory: Path) -> None:
+    """Remove a directory or symlink; files that remain in the staging folder are never loaded."""
     if directory.is_symlink():
         with contextlib.suppress(OSError):
             directory.unlink()
