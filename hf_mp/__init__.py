@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from hf_mp.step.unscaled_gradients import unscaled_gradients
     from hf_mp.trainer.arguments import MixedPrecisionArguments
     from hf_mp.trainer.callback import MixedPrecisionCallback
-    from hf_mp.trainer.checkpoints.loops import load_checkpoint, save_checkpoint
     from hf_mp.trainer.checkpoints.manifest import CheckpointError, NoCheckpointError
     from hf_mp.trainer.checkpoints.preemption import Preempted
-    from hf_mp.trainer.hand_over import working_copies
+    from hf_mp.trainer.checkpoints.sharded_checkpoint import load_checkpoint, save_checkpoint
     from hf_mp.trainer.log_probabilities import LogProbabilityGap, log_probability_gap
     from hf_mp.trainer.trainer import MixedPrecisionTrainer
+    from hf_mp.trainer.weight_export import working_copies
     from hf_mp.weights.attachable import detach
     from hf_mp.weights.master_weight_optimizer import MasterWeightOptimizer
 
@@ -95,15 +95,15 @@ _HOME = {
     "prepare": "hf_mp.step.prepare",
     "unscaled_gradients": "hf_mp.step.unscaled_gradients",
     "detach": "hf_mp.weights.attachable",
-    "load_checkpoint": "hf_mp.trainer.checkpoints.loops",
-    "save_checkpoint": "hf_mp.trainer.checkpoints.loops",
+    "load_checkpoint": "hf_mp.trainer.checkpoints.sharded_checkpoint",
+    "save_checkpoint": "hf_mp.trainer.checkpoints.sharded_checkpoint",
     "CheckpointError": "hf_mp.trainer.checkpoints.manifest",
     "NoCheckpointError": "hf_mp.trainer.checkpoints.manifest",
     "Preempted": "hf_mp.trainer.checkpoints.preemption",
     "MixedPrecisionCallback": "hf_mp.trainer.callback",
     "MixedPrecisionArguments": "hf_mp.trainer.arguments",
     "MixedPrecisionTrainer": "hf_mp.trainer.trainer",
-    "working_copies": "hf_mp.trainer.hand_over",
+    "working_copies": "hf_mp.trainer.weight_export",
 }
 
 __all__ = [

@@ -92,7 +92,7 @@ def _no_settings_of_earlier_parameters() -> None:
 @pytest.fixture
 def without_first_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainings begin without the gradients at several loss scales, which take as long as four steps."""
-    monkeypatch.setattr("hf_mp.trainer.session.check_first_backward", lambda *given: lambda: None)
+    monkeypatch.setattr("hf_mp.trainer.session.replace_first_backward", lambda *given: lambda: None)
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float64], ids=str)

@@ -10,8 +10,8 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from hf_mp.dtypes import spell
-from hf_mp.trainer.refusals import refuse_other_precision
-from hf_mp.trainer.session import OfSession
+from hf_mp.trainer.checks import check_no_other_precision
+from hf_mp.trainer.session import SessionProperties
 from hf_mp.trainer.settings import PrecisionOptions, SessionSettings
 
 
@@ -50,7 +50,7 @@ class MixedPrecisionArguments(PrecisionOptions, TrainingArguments):
                 "free_gradients='backward' leaves none: use free_gradients='step', or larger batches with "
                 "gradient_checkpointing=True"
             )
-        refuse_other_precision(self, settings.policy)
+        check_no_other_precision(self, settings.policy)
 
     @property
     def device(self) -> torch.device:
@@ -59,7 +59,7 @@ class MixedPrecisionArguments(PrecisionOptions, TrainingArguments):
         caller = sys._getframe(1).f_locals.get("self")
         # The attribute is set late in Trainer.__init__, which reads the device before.
         if isinstance(caller, Trainer) and getattr(caller, "is_in_train", False):
-            is_ours = any(isinstance(one, OfSession) for one in (caller, *caller.callback_handler.callbacks))
+            is_ours = any(isinstance(one, SessionProperties) for one in (caller, *caller.callback_handler.callbacks))
             if not is_ours and self.precision_policy.is_mixed:
                 # train() has set it and does not end as usual: evaluate() would take the model for one in training.
                 caller.is_in_train = False

@@ -15,27 +15,27 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.trainer.calling_trainer import (
-    calling_trainer,
+from hf_mp.trainer.checkpoint_loader import CheckpointLoader
+from hf_mp.trainer.checkpoint_saver import CheckpointSaver
+from hf_mp.trainer.checkpoints import inspection, loaded_state
+from hf_mp.trainer.checkpoints.resuming import Resumption, choose_checkpoint, find_best_checkpoint, remove_unfinished
+from hf_mp.trainer.checks import (
+    check_dtype_of_late_model,
+    check_model,
+    check_model_and_optimizer,
+    check_no_other_precision,
+    check_not_lean,
+)
+from hf_mp.trainer.find_trainer import (
+    check_regional_compile,
+    clear_prepared_mark,
     extend_method,
-    forget_prepared,
-    refuse_compiled_whole,
+    find_calling_trainer,
     resumed_checkpoint,
 )
-from hf_mp.trainer.checkpoints import inspection, loaded_state
-from hf_mp.trainer.checkpoints.resuming import Resumption, best_beside, choose_checkpoint, clear_up
-from hf_mp.trainer.loads import Loads
 from hf_mp.trainer.model_loading import load_from_checkpoint
-from hf_mp.trainer.refusals import (
-    refuse_late_masters,
-    refuse_lean,
-    refuse_missing,
-    refuse_model,
-    refuse_other_precision,
-)
 from hf_mp.trainer.save_dtype import extend_save
-from hf_mp.trainer.saves import Saves
-from hf_mp.trainer.session import OfSession, TrainerSession
+from hf_mp.trainer.session import SessionProperties, TrainerSession
 from hf_mp.trainer.settings import DEFAULT_PRECISION, PrecisionOptions, SessionSettings
 
 # A callback can neither replace the Trainer's optimizer nor end its training in a checkpoint.
@@ -48,7 +48,7 @@ _OPTIONS = {option.name for option in fields(PrecisionOptions)} - {
 }
 
 
-class MixedPrecisionCallback(OfSession, TrainerCallback):
+class MixedPrecisionCallback(SessionProperties, TrainerCallback):
     """Mixed precision, ``"fp16"`` by default, for any Trainer: the stock one, your subclass, or another library's.
 
     The Trainer's code does not change: ``Trainer(..., callbacks=[MixedPrecisionCallback("fp16")])`` trains as
@@ -100,11 +100,11 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         self.keep_attached = keep_attached
         self._trains_with: TrainingArguments | None = None
         self._resumption = Resumption()
-        refuse_lean(SessionSettings.of(None, self._given).policy)
+        check_not_lean(SessionSettings.of(None, self._given).policy)
 
     def _session_for(self, args: TrainingArguments) -> TrainerSession:
         settings = SessionSettings.of(args, self._given)
-        refuse_lean(settings.policy)
+        check_not_lean(settings.policy)
         if self.session is None or self.session.args is not args or self.session.settings != settings:
             self.detach()
             self.session = TrainerSession(settings, args)
@@ -113,20 +113,20 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         """Attach the model, before the Trainer makes its optimizer."""
         # Before anything is attached: a second callback, or our own Trainer, is refused there.
-        self._come_first(calling_trainer(self))
+        self._come_first(find_calling_trainer(self))
         session = self._session_for(args)
-        refuse_other_precision(args, session.settings.policy)
+        check_no_other_precision(args, session.settings.policy)
         if session.runtime is not None:
-            refuse_compiled_whole(calling_trainer(self))
+            check_regional_compile(find_calling_trainer(self))
         if model is not None:
             if session.runtime is not None:
-                refuse_model(model)
+                check_model(model)
             session.begin(model)
 
     # accelerate marks a model as prepared in an evaluation, and then leaves it out of DDP.
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Have a later training wrap the model again; after predict() too."""
-        forget_prepared(calling_trainer(self))
+        clear_prepared_mark(find_calling_trainer(self))
 
     on_predict: Any = on_evaluate
 
@@ -134,7 +134,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Guard the optimizer, attach a model that ``model_init`` made, and load the state of a checkpoint."""
-        trainer, session = calling_trainer(self), self._session_for(args)
+        trainer, session = find_calling_trainer(self), self._session_for(args)
         self._trains_with = args
         # Added after the Trainer was made, and called first when the checkpoint has been loaded.
         is_late = trainer is not None and "_load_from_checkpoint" not in vars(trainer)
@@ -148,22 +148,22 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
                 session.load(checkpoint)
             return
         # The Trainer has made its optimizer and loaded a checkpoint by now.
-        refuse_missing(model, optimizer, trainer)
+        check_model_and_optimizer(model, optimizer, trainer)
         if checkpoint is not None:
             self._check_loaded(checkpoint, args, model, optimizer)
-            state.best_model_checkpoint = best_beside(checkpoint, state.best_model_checkpoint)
-        refuse_compiled_whole(trainer)
+            state.best_model_checkpoint = find_best_checkpoint(checkpoint, state.best_model_checkpoint)
+        check_regional_compile(trainer)
         if session.runtime.model is not model:
-            refuse_other_precision(args, session.settings.policy)
-            refuse_model(model)
-            refuse_late_masters(model, args, resumed=state.global_step > 0)
+            check_no_other_precision(args, session.settings.policy)
+            check_model(model)
+            check_dtype_of_late_model(model, args, resumed=state.global_step > 0)
         # The optimizer is guarded in place, because the Trainer and accelerate keep the one that they have.
         session.begin(model)
-        session.take_optimizer(optimizer)
+        session.attach_optimizer(optimizer)
         session.watch_contract(model)
         if trainer is not None:
-            session.take_reference(getattr(trainer, "ref_model", None))
-            session.follow(trainer)
+            session.attach_reference_model(getattr(trainer, "ref_model", None))
+            session.begin_run(trainer)
         if checkpoint is not None:
             session.load(checkpoint)
         session.on_train_begin(args, state, control)
@@ -218,7 +218,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
 
     def _come_first(self, trainer: Trainer | None) -> None:
         """Move to the front of the Trainer's callbacks and extend its train and save; a ValueError for a second one."""
-        if isinstance(trainer, OfSession):
+        if isinstance(trainer, SessionProperties):
             raise ValueError(
                 "MixedPrecisionCallback is for other Trainers: MixedPrecisionTrainer is in mixed precision already, "
                 "remove the callback"
@@ -237,8 +237,8 @@ class MixedPrecisionCallback(OfSession, TrainerCallback):
             extend_method(trainer, "_load_from_checkpoint", functools.partial(load_from_checkpoint, trainer))
             extend_save(trainer, lambda: _session_of(trainer))
             # With FP32, saves and loads are left to the Trainer alone.
-            Saves(trainer, lambda: _session_of(trainer, in_fp32=False))
-            Loads(trainer, lambda: _session_of(trainer, in_fp32=False))
+            CheckpointSaver(trainer, lambda: _session_of(trainer, in_fp32=False))
+            CheckpointLoader(trainer, lambda: _session_of(trainer, in_fp32=False))
 
 
 def _train(trainer: Trainer, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -247,7 +247,7 @@ def _train(trainer: Trainer, own: Callable[..., Any], *args: Any, **kwargs: Any)
     if callback is None or callback.mixed_precision is None:
         return own(*args, **kwargs)
     wanted, *others = args or (kwargs.pop("resume_from_checkpoint", None),)
-    examined = choose_checkpoint(trainer.args, wanted, clear_up)
+    examined = choose_checkpoint(trainer.args, wanted, remove_unfinished)
     chosen = None if examined is None else str(examined.checkpoint)
     # A library's own train() may take no argument at all.
     given = () if chosen is None and not others else (chosen, *others)

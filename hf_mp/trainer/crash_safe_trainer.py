@@ -14,13 +14,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from hf_mp.scaling.scalers import LossScaleError
+from hf_mp.trainer.checkpoint_loader import CheckpointLoader
+from hf_mp.trainer.checkpoint_saver import CheckpointSaver, max_over_ranks
 from hf_mp.trainer.checkpoints import inspection, loaded_state, resuming
 from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, CheckpointError
 from hf_mp.trainer.checkpoints.preemption import Preempted, PreemptionCallback
-from hf_mp.trainer.loads import Loads
 from hf_mp.trainer.model_loading import load_best_model, load_from_checkpoint
-from hf_mp.trainer.saves import Saves, largest
 from hf_mp.trainer.session import TrainerSession
 
 logger = logging.get_logger(__name__)
@@ -42,9 +42,9 @@ class CrashSafe(Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Without a lock of its own: train() holds that of the directory, and nobody else gets it.
-        self._saves = Saves(self, lambda: self.session, lock=nullcontext)
-        Loads(self, lambda: self.session)
-        self._preemption = PreemptionCallback(partial(largest, trainer=self))
+        self._saves = CheckpointSaver(self, lambda: self.session, lock=nullcontext)
+        CheckpointLoader(self, lambda: self.session)
+        self._preemption = PreemptionCallback(partial(max_over_ranks, trainer=self))
         self._resumption = resuming.Resumption()
         self.add_callback(self._preemption)
         self.add_callback(self._resumption)
@@ -64,9 +64,9 @@ class CrashSafe(Trainer):
                 at_end.enter_context(self._resumption.loading(examined))
                 checkpoint = None if self._resumed_from is None else str(self._resumed_from)
                 if self.session.settings.handle_preemption:
-                    at_end.enter_context(watch.watching())
+                    at_end.enter_context(watch.handling_signals())
                 output = super().train(checkpoint, *args, **kwargs)
-                if not watch.requested and largest(int(watch.received is not None), self):
+                if not watch.requested and max_over_ranks(int(watch.received is not None), self):
                     # A signal after the last step: saved as it is, unless the best weights have replaced the last ones.
                     watch.requested = bool(self._last_checkpoint(save=not self.args.load_best_model_at_end))
             except LossScaleError as error:  # which leaves weights and optimizer as after the last good step
@@ -84,7 +84,7 @@ class CrashSafe(Trainer):
 
         def lock_and_clear_up(run_directory: Path) -> None:
             at_end.enter_context(lock_directory(run_directory))
-            resuming.clear_up(run_directory, lock=nullcontext)
+            resuming.remove_unfinished(run_directory, lock=nullcontext)
 
         examined = resuming.choose_checkpoint(self.args, wanted, lock_and_clear_up)
         self._resumed_from = None if examined is None else examined.checkpoint
@@ -95,7 +95,7 @@ class CrashSafe(Trainer):
     def _last_checkpoint(self, *, save: bool) -> Path | None:
         """That of the last step; where it is not there, it is saved or None."""
         step = Path(str(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        is_missing = largest(int(not (step / MANIFEST_NAME).is_file()), self)
+        is_missing = max_over_ranks(int(not (step / MANIFEST_NAME).is_file()), self)
         if is_missing and save:
             assert self.model is not None
             self._save_checkpoint(self.model, None)
@@ -139,5 +139,5 @@ class CrashSafe(Trainer):
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
         if self._resumed_from is not None:
-            best = resuming.best_beside(self._resumed_from, self.state.best_model_checkpoint)
+            best = resuming.find_best_checkpoint(self._resumed_from, self.state.best_model_checkpoint)
             self.state.best_model_checkpoint = best

@@ -12,7 +12,7 @@ from hf_mp.diagnostics.scale_leaks import raise_on_leaks
 from hf_mp.step.mixed_precision import MixedPrecision
 
 
-def check_first_backward(runtime: MixedPrecision, args: TrainingArguments, accelerator: Any) -> Callable[[], None]:
+def replace_first_backward(runtime: MixedPrecision, args: TrainingArguments, accelerator: Any) -> Callable[[], None]:
     """Have the next ``accelerator.backward`` run at several loss scales first, and compare what it leaves.
 
     The graph of the first micro-batch is kept for five backwards, each as long as a usual one; weights, buffers, random

@@ -13,7 +13,7 @@ from hf_mp.step.forward import entry_points
 _MARK, _OPTION = "fused_lm_head", "cast_lm_head_to_fp32"  # of trl.trainer.utils.add_fused_lm_head
 
 
-def keep_fused_heads_in_fp32(model: nn.Module) -> Callable[[], None]:
+def set_fused_heads_to_fp32(model: nn.Module) -> Callable[[], None]:
     """Switch on what TRL's fused head was made with or without: FP32, outside of autocast.
 
     TRL makes it before training, also where its config has no such option (DPO, RLOO).

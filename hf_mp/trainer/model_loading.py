@@ -16,8 +16,8 @@ from hf_mp.diagnostics.contract.folders import ShardMetadata
 from hf_mp.model_walk import plain_name
 from hf_mp.ranks.parallelism import is_sharded
 from hf_mp.trainer.checkpoints import loaded_state
-from hf_mp.trainer.checkpoints.saved_names import load_weights, refuse_unloaded, require_all_loaded, weight_files
-from hf_mp.trainer.checkpoints.shards import gathered, refused_together
+from hf_mp.trainer.checkpoints.saved_names import check_all_loaded, load_weights, require_all_loaded, weight_files
+from hf_mp.trainer.checkpoints.shards import gather_from_ranks, raise_on_all_ranks
 
 _STATE = "optimizer.state."  # before the name of a parameter and the name of its state, in shards
 
@@ -47,13 +47,13 @@ def _load(
     if trainer.is_deepspeed_enabled:  # FP32 alone: it loads strictly, and writes past the versions of parameters
         own(*arguments)
         return
-    with loaded_state.naming(checkpoint, "the model"), require_all_loaded(checkpoint, model):
+    with loaded_state.as_checkpoint_error(checkpoint, "the model"), require_all_loaded(checkpoint, model):
         files = weight_files(checkpoint) if _reads_plain_files(trainer, own, model) else []
         if files:
             load_weights(files, model)
             return
         if trainer.is_fsdp_enabled:
-            _refuse_missing(checkpoint, model)
+            _check_fsdp_file(checkpoint, model)
         own(*arguments)
 
 
@@ -65,7 +65,7 @@ def _reads_plain_files(trainer: Trainer, own: Any, model: nn.Module) -> bool:
     return is_stock and not is_spread and getattr(model, "hf_quantizer", None) is None
 
 
-def _refuse_missing(checkpoint: Path, model: nn.Module) -> None:
+def _check_fsdp_file(checkpoint: Path, model: nn.Module) -> None:
     """Raise for parameters that train and are not in the one file of FSDP2's whole state; a collective call.
 
     torch also writes the parameters that the file does not have, with their own values, so their versions change.
@@ -73,7 +73,7 @@ def _refuse_missing(checkpoint: Path, model: nn.Module) -> None:
     names = _names_in(checkpoint / f"{FSDP_MODEL_NAME}.bin")
     if names is not None:
         trained = [plain_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        refuse_unloaded([name for name in trained if name not in names], checkpoint, model)
+        check_all_loaded([name for name in trained if name not in names], checkpoint, model)
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def _names_with_state(checkpoint: Path) -> set[str] | None:
 def _names_in(path: Path, *keys: str) -> set[str] | None:
     """Return the names in a file of torch.save, under ``keys``; None if no process has it; a collective call."""
     names: set[str] | None = None
-    with refused_together():
+    with raise_on_all_ranks():
         if path.is_file():
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             for key in keys:
@@ -126,4 +126,4 @@ def _names_in(path: Path, *keys: str) -> set[str] | None:
 
 def _of_any_process(names: set[str] | None) -> set[str] | None:
     # Only the first process may have the file.
-    return next((found for found in gathered(names) if found is not None), None)
+    return next((found for found in gather_from_ranks(names) if found is not None), None)

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import Trainer
 from transformers.utils import CONFIG_NAME
 
-from hf_mp.trainer.calling_trainer import extend_method
 from hf_mp.trainer.checkpoints.inspection import step_of
+from hf_mp.trainer.find_trainer import extend_method
 from hf_mp.trainer.session import TrainerSession
 
 

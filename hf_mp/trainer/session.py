@@ -20,16 +20,16 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer import SCALER_NAME
 from transformers.utils import logging
 
-from hf_mp.diagnostics.contract.record import ContractRecorder
 from hf_mp.diagnostics.contract.table import PrecisionContract
+from hf_mp.diagnostics.contract.watch import ContractWatch
 from hf_mp.diagnostics.lost_updates import check_training
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.rules import PrecisionStats
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.trainer.calling_trainer import norm_to_log
-from hf_mp.trainer.checkpoints.loaded_state import naming
-from hf_mp.trainer.first_backward import check_first_backward
-from hf_mp.trainer.fused_head import keep_fused_heads_in_fp32
+from hf_mp.trainer.checkpoints.loaded_state import as_checkpoint_error
+from hf_mp.trainer.find_trainer import norm_to_log
+from hf_mp.trainer.first_backward import replace_first_backward
+from hf_mp.trainer.fused_head import set_fused_heads_to_fp32
 from hf_mp.trainer.relative_steps import report_rates_without_gradients
 from hf_mp.trainer.reporting import end_recording, show_contract, start_recording, warn_of_skipped_steps
 from hf_mp.trainer.settings import OF_MIXED, SAVE_DTYPES, SessionSettings
@@ -70,7 +70,7 @@ class TrainerSession(TrainerCallback):
         self.overflow_reports: list[OverflowReport] = []
         self.recorder: PrecisionRecorder | None = None
         self.contract: PrecisionContract | None = None
-        self._contract_recorder: ContractRecorder | None = None  # until the first step has ended
+        self._watch: ContractWatch | None = None  # until the first step has ended
         self._loaded_in: dict[str, torch.dtype] = {}  # dtypes of the model before it was attached, by name
         self._model: weakref.ref[nn.Module] | None = None  # that the runtime was made for
         self._trainer: Callable[[], Any] = lambda: None  # a weak reference to the one that trains
@@ -122,13 +122,16 @@ class TrainerSession(TrainerCallback):
             from hf_mp.diagnostics.healing import heal_overflows
 
             healer = heal_overflows(runtime)
-            healer.clip, healer.replace_logged_loss = functools.partial(self._clip_again, model), self._take_loss
+            healer.clip, healer.replace_logged_loss = (
+                functools.partial(self._clip_again, model),
+                self._replace_logged_loss,
+            )
 
-    def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def attach_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer to step from now on."""
         return optimizer if self.runtime is None else self.runtime.attach_optimizer(optimizer)
 
-    def take_reference(self, model: nn.Module | None) -> None:
+    def attach_reference_model(self, model: nn.Module | None) -> None:
         """Run a reference model (of DPO, KTO, ...) in the autocast of the policy model until :meth:`end`.
 
         At equal weights it then gives the same log-probabilities, bit for bit. It is not trained.
@@ -137,9 +140,9 @@ class TrainerSession(TrainerCallback):
         # A second attachment would cast twice: some trainers give the policy model as its own reference.
         if self.runtime is not None and model is not None and model is not self.runtime.model:
             release(model)
-            self._attach_to_read(model, self._at_detach, only_trainable=False)
+            self._attach_for_inference(model, self._at_detach, only_trainable=False)
 
-    def _attach_to_read(self, model: nn.Module, at_end: ExitStack, *, only_trainable: bool) -> None:
+    def _attach_for_inference(self, model: nn.Module, at_end: ExitStack, *, only_trainable: bool) -> None:
         """Attach a precision to ``model``, which is not trained, until ``at_end``."""
         settings = self.settings
         # Nothing is trained in it, and a scale would be one more state that has to agree.
@@ -158,25 +161,25 @@ class TrainerSession(TrainerCallback):
 
     def _keep_head(self, model: nn.Module, at_end: ExitStack) -> None:
         if self.settings.policy.fp32_head:
-            at_end.callback(keep_fused_heads_in_fp32(model))
+            at_end.callback(set_fused_heads_to_fp32(model))
 
-    def follow(self, trainer: Any) -> None:
+    def begin_run(self, trainer: Any) -> None:
         """``trainer`` begins a run, of which the first backward is checked for what leaks past a border."""
         self._trainer = weakref.ref(trainer)
         if self.runtime is not None and self.settings.check_gradients and self.runtime.check.is_scaled:
-            self._at_detach.callback(check_first_backward(self.runtime, self.args, trainer.accelerator))
+            self._at_detach.callback(replace_first_backward(self.runtime, self.args, trainer.accelerator))
 
     def watch_contract(self, model: nn.Module | None) -> None:
         """Have the precision contract taken from the first step of the run that begins, also one in FP32."""
-        self._stop_recording_contract()
+        self._stop_watching()
         if self.settings.precision_contract and model is not None:
-            self._contract_recorder = ContractRecorder(model)
-            self._contract_recorder.start()
+            self._watch = ContractWatch(model)
+            self._watch.start()
 
-    def _stop_recording_contract(self) -> None:
-        recorder, self._contract_recorder = self._contract_recorder, None
-        if recorder is not None:
-            recorder.close()
+    def _stop_watching(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
 
     @property
     def saved_dtypes(self) -> dict[str, torch.dtype]:
@@ -229,7 +232,7 @@ class TrainerSession(TrainerCallback):
             counted = getattr(self._trainer(), "_tr_loss", None)  # not in a training loop of somebody's own
             self._counted = None if counted is None else (counted, counted.clone())
 
-    def _take_loss(self, loss: Tensor) -> bool:
+    def _replace_logged_loss(self, loss: Tensor) -> bool:
         """Have ``loss`` counted as that of the step, of which the Trainer has counted what it makes of inf or NaN."""
         if self._counted is not None:
             self._counted[0].copy_(self._counted[1] + loss)
@@ -238,11 +241,11 @@ class TrainerSession(TrainerCallback):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """A step has just ended: the first that was not skipped shows the contract."""
         # A skipped step updated nothing: it does not show in which dtype moments are kept.
-        # `step_was_skipped` synchronizes with the GPU, so it is read only until the first step was recorded.
-        if self._contract_recorder is not None and not (self.runtime is not None and self.runtime.step_was_skipped):
-            model = self._contract_recorder.model
-            self.contract = self._contract_recorder.contract(optimizer, self.saved_dtypes)
-            self._stop_recording_contract()
+        # Asked only while there is a watch: on a GPU, the answer waits for the step.
+        if self._watch is not None and not (self.runtime is not None and self.runtime.step_was_skipped):
+            model = self._watch.model
+            self.contract = self._watch.contract(optimizer, self.saved_dtypes)
+            self._stop_watching()
             risks = check_training(model, optimizer).advice if self.contract.lacks_masters else ""
             show_contract(self.contract, risks, self.settings, self.args, self.recorder)
 
@@ -260,7 +263,7 @@ class TrainerSession(TrainerCallback):
         with ExitStack() as at_end:
             if self.runtime is not None and not _runtimes_of(model):
                 # Masters would cost an evaluation 4 bytes a parameter, and stay nowhere.
-                self._attach_to_read(model, at_end, only_trainable=True)
+                self._attach_for_inference(model, at_end, only_trainable=True)
             yield
 
     # Checkpoints
@@ -280,7 +283,7 @@ class TrainerSession(TrainerCallback):
             CheckpointError: for a file that does not hold such a state; the message names it.
         """
         path, torch_path = checkpoint / STATE_NAME, checkpoint / SCALER_NAME
-        with naming(path if path.is_file() else torch_path, "the loss scale"):
+        with as_checkpoint_error(path if path.is_file() else torch_path, "the loss scale"):
             state = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
             if self.runtime is None:
                 if state is not None:
@@ -308,12 +311,12 @@ class TrainerSession(TrainerCallback):
     def detach(self) -> None:
         """Leave ordinary FP32 models; the runtime keeps its loss scale and its stats."""
         self._at_detach.close()
-        self._stop_recording_contract()
+        self._stop_watching()
         if self.runtime is not None:
             self.runtime.detach()
 
 
-class OfSession:
+class SessionProperties:
     """What both adapters tell of their session."""
 
     session: TrainerSession | None = None

@@ -17,7 +17,7 @@ from hf_mp.scaling.rules import RULES, StaticRule, parse_loss_scale, whole
 from hf_mp.scaling.scalers import OF_ALL_SCALERS, LossScaler, make_loss_scaler
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.step.observers import OFFLOAD, ON_OVERFLOW, FreeGradients, check_options
-from hf_mp.trainer.refusals import fsdp_version
+from hf_mp.trainer.checks import fsdp_version
 
 SAVE_FAILURES = ("continue", "stop")
 SAVE_DTYPES = {"fp32": torch.float32, "original": None, **{e.name: e.dtype for e in LOWER_PRECISION_DTYPES.values()}}

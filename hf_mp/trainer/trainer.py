@@ -18,15 +18,15 @@ from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.agreement import compare_settings
 from hf_mp.ranks.parallelism import has_process_group
 from hf_mp.trainer.arguments import MixedPrecisionArguments
-from hf_mp.trainer.calling_trainer import forget_prepared, refuse_compiled_whole
+from hf_mp.trainer.checks import check_no_other_precision
 from hf_mp.trainer.crash_safe_trainer import CrashSafe
-from hf_mp.trainer.refusals import refuse_other_precision
+from hf_mp.trainer.find_trainer import check_regional_compile, clear_prepared_mark
 from hf_mp.trainer.save_dtype import extend_save
-from hf_mp.trainer.session import OfSession, TrainerSession
+from hf_mp.trainer.session import SessionProperties, TrainerSession
 from hf_mp.trainer.settings import DEFAULT_PRECISION, SessionSettings
 
 
-class MixedPrecisionTrainer(OfSession, CrashSafe):
+class MixedPrecisionTrainer(SessionProperties, CrashSafe):
     """A ``Trainer`` in mixed precision, ``"fp16"`` by default; with ``"fp32"`` it is the stock Trainer, bit for bit.
 
     The model is attached while ``train()`` runs. Afterwards it is an ordinary FP32 model, also after an error.
@@ -71,14 +71,14 @@ class MixedPrecisionTrainer(OfSession, CrashSafe):
         given = {"precision": precision, "tables": tables, "rules": rules, "offload": offload}
         settings = SessionSettings.of(args, given)
         self.precision_policy = policy = settings.policy
-        refuse_other_precision(args, policy)
+        check_no_other_precision(args, policy)
         self.session = TrainerSession(settings, args)
         if positional:
             super().__init__(model, args, *positional, **named)
         else:  # by name: the second parameter of TRL's DPOTrainer is the reference model
             super().__init__(model=model, args=args, **named)
         if policy.is_mixed:
-            refuse_compiled_whole(self)
+            check_regional_compile(self)
         extend_save(self, lambda: self.session)
         self.add_callback(self.session)
 
@@ -86,7 +86,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As in the stock Trainer; the model and the optimizer are detached at its end."""
-        forget_prepared(self)
+        clear_prepared_mark(self)
         try:
             if has_process_group() and self.args.parallel_mode is ParallelMode.DISTRIBUTED:
                 # Before DDP is made, which broadcasts weights of different dtypes into an abort of gloo.
@@ -127,16 +127,16 @@ class MixedPrecisionTrainer(OfSession, CrashSafe):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._attach()
-        self.session.take_reference(getattr(self, "ref_model", None))
+        self.session.attach_reference_model(getattr(self, "ref_model", None))
         self.session.watch_contract(cast(nn.Module, self.model))
-        self.session.follow(self)
+        self.session.begin_run(self)
         return super()._inner_training_loop(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
         """As in the stock Trainer, over FP32 masters; a step with inf or NaN in its gradients is skipped."""
         self._attach()
         # super() gives accelerate's wrapper of the first training back in a second train().
-        self.optimizer = self.session.take_optimizer(super().create_optimizer(*args, **kwargs))
+        self.optimizer = self.session.attach_optimizer(super().create_optimizer(*args, **kwargs))
         return self.optimizer
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:

@@ -35,7 +35,7 @@ from hf_mp import (
     prepare,
 )
 from hf_mp.step.forward import AttachedForward
-from hf_mp.trainer.calling_trainer import extend_method
+from hf_mp.trainer.find_trainer import extend_method
 
 
 def trainer_with(

@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
-import hf_mp.trainer.checkpoints.in_place as in_place
+import hf_mp.trainer.checkpoints.unfinished_marker as unfinished_marker
 from hf_mp import CheckpointError, LossScaleError, MixedPrecisionArguments, Preempted
 from hf_mp.trainer import saves
 from hf_mp.trainer.checkpoints import lock
@@ -103,7 +103,7 @@ class Failing(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self._step:
-            self._patch.setattr(in_place, "finish", self._fail)
+            self._patch.setattr(unfinished_marker, "finish", self._fail)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._patch.undo()
@@ -157,13 +157,13 @@ def test_an_unknown_answer_to_a_failed_save_is_refused(tmp_path: Path) -> None:
 def test_older_ones_are_removed_only_when_the_newer_one_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contender: str
 ) -> None:
-    finish, seen = in_place.finish, []
+    finish, seen = unfinished_marker.finish, []
 
     def look(checkpoint: Path, **about: Any) -> None:
         seen.append(names(tmp_path))
         finish(checkpoint, **about)
 
-    monkeypatch.setattr(in_place, "finish", look)
+    monkeypatch.setattr(unfinished_marker, "finish", look)
     trainer = make(tmp_path, contender, save_total_limit=1)
     trainer.train()
     assert seen == [["checkpoint-2"], ["checkpoint-2", "checkpoint-4"], ["checkpoint-4", "checkpoint-6"]]
@@ -230,7 +230,7 @@ def test_a_signal_skips_an_evaluation_that_is_due_and_waits_for_one_that_runs(tm
 
 def test_outside_of_the_main_thread_no_signal_is_watched() -> None:
     with CaptureLogger(logging.get_logger("hf_mp.trainer.checkpoints.preemption")) as said:
-        thread = threading.Thread(target=PreemptionCallback(max).watching().__enter__)
+        thread = threading.Thread(target=PreemptionCallback(max).handling_signals().__enter__)
         thread.start()
         thread.join()
     assert "a signal will not end it in a checkpoint" in said.out

@@ -14,7 +14,7 @@ from trainer_runs import arguments, make_trainer, tiny_gpt2, token_rows, weights
 from transformers import Trainer, TrainerCallback
 
 from hf_mp import MixedPrecisionArguments, ScaleLeakError, prepare
-from hf_mp.trainer.first_backward import check_first_backward
+from hf_mp.trainer.first_backward import replace_first_backward
 
 
 class FromInside(Trainer):
@@ -82,7 +82,7 @@ def test_where_it_cannot_be_compared_the_backward_is_left_alone(
     else:
         monkeypatch.setattr(type(args), "world_size", 2)
     accelerator = SimpleNamespace(backward=torch.Tensor.backward)
-    restore = check_first_backward(model.forward.runtime, args, accelerator)
+    restore = replace_first_backward(model.forward.runtime, args, accelerator)
     assert accelerator.backward is torch.Tensor.backward
     restore()
     assert accelerator.backward is torch.Tensor.backward
@@ -94,7 +94,7 @@ def test_the_check_of_a_run_that_failed_before_its_first_backward_is_not_kept(tm
     accelerator = kind()
     prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     for _ in range(2):
-        check_first_backward(model.forward.runtime, arguments(tmp_path), accelerator)
+        replace_first_backward(model.forward.runtime, arguments(tmp_path), accelerator)
     first = accelerator.backward
     ids = torch.arange(8)[None]
     accelerator.backward(model(input_ids=ids, labels=ids).loss)

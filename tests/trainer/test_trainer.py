@@ -32,8 +32,8 @@ from transformers.training_args import OptimizerNames
 
 from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer, PrecisionPolicy
 from hf_mp.step import gradients
-from hf_mp.trainer.calling_trainer import refuse_compiled_whole
-from hf_mp.trainer.refusals import fsdp_version
+from hf_mp.trainer.checks import fsdp_version
+from hf_mp.trainer.find_trainer import check_regional_compile
 
 Rows = list[dict[str, Tensor]]
 
@@ -244,7 +244,7 @@ def test_a_sharded_model_is_compiled_by_blocks_alone(
     )
     said = r"compiles all of Sequential.*set ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true.*or use DDP"
     with pytest.raises(ValueError, match=said) if is_refused else nullcontext():
-        refuse_compiled_whole(trainer)
+        check_regional_compile(trainer)
 
 
 @pytest.mark.parametrize("route", ["arguments", "subclass", "callback", "callback fp32"])

@@ -1,1 +1,1 @@
-"""Checkpoints that survive kills, full disks and flipped bits, and that cannot run code when they are loaded."""
+"""Checkpoints of a training: complete or marked as unfinished, and verified before they are loaded."""

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which to resume from, and the newest that is whole and cannot do harm."""
+"""Examine the checkpoints of a run, and find the newest one that is complete and safe to load."""
 
 from __future__ import annotations
 
@@ -26,30 +26,29 @@ from hf_mp.trainer.checkpoints.untrusted import find_hazards, find_out_of_place
 
 logger = logging.get_logger(__name__)
 
-_NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]{{0,17}})")  # \d has the digits of every script
-# The second is there while Transformers' JITCheckpointCallback saves.
-_MARKS = (UNFINISHED_NAME, "checkpoint-is-incomplete.txt")
-_Judge = Callable[[Path, Mapping[str, FileEntry] | None], list[str]]
+_NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]{{0,17}})")  # \d would match non-ASCII digits
+_MARKERS = (UNFINISHED_NAME, "checkpoint-is-incomplete.txt")  # the second is of Transformers' JITCheckpointCallback
+# Takes a checkpoint and the entries of its manifest (None without a manifest); returns the problems.
+_Check = Callable[[Path, Mapping[str, FileEntry] | None], list[str]]
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step in the name of a checkpoint; None where it has another name."""
+    """Return the step in the name of a checkpoint; None if it has another name."""
     match = _NAME.fullmatch(checkpoint.name)
     return int(match[1]) if match else None
 
 
 def list_checkpoints(run_directory: Path) -> list[Path]:
-    """The checkpoints of a run, oldest step first."""
-    # A directory of another program is no checkpoint, even where Transformers would take it for one.
+    """Return the checkpoints of a run in ascending order of their steps."""
     found = [path for path in run_directory.iterdir() if step_of(path) is not None and path.is_dir()]
     return sorted(found, key=lambda path: step_of(path) or 0)
 
 
-def _judge(checkpoint: Path, files: Mapping[str, FileEntry] | None) -> list[str]:
+def _check_checkpoint(checkpoint: Path, files: Mapping[str, FileEntry] | None) -> list[str]:
     if files is not None:
         return find_damage(checkpoint, files) or find_hazards(checkpoint)
-    if marks := [name for name in _MARKS if (checkpoint / name).exists()]:
-        return [f"{marks[0]} is there: it was never finished"]
+    if markers := [name for name in _MARKERS if (checkpoint / name).exists()]:
+        return [f"{markers[0]} is there: it was never finished"]
     if not (checkpoint / TRAINER_STATE_NAME).is_file():
         return [f"{TRAINER_STATE_NAME} is missing, which is written last"]
     return find_hazards(checkpoint)
@@ -57,13 +56,13 @@ def _judge(checkpoint: Path, files: Mapping[str, FileEntry] | None) -> list[str]
 
 @dataclass(frozen=True)
 class Examination:
-    """A checkpoint, why not to load it, and the files that were there when that was found out.
+    """Result of :func:`examine`.
 
     Attributes:
-        checkpoint: whole or not.
-        problems: damage, then hazards; one line a file, empty if there is none.
-        manifest: the files that its manifest lists; None without a manifest, as of the stock Trainer.
-        sizes_bytes: of each file that it had, by path inside the checkpoint; empty in a process that has not looked.
+        checkpoint: path.
+        problems: damage, or if there is none hazards; one line a file, empty if the checkpoint may be loaded.
+        manifest: entries of the manifest; None if there is none (stock Trainer).
+        sizes_bytes: size of each file by POSIX path in the checkpoint; empty if this process did not examine it.
     """
 
     checkpoint: Path
@@ -72,69 +71,64 @@ class Examination:
     sizes_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def missing_state(self, world_size: int) -> dict[str, str]:
-        """The files of a resumed run's state that are missing, and the state that begins again without each."""
+        """Return the missing files of the training state, and a description of the state in each."""
         ranks = [""] if world_size == 1 else [f"_{rank}" for rank in range(world_size)]
-        # The stock Trainer takes the first two only together, and says nothing where it takes neither.
-        anew = "the optimizer's state and the learning rate's schedule"
-        sought = {"optimizer.pt": anew, "scheduler.pt": anew}
-        sought |= {f"rng_state{rank}.pth": "random numbers" for rank in ranks}
-        # Sharded optimizers are in folders, and FSDP's whole ones in optimizer.bin.
+        # The stock Trainer loads the first two only if both are there, and does not warn otherwise.
+        both = "the optimizer's state and the learning rate's schedule"
+        states = {"optimizer.pt": both, "scheduler.pt": both}
+        states |= {f"rng_state{rank}.pth": "random numbers" for rank in ranks}
+        # Sharded optimizers are in folders, and FSDP's full state in optimizer.bin.
         patterns = {"optimizer.pt": "optimizer*"}
-        return {name: state for name, state in sought.items() if not self._has(patterns.get(name, name))}
+        return {name: state for name, state in states.items() if not self._has(patterns.get(name, name))}
 
     @property
     def incomplete(self) -> list[str]:
-        """Why this may be the rest of a checkpoint that was being removed: no manifest, and no state of a training."""
+        """Reasons why this may be a partly removed checkpoint: no manifest, and missing training state."""
         if self.manifest is not None:
             return []
-        # The number of processes of the run that saved it is not known.
-        sought = {"optimizer.pt": "optimizer*", "scheduler.pt": "scheduler.pt", "rng_state.pth": "rng_state*.pth"}
-        missing = [name for name, pattern in sought.items() if not self._has(pattern)]
+        patterns = {"optimizer.pt": "optimizer*", "scheduler.pt": "scheduler.pt", "rng_state.pth": "rng_state*.pth"}
+        missing = [name for name, pattern in patterns.items() if not self._has(pattern)]
         return [f"it has neither a manifest nor {' and '.join(missing)}"] if missing else []
 
     def _has(self, pattern: str) -> bool:
         return any(fnmatchcase(name.partition("/")[0], pattern) for name in self.sizes_bytes)
 
     def check_again(self) -> None:
-        """Raise a CheckpointError if a file was removed or replaced since: another run was at work."""
+        """Raise a CheckpointError if another run has removed or replaced a file since the examination."""
         if changed := self._find_changed():
             raise CheckpointError(
                 f"{self.checkpoint} was removed or replaced while it was loaded ({changed} is not what it was), and is "
                 "not trained on: end the other run that saves there, or give this one another output_dir, and start "
-                f"again ({newest_whole_of(self.checkpoint.parent)})"
+                f"again ({name_newest_complete(self.checkpoint.parent)})"
             )
 
     def _find_changed(self) -> str | None:
-        """The first file that has been removed or replaced; None if there is none."""
-        if not self.sizes_bytes:  # of a process that has not looked
+        """Return the first file that was removed or replaced; None if there is none."""
+        if not self.sizes_bytes:
             return None
-        listed = {name: entry.size_bytes for name, entry in (self.manifest or {}).items()}
         try:
             manifest, sizes = read_manifest(self.checkpoint), _sizes_bytes(self.checkpoint)
-        except (CheckpointError, OSError):  # in the middle of a removal
+        except (CheckpointError, OSError):  # it is being removed
             return "one of its files"
         if manifest != self.manifest:
             return MANIFEST_NAME
-        return next((name for name, size in (listed or self.sizes_bytes).items() if sizes.get(name) != size), None)
+        expected = {name: entry.size_bytes for name, entry in (manifest or {}).items()} or self.sizes_bytes
+        return next((name for name, size in expected.items() if sizes.get(name) != size), None)
 
 
-def examine(checkpoint: Path, judge: _Judge = _judge) -> Examination:
-    """Find out why not to load a checkpoint: damage, then hazards.
+def examine(checkpoint: Path, check: _Check = _check_checkpoint) -> Examination:
+    """Examine a checkpoint for damage and hazards; an OSError becomes a problem.
 
-    With a manifest every file is read and compared. Without one (the stock Trainer's) each file is checked for what its
-    format can tell, such as a missing end.
-
-    Args:
-        checkpoint: whole or not.
-        judge: tells what is wrong with it, from what its manifest lists; default: with a Trainer's.
+    The default ``check`` is for a Trainer's checkpoint: it compares all files with the manifest. Without a manifest
+    (stock Trainer) it checks only the format of each file.
     """
-    # Before a file is read: a pipe would have the check of its sum wait for ever.
+    # Before any file is read: reading a pipe does not end.
     if out_of_place := find_out_of_place(checkpoint):
         return Examination(checkpoint, out_of_place)
     try:
-        # Before the files are read: check_again() misses what goes from now on.
+        # Sizes first, so that check_again() finds a removal during the check.
         sizes, manifest = _sizes_bytes(checkpoint), read_manifest(checkpoint)
-        return Examination(checkpoint, judge(checkpoint, manifest), manifest, sizes)
+        return Examination(checkpoint, check(checkpoint, manifest), manifest, sizes)
     except (CheckpointError, OSError) as error:
         return Examination(checkpoint, [str(error)])
 
@@ -144,79 +138,79 @@ def _sizes_bytes(checkpoint: Path) -> dict[str, int]:
     return {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in paths}
 
 
-def find_problems(checkpoint: Path, judge: _Judge = _judge) -> list[str]:
-    """The problems of a checkpoint, as :func:`examine` finds them."""
-    return list(examine(checkpoint, judge).problems)
+def find_problems(checkpoint: Path, check: _Check = _check_checkpoint) -> list[str]:
+    """Return the problems that :func:`examine` finds."""
+    return list(examine(checkpoint, check).problems)
 
 
 def examine_named(checkpoint: Path) -> Examination:
-    """Examine a checkpoint that a run names.
+    """Examine a checkpoint that the user has named.
 
     Raises:
-        CheckpointError: if it is not there, is damaged or could do harm; or if it may be the rest of a checkpoint that
-            was being removed, and a whole one is next to it.
+        CheckpointError: if it is missing, damaged or unsafe; or if it may be partly removed, and a complete one is
+            next to it.
     """
     if not checkpoint.is_dir():
         raise CheckpointError(
             f"Can't find a valid checkpoint at {checkpoint}: there is no such directory. Name another one "
-            f"({newest_whole_of(checkpoint.parent)}), or train from the start"
+            f"({name_newest_complete(checkpoint.parent)}), or train from the start"
         )
-    examined = refuse_problems(checkpoint)
-    if examined.incomplete and (beside := _complete_beside(checkpoint)):
+    examined = examine_or_raise(checkpoint)
+    other = _other_complete_checkpoint(checkpoint) if examined.incomplete else None
+    if other is not None:
         raise CheckpointError(
-            f"{checkpoint.name}: {examined.incomplete[0]}, and {beside.name} next to it is whole. {checkpoint} is not "
-            f"trained on: resume from {beside.name}, or, to begin with a new optimizer on purpose, move "
+            f"{checkpoint.name}: {examined.incomplete[0]}, and {other.name} next to it is whole. {checkpoint} is not "
+            f"trained on: resume from {other.name}, or, to begin with a new optimizer on purpose, move "
             f"{checkpoint.name} to a directory of its own"
         )
     return examined
 
 
-def _complete_beside(checkpoint: Path) -> Path | None:
-    """The newest other checkpoint of the run that is whole, with all state of a training; None if there is none."""
+def _other_complete_checkpoint(checkpoint: Path) -> Path | None:
+    """Return the newest other checkpoint of the run if it has all training state; otherwise None."""
+    others = [path for path in list_checkpoints(checkpoint.parent) if path != checkpoint]
     try:
-        found, _ = choose_newest(
-            checkpoint.parent, [path for path in list_checkpoints(checkpoint.parent) if path != checkpoint]
-        )
+        found, _ = choose_newest(checkpoint.parent, others)
     except CheckpointError:
         return None
     return None if found.incomplete else found.checkpoint
 
 
-def refuse_problems(checkpoint: Path) -> Examination:
-    """Raise a CheckpointError if a checkpoint is damaged or could do harm; the newest that is whole is named."""
+def examine_or_raise(checkpoint: Path) -> Examination:
+    """Examine a checkpoint, and raise a CheckpointError if it is damaged or unsafe."""
     examined = examine(checkpoint)
     if problems := examined.problems:
         has_manifest = (checkpoint / MANIFEST_NAME).is_file()
         raise CheckpointError(
             f"{checkpoint.name}: {'; '.join(problems)}\n{checkpoint} is not trained on: resume from another checkpoint "
-            f"({newest_whole_of(checkpoint.parent)})"
+            f"({name_newest_complete(checkpoint.parent)})"
             + (f". If you changed a file yourself, remove {MANIFEST_NAME}" if has_manifest else "")
         )
     return examined
 
 
 def warn_of_missing_state(examined: Examination, world_size: int) -> None:
-    """Warn of state that a resumed run starts from scratch, because its file is missing."""
+    """Warn of training state that is not restored because its file is missing."""
     if missing := examined.missing_state(world_size):
         lost = " and ".join(dict.fromkeys(missing.values()))
         logger.warning(f"{examined.checkpoint} has no {', '.join(missing)}: {lost} start anew")
 
 
 def choose_newest_whole(
-    place: Path | str, checkpoints: Sequence[Path], look: Callable[[Path], Sequence[str]]
+    place: Path | str, checkpoints: Sequence[Path], check: Callable[[Path], Sequence[str]]
 ) -> tuple[Path, str]:
-    """The last of the ``checkpoints`` in which ``look`` finds no problem; ``place`` is their directory, for messages.
+    """Return the last of ``checkpoints`` without problems, and a warning that lists newer ones, or "".
 
-    Returns:
-        It, and a warning of those that were passed over for it, with the reasons; empty where none was.
+    ``place`` describes their directory in messages. ``check`` returns the problems of a checkpoint.
 
     Raises:
-        NoCheckpointError: if there are none.
-        CheckpointError: if each has a problem; they are named.
+        NoCheckpointError: if ``checkpoints`` is empty.
+        CheckpointError: if all have problems.
     """
     passed_over = ""
     for checkpoint in reversed(checkpoints):
-        if not (problems := look(checkpoint)):
+        problems = check(checkpoint)
+        if not problems:
             warning = f"resuming from {checkpoint}; newer ones were passed over:{passed_over}"
             return checkpoint, warning if passed_over else ""
         passed_over += f"\n  {checkpoint.name}: {'; '.join(problems)}"
@@ -231,28 +225,27 @@ def choose_newest_whole(
 
 
 def choose_newest(place: Path | str, checkpoints: Sequence[Path]) -> tuple[Examination, str]:
-    """The newest whole checkpoint of a Trainer, as :func:`choose_newest_whole`; an incomplete one only without another.
+    """Apply :func:`choose_newest_whole` to checkpoints of a Trainer.
 
-    Raises:
-        NoCheckpointError, CheckpointError: as :func:`choose_newest_whole`.
+    A checkpoint with :attr:`Examination.incomplete` is chosen only if all others have problems, too.
     """
-    examined: dict[Path, Examination] = {}
+    examinations: dict[Path, Examination] = {}
 
-    def look(checkpoint: Path) -> Sequence[str]:
-        one = examined[checkpoint] = examine(checkpoint)
-        return one.problems or one.incomplete
+    def check(checkpoint: Path) -> Sequence[str]:
+        examined = examinations[checkpoint] = examine(checkpoint)
+        return examined.problems or examined.incomplete
 
     try:
-        chosen, warning = choose_newest_whole(place, checkpoints, look)
+        chosen, warning = choose_newest_whole(place, checkpoints, check)
     except CheckpointError:
-        if all(one.problems for one in examined.values()):
+        if all(examined.problems for examined in examinations.values()):
             raise
-        chosen, warning = choose_newest_whole(place, checkpoints, lambda checkpoint: examined[checkpoint].problems)
-    return examined[chosen], warning
+        chosen, warning = choose_newest_whole(place, checkpoints, lambda path: examinations[path].problems)
+    return examinations[chosen], warning
 
 
-def newest_whole_of(run_directory: Path) -> str:
-    """The newest whole checkpoint of a run, for a message."""
+def name_newest_complete(run_directory: Path) -> str:
+    """Return a clause for messages that names the newest complete checkpoint of a run."""
     try:
         newest, _ = choose_newest(run_directory, list_checkpoints(run_directory))
     except CheckpointError:

@@ -1,6 +1,6 @@
-"""Whether a loaded state fits the run: the model's tensors, finite weights and moments.
+"""Check loaded state: shapes and types of optimizer and scheduler state, finite weights and moments.
 
-Everything here raises a CheckpointError that names what does not fit.
+Each check raises a CheckpointError that names the value.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from hf_mp.trainer.checkpoints.manifest import CheckpointError
 
 logger = logging.get_logger(__name__)
 
-_MOST_CHARACTERS = 300  # of a line of a library's message, which may quote the state
-# State that has an element for each of its parameter; other optimizers' factors have not.
+_MAX_LINE_CHARACTERS = 300  # in an error message of another library, which may quote the state
+# State of the shape of its parameter.
 _LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
-# Means of squares and of absolute values: of torch's optimizers, of Transformers' Adafactor, of bitsandbytes.
+# Steps, and means of squares and of absolute values, in torch, Transformers' Adafactor and bitsandbytes.
 _NOT_NEGATIVE = {
     *("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "exp_inf", "row_var", "col_var", "variance"),
     *("exp_avg_sq_row", "exp_avg_sq_col", "RMS", "absmax1", "absmax2", "step"),
 }
-# Settings of optimizers and schedules, by name.
+# Settings of optimizers and schedulers.
 _DECAYS = {"betas", "beta1", "beta2"}
 _RATES = {"lr", "initial_lr", "base_lrs", "_last_lr"}
 _FROM_ZERO = _DECAYS | _RATES | {"eps", "weight_decay", "momentum", "last_epoch", "_step_count", "T_max", "step"}
@@ -39,22 +39,22 @@ _OF_FIXED_LENGTH = {"betas", "base_lrs"}
 
 
 @contextmanager
-def naming(checkpoint: str | Path, what: str) -> Iterator[None]:
-    """Turn the error of a library that cannot load a state into a CheckpointError that names the checkpoint."""
+def as_checkpoint_error(checkpoint: str | Path, what: str) -> Iterator[None]:
+    """Convert errors of torch, accelerate or safetensors in this context to a CheckpointError about ``what``."""
     try:
         yield
-    except (CheckpointError, OSError, ImportError, MemoryError):  # which are not of what was saved
+    except (CheckpointError, OSError, ImportError, MemoryError):  # not caused by the saved values
         raise
-    except Exception as error:  # any error of torch, accelerate or safetensors: state that does not fit or is damaged
+    except Exception as error:
         raise CheckpointError(
-            f"{what} of {checkpoint} does not fit this run: {_in_short(error)}. Resume with the model, the optimizer "
+            f"{what} of {checkpoint} does not fit this run: {_shorten(error)}. Resume with the model, the optimizer "
             "and the settings that it was saved with"
         ) from error
 
 
-def _in_short(error: Exception) -> str:
-    """The message of ``error``, of which a list of all that does not fit is cut to its first line and a number."""
-    lines = [line.strip()[:_MOST_CHARACTERS].rstrip(".") for line in str(error).splitlines() if line.strip()]
+def _shorten(error: Exception) -> str:
+    """Return the first two lines of the message of ``error``, and the number of the others."""
+    lines = [line.strip()[:_MAX_LINE_CHARACTERS].rstrip(".") for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
     more = f", and {len(lines) - 2} more" if len(lines) > 2 else ""
@@ -62,7 +62,7 @@ def _in_short(error: Exception) -> str:
 
 
 def check_parameters(checkpoint: str | Path, model: nn.Module) -> None:
-    """Raise where a floating parameter that was loaded is inf or NaN."""
+    """Raise a CheckpointError if a parameter contains inf or NaN."""
     for name, parameter in model.named_parameters():
         if not _is_finite(parameter):
             raise CheckpointError(f"{checkpoint}: the weight {name} holds inf or NaN: take an earlier checkpoint")
@@ -70,14 +70,14 @@ def check_parameters(checkpoint: str | Path, model: nn.Module) -> None:
 
 @contextmanager
 def checking(checkpoint: str | Path, optimizer: Any, schedule: Any = None) -> Iterator[None]:
-    """Check the state that is loaded into an optimizer and a schedule within this context.
+    """Check the state that is loaded into an optimizer and a scheduler in this context.
 
     Raises:
-        CheckpointError: at its end, for state that does not fit or would ruin the run; as :func:`check_optimizer`.
+        CheckpointError: at its end, as :func:`check_optimizer`, and for settings of the scheduler.
     """
     before = {} if schedule is None else dict(schedule.state_dict())
-    with naming(checkpoint, "the state of the optimizer or the scheduler"):
-        with _refusing_types(checkpoint, optimizer):
+    with as_checkpoint_error(checkpoint, "the state of the optimizer or the scheduler"):
+        with _checking_types(checkpoint, optimizer):
             yield
         if schedule is not None:
             _check_settings(checkpoint, "the scheduler", schedule.state_dict(), before)
@@ -86,8 +86,8 @@ def checking(checkpoint: str | Path, optimizer: Any, schedule: Any = None) -> It
 
 
 @contextmanager
-def _refusing_types(checkpoint: str | Path, optimizer: Any) -> Iterator[None]:
-    """Context in which state of a wrong type raises, before torch casts it to the dtype of its parameter."""
+def _checking_types(checkpoint: str | Path, optimizer: Any) -> Iterator[None]:
+    """Check types before torch casts the state to the dtype of its parameter."""
 
     def check(_: Any, state_dict: Mapping[str, Any]) -> None:
         for entry in state_dict["state"].values():
@@ -96,7 +96,7 @@ def _refusing_types(checkpoint: str | Path, optimizer: Any) -> Iterator[None]:
                     raise CheckpointError(f"{checkpoint}: the optimizer's {name} {wrong}: take an earlier checkpoint")
 
     inner = innermost(optimizer)
-    # Optimizers that do not call torch's constructor have no hooks.
+    # Optimizers that do not call Optimizer.__init__ have no hooks.
     has_hooks = hasattr(inner, "_optimizer_load_state_dict_pre_hooks")
     handle = inner.register_load_state_dict_pre_hook(check) if has_hooks else None
     try:
@@ -107,18 +107,18 @@ def _refusing_types(checkpoint: str | Path, optimizer: Any) -> Iterator[None]:
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer in the wrappers of accelerate and of master weights."""
+    """Return the optimizer without the wrappers of accelerate and of master weights."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer
 
 
 def check_optimizer(checkpoint: str | Path, optimizer: Any) -> None:
-    """Check the settings and the state that an optimizer has loaded.
+    """Check the loaded settings and state of an optimizer.
 
     Raises:
-        CheckpointError: for settings and state of another type or shape, inf, NaN, a negative step or second moment,
-            a decay of 1, and state of which a part is missing.
+        CheckpointError: for another type or shape, inf, NaN, a negative step or second moment, a decay of 1, and
+            missing parts of the state.
     """
     for group in optimizer.param_groups:
         _check_settings(checkpoint, "the optimizer", group, getattr(optimizer, "defaults", {}))
@@ -132,11 +132,13 @@ def check_optimizer(checkpoint: str | Path, optimizer: Any) -> None:
                     f"{checkpoint}: the optimizer's {name} of a parameter of shape {tuple(parameter.shape)} {wrong}: "
                     "take an earlier checkpoint"
                 )
-    _check_that_state_is_there(checkpoint, optimizer)
+    _check_state_present(checkpoint, optimizer)
+
+
+# The functions named _wrong_... return a description of the error, or None.
 
 
 def _wrong_entry(name: str, value: Any, parameter: Tensor, not_negative: AbstractSet[str]) -> str | None:
-    """What is wrong with an entry of the state of ``parameter``; None if nothing is."""
     if wrong := _wrong_type(name, value):
         return wrong
     if name in _LIKE_PARAMETER and value is not None and value.shape != parameter.shape:
@@ -151,7 +153,7 @@ def _wrong_entry(name: str, value: Any, parameter: Tensor, not_negative: Abstrac
 def _wrong_type(name: str, value: Any) -> str | None:
     if name == "step":
         return None if _is_number(value) else f"is {value!r:.100}, not a number"
-    # torch.optim.SGD has a buffer that is None before its first use.
+    # torch.optim.SGD initializes its buffer with None.
     if name not in _LIKE_PARAMETER or (value is None and name == "momentum_buffer"):
         return None
     if not isinstance(value, Tensor):
@@ -159,10 +161,10 @@ def _wrong_type(name: str, value: Any) -> str | None:
     return None if value.is_floating_point() or value.is_complex() else f"holds {value.dtype}"
 
 
-def _check_that_state_is_there(checkpoint: str | Path, optimizer: Any) -> None:
-    """Raise for a parameter of which torch's optimizer has only a part of the state; warn of one without any.
+def _check_state_present(checkpoint: str | Path, optimizer: Any) -> None:
+    """Raise if torch's optimizer has only a part of the state of a parameter; warn of parameters without state.
 
-    That one may have had no gradient yet, such as an expert that no token was sent to.
+    A parameter that never had a gradient has no state, e.g. an expert without tokens.
     """
     if not type(innermost(optimizer)).__module__.startswith("torch.optim"):
         return
@@ -170,12 +172,13 @@ def _check_that_state_is_there(checkpoint: str | Path, optimizer: Any) -> None:
     trained = 0
     for group in optimizer.param_groups:
         entries = [(p, optimizer.state.get(p) or {}) for p in group["params"] if p.requires_grad]
-        # Factored state is of parameters with as many dimensions.
-        names: dict[int, set[str]] = {}
+        # The keys depend on the number of dimensions: Adafactor factors the state of matrices.
+        keys_by_dim: dict[int, set[str]] = {}
         for parameter, entry in entries:
-            names.setdefault(parameter.dim(), set()).update(entry)
+            keys_by_dim.setdefault(parameter.dim(), set()).update(entry)
         for parameter, entry in entries:
-            if entry and (missing := sorted(names[parameter.dim()] - entry.keys())):
+            missing = sorted(keys_by_dim[parameter.dim()] - entry.keys())
+            if entry and missing:
                 raise CheckpointError(
                     f"{checkpoint}: a parameter of shape {tuple(parameter.shape)} has no {missing[0]} in the "
                     "optimizer's state, and others have: take an earlier checkpoint"
@@ -190,32 +193,33 @@ def _check_that_state_is_there(checkpoint: str | Path, optimizer: Any) -> None:
 
 
 def _check_settings(checkpoint: str | Path, what: str, loaded: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError for loaded settings that this run's ``own`` settings of the same names do not allow."""
+    """Compare loaded settings of ``what`` with the ``own`` settings of this run."""
     for name in sorted(own.keys() | (_FROM_ZERO & loaded.keys())):
         wrong = None
         if name in loaded:
             wrong = wrong_setting(name, loaded[name], own.get(name))
-        elif name in _FROM_ZERO:  # other settings come and go with versions of torch
+        elif name in _FROM_ZERO:  # other settings depend on the version of torch
             wrong = "is missing"
         if wrong:
             raise CheckpointError(f"{checkpoint}: {what}'s {name} {wrong}: take an earlier checkpoint")
-        if name == "_schedulers":  # of a schedule that is made of others
+        if name == "_schedulers":  # of SequentialLR and ChainedScheduler
             for part, own_part in zip(loaded[name], own[name], strict=False):
                 _check_settings(checkpoint, what, part, own_part)
 
 
 def wrong_setting(name: str, value: Any, own: Any) -> str | None:
-    """What is wrong with a setting that was loaded, next to this run's ``own`` value of it; None if nothing is."""
-    found, expected = _numbers_in(value), _numbers_in(own)
+    """Describe the error in a loaded setting, compared with the ``own`` value of this run; None if it is valid."""
     if isinstance(own, bool):
         return None if value is None or isinstance(value, bool) else f"is {value!r:.100}, neither True nor False"
+    found, expected = _numbers_in(value), _numbers_in(own)
+    own_is_sequence = isinstance(own, (list, tuple))
     must_be_numbers = bool(expected) or (name in _FROM_ZERO and value is not None)
-    is_sequence = isinstance(value, (list, tuple))
-    if must_be_numbers and (found is None or (expected and is_sequence != isinstance(own, (list, tuple)))):
-        return f"is {value!r:.100}, not {'numbers' if isinstance(own, (list, tuple)) else 'a number'}"
+    has_other_form = bool(expected) and isinstance(value, (list, tuple)) != own_is_sequence
+    if must_be_numbers and (found is None or has_other_form):
+        return f"is {value!r:.100}, not {'numbers' if own_is_sequence else 'a number'}"
     if expected and name in _OF_FIXED_LENGTH and len(found or []) != len(expected):
         return f"has {len(found or [])} numbers, not {len(expected)}"
-    # A schedule's best loss is inf before there is one.
+    # The best loss of ReduceLROnPlateau is inf at first.
     may_be_infinite = name not in _FROM_ZERO and not all(map(math.isfinite, expected or []))
     for number in found or []:
         if not (math.isfinite(number) or may_be_infinite):
@@ -228,9 +232,9 @@ def wrong_setting(name: str, value: Any, own: Any) -> str | None:
 
 
 def _numbers_in(value: Any) -> list[float] | None:
-    """A number, or those of a sequence without its None; None if there is anything else."""
-    parts = [one for one in value if one is not None] if isinstance(value, (list, tuple)) else [value]
-    return [float(one) for one in parts] if all(map(_is_number, parts)) else None
+    """Return the numbers in ``value``, a number or a sequence in which None is skipped; None for other values."""
+    parts = [part for part in value if part is not None] if isinstance(value, (list, tuple)) else [value]
+    return [float(part) for part in parts] if all(map(_is_number, parts)) else None
 
 
 def _is_number(value: Any) -> bool:
@@ -250,7 +254,7 @@ def _has_negative(value: Any) -> bool:
 
 def _is_finite(tensor: Tensor) -> bool:
     part = local_part(tensor)
-    # State that is stored in fewer bits (torchao's) is a subclass that all_finite cannot read.
+    # all_finite() does not support torchao's subclasses.
     if not part.is_floating_point() or hasattr(part, "__tensor_flatten__"):
         return True
-    return all_finite([part.float() if part.itemsize == 1 else part])  # FP8 has no minimum in torch
+    return all_finite([part.float() if part.itemsize == 1 else part])  # torch has no min() for FP8

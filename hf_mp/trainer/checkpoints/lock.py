@@ -1,4 +1,4 @@
-"""One run at a time in an output directory."""
+"""Lock of an output directory: one run at a time."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hf_mp.trainer.checkpoints.manifest import CheckpointError
 
 logger = logging.get_logger(__name__)
 
-LOCK_NAME = "_hf_mp.lock"  # a name that the Trainer does not push to the hub
-# DataLoader's workers inherit the lock of a killed run, and look every five seconds whether their parent is there.
+LOCK_NAME = "_hf_mp.lock"  # the Trainer does not push names with a leading underscore
+# DataLoader workers inherit the lock of a killed run, and check every 5 s whether their parent is alive.
 ORPHAN_SECONDS = 15.0
 
 
 @contextlib.contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """Hold a lock that the system takes back when its process ends, however it ends.
+    """Hold a lock that the operating system releases when the process ends.
 
     Raises:
-        CheckpointError: where another process does not let go of ``directory`` in :data:`ORPHAN_SECONDS`.
+        CheckpointError: if another process holds it for longer than :data:`ORPHAN_SECONDS`.
     """
     lock: BaseFileLock = FileLock(directory / LOCK_NAME)
     try:
@@ -39,9 +39,8 @@ def lock_directory(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # Removed while it is held: a waiter that gets the lock of the removed file sees that no name leads to it any
-        # more, and begins anew (filelock from 3.24 on).
+        # Remove the file while the lock is held: a waiting process then retries with a new file (filelock >= 3.24).
         if lock.is_locked and not isinstance(lock, SoftFileLock):
-            with contextlib.suppress(OSError):  # Windows keeps files that are open: it stays there
+            with contextlib.suppress(OSError):  # Windows does not remove open files
                 (directory / LOCK_NAME).unlink(missing_ok=True)
         lock.release()

@@ -1,7 +1,6 @@
-"""The manifest of a checkpoint: which files it has, of which size and checksum, and what wrote them.
+"""Manifest of a checkpoint: size and SHA-256 of each file, and the versions of the packages.
 
-It is written last, so a checkpoint with a manifest was finished, and one whose files match it is whole. Until then the
-file that becomes the manifest is there under another name, and says that the checkpoint is unfinished.
+It is written last. Until then a file named :data:`UNFINISHED_NAME` marks the checkpoint as unfinished.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from hf_mp.trainer.checkpoints.synced import sync, sync_tree, write_synced
 MANIFEST_NAME = "hf_mp_manifest.json"
 UNFINISHED_NAME = f"{MANIFEST_NAME}.unfinished"
 FORMAT = 1
-MAX_MANIFEST_BYTES = 16 * 2**20  # a file takes about 150 bytes of it
+MAX_MANIFEST_BYTES = 16 * 2**20  # about 150 bytes a file
 _CHECKSUM = "manifest_sha256"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be saved, or must not be loaded; the message names the file, the reason and the way out.
+    """A checkpoint cannot be saved or must not be loaded. The message names the file, the reason and what to do.
 
     Raised by ``train()`` of :class:`hf_mp.MixedPrecisionTrainer`, and by :func:`hf_mp.save_checkpoint` and
     :func:`hf_mp.load_checkpoint`.
@@ -33,11 +32,11 @@ class CheckpointError(ValueError):
 
 
 class NoCheckpointError(CheckpointError):
-    """The directory to resume from has no checkpoint yet: train from the start."""
+    """The directory to resume from has no checkpoint: train from the start."""
 
 
 class FileEntry(NamedTuple):
-    """Size and checksum of a file when it was written."""
+    """Size and checksum of a file, measured after it was written."""
 
     size_bytes: int
     sha256: str
@@ -47,25 +46,24 @@ _NONE: Mapping[str, FileEntry] = {}
 
 
 def finish(checkpoint: Path, known: Mapping[str, FileEntry] = _NONE, **about: Any) -> None:
-    """The last thing that is done to a checkpoint: all of it on disk, then its manifest.
+    """Sync a checkpoint with all of its files, and write its manifest.
 
     Args:
-        checkpoint: with all of its files.
-        known: files that are not read again, because their writers have said what they are.
-        about: further entries for people to read: step, number of processes, precision.
+        checkpoint: directory.
+        known: entries by path in the checkpoint, of files that need not be read again.
+        about: further JSON values for people to read: step, number of processes, precision.
     """
-    # A manifest that is on disk before the files would vouch for what a power failure takes.
+    # Sync the files first: a power failure must not leave a manifest without them.
     sync_tree(checkpoint)
-    # Links to folders are not followed.
     paths = [Path(folder, name) for folder, _, names in os.walk(checkpoint) for name in names]
     files = {path.relative_to(checkpoint).as_posix(): path for path in paths}
-    listed = {
+    entries = {
         name: (known.get(name) or entry_of(path))._asdict()
         for name, path in files.items()
         if name not in (MANIFEST_NAME, UNFINISHED_NAME)
     }
-    text = _with_checksum({"format": FORMAT, **about, "versions": package_versions(), "files": listed})
-    # In one operation the mark goes and the manifest comes: no kill can leave both, or neither.
+    text = _with_checksum({"format": FORMAT, **about, "versions": package_versions(), "files": entries})
+    # One rename replaces the marker by the manifest: a kill cannot leave both, or neither.
     write_synced(checkpoint / UNFINISHED_NAME, text)
     os.replace(checkpoint / UNFINISHED_NAME, checkpoint / MANIFEST_NAME)
     sync(checkpoint)
@@ -81,11 +79,10 @@ def _dump(content: Mapping[str, Any]) -> str:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, FileEntry] | None:
-    """The files that a manifest lists, by path inside the checkpoint, with /; None without one, as the stock Trainer's.
+    """Return the entries of the manifest by POSIX path in the checkpoint; None if there is no manifest.
 
     Raises:
-        CheckpointError: where a single character differs from what was written, for a manifest of another form, and for
-            files outside of the checkpoint.
+        CheckpointError: if the manifest was changed, has another format, or names files outside the checkpoint.
     """
     path = checkpoint / MANIFEST_NAME
     if not path.exists():
@@ -93,17 +90,16 @@ def read_manifest(checkpoint: Path) -> dict[str, FileEntry] | None:
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise CheckpointError(f"more than {MAX_MANIFEST_BYTES} bytes long")
-        return _files_of(path.read_text(encoding="utf-8"))
+        return _parse(path.read_text(encoding="utf-8"))
     except (CheckpointError, OSError) as error:
         raise CheckpointError(f"{MANIFEST_NAME}: {error}") from error
-    except Exception as error:  # any error of json, or of content in another form
+    except Exception as error:  # of json, or of content with another structure
         raise CheckpointError(f"{MANIFEST_NAME}: it is no manifest ({error!r:.100})") from error
 
 
-def _files_of(text: str) -> dict[str, FileEntry]:
-    """The entries of a manifest; a CheckpointError if it is damaged, of another format, or names files outside."""
+def _parse(text: str) -> dict[str, FileEntry]:
     content = json.loads(text)
-    # As text, so that bytes between the values count as well.
+    # Compare the text, so that a change of whitespace is found too.
     if _with_checksum({key: value for key, value in content.items() if key != _CHECKSUM}) != text:
         raise CheckpointError("its own checksum does not match: the manifest was damaged or edited")
     if content["format"] != FORMAT:
@@ -118,15 +114,15 @@ def _files_of(text: str) -> dict[str, FileEntry]:
 
 
 def find_damage(checkpoint: Path, files: Mapping[str, FileEntry]) -> list[str]:
-    """What differs between a checkpoint and the ``files`` of its manifest: one line a file, empty where it is whole.
+    """Return one line for each file that differs from its entry in ``files``. Reads all files of the right size.
 
-    Reads every file whose size is right. Files that the manifest does not list are no damage: callbacks add some.
+    Files without an entry are allowed: callbacks add some.
     """
-    return [line for name, entry in sorted(files.items()) if (line := _difference(checkpoint / name, name, entry))]
+    lines = [_difference(checkpoint / name, name, entry) for name, entry in sorted(files.items())]
+    return [line for line in lines if line is not None]
 
 
 def _difference(path: Path, name: str, entry: FileEntry) -> str | None:
-    """What is wrong with the file, in words; None if it is what was written."""
     try:
         if not path.is_file():
             return f"{name} is missing"
@@ -138,6 +134,6 @@ def _difference(path: Path, name: str, entry: FileEntry) -> str | None:
 
 
 def entry_of(path: Path) -> FileEntry:
-    """Size and checksum of a file as it is now."""
+    """Return the current size and checksum of a file."""
     with path.open("rb") as file:
         return FileEntry(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())

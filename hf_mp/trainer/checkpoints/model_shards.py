@@ -1,4 +1,4 @@
-"""The weights of a model by name, as tensors for shards: FP32 masters, whole or on a mesh."""
+"""Weights and buffers of a model by name, as tensors to save in shards; weights are FP32 masters."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ _PREFIX = "model/"
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of ``model`` by name, without the prefixes of wrappers; tied ones once."""
+    """Return the parameters of ``model`` by name, without prefixes of wrappers; tied ones once."""
     return {plain_name(name): parameter for name, parameter in _unwrapped(model).named_parameters()}
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """A model's tensors by ``model/NAME``, tied ones once; and the ``model/NAME`` of each key of its state dict.
+    """Return the tensors to save by ``model/NAME``, tied ones once; and this name for each key of the state dict.
 
     Raises:
-        CheckpointError: for a state dict with anything but tensors.
+        CheckpointError: for a state dict with other values than tensors.
     """
     inner = _unwrapped(model)
     named = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
-    # state_dict() makes new tensors in each call: what is tied shows in the parameters alone.
+    # state_dict() returns new tensors, so ties are found by the identity of the parameters.
     identities = {name: id(tensor) for name, tensor in named}
     tensors: dict[str, Tensor] = {}
-    first: dict[str, str] = {}
-    seen: dict[int | str, str] = {}
+    saved_names: dict[str, str] = {}
+    name_by_identity: dict[int | str, str] = {}
     for key, value in inner.state_dict().items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{key} of the model's state is a {type(value).__name__}: only tensors are saved")
-        first[key] = seen.setdefault(identities.get(key, key), _PREFIX + plain_name(key))
-        if first[key] not in tensors:  # a tied weight is copied once
-            # safetensors writes contiguous memory only.
-            tensors[first[key]] = value.detach().contiguous()
-    return tensors, first
+        name = name_by_identity.setdefault(identities.get(key, key), _PREFIX + plain_name(key))
+        saved_names[key] = name
+        if name not in tensors:
+            tensors[name] = value.detach().contiguous()
+    return tensors, saved_names
 
 
-def compare(tensors: Mapping[str, Tensor], layout: Mapping[str, Any]) -> None:
+def check_same_weights(tensors: Mapping[str, Tensor], layout: Mapping[str, Any]) -> None:
     """Raise a CheckpointError if the saved weights are not those of this model."""
     saved = {name for name in layout if name.startswith(_PREFIX)}
     if saved != tensors.keys():
@@ -61,9 +61,9 @@ def compare(tensors: Mapping[str, Tensor], layout: Mapping[str, Any]) -> None:
 
 
 @torch.no_grad()
-def put_tensors(model: nn.Module, tensors: Mapping[str, Tensor], first: Mapping[str, str]) -> None:
-    """Load into ``model`` the results of :func:`model_tensors`, which a checkpoint has filled."""
-    _unwrapped(model).load_state_dict({key: tensors[name] for key, name in first.items()})
+def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], saved_names: Mapping[str, str]) -> None:
+    """Load into ``model`` the results of :func:`model_tensors`, after they were filled from a checkpoint."""
+    _unwrapped(model).load_state_dict({key: tensors[name] for key, name in saved_names.items()})
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

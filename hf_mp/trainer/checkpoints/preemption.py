@@ -1,7 +1,7 @@
-"""A signal that ends a run in a checkpoint: SIGTERM of a spot machine or a scheduler, SIGUSR1 of a batch system.
+"""Save a checkpoint and end the run on SIGTERM (spot machines, schedulers) or SIGUSR1 (batch systems).
 
-Transformers' own ``enable_jit_checkpoint`` waits three seconds, knows SIGTERM alone, may save between backward and
-update, where resuming repeats a batch with other random numbers, and lets the program end as if it had finished.
+Transformers' ``enable_jit_checkpoint`` handles SIGTERM only, waits 3 s, and lets the program exit with code 0. It may
+save between backward and update; a resumed run then repeats a batch with other random numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasa
 
 
 class Preempted(SystemExit):
-    """``train()`` saved :attr:`checkpoint` because of a signal; uncaught, it ends the program with exit code 75."""
+    """Raised by ``train()`` after it saved :attr:`checkpoint` because of a signal; the exit code is 75."""
 
     def __init__(self, signal_name: str, checkpoint: str) -> None:
         super().__init__(PREEMPTED_EXIT_CODE)
@@ -36,57 +36,56 @@ class Preempted(SystemExit):
 
 
 class PreemptionCallback(TrainerCallback):
-    """Has the Trainer save and stop at the end of the step in which one of :data:`SIGNALS` came to any process.
+    """Saves and stops at the end of the step in which any process received one of :data:`SIGNALS`.
 
-    A signal for which the program has a handler of its own is left to it. Further signals change nothing: torchrun
-    passes those on to its workers that the scheduler has sent to them already.
+    Later signals have no effect: torchrun may forward a signal that its workers have already received.
 
     Args:
-        agree: gives the largest of a number over all processes; a collective call.
+        max_over_ranks: returns the maximum of a number over all processes; a collective call.
 
     Attributes:
-        received: the name of the first signal that came to this process.
-        requested: whether the run ends because of one that came to any.
+        received: name of the first signal of this process; None if there was none.
+        requested: whether the run ends because of a signal to any process.
     """
 
-    def __init__(self, agree: Callable[[int], int]) -> None:
+    def __init__(self, max_over_ranks: Callable[[int], int]) -> None:
         self.received: str | None = None
         self.requested = False
-        self._agree = agree
+        self._max_over_ranks = max_over_ranks
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch meanwhile; only in the main thread, where Python delivers signals."""
+    def handling_signals(self) -> Iterator[None]:
+        """Handle the signals for which the program has set no handler; only in the main thread, as Python requires."""
         self.received, self.requested = None, False
-        watched = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+        handled = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
         if threading.current_thread() is not threading.main_thread():
             logger.warning("train() runs outside of the main thread: a signal will not end it in a checkpoint")
-            watched = []
-        for number in watched:
+            handled = []
+        for number in handled:
             signal.signal(number, self._handle)
         try:
             yield
         finally:
-            for number in watched:
+            for number in handled:
                 signal.signal(number, signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = signal.Signals(number).name
-            # os.write and not logging: the signal may have come while this thread holds the lock of a log handler.
-            with contextlib.suppress(OSError):  # nobody reads it: no reason to die
+            # Not by logging: this thread may hold the lock of a log handler.
+            with contextlib.suppress(OSError):  # stderr may be closed
                 os.write(2, f"{self.received}: saving a checkpoint after this step, then ending\n".encode())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save and stop if a signal came; an evaluation that is due here would take the time there is not."""
-        if self._agree(int(self.received is not None)):
+        """Request a save and the end of training, without an evaluation, if a process received a signal."""
+        if self._max_over_ranks(int(self.received is not None)):
             self.requested = True
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The epoch has not ended, only the run."""
+        """Cancel the save and evaluation of the epoch, which has not ended."""
         if self.requested:
             control.should_save = control.should_evaluate = False
-            # With it, the end of training would load the best model and, at save_total_limit=1, remove the checkpoint.
+            # Otherwise the Trainer loads the best model and, with save_total_limit=1, removes the new checkpoint.
             state.best_model_checkpoint = None

@@ -1,4 +1,4 @@
-"""What a training that begins finds in its directory: what a kill left, and the checkpoint to resume from."""
+"""Choose the checkpoint that a training resumes from, and remove unfinished checkpoints before."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from typing import Any
 from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from hf_mp.trainer.checkpoints import in_place, inspection
+from hf_mp.trainer.checkpoints import inspection, unfinished_marker
 from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
-from hf_mp.trainer.checkpoints.shards import gathered, refused_together
+from hf_mp.trainer.checkpoints.shards import gather_from_ranks, raise_on_all_ranks
 
 logger = logging.get_logger(__name__)
 
-Wanted = str | os.PathLike[str] | bool | None  # of train(resume_from_checkpoint=...)
+Wanted = str | os.PathLike[str] | bool | None  # type of train(resume_from_checkpoint=...)
 
 
 class Resumption(TrainerCallback):
-    """The checkpoint that a training resumes from, from its choice to its first step.
+    """Checks before the first step that the resumed checkpoint was not changed while it was loaded.
 
-    As a callback, it examines the checkpoint again before the first step, by which all of its state is loaded. A
-    directory lock is not enough: other programs, and file systems without locks, do not respect it.
+    The lock of the directory does not exclude this: other programs and some file systems ignore it.
 
     Attributes:
-        examined: the checkpoint as it was when it was chosen; None without one, and from the first step on.
+        examined: the checkpoint when it was chosen; None if there is none, and after the first step began.
     """
 
     def __init__(self) -> None:
@@ -36,10 +35,7 @@ class Resumption(TrainerCallback):
 
     @contextmanager
     def loading(self, examined: inspection.Examination | None) -> Iterator[None]:
-        """Context of a training that resumes from a checkpoint.
-
-        An error in it, before the first step, becomes a CheckpointError if the checkpoint was removed meanwhile.
-        """
+        """Raise a CheckpointError instead of an error before the first step if the checkpoint was removed."""
         self.examined = examined
         try:
             yield
@@ -51,74 +47,71 @@ class Resumption(TrainerCallback):
             self.examined = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Raise a CheckpointError in all processes if the checkpoint was removed or replaced while it was loaded."""
+        """Raise a CheckpointError on all ranks if the checkpoint was removed or replaced while it was loaded."""
         examined, self.examined = self.examined, None
         if examined is not None:
-            with refused_together():
+            with raise_on_all_ranks():
                 examined.check_again()
 
 
 def choose_checkpoint(
-    args: TrainingArguments, wanted: Wanted, clear_up: Callable[[Path], None]
+    args: TrainingArguments, wanted: Wanted, clean_up: Callable[[Path], None]
 ) -> inspection.Examination | None:
-    """The checkpoint that a training resumes from, None to start anew; examined, and the same in all processes.
-
-    A collective call. In processes that do not save, the result has the path alone.
+    """Return the checkpoint to resume from, the same on all ranks; None to start from scratch. A collective call.
 
     Args:
         args: of the Trainer.
-        wanted: True for the newest that is whole. An unfinished one, such as ``get_last_checkpoint`` gives after a kill
-            in a save, is replaced by the newest whole one next to it. So is one that another run removes meanwhile.
-        clear_up: clears the directory of the run of what a kill left, in the processes that save.
+        wanted: a path, or True for the newest complete checkpoint. If the path is unfinished, or another run removes
+            it, the newest complete checkpoint next to it is chosen.
+        clean_up: called with the directory of the run, in the processes that save.
+
+    Returns:
+        The examined checkpoint; in processes that do not save, with its path only.
 
     Raises:
-        CheckpointError: in all processes, for one that is missing, damaged or could do harm.
+        CheckpointError: on all ranks, if the checkpoint is missing, damaged or unsafe.
     """
-    with refused_together():
-        mine = [_choose(Path(str(args.output_dir)), wanted, clear_up)] if args.should_save else []
-    paths = [None if each is None else each.checkpoint for each in mine]
-    found = [checkpoint for each in gathered(paths) for checkpoint in each]
-    # With save_on_each_node each node has a directory of its own: the lowest step is the one that all of them have.
-    chosen = min(found, key=lambda checkpoint: -1 if checkpoint is None else inspection.step_of(checkpoint) or 0)
+    with raise_on_all_ranks():
+        own = [_choose(Path(str(args.output_dir)), wanted, clean_up)] if args.should_save else []
+    own_paths = [None if examined is None else examined.checkpoint for examined in own]
+    paths = [path for of_rank in gather_from_ranks(own_paths) for path in of_rank]
+    # With save_on_each_node each node has its directory. Choose the lowest step, which all nodes have.
+    chosen = min(paths, key=lambda path: -1 if path is None else inspection.step_of(path) or 0)
     if chosen is None:
         return None
-    return mine[0] if paths == [chosen] else inspection.Examination(chosen, ())
+    return own[0] if own_paths == [chosen] else inspection.Examination(chosen, ())
 
 
-def _choose(run_directory: Path, wanted: Wanted, clear_up: Callable[[Path], None]) -> inspection.Examination | None:
-    """The checkpoint to resume from, after ``clear_up``; a CheckpointError if there is none or it is not whole."""
-    given = None if wanted is None or isinstance(wanted, bool) else Path(wanted)
-    # Once it is removed, nothing tells it from a name that was never there.
-    was_there = given is not None and inspection.step_of(given) is not None and given.is_dir()
-    was_unfinished = given is not None and was_there and in_place.is_unfinished(given)
-    clear_up(run_directory)
+def _choose(run_directory: Path, wanted: Wanted, clean_up: Callable[[Path], None]) -> inspection.Examination | None:
+    """Return the checkpoint to resume from, after ``clean_up``; a CheckpointError if it is not complete."""
+    path = None if wanted is None or isinstance(wanted, bool) else Path(wanted)
+    # Before clean_up(), which may remove it.
+    was_there = path is not None and inspection.step_of(path) is not None and path.is_dir()
+    was_unfinished = path is not None and was_there and unfinished_marker.is_unfinished(path)
+    clean_up(run_directory)
     if wanted is True:
-        # In the words of the stock Trainer, which programs look for.
-        return _newest_whole(f"output directory ({run_directory})", run_directory)
-    if given is None:
+        # Scripts search the error for this text of the stock Trainer.
+        return _newest_complete(f"output directory ({run_directory})", run_directory)
+    if path is None:
         return None
-    error: CheckpointError | None = None
     try:
-        examined = inspection.examine_named(given)
-    except CheckpointError as refused:
-        error = refused
-    # Where that save was to replace an older checkpoint, the older one is there again.
-    if error is not None and was_there and (not given.exists() or in_place.is_unfinished(given)):
-        return _instead_of(given, run_directory, may_start_anew=was_unfinished)
-    if error is not None:
-        raise error
-    return examined
+        return inspection.examine_named(path)
+    except CheckpointError:
+        is_gone = was_there and (not path.exists() or unfinished_marker.is_unfinished(path))
+        if not is_gone:
+            raise
+    return _choose_replacement(path, run_directory, was_unfinished=was_unfinished)
 
 
-def _newest_whole(place: Path | str, run_directory: Path, without: Path | None = None) -> inspection.Examination:
-    """The newest whole checkpoint of a run; a warning names those that were passed over."""
+def _newest_complete(place: Path | str, run_directory: Path, without: Path | None = None) -> inspection.Examination:
+    """Return the newest complete checkpoint except ``without``; log a warning about newer ones."""
     while True:
-        before = _times_of_checkpoints(run_directory)
+        before = _modification_times(run_directory)
         try:
             chosen, warning = inspection.choose_newest(place, [path for path in before if path != without])
         except CheckpointError:
-            # Another run may have saved one, and removed those that were looked at.
-            if _times_of_checkpoints(run_directory) == before:
+            # Retry if another run has saved or removed a checkpoint since.
+            if _modification_times(run_directory) == before:
                 raise
         else:
             if warning:
@@ -126,8 +119,8 @@ def _newest_whole(place: Path | str, run_directory: Path, without: Path | None =
             return chosen
 
 
-def _times_of_checkpoints(run_directory: Path) -> dict[Path, int]:
-    """When each checkpoint of a run last gained or lost a file, in nanoseconds, oldest step first."""
+def _modification_times(run_directory: Path) -> dict[Path, int]:
+    """Return the modification times of the checkpoint directories in nanoseconds, oldest step first."""
     times = {}
     for path in inspection.list_checkpoints(run_directory):
         with suppress(FileNotFoundError):  # removed since it was listed
@@ -135,48 +128,49 @@ def _times_of_checkpoints(run_directory: Path) -> dict[Path, int]:
     return times
 
 
-def _instead_of(gone: Path, run_directory: Path, *, may_start_anew: bool) -> inspection.Examination | None:
-    """The newest whole checkpoint next to one that is not whole any more; None to start anew.
+def _choose_replacement(gone: Path, run_directory: Path, *, was_unfinished: bool) -> inspection.Examination | None:
+    """Return the newest complete checkpoint next to ``gone``, which was unfinished or removed by another run.
 
-    Args:
-        gone: unfinished, or removed by another run.
-        run_directory: of the run that begins.
-        may_start_anew: whether the run may start anew if ``gone`` was its first one.
+    None if ``gone`` was unfinished and the only checkpoint of ``run_directory``: training then starts from scratch. It
+    does not if ``gone`` is a checkpoint of another run, because the user chose its weights.
     """
     others = [path for path in inspection.list_checkpoints(gone.parent) if path != gone]
-    # To start anew in the place of another run's checkpoint would train other weights than those that were named.
-    if may_start_anew and not others and gone.parent.resolve() == run_directory.resolve():
+    if was_unfinished and not others and gone.parent.resolve() == run_directory.resolve():
         logger.warning(f"{gone} was never finished, and there is no earlier one: training starts anew")
         return None
-    chosen = _newest_whole(gone.parent, gone.parent, without=gone)
-    why = "was never finished" if may_start_anew else "was removed by another run"
+    chosen = _newest_complete(gone.parent, gone.parent, without=gone)
+    why = "was never finished" if was_unfinished else "was removed by another run"
     logger.warning(f"{gone} {why}: training goes on from {chosen.checkpoint.name}, the newest whole one there")
     return chosen
 
 
-def best_beside(resumed: Path, said: str | None) -> str | None:
-    """The best checkpoint of a run: in the folder of the one it resumed from, wherever that one says that it lies."""
-    if said is None:
+def find_best_checkpoint(resumed: Path, recorded: str | None) -> str | None:
+    """Return the path of the best checkpoint next to ``resumed``; None, with a warning, if it is not there.
+
+    ``recorded`` is its path in ``trainer_state.json``, or None. Only the last component is used, because the run may
+    have been moved.
+    """
+    if recorded is None:
         return None
-    beside = resumed.parent / Path(said).name
-    if inspection.step_of(beside) is not None and beside.is_dir():
-        return str(beside)
-    logger.warning(f"{said!r}, the best checkpoint, is not next to {resumed}: the search for the best starts anew")
+    best = resumed.parent / Path(recorded).name
+    if inspection.step_of(best) is not None and best.is_dir():
+        return str(best)
+    logger.warning(f"{recorded!r}, the best checkpoint, is not next to {resumed}: the search for the best starts anew")
     return None
 
 
-def clear_up(run_directory: Path, lock: Callable[[Path], AbstractContextManager[Any]] = lock_directory) -> None:
-    """Remove what a killed run left half-written; with a warning, leave it where another run or the disk keeps it.
+def remove_unfinished(
+    run_directory: Path, lock: Callable[[Path], AbstractContextManager[Any]] = lock_directory
+) -> None:
+    """Remove the unfinished checkpoints of a run; warn if another run holds the lock, or the disk fails.
 
-    Args:
-        run_directory: of the run that begins.
-        lock: of that directory; one that the caller holds is a ``nullcontext``.
+    ``lock`` returns the lock of the directory, or a ``nullcontext`` if the caller holds it.
     """
-    if in_place.is_clear(run_directory):
+    if unfinished_marker.has_no_unfinished(run_directory):
         return
     try:
-        # A run that is alive holds the lock while it saves: what it has half-written stays.
+        # Another run holds the lock while it saves.
         with lock(run_directory):
-            in_place.clear_up(run_directory)
+            unfinished_marker.remove_unfinished(run_directory)
     except (OSError, CheckpointError) as error:
         logger.warning(f"half-written checkpoints in {run_directory} are left as they are ({error})")

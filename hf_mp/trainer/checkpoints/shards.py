@@ -1,7 +1,6 @@
-"""Tensors of several processes in a directory: each writes its own shards, and other numbers of processes read them.
+"""Save and load sharded tensors by ``torch.distributed.checkpoint`` in its safetensors format, without pickle.
 
-The engine is ``torch.distributed.checkpoint`` with its safetensors format, so that nothing is pickled: every file tells
-for each of its tensors where in the whole one it lies.
+Each rank writes its own shards with their offsets, so that any number of ranks can read them.
 """
 
 from __future__ import annotations
@@ -22,34 +21,30 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 SUFFIX = ".safetensors"
-_FILE_BYTES = 2**30  # torch makes a file in memory, and writes it then: of more bytes, there are several
+_FILE_BYTES = 2**30  # largest file with several tensors: torch builds each file in host memory
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileEntry]:
-    """Write each element of ``tensors`` once: a collective call.
+    """Write each element of ``tensors`` once to the empty ``folder``, which all ranks share. A collective call.
 
-    Args:
-        folder: a new one, on a file system that all ranks share.
-        tensors: by name, contiguous; DTensors, or tensors that are the same on all ranks. Tensors that share memory are
-            copied, because safetensors refuses them.
+    ``tensors`` are contiguous: DTensors, or tensors that are equal on all ranks.
 
     Returns:
-        Size and checksum of every rank's files, by name, on all ranks.
+        Size and checksum of the files of all ranks, by name.
 
     Raises:
         CheckpointError: on all ranks if one failed.
     """
     import torch.distributed.checkpoint as dcp
 
-    with _told_as_ours(folder, "could not be saved"):
-        settings: Any = {"save_distributed": True, "fqn_to_index_mapping": _files_of(tensors)}
-        dcp.save(_apart(tensors), storage_writer=dcp.HuggingFaceStorageWriter(str(folder), **settings))
-    with refused_together():
-        # torch begins the names of a rank's files with its number, from 1. Each rank reads what it has just written
-        # itself, which its system still has in memory.
+    with _as_checkpoint_errors(folder, "could not be saved"):
+        settings: Any = {"save_distributed": True, "fqn_to_index_mapping": _file_numbers(tensors)}
+        dcp.save(_copy_shared_memory(tensors), storage_writer=dcp.HuggingFaceStorageWriter(str(folder), **settings))
+    with raise_on_all_ranks():
+        # torch numbers ranks from 1. Each rank reads its own files, which are still in the page cache.
         mine = {path.name: entry_of(path) for path in folder.glob(f"shard-{get_rank() + 1:05d}-*")}
-    files = {name: entry for of_rank in gathered(mine) for name, entry in of_rank.items()}
-    with refused_together():
+    files = {name: entry for of_rank in gather_from_ranks(mine) for name, entry in of_rank.items()}
+    with raise_on_all_ranks():
         if unseen := [name for name in sorted(files) if not (folder / name).is_file()]:
             raise CheckpointError(
                 f"{unseen[0]} was written by another rank and is not there for this one: save to a file system that "
@@ -58,102 +53,106 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileE
     return files
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``tensors``, those that share memory with an earlier one copied."""
-    taken: set[int] = set()
-    found = {}
+def _copy_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors that share memory with an earlier one (tables of 8-bit optimizers): safetensors rejects them."""
+    addresses: set[int] = set()
+    copied = {}
     for name, tensor in tensors.items():
-        # Such as the tables that 8-bit optimizers share among parameters.
-        place = local_part(tensor).data_ptr()
-        found[name] = tensor.clone() if place in taken else tensor
-        taken.add(place)
-    return found
+        address = local_part(tensor).data_ptr()
+        copied[name] = tensor.clone() if address in addresses else tensor
+        addresses.add(address)
+    return copied
 
 
-def _files_of(tensors: Mapping[str, Tensor]) -> dict[str, int] | None:
-    """The number of the file for each tensor, from 1; None for one file."""
-    numbers, number, size = dict[str, int](), 1, 0
+def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int] | None:
+    """Return the file number of each tensor, from 1; None if one file is enough."""
+    numbers: dict[str, int] = {}
+    number, size_bytes = 1, 0
     for name, tensor in tensors.items():
-        if size and size + tensor.nbytes > _FILE_BYTES:
-            number, size = number + 1, 0
-        numbers[name], size = number, size + tensor.nbytes
+        if size_bytes and size_bytes + tensor.nbytes > _FILE_BYTES:
+            number, size_bytes = number + 1, 0
+        numbers[name] = number
+        size_bytes += tensor.nbytes
     return numbers if number > 1 else None
 
 
-def read_layout(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """The tensors in ``folder``, by name: size, dtype and offset of each chunk. Reads only the headers of its files.
+def read_shard_metadata(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """Return dtype, size and chunks of the tensors in ``folder``, by name. Reads only the headers of the files.
 
     Raises:
         CheckpointError: for a tensor with missing elements.
     """
-    # Inside of functions: not every build of torch has torch.distributed.checkpoint.
+    # Some builds of torch have no torch.distributed.checkpoint, so it is imported inside functions.
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-    found: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    for name, one in found.items():
-        # dcp.load would leave what is missing as it was in memory, without a word.
-        held = sum(chunk.sizes.numel() for chunk in one.chunks)
-        if held != one.size.numel():
+    metadata: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    for name, stored in metadata.items():
+        # dcp.load does not raise for missing elements; it leaves them unchanged.
+        elements = sum(chunk.sizes.numel() for chunk in stored.chunks)
+        if elements != stored.size.numel():
             raise CheckpointError(
-                f"{folder} holds {held} of the {one.size.numel()} elements of {name}: files are missing, or of another "
-                "checkpoint; take an earlier one"
+                f"{folder} holds {elements} of the {stored.size.numel()} elements of {name}: files are missing, or of "
+                "another checkpoint; take an earlier one"
             )
-    return found
+    return metadata
 
 
 def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill ``tensors``, plain or DTensors on any mesh, in place from the files in ``folder``: a collective call.
+    """Fill ``tensors`` (plain, or DTensors on any mesh) in place from the files in ``folder``. A collective call.
 
     Raises:
-        CheckpointError: on all ranks, for files that cannot be read and sizes that differ.
+        CheckpointError: on all ranks, for unreadable files and different sizes.
     """
     import torch.distributed.checkpoint as dcp
 
-    with _told_as_ours(folder, "cannot be loaded"):
+    with _as_checkpoint_errors(folder, "cannot be loaded"):
         dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
 
 
-def gathered(value: Any) -> list[Any]:
-    """What each rank has given, in their order: a collective call."""
-    found = [value] * get_world_size()
+def gather_from_ranks(value: Any) -> list[Any]:
+    """Return the ``value`` of each rank, in rank order. A collective call."""
+    values = [value] * get_world_size()
     if is_distributed():
-        torch.distributed.all_gather_object(found, value)
-    return found
+        torch.distributed.all_gather_object(values, value)
+    return values
 
 
-def together(problems: Iterable[str]) -> list[str]:
-    """The problems that all ranks found, each once: a collective call."""
-    return sorted({line for lines in gathered(list(problems)) for line in lines})
+def merge_problems(problems: Iterable[str]) -> list[str]:
+    """Return the problems of all ranks, each once. A collective call."""
+    return sorted({line for lines in gather_from_ranks(list(problems)) for line in lines})
 
 
 @contextmanager
-def refused_together() -> Iterator[None]:
-    """Raise on all ranks if one raises, on the others a CheckpointError; the end of the block is a collective call."""
-    told: CheckpointError | None = None
-    other: Exception | None = None  # it is raised as it is, once the others know
+def raise_on_all_ranks() -> Iterator[None]:
+    """Raise a CheckpointError on all ranks if the block raises on one; its end is a collective call.
+
+    A rank with an exception of another class raises that exception.
+    """
+    own: CheckpointError | None = None
+    other: Exception | None = None
     try:
         yield
     except CheckpointError as error:
-        told = error
+        own = error
     except Exception as error:
-        told, other = CheckpointError(f"{type(error).__name__}: {error}"), error
-    found = [one for one in gathered(told) if one is not None]
+        own, other = CheckpointError(f"{type(error).__name__}: {error}"), error
+    errors = [error for error in gather_from_ranks(own) if error is not None]
     if other is not None:
         raise other
-    if found:
-        # Of the class that was raised: that there is no checkpoint yet is no damage, on any rank.
-        raise type(found[0])("; ".join(sorted(set(map(str, found))))) from told
+    if errors:
+        # Keep the class: NoCheckpointError is raised on all ranks.
+        raise type(errors[0])("; ".join(sorted(set(map(str, errors))))) from own
 
 
 @contextmanager
-def _told_as_ours(folder: Path, failed: str) -> Iterator[None]:
-    """Turn torch's error into a CheckpointError, and leave out its warning that there is only one process."""
+def _as_checkpoint_errors(folder: Path, failed: str) -> Iterator[None]:
+    """Convert torch's error to a CheckpointError, and suppress its warning about a single process."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         try:
             yield
-        except CheckpointException as error:  # by rank
-            said = [f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items())]
-            raise CheckpointError(f"{folder} {failed}: {'; '.join(said)}") from error
+        except CheckpointException as error:
+            reasons = [f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items())]
+            raise CheckpointError(f"{folder} {failed}: {'; '.join(reasons)}") from error

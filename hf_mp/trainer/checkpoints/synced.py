@@ -1,7 +1,4 @@
-"""Files and folders that are on disk, and not only in the memory of the system, when a call returns.
-
-Where the disk fails, all of this raises OSError.
-"""
+"""Write files and folders to disk with ``fsync``. All functions raise OSError if the disk fails."""
 
 from __future__ import annotations
 
@@ -10,14 +7,13 @@ from pathlib import Path
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a UTF-8 file and have it on disk."""
+    """Write ``text`` to a UTF-8 file and sync it."""
     path.write_text(text, encoding="utf-8")
     sync(path)
 
 
 def sync_tree(directory: Path) -> None:
-    """Have all files and folders below ``directory``, and itself, on disk."""
-    # From the bottom up: a name on disk is of use when what it names is there.
+    """Sync ``directory`` and all files and folders in it; contents before the folders that list them."""
     for folder, _, names in os.walk(directory, topdown=False):
         for name in names:
             sync(Path(folder, name))
@@ -25,9 +21,9 @@ def sync_tree(directory: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on disk; raises for an earlier write of it, too."""
+    """Sync a file, or the entries of a folder; raises for earlier failed writes, too."""
     is_windows = os.name == "nt"
-    if is_windows and path.is_dir():  # which does not open folders
+    if is_windows and path.is_dir():  # Windows cannot open folders
         return
     descriptor = os.open(path, os.O_RDWR if is_windows else os.O_RDONLY)
     try:

@@ -1,8 +1,7 @@
-"""What an untrusted checkpoint must not do: run code, or read outside its directory.
+"""Find files of an untrusted checkpoint that could run code when loaded, or that refer outside its directory.
 
-torch's restricted unpickler (``weights_only=True``), with which Transformers loads, stops the first at most places.
-:func:`find_hazards` names such files before anything is loaded, and closes what is left: torch reads the sharded state
-of FSDP without restriction. What a small file can be made to take in memory is not looked at.
+Transformers loads most files with torch's restricted unpickler (``weights_only=True``). torch loads the sharded state
+of FSDP without it, so :func:`find_hazards` checks these files too. Memory use is not checked.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from safetensors import safe_open
 from torch.serialization import get_unsafe_globals_in_checkpoint
@@ -33,28 +32,28 @@ MAX_JSON_BYTES = 256 * 2**20  # a trainer_state.json with a million log entries 
 
 
 class Hazard(ValueError):
-    """Why a file is not loaded; without its name."""
+    """Reason why a file must not be loaded, as a clause without its name."""
 
 
 def find_hazards(directory: Path) -> list[str]:
-    """Why files must not be loaded, after :func:`find_out_of_place`: one line each, empty where nothing was found."""
+    """Return one line for each file that must not be loaded. Call :func:`find_out_of_place` first."""
     return find_in_files(directory, _hazard)
 
 
 def find_out_of_place(directory: Path) -> list[str]:
-    """What must not even be opened: links that lead out of a checkpoint, pipes, devices; one line each."""
+    """Return one line for each path that must not be opened: symlinks to other directories, pipes, devices."""
     return find_in_files(directory, lambda path: _out_of_place(path, directory.resolve()))
 
 
-def find_in_files(directory: Path, look: Callable[[Path], str | None]) -> list[str]:
-    """What ``look`` says of the files below ``directory`` and of links to folders, one line each, by name."""
+def find_in_files(directory: Path, check: Callable[[Path], str | None]) -> list[str]:
+    """Return a line for each file or folder symlink below ``directory`` for which ``check`` returns a reason."""
     found = []
     for folder, folders, names in os.walk(directory):
         links = [name for name in folders if Path(folder, name).is_symlink()]
         for path in (Path(folder, name) for name in (*names, *links)):
             try:
-                reason = look(path)
-            except (OSError, RuntimeError) as error:  # the second before Python 3.13, of a link that leads to itself
+                reason = check(path)
+            except (OSError, RuntimeError) as error:  # RuntimeError: a symlink loop before Python 3.13
                 reason = f"cannot be read ({error})"
             if reason is not None:
                 found.append(f"{path.relative_to(directory).as_posix()} {reason}")
@@ -62,10 +61,10 @@ def find_in_files(directory: Path, look: Callable[[Path], str | None]) -> list[s
 
 
 def read_json(path: Path, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
-    """The content of a JSON file; ``object_hook``: as for ``json.loads``.
+    """Return the content of a JSON file; ``object_hook`` is an argument of ``json.loads``.
 
     Raises:
-        Hazard: for a file that is too large, no JSON, or nested too deeply.
+        Hazard: for a file that is too large, not JSON, or nested too deeply.
     """
     if (size_bytes := path.stat().st_size) > MAX_JSON_BYTES:
         raise Hazard(f"has {size_bytes} bytes, more than any Trainer writes")
@@ -80,28 +79,29 @@ def read_json(path: Path, object_hook: Callable[[dict[str, Any]], Any] | None = 
 def _out_of_place(path: Path, directory: Path) -> str | None:
     if path.is_symlink() and not path.resolve().is_relative_to(directory):
         return "is a link that leads out of the checkpoint: copy what it points to (cp -rL) if you trust it"
-    mode = path.stat().st_mode  # a link inside may be broken: that is an OSError
+    mode = path.stat().st_mode  # raises OSError for a broken symlink
     if not (stat.S_ISREG(mode) or (path.is_symlink() and stat.S_ISDIR(mode))):
         return "is a pipe, a device or the like, no file: remove it"
     return None
 
 
 def _hazard(path: Path) -> str | None:
-    """Why the file must not be loaded, in words; None if nothing speaks against it."""
-    for pattern, kind, check in _CHECKS:
-        try:
-            if re.fullmatch(pattern, path.name):
-                check(path)
-                break  # an index is JSON too, and is not read again
-        except Hazard as hazard:
-            return str(hazard)
-        except Exception as error:  # any error that damaged or hostile bytes cause: the file is refused by name
-            return f"is no {kind} ({first_line(error)[:200]})"
+    """Return why a file must not be loaded; None if it may be."""
+    matching = (entry for entry in _CHECKS if re.fullmatch(entry.pattern, path.name))
+    found = next(matching, None)
+    if found is None:
+        return None
+    try:
+        found.check(path)
+    except Hazard as hazard:
+        return str(hazard)
+    except Exception as error:  # damaged or hostile bytes may cause any error
+        return f"is no {found.kind} ({first_line(error)[:200]})"
     return None
 
 
 def _check_archive(file: Path | IO[bytes]) -> None:
-    """Raise Hazard for what ``torch.save`` wrote and must not be loaded, told without loading it."""
+    """Raise Hazard if a file of ``torch.save`` contains disallowed globals; does not load it."""
     with safe_globals():
         names = get_unsafe_globals_in_checkpoint(file)
     if names:
@@ -116,7 +116,7 @@ def _runs_code(names: Iterable[str]) -> Hazard:
 
 
 def _check_trainer_state(path: Path) -> None:
-    """Raise Hazard for entries that the Trainer cannot use: it reads them where it trains, in errors of Python."""
+    """Raise Hazard for entries of a wrong type, with which the Trainer would fail later."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise Hazard(f"is a {type(content).__name__}, not the state of a Trainer")
@@ -144,7 +144,7 @@ def _is_state_of_callbacks(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(one, dict) or _is_list_of_dicts(one) for one in value.values())
 
 
-# Entries of trainer_state.json that a resumed training computes with; None or missing is the default of the others.
+# Entries of trainer_state.json that training uses. All except global_step may be missing or None.
 _TRAINER_STATE: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "global_step": ("a number of steps", _is_count),
     "num_input_tokens_seen": ("a number of tokens", _is_count),
@@ -165,11 +165,12 @@ def _check_index(path: Path) -> None:
 
 
 def _check_shards(path: Path) -> None:
-    """Look at pickled metadata and, where it says they lie, at each pickled value inside the shards."""
+    """Check the pickled metadata of shards, and each pickled value in the shards."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
     with path.open("rb") as file:
-        metadata = (reader := ShardMetadata(file)).load()
+        reader = ShardMetadata(file)
+        metadata = reader.load()
     if reader.refused:
         raise _runs_code(reader.refused)
     for index, place in metadata.storage_data.items():
@@ -185,18 +186,25 @@ def _check_shards(path: Path) -> None:
                 raise Hazard(f"leads to {place.relative_path}, which {hazard}") from hazard
 
 
-# By the name of a file: what it should be, and its check. What a Trainer reads with torch.load when it resumes is the
-# first; training_args.bin is not among it: nothing reads that.
-_CHECKS: tuple[tuple[str, str, Callable[[Path], Any]], ...] = (
-    (
+class _FileCheck(NamedTuple):
+    """Check of the files with names that match ``pattern``; ``kind`` is a noun for messages."""
+
+    pattern: str
+    kind: str
+    check: Callable[[Path], Any]
+
+
+# The first match is used. training_args.bin is not checked, because no code path loads it.
+_CHECKS = (
+    _FileCheck(
         r"(optimizer|scheduler|scaler|rng_state|pytorch_model|adapter_model).*\.(pt|pth|bin)",
         "whole file of torch.save",
         _check_archive,
     ),
-    (r"(__\d+)?\.metadata", "metadata of shards", _check_shards),
-    (r".*\.index\.json", "index of shards", _check_index),
-    (re.escape(TRAINER_STATE_NAME), "state of a Trainer", _check_trainer_state),
-    (r".*\.json", "JSON", read_json),
-    # Which checks its header when it opens the file: it must be below 100 MB.
-    (r".*\.safetensors", "whole file of safetensors", partial(safe_open, framework="pt")),
+    _FileCheck(r"(__\d+)?\.metadata", "metadata of shards", _check_shards),
+    _FileCheck(r".*\.index\.json", "index of shards", _check_index),
+    _FileCheck(re.escape(TRAINER_STATE_NAME), "state of a Trainer", _check_trainer_state),
+    _FileCheck(r".*\.json", "JSON", read_json),
+    # safe_open() checks the header, which must be below 100 MB.
+    _FileCheck(r".*\.safetensors", "whole file of safetensors", partial(safe_open, framework="pt")),
 )

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 from hf_mp import CheckpointError
 from hf_mp.trainer.checkpoints import loaded_state
-from hf_mp.trainer.checkpoints.loaded_state import check_optimizer, check_parameters, checking, naming
+from hf_mp.trainer.checkpoints.loaded_state import as_checkpoint_error, check_optimizer, check_parameters, checking
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_a_state_of_the_optimizer_that_cannot_be(
     ],
 )
 def test_what_a_library_says_names_the_checkpoint(error: Exception, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message), naming("checkpoint-4", "the model"):
+    with pytest.raises(kind, match=message), as_checkpoint_error("checkpoint-4", "the model"):
         raise error
 
 
@@ -171,6 +171,6 @@ def test_parameters_without_state_are_counted_over_all_groups(model: nn.Module, 
     ],
 )
 def test_a_librarys_list_of_all_that_is_wrong_is_cut(said: str, short: str) -> None:
-    with pytest.raises(CheckpointError) as found, naming("checkpoint-4", "the model"):
+    with pytest.raises(CheckpointError) as found, as_checkpoint_error("checkpoint-4", "the model"):
         raise RuntimeError(said)
     assert str(found.value).partition("fit this run: ")[2].startswith(f"{short}. Resume with")

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import get_last_checkpoint
 
-import hf_mp.trainer.checkpoints.in_place as in_place
+import hf_mp.trainer.checkpoints.unfinished_marker as unfinished_marker
 from hf_mp import CheckpointError, NoCheckpointError
 from hf_mp.trainer.checkpoints import inspection, loaded_state, lock, resuming
 from hf_mp.trainer.checkpoints.inspection import find_problems, list_checkpoints
@@ -87,7 +87,7 @@ def run(tmp_path: Path, contender: str, trained: Trained) -> Path:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is logged."""
     found: list[str] = []
-    for module in (in_place, inspection, resuming):
+    for module in (unfinished_marker, inspection, resuming):
         monkeypatch.setattr(module.logger, "warning", found.append)
     return found
 
@@ -151,7 +151,7 @@ def test_a_damaged_one_before_it_is_passed_over_too_and_alone_is_refused(
 
 def test_where_a_save_was_to_replace_one_that_one_is_resumed_from(run: Path, told: list[str], contender: str) -> None:
     checkpoint = run / "checkpoint-6"
-    in_place.begin(checkpoint)
+    unfinished_marker.begin(checkpoint)
     trainer = make(run, contender, max_steps=8)
     trainer.train(resume_from_checkpoint=str(checkpoint))
     assert trainer.begun.step == 6
@@ -211,7 +211,7 @@ def removing(run: Path, method: str, remove: Callable[[Path], Any]) -> type[Trai
 
 def saved_again(checkpoint: Path) -> None:
     """As another run leaves it that has saved a checkpoint of this step, too."""
-    in_place.remove(checkpoint)
+    unfinished_marker.remove(checkpoint)
     shutil.copytree(checkpoint.with_name("checkpoint-4"), checkpoint)
 
 
@@ -221,7 +221,7 @@ def without_state(checkpoint: Path) -> None:
         (checkpoint / name).unlink()
 
 
-REMOVALS = [in_place.remove, shutil.rmtree, saved_again, without_state]
+REMOVALS = [unfinished_marker.remove, shutil.rmtree, saved_again, without_state]
 
 
 @pytest.mark.parametrize("remove", REMOVALS, ids=lambda remove: remove.__name__)
@@ -256,7 +256,7 @@ def removed_while_examined(monkeypatch: pytest.MonkeyPatch, run: Path) -> list[s
         compared.append(checkpoint.name)
         if compared == ["checkpoint-6"]:
             shutil.copytree(checkpoint, run / "checkpoint-8")
-            in_place.remove(checkpoint)
+            unfinished_marker.remove(checkpoint)
         return find_damage(checkpoint, files)
 
     monkeypatch.setattr(inspection, "find_damage", find)

@@ -301,7 +301,7 @@ CHANGES: dict[str, tuple[Callable[[State], Any], str]] = {
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     patch = pytest.MonkeyPatch()
-    patch.setattr("hf_mp.trainer.session.check_first_backward", lambda *given: lambda: None)
+    patch.setattr("hf_mp.trainer.session.replace_first_backward", lambda *given: lambda: None)
     trainer_of(folder, "Mixtral", max_steps=2)[0].train()
     patch.undo()
     return folder / "checkpoint-2"

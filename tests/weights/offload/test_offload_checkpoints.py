@@ -61,7 +61,7 @@ def test_what_is_saved_is_the_slabs_themselves(name: str) -> None:
     torch.save(run.optimizer.state_dict(), file)
     slabs = {room.slab.data_ptr(): room.slab.nbytes for room in rooms.values()}
     assert len(file.getvalue()) < 1.3 * sum(slabs.values()) + 60_000
-    tensors_of_shards, _ = optimizer_shards.take_state(run.optimizer, dict(run.model.named_parameters()))
+    tensors_of_shards, _ = optimizer_shards.extract_state(run.optimizer, dict(run.model.named_parameters()))
     assert rooms.keys() <= {tensor.data_ptr() for tensor in tensors_of_shards.values()}
 
 

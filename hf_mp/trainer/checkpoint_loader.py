@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import Trainer
 
-from hf_mp.trainer.calling_trainer import extend_method, resumed_checkpoint
 from hf_mp.trainer.checkpoints import loaded_state
+from hf_mp.trainer.find_trainer import extend_method, resumed_checkpoint
 from hf_mp.trainer.model_loading import allowing_no_state
 from hf_mp.trainer.session import TrainerSession
 
@@ -21,7 +21,7 @@ _LOADED = {
 }
 
 
-class Loads:
+class CheckpointLoader:
     """Have what ``trainer`` loads from a checkpoint checked, from now on; all that is refused is a CheckpointError.
 
     Args:
@@ -40,7 +40,7 @@ class Loads:
             return own(*args, **kwargs)
         # The Trainer passes no path to the method that loads its callbacks.
         checkpoint = args[0] if args else resumed_checkpoint(self._trainer)
-        with loaded_state.naming(str(checkpoint), what):
+        with loaded_state.as_checkpoint_error(str(checkpoint), what):
             return own(*args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, own: Callable[..., None], checkpoint: str | None) -> None:

@@ -15,7 +15,7 @@ from eight_bits import EightBits
 from torch import Tensor, nn
 
 import hf_mp
-from hf_mp.trainer.checkpoints import loops, manifest
+from hf_mp.trainer.checkpoints import manifest, sharded_checkpoint
 
 LAYOUTS = ("fp16", "bf16", "fp16-lean", "bf16-lean", "fp32")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -147,7 +147,7 @@ def test_nothing_in_it_is_pickled_and_the_manifest_has_every_file(tmp_path: Path
     assert set(said["files"]) == files - {"hf_mp_manifest.json"}
 
 
-@pytest.mark.parametrize("module", [loops, manifest], ids=["state", "manifest"])
+@pytest.mark.parametrize("module", [sharded_checkpoint, manifest], ids=["state", "manifest"])
 def test_the_older_one_stays_where_a_save_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
     model, optimizer = made()
     hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 0)
@@ -175,7 +175,11 @@ def test_after_a_kill_the_older_one_is_loaded_and_nothing_is_cleared(
     model, optimizer = made()
     hf_mp.save_checkpoint(tmp_path / "checkpoint-4", model, optimizer, 4)
     with monkeypatch.context() as patch:
-        patch.setattr(loops, "write_shards", lambda *_: patch.setattr(loops.in_place, "take_back", id) or 1 / 0)
+        patch.setattr(
+            sharded_checkpoint,
+            "write_shards",
+            lambda *_: patch.setattr(sharded_checkpoint.unfinished_marker, "abort_save", id) or 1 / 0,
+        )
         with pytest.raises(ZeroDivisionError):
             hf_mp.save_checkpoint(tmp_path / "checkpoint-4", model, optimizer, 5)
     before = sorted(tmp_path.rglob("*"))

@@ -15,7 +15,7 @@ from trainer_runs import tiny_gpt2
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import hf_mp
-from hf_mp.trainer.hand_over import working_copies
+from hf_mp.trainer.weight_export import working_copies
 from hf_mp.weights.split_parameter import SplitParameter
 
 PRESETS = ("fp16", "bf16", "fp16-lean", "bf16-lean")

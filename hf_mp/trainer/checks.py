@@ -19,7 +19,7 @@ from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import is_dtensor
 
 
-def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> None:
+def check_no_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> None:
     """Raise where ``args`` ask for another mixed precision than hf_mp's, or for something that it cannot work with.
 
     Raises:
@@ -38,13 +38,13 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
             f"accelerate's mixed precision on, and hf_mp's is precision={str(policy)!r}: unset it, or start with "
             "`accelerate launch --mixed_precision no`"
         )
-    _refuse_lonely_process(args)
+    _check_processes_joined(args)
     if policy.is_mixed:
-        _refuse_optimizer(str(getattr(args.optim, "value", args.optim)), args)
-        _refuse_unsupported_settings(args, policy)
+        _check_optimizer(str(getattr(args.optim, "value", args.optim)), args)
+        _check_settings_supported(args, policy)
 
 
-def _refuse_unsupported_settings(args: TrainingArguments, policy: PrecisionPolicy) -> None:
+def _check_settings_supported(args: TrainingArguments, policy: PrecisionPolicy) -> None:
     """Raise a ValueError for FSDP1, evaluation cast to 16 bits, DeepSpeed, and several GPUs in one process."""
     if (version := fsdp_version(args)) not in (None, 2):
         raise ValueError(
@@ -71,7 +71,7 @@ def _refuse_unsupported_settings(args: TrainingArguments, policy: PrecisionPolic
 _OF_BITSANDBYTES = re.compile("bnb|paged|lion_|ademamix|^(?!.*torch).*8bit")  # torchao's are adamw_torch_8bit
 
 
-def _refuse_optimizer(optim: str, args: TrainingArguments) -> None:
+def _check_optimizer(optim: str, args: TrainingArguments) -> None:
     """Raise a ValueError for optimizers that update inside backward, and under FSDP2 for those of bitsandbytes."""
     if optim.endswith("layerwise") or "lomo" in optim:
         raise ValueError(
@@ -84,7 +84,7 @@ def _refuse_optimizer(optim: str, args: TrainingArguments) -> None:
         )
 
 
-def _refuse_lonely_process(args: TrainingArguments) -> None:
+def _check_processes_joined(args: TrainingArguments) -> None:
     """Raise where a launcher started several processes and each would train by itself."""
     started = os.environ.get("WORLD_SIZE", "1")
     if started.isdecimal() and int(started) > 1 and args.parallel_mode is ParallelMode.NOT_PARALLEL:
@@ -105,7 +105,7 @@ def fsdp_version(args: TrainingArguments) -> int | None:
     return int(os.environ.get("FSDP_VERSION", "1")) if parse_flag_from_env("ACCELERATE_USE_FSDP") else None
 
 
-def refuse_lean(policy: PrecisionPolicy) -> None:
+def check_not_lean(policy: PrecisionPolicy) -> None:
     """Raise for a policy that a callback cannot carry out."""
     if policy.is_lean:
         usual = str(policy).replace("-lean", "")
@@ -116,7 +116,7 @@ def refuse_lean(policy: PrecisionPolicy) -> None:
         )
 
 
-def refuse_missing(model: nn.Module | None, optimizer: Optimizer | None, trainer: Trainer | None) -> None:
+def check_model_and_optimizer(model: nn.Module | None, optimizer: Optimizer | None, trainer: Trainer | None) -> None:
     """Raise for a Trainer that hands its callbacks no model or no optimizer, or whose processes train alone."""
     if model is None or optimizer is None:
         raise ValueError(
@@ -132,7 +132,7 @@ def refuse_missing(model: nn.Module | None, optimizer: Optimizer | None, trainer
         )
 
 
-def refuse_model(model: nn.Module) -> None:
+def check_model(model: nn.Module) -> None:
     """Raise for a model whose forward cannot be reached, and for a quantized one with nothing to train."""
     name = type(model).__name__
     if hasattr(model, "_orig_mod") or isinstance(model, (DistributedDataParallel, torch.jit.ScriptModule)):
@@ -153,7 +153,7 @@ def refuse_model(model: nn.Module) -> None:
         )
 
 
-def refuse_late_masters(model: nn.Module, args: TrainingArguments, *, resumed: bool) -> None:
+def check_dtype_of_late_model(model: nn.Module, args: TrainingArguments, *, resumed: bool) -> None:
     """Raise where FP32 masters come too late for a model that was made after the Trainer, in FP16 or BF16."""
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in LOWER_PRECISION_DTYPES}
     if dtypes and (resumed or args.world_size > 1):

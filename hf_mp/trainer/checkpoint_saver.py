@@ -14,18 +14,18 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from hf_mp.ranks.parallelism import is_distributed
-from hf_mp.trainer.calling_trainer import extend_method
-from hf_mp.trainer.checkpoints import in_place, inspection
+from hf_mp.trainer.checkpoints import inspection, unfinished_marker
 from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
-from hf_mp.trainer.checkpoints.shards import refused_together
+from hf_mp.trainer.checkpoints.shards import raise_on_all_ranks
+from hf_mp.trainer.find_trainer import extend_method
 from hf_mp.trainer.model_loading import load_best_model
 from hf_mp.trainer.session import TrainerSession
 
 logger = logging.get_logger(__name__)
 
 
-class Saves:
+class CheckpointSaver:
     """Stands around the saves of ``trainer`` from now on.
 
     Older checkpoints are removed, and anything is pushed to the hub, once the new one has its manifest. A save that
@@ -72,45 +72,45 @@ class Saves:
             with ExitStack() as at_end:
                 # Each part is begun when the one before it went well in every process.
                 self.has_failed = not (
-                    self._went_well(lambda: self._begin(checkpoint, at_end), args.should_save)
-                    and self._went_well(lambda: own(model, trial, *more))
-                    and self._went_well(lambda: self._complete(checkpoint, session), args.should_save)
+                    self._run_part(lambda: self._begin(checkpoint, at_end), args.should_save)
+                    and self._run_part(lambda: own(model, trial, *more))
+                    and self._run_part(lambda: self._complete(checkpoint, session), args.should_save)
                 )
                 # Under the lock: a run that clears the directory up would meet what is being removed. The stock save
                 # could remove none, with no limit while it ran.
                 if args.should_save and not self.has_failed:
-                    in_place.rotate(checkpoint.parent, limit, state.best_model_checkpoint)
+                    unfinished_marker.rotate(checkpoint.parent, limit, state.best_model_checkpoint)
         finally:
             # The limit comes back also where a save raises, such as on Ctrl-C.
             self._errors, args.save_total_limit = None, limit
         if self.has_failed:
             state.best_model_checkpoint = best_before
-            self._tell(checkpoint, session, errors)
+            self._report_failure(checkpoint, session, errors)
             return
         if args.push_to_hub:
             self._trainer._push_from_checkpoint(str(checkpoint))
 
     def _begin(self, checkpoint: Path, at_end: ExitStack) -> None:
         at_end.enter_context(self._lock(checkpoint.parent))
-        at_end.callback(lambda: in_place.take_back(checkpoint) if self.has_failed else None)
-        in_place.begin(checkpoint)
+        at_end.callback(lambda: unfinished_marker.abort_save(checkpoint) if self.has_failed else None)
+        unfinished_marker.begin(checkpoint)
 
     def _complete(self, checkpoint: Path, session: TrainerSession) -> None:
         args = self._trainer.args
         if not args.save_only_model:
             session.save(checkpoint)
         about = {"world_size": args.world_size, "precision": str(session.settings.policy)}
-        in_place.complete(checkpoint, step=self._trainer.state.global_step, **about)
+        unfinished_marker.complete(checkpoint, step=self._trainer.state.global_step, **about)
 
-    def _went_well(self, part: Callable[[], None], is_mine: bool = True) -> bool:
+    def _run_part(self, part: Callable[[], None], is_mine: bool = True) -> bool:
         """Do a part of a save, if it is this process's; whether all parts so far went well in every process."""
         if is_mine:
-            with self._noting_failures():
+            with self._recording_failures():
                 part()
-        return not largest(len(self._errors or ()), self._trainer)
+        return not max_over_ranks(len(self._errors or ()), self._trainer)
 
     @contextmanager
-    def _noting_failures(self) -> Iterator[None]:
+    def _recording_failures(self) -> Iterator[None]:
         """A context that notes failed writes in ``_errors``, and lets other errors through."""
         assert self._errors is not None
         try:
@@ -125,7 +125,7 @@ class Saves:
         """Save the model by the Trainer's ``own`` function; as part of a checkpoint, note failures and raise none."""
         is_part = self._errors is not None and kwargs.get("_internal_call", False)
         # After it, the stock save waits for all processes at a barrier: one that left here would hang the others.
-        with self._noting_failures() if is_part else nullcontext():
+        with self._recording_failures() if is_part else nullcontext():
             own(*args, **kwargs)
         if is_part:
             # The Trainer would remove older ones before this one has its manifest. Not sooner than here:
@@ -150,17 +150,17 @@ class Saves:
             return
         checkpoint = Path(str(self._trainer.state.best_model_checkpoint))
         examined: inspection.Examination | None = None
-        with refused_together():
+        with raise_on_all_ranks():
             if self._trainer.args.should_save:
                 # The stock Trainer would go on with the last weights, and a warning.
                 if not checkpoint.is_dir():
                     raise CheckpointError(
                         f"{checkpoint}, the best checkpoint, is not there any more: the best model cannot be loaded "
-                        f"({inspection.newest_whole_of(checkpoint.parent)})"
+                        f"({inspection.name_newest_complete(checkpoint.parent)})"
                     )
-                examined = inspection.refuse_problems(checkpoint)
+                examined = inspection.examine_or_raise(checkpoint)
         load_best_model(self._trainer, own)
-        with refused_together():
+        with raise_on_all_ranks():
             if examined is not None:
                 examined.check_again()
 
@@ -178,22 +178,22 @@ class Saves:
             run_directory = Path(self._trainer._get_output_dir(trial))
             try:
                 with self._lock(run_directory):
-                    in_place.keep_only(Path(state.best_model_checkpoint), run_directory)
+                    unfinished_marker.keep_only(Path(state.best_model_checkpoint), run_directory)
             except CheckpointError as error:  # another run is saving there
                 logger.warning(f"checkpoints other than the best one stay in {run_directory} ({error})")
         return output
 
-    def _tell(self, checkpoint: Path, session: TrainerSession, errors: list[BaseException]) -> None:
+    def _report_failure(self, checkpoint: Path, session: TrainerSession, errors: list[BaseException]) -> None:
         first = errors[0] if errors else None
         message = f"{checkpoint} could not be saved: {first or 'the process that saves said why'}"
         if self._trainer.args.should_save:
-            message += f"; {inspection.newest_whole_of(checkpoint.parent)}"
+            message += f"; {inspection.name_newest_complete(checkpoint.parent)}"
         if session.settings.save_failure == "stop":
             raise CheckpointError(f"{message}. The run ends here (save_failure='stop')") from first
         logger.error(f"{message}. Training goes on and tries again at the next save (save_failure='stop' would end it)")
 
 
-def largest(number: int, trainer: Trainer) -> int:
+def max_over_ranks(number: int, trainer: Trainer) -> int:
     """The largest of ``number`` over all processes."""
     if not is_distributed():
         return number

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
 
-def calling_trainer(callback: TrainerCallback) -> Trainer | None:
+def find_calling_trainer(callback: TrainerCallback) -> Trainer | None:
     """Found where the call comes from; None where no Trainer with this callback calls."""
     # Transformers hands a callback its arguments, state and model, but never the Trainer itself.
     for variables in _callers():
@@ -66,7 +66,7 @@ def _callers() -> Iterator[dict[str, Any]]:
         frame = frame.f_back
 
 
-def forget_prepared(trainer: Trainer | None) -> None:
+def clear_prepared_mark(trainer: Trainer | None) -> None:
     """Have a model that was prepared for an evaluation be wrapped when training begins.
 
     accelerate marks it as prepared and would leave it without DDP: each process would train alone.
@@ -78,7 +78,7 @@ def forget_prepared(trainer: Trainer | None) -> None:
         vars(trainer.model).pop("_is_accelerate_prepared", None)
 
 
-def refuse_compiled_whole(trainer: Trainer | None) -> None:
+def check_regional_compile(trainer: Trainer | None) -> None:
     """Raise where ``torch_compile=True`` compiles all of a model that FSDP2 shards, not its equal blocks one by one.
 
     Dynamo cannot trace FSDP's gathering of parameters while an autocast in Python is active.

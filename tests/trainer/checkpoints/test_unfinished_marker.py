@@ -20,10 +20,9 @@ from kills import Killed, kill_at
 from trainer_runs import arguments, make_trainer, same, tiny_gpt2, token_rows, weights
 from transformers import Trainer, TrainerCallback
 
-import hf_mp.trainer.checkpoints.in_place as in_place
 import hf_mp.trainer.checkpoints.inspection as inspection
+import hf_mp.trainer.checkpoints.unfinished_marker as unfinished_marker
 from hf_mp.trainer.checkpoints import lock, resuming
-from hf_mp.trainer.checkpoints.in_place import begin, complete, take_back
 from hf_mp.trainer.checkpoints.inspection import find_problems
 from hf_mp.trainer.checkpoints.lock import lock_directory
 from hf_mp.trainer.checkpoints.manifest import (
@@ -33,7 +32,8 @@ from hf_mp.trainer.checkpoints.manifest import (
     finish,
     read_manifest,
 )
-from hf_mp.trainer.checkpoints.resuming import clear_up
+from hf_mp.trainer.checkpoints.resuming import remove_unfinished
+from hf_mp.trainer.checkpoints.unfinished_marker import abort_save, begin, complete
 
 pytestmark = pytest.mark.usefixtures("without_first_check")
 
@@ -50,7 +50,7 @@ def make(folder: Path, contender: str = "callback", **settings: Any) -> Any:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is logged."""
     found: list[str] = []
-    for module in (in_place, inspection, resuming):
+    for module in (unfinished_marker, inspection, resuming):
         monkeypatch.setattr(module.logger, "warning", found.append)
     return found
 
@@ -95,7 +95,7 @@ def test_a_kill_at_any_call_leaves_the_old_or_the_new_one(tmp_path: Path, replac
         with pytest.MonkeyPatch.context() as patch, suppress(Killed):
             calls = kill_at(patch, number)
             save(folder, "new")
-        clear_up(folder)
+        remove_unfinished(folder)
         left = entries(folder)
         assert left == ["checkpoint-4"] or (left == [] and not replaces), (number, calls)
         if left:
@@ -132,13 +132,13 @@ def test_every_file_is_on_disk_before_the_mark_becomes_the_manifest(
 
 def test_a_save_that_fails_puts_back_what_it_was_to_replace(tmp_path: Path) -> None:
     write(tmp_path / "checkpoint-4", "old")
-    take_back(tmp_path / "checkpoint-4")  # of a save that could not begin
+    abort_save(tmp_path / "checkpoint-4")  # of a save that could not begin
     assert "old" in (tmp_path / "checkpoint-4" / "config.json").read_text()
     begin(tmp_path / "checkpoint-4")
     assert entries(tmp_path / "checkpoint-4") == [UNFINISHED_NAME]
     assert find_problems(tmp_path / "checkpoint-4") == [NEVER_FINISHED]
     (tmp_path / "checkpoint-4" / "config.json").write_text("{}")
-    take_back(tmp_path / "checkpoint-4")
+    abort_save(tmp_path / "checkpoint-4")
     assert entries(tmp_path) == ["checkpoint-4"] and find_problems(tmp_path / "checkpoint-4") == []
     assert "old" in (tmp_path / "checkpoint-4" / "config.json").read_text()
 
@@ -154,7 +154,7 @@ def test_what_a_failing_disk_keeps_stays_marked_until_the_next_save(
     (tmp_path / "checkpoint-4" / "config.json").write_text("{}")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", _fail)
-        take_back(tmp_path / "checkpoint-4")
+        abort_save(tmp_path / "checkpoint-4")
     assert find_problems(tmp_path / "checkpoint-4")
     save(tmp_path, "new")
     assert entries(tmp_path) == ["checkpoint-4"] and find_problems(tmp_path / "checkpoint-4") == []
@@ -164,7 +164,7 @@ def test_what_another_run_is_writing_stays(tmp_path: Path, told: list[str], monk
     monkeypatch.setattr(lock, "ORPHAN_SECONDS", 0.1)
     begin(tmp_path / "checkpoint-4")
     with lock_directory(tmp_path):
-        clear_up(tmp_path)
+        remove_unfinished(tmp_path)
     assert "are left as they are" in told[0] and "in use by another run" in told[0]
     assert entries(tmp_path / "checkpoint-4") == [UNFINISHED_NAME]
 
@@ -172,14 +172,14 @@ def test_what_another_run_is_writing_stays(tmp_path: Path, told: list[str], monk
 @pytest.mark.usefixtures("told")
 def test_an_empty_directory_of_a_kill_before_its_mark_is_removed(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-4").mkdir()
-    clear_up(tmp_path)
+    remove_unfinished(tmp_path)
     assert entries(tmp_path) == []
 
 
 def test_a_directory_without_a_mark_is_not_ours_to_remove(tmp_path: Path) -> None:
     write(tmp_path / "checkpoint-4", "old")
     (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
-    clear_up(tmp_path)
+    remove_unfinished(tmp_path)
     assert entries(tmp_path / "checkpoint-4") == ["config.json", "tokenizer.json"]
 
 
@@ -191,7 +191,7 @@ def test_a_link_in_the_place_of_ours_leaves_the_other_directory_alone(tmp_path: 
     other.mkdir()
     for name in ("checkpoint-2", "checkpoint-4"):
         write(other / name, "theirs")
-    staging = run / in_place.STAGING_FOLDER
+    staging = run / unfinished_marker.STAGING_FOLDER
     if what == "folder":
         staging.symlink_to(other)
     elif what == "entry":
@@ -200,7 +200,7 @@ def test_a_link_in_the_place_of_ours_leaves_the_other_directory_alone(tmp_path: 
     else:
         (run / "checkpoint-4").symlink_to(other / "checkpoint-4")
     if what != "checkpoint":
-        in_place.clear_up(run)
+        unfinished_marker.remove_unfinished(run)
         assert entries(run) == []
     save(run, "ours")
     assert entries(run) == ["checkpoint-4"] and not (run / "checkpoint-4").is_symlink()
@@ -210,21 +210,21 @@ def test_a_link_in_the_place_of_ours_leaves_the_other_directory_alone(tmp_path: 
 
 @pytest.mark.usefixtures("told")
 def test_a_finished_checkpoint_that_is_unsafe_to_load_is_put_back_after_a_kill(tmp_path: Path) -> None:
-    aside = in_place.aside_of(tmp_path / "checkpoint-5")
+    aside = unfinished_marker.backup_path(tmp_path / "checkpoint-5")
     aside.mkdir(parents=True)
     torch.save({"state": Path("of no class that a checkpoint may hold unasked")}, aside / "optimizer.pt")
     finish(aside, step=5)
     assert find_problems(aside)
-    in_place.clear_up(tmp_path)
+    unfinished_marker.remove_unfinished(tmp_path)
     assert entries(tmp_path) == ["checkpoint-5"]
 
 
 @pytest.mark.usefixtures("told")
 def test_a_loops_checkpoint_that_was_set_aside_is_put_back(tmp_path: Path) -> None:
-    aside = in_place.aside_of(tmp_path / "last")
+    aside = unfinished_marker.backup_path(tmp_path / "last")
     aside.mkdir(parents=True)
     finish(aside, step=5)
-    in_place.clear_up(tmp_path)
+    unfinished_marker.remove_unfinished(tmp_path)
     assert entries(tmp_path) == ["last"]
 
 
@@ -245,14 +245,14 @@ def test_a_kill_at_any_call_of_a_removal_leaves_a_whole_one_or_a_marked_one(tmp_
         with pytest.MonkeyPatch.context() as patch, suppress(Killed):
             calls = kill_at(patch, number)
             patch.setattr(os, "replace", counting(calls, number, os.replace))
-            in_place.remove(folder / "checkpoint-4")
+            unfinished_marker.remove(folder / "checkpoint-4")
         if (folder / "checkpoint-4").exists() and find_problems(folder / "checkpoint-4"):
-            assert in_place.is_unfinished(folder / "checkpoint-4"), (number, calls)
+            assert unfinished_marker.is_unfinished(folder / "checkpoint-4"), (number, calls)
             found.add("marked")
         elif (folder / "checkpoint-4").exists():
             assert len(entries(folder / "checkpoint-4")) == 3 + has_manifest
             found.add("whole")
-        clear_up(folder)
+        remove_unfinished(folder)
         assert entries(folder) == (["checkpoint-4"] if number == 1 else []), (number, calls)
         if len(calls) < number:
             break
@@ -276,10 +276,10 @@ def test_a_rotation_keeps_the_newest_and_the_best_and_other_programs_folders(tmp
         os.utime(tmp_path / f"checkpoint-{step}", (age * 100, age * 100))
     write(tmp_path / "checkpoint-best", "copied by hand")
     (tmp_path / "checkpoint-10").symlink_to(tmp_path / "checkpoint-2")
-    in_place.rotate(tmp_path, None, None)
-    in_place.rotate(tmp_path, 0, None)
+    unfinished_marker.rotate(tmp_path, None, None)
+    unfinished_marker.rotate(tmp_path, 0, None)
     assert len(entries(tmp_path)) == 6
-    in_place.rotate(tmp_path, 3, str(tmp_path / "elsewhere" / ".." / "checkpoint-2"))  # spelled otherwise
+    unfinished_marker.rotate(tmp_path, 3, str(tmp_path / "elsewhere" / ".." / "checkpoint-2"))  # spelled otherwise
     left = ["checkpoint-10", "checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-best"]
     assert entries(tmp_path) == left  # a link stays, and counts as little as the folder by hand
 
@@ -291,10 +291,10 @@ def test_a_rotation_that_the_disk_stops_leaves_a_mark_and_the_next_one_goes_on(
         write(tmp_path / f"checkpoint-{step}", "old")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", _fail)
-        in_place.rotate(tmp_path, 2, None)
+        unfinished_marker.rotate(tmp_path, 2, None)
     assert told == [f"older checkpoints in {tmp_path} could not be removed, and stay ([Errno 5] Input/output error)"]
     assert find_problems(tmp_path / "checkpoint-2") == [NEVER_FINISHED]
-    in_place.rotate(tmp_path, 2, None)
+    unfinished_marker.rotate(tmp_path, 2, None)
     assert entries(tmp_path) == ["checkpoint-4", "checkpoint-6"]
 
 
