@@ -20,8 +20,8 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer import SCALER_NAME
 from transformers.utils import logging
 
+from hf_mp.diagnostics.contract.record import ContractRecorder
 from hf_mp.diagnostics.contract.table import PrecisionContract
-from hf_mp.diagnostics.contract.watch import ContractWatch
 from hf_mp.diagnostics.lost_updates import check_training
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.rules import PrecisionStats
@@ -70,7 +70,7 @@ class TrainerSession(TrainerCallback):
         self.overflow_reports: list[OverflowReport] = []
         self.recorder: PrecisionRecorder | None = None
         self.contract: PrecisionContract | None = None
-        self._watch: ContractWatch | None = None  # until the first step has ended
+        self._contract_recorder: ContractRecorder | None = None  # until the first step has ended
         self._loaded_in: dict[str, torch.dtype] = {}  # dtypes of the model before it was attached, by name
         self._model: weakref.ref[nn.Module] | None = None  # that the runtime was made for
         self._trainer: Callable[[], Any] = lambda: None  # a weak reference to the one that trains
@@ -171,13 +171,13 @@ class TrainerSession(TrainerCallback):
 
     def watch_contract(self, model: nn.Module | None) -> None:
         """Have the precision contract taken from the first step of the run that begins, also one in FP32."""
-        self._stop_watching()
+        self._stop_recording_contract()
         if self.settings.precision_contract and model is not None:
-            self._watch = ContractWatch(model)
-            self._watch.start()
+            self._contract_recorder = ContractRecorder(model)
+            self._contract_recorder.start()
 
-    def _stop_watching(self) -> None:
-        watch, self._watch = self._watch, None
+    def _stop_recording_contract(self) -> None:
+        watch, self._contract_recorder = self._contract_recorder, None
         if watch is not None:
             watch.close()
 
@@ -242,10 +242,10 @@ class TrainerSession(TrainerCallback):
         """A step has just ended: the first that was not skipped shows the contract."""
         # A skipped step updated nothing: it does not show in which dtype moments are kept.
         # Asked only while there is a watch: on a GPU, the answer waits for the step.
-        if self._watch is not None and not (self.runtime is not None and self.runtime.step_was_skipped):
-            model = self._watch.model
-            self.contract = self._watch.contract(optimizer, self.saved_dtypes)
-            self._stop_watching()
+        if self._contract_recorder is not None and not (self.runtime is not None and self.runtime.step_was_skipped):
+            model = self._contract_recorder.model
+            self.contract = self._contract_recorder.contract(optimizer, self.saved_dtypes)
+            self._stop_recording_contract()
             risks = check_training(model, optimizer).advice if self.contract.lacks_masters else ""
             show_contract(self.contract, risks, self.settings, self.args, self.recorder)
 
@@ -311,7 +311,7 @@ class TrainerSession(TrainerCallback):
     def detach(self) -> None:
         """Leave ordinary FP32 models; the runtime keeps its loss scale and its stats."""
         self._at_detach.close()
-        self._stop_watching()
+        self._stop_recording_contract()
         if self.runtime is not None:
             self.runtime.detach()
 
