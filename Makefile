@@ -45,8 +45,8 @@ test: $(INSTALLED) ## run the tests (ARGS="tests/test_cli.py" runs those of one 
 CPU_KINDS := avx2/AVX2/avx512dq avx512/AVX512_CORE/avx512_bf16 avx512/AVX512_CORE_BF16/amx_bf16
 CPUINFO := /proc/cpuinfo
 # Those that multiply in 16 bits, or compare what a kernel of torch's for a CPU computes.
-CPU_TESTS := $(addprefix tests/,casting conformance diagnostics kernels step weights third_party test_compute_dtypes.py \
-  test_limits.py trainer/test_healing.py trainer/test_log_probabilities.py)
+CPU_TESTS := $(addprefix tests/,casting conformance diagnostics integrations kernels models step weights third_party \
+  test_compute_dtypes.py test_limits.py trainer/test_healing.py trainer/test_log_probabilities.py)
 run_cpu_tests = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile \
   -m "not slow and not exhaustive and not outside" $(CPU_TESTS) $(ARGS)
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from hf_mp.trainer.log_probabilities import LogProbabilityGap, log_probability_gap
     from hf_mp.trainer.trainer import MixedPrecisionTrainer
     from hf_mp.trainer.weight_export import working_copies
-    from hf_mp.weights.attachable import detach
+    from hf_mp.weights.attach_checks import detach
     from hf_mp.weights.master_weight_optimizer import MasterWeightOptimizer
 
 _HOME = {
@@ -94,7 +94,7 @@ _HOME = {
     "PrecisionStats": "hf_mp.step.mixed_precision",
     "prepare": "hf_mp.step.prepare",
     "unscaled_gradients": "hf_mp.step.unscaled_gradients",
-    "detach": "hf_mp.weights.attachable",
+    "detach": "hf_mp.weights.attach_checks",
     "load_checkpoint": "hf_mp.trainer.checkpoints.sharded_checkpoint",
     "save_checkpoint": "hf_mp.trainer.checkpoints.sharded_checkpoint",
     "CheckpointError": "hf_mp.trainer.checkpoints.manifest",

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from _results import alternate
 from _tensor_memory import peak_tensor_bytes as peak_tensor_bytes
-from hf_mp.casting.cpu.fp32_products import fp32_product
+from hf_mp.casting.cpu.fp32_matmul import fp32_product
 from hf_mp.casting.cpu.upcast import runs_natively
 
 DEFAULT_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

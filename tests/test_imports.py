@@ -14,7 +14,7 @@ import hf_mp
 
 ROOT = Path(hf_mp.__file__).parent
 # Who may import whom, besides itself: the package's parts from the ground up.
-_FLOOR = {"_warnings", "dtypes", "kernels", "model_walk", "policy", "scaling", "borders"}
+_FLOOR = {"_warnings", "dtypes", "kernels", "model_index", "policy", "scaling", "scale_boundary"}
 _WEIGHTS = _FLOOR | {"casting", "models", "ranks", "weights"}
 _STEP = _WEIGHTS | {"integrations", "step"}
 ALLOWED = {
@@ -22,10 +22,10 @@ ALLOWED = {
     "_warnings": set(),
     "dtypes": set(),
     "kernels": {"_warnings"},
-    "model_walk": {"dtypes", "kernels"},
+    "model_index": {"dtypes", "kernels"},
     "scaling": {"_warnings", "dtypes", "kernels"},
     "policy": {"dtypes", "scaling"},
-    "borders": {"_warnings", "dtypes", "kernels"},
+    "scale_boundary": {"_warnings", "dtypes", "kernels"},
     "casting": _FLOOR,
     "environment": {"_version", "casting", "dtypes", "kernels", "policy"},
     "models": _FLOOR | {"casting"},
@@ -115,7 +115,7 @@ def test_sub_folders_are_layers(modules: dict[str, set[str]]) -> None:
 
 
 def test_nobody_outside_names_a_part_of_the_owner_of_the_weights(modules: dict[str, set[str]]) -> None:
-    parts = ("gathered_weights", "reading_layout", "spread_layouts")
+    parts = ("gathered_weights", "inference_layout", "sharded_layouts")
     classes = {"hf_mp.weights.weight_uses.WeightUses", "hf_mp.weights.working_copies.WorkingCopies"}
     hidden = {f"hf_mp.weights.{name}" for name in parts} | classes
     for module, imported in modules.items():

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_mp.casting.calls import Mode, Plan
 from hf_mp.casting.cpu import attention, upcast
 from hf_mp.casting.cpu.attention import ATTENTION, attend, has_flash, read_attention, score_count
-from hf_mp.casting.cpu.products import MIN_ELEMENTS, WEIGHT_POSITIONS, MatmulCall, multiply, parse_matmul
+from hf_mp.casting.cpu.matmul import MIN_ELEMENTS, WEIGHT_POSITIONS, MatmulCall, multiply, parse_matmul
 from hf_mp.casting.cpu.upcast import are_small, run_through_fp32
 from hf_mp.casting.handlers import cast_all, lower_precision
+from hf_mp.casting.plan_entry import Mode, Plan
 from hf_mp.kernels.nested import tensors_in
 from hf_mp.kernels.transforms import is_compiling_or_transforming
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_mp.casting.columns import aligned
+from hf_mp.casting.call_observer import WatchedCall, observe_calls
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import CastRule, TableName, op_name
-from hf_mp.casting.watching import WatchedCall, observe_calls
+from hf_mp.casting.text_table import aligned
 from hf_mp.dtypes import spell
 from hf_mp.kernels.nested import tensors_in
 

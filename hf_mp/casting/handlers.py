@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from hf_mp.casting.calls import Mode, Plan, PlannedCall
 from hf_mp.casting.composites import COMPOSITES, PYTHON_METHODS
+from hf_mp.casting.plan_entry import Mode, Plan, PlannedCall
 from hf_mp.casting.tables import TABLES, CastRule
 from hf_mp.kernels.nested import tensors_in
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_mp.casting.active import active_autocast, state
-from hf_mp.casting.calls import Plan, PlannedCall
+from hf_mp.casting.autocast_stack import active_autocast, state
 from hf_mp.casting.handlers import as_given
 from hf_mp.casting.mode import autocast
+from hf_mp.casting.plan_entry import Plan, PlannedCall
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.torch_patches import Patch, Patches
 

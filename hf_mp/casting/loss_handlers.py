@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_mp.casting.calls import PlannedCall
 from hf_mp.casting.mode import autocast
+from hf_mp.casting.plan_entry import PlannedCall
 from hf_mp.casting.tables import CastRule
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.cross_entropy import FEW_ELEMENTS, cross_entropy

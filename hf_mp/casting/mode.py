@@ -16,18 +16,23 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from hf_mp._warnings import warn_caller
-from hf_mp.casting.active import active_autocast, state
-from hf_mp.casting.calls import PlannedCall
-from hf_mp.casting.dispatched import sync_innermost
-from hf_mp.casting.exact_sums import exact_plan
+from hf_mp.casting.autocast_stack import active_autocast, state
+from hf_mp.casting.compile_exclusion import uncompiled
+from hf_mp.casting.data_tracking import (
+    DataTrackedParameter,
+    track_data_writes,
+    untrack_data_writes,
+    version_and_address,
+)
+from hf_mp.casting.dispatcher_kernels import sync_innermost
+from hf_mp.casting.fp64_accumulation import exact_plan
 from hf_mp.casting.handlers import AS_GIVEN, CASTABLE, WHOLE_CALLS, is_shape
 from hf_mp.casting.module_rules import ActiveRule, apply_rule
+from hf_mp.casting.plan_entry import PlannedCall
 from hf_mp.casting.plans import plan_for, with_rules
 from hf_mp.casting.rules import ModuleRule, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import TABLES, CastRule, TableName
 from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
-from hf_mp.casting.uncompiled import uncompiled
-from hf_mp.casting.watched import DataTrackedParameter, track_data_writes, untrack_data_writes, version_and_address
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES, named_dtype
 from hf_mp.kernels.nested import map_tensors
 

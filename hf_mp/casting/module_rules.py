@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from hf_mp.casting.active import active_autocast, state
-from hf_mp.casting.calls import Mode
+from hf_mp.casting.autocast_stack import active_autocast, state
+from hf_mp.casting.plan_entry import Mode
 from hf_mp.casting.rules import SCALABLE, ModuleRule
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 

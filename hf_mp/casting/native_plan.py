@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from hf_mp.casting.calls import Plan, PlannedCall
 from hf_mp.casting.cpu.attention import ATTENTION
-from hf_mp.casting.cpu.products import MIN_ELEMENTS
+from hf_mp.casting.cpu.matmul import MIN_ELEMENTS
 from hf_mp.casting.cpu.upcast import SMALL_ELEMENTS
 from hf_mp.casting.cpu_handlers import native_attention, native_product, through_fp32
 from hf_mp.casting.handlers import AS_GIVEN, as_given, fp32, fp32_output, lower_precision, widest
+from hf_mp.casting.plan_entry import Plan, PlannedCall
 from hf_mp.kernels.native import native
 
 # Handler -> C++ rule, and its variant if the first tensor of a call is on a CPU. All other handlers run in Python.

@@ -8,11 +8,11 @@ import sys
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from hf_mp.casting.calls import Plan
 from hf_mp.casting.composites import COMPOSITES
 from hf_mp.casting.cpu.upcast import runs_natively
 from hf_mp.casting.cpu_handlers import upcast_plan
 from hf_mp.casting.handlers import plan_of
+from hf_mp.casting.plan_entry import Plan
 from hf_mp.casting.rules import OpRules
 from hf_mp.casting.tables import OPS, CastRule, TableName
 

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_mp._warnings import warn_caller
-from hf_mp.casting.active import active_autocast, enter_disabled_region, exit_disabled_region
-from hf_mp.casting.dispatched import undispatched
-from hf_mp.casting.uncompiled import uncompiled
+from hf_mp.casting.autocast_stack import active_autocast, enter_disabled_region, exit_disabled_region
+from hf_mp.casting.compile_exclusion import uncompiled
+from hf_mp.casting.dispatcher_kernels import undispatched
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 
 # Unpatched.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_mp.casting.active import active_autocast
+from hf_mp.casting.autocast_stack import active_autocast
 from hf_mp.casting.rules import Rules, parse_rules
 from hf_mp.casting.tables import TABLES, TableName, op_name
 from hf_mp.diagnostics.batches import call_model, check_batches
@@ -30,7 +30,7 @@ from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.attachable import detach
+from hf_mp.weights.attach_checks import detach
 
 Precision = PrecisionPolicy | torch.dtype | str
 ROWS_ELEMENTS = 2**22  # logits that are compared at once

@@ -6,7 +6,7 @@ import math
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from hf_mp.casting.columns import aligned
+from hf_mp.casting.text_table import aligned
 from hf_mp.diagnostics.as_json import for_json
 
 

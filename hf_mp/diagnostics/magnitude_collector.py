@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_mp.casting.uncompiled import is_compiled
-from hf_mp.casting.watching import observe_calls
+from hf_mp.casting.call_observer import observe_calls
+from hf_mp.casting.compile_exclusion import is_compiled
 from hf_mp.diagnostics.contract.lost_update_count import count_lost_updates
 from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes

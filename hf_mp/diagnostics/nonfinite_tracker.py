@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from hf_mp.casting.call_observer import WatchedCall, observe_calls
 from hf_mp.casting.mode import autocast
-from hf_mp.casting.watching import WatchedCall, observe_calls
 from hf_mp.diagnostics.overflow_report import Phase
 from hf_mp.diagnostics.values import UNINITIALISED, Finiteness, TensorRange, finiteness, ranges_of
 from hf_mp.kernels.nested import named_tensors, tensors_in

@@ -15,14 +15,14 @@ from hf_mp.diagnostics.replay import replay
 from hf_mp.diagnostics.step_snapshot import IncomingGradient, RecordedBackward, RecordedCall, save_rng_states
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude
 from hf_mp.kernels.nested import named_tensors
-from hf_mp.model_walk import model_parameters
+from hf_mp.model_index import model_parameters
 from hf_mp.ranks.parallelism import get_rank, is_distributed, local_parts
 from hf_mp.scaling.loss_scaler import WAY_OUT
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.step.observers import StepObserver
-from hf_mp.weights.attachable import runtimes_of
-from hf_mp.weights.outside_reads import on_stored_values
+from hf_mp.weights.attach_checks import runtimes_of
+from hf_mp.weights.fp32_reads import on_stored_values
 
 _Observer = TypeVar("_Observer", bound=StepObserver)
 logger = logging.get_logger(__name__)

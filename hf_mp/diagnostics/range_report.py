@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_mp.casting.columns import aligned
+from hf_mp.casting.text_table import aligned
 from hf_mp.diagnostics.as_json import for_json
 from hf_mp.diagnostics.ranges import OpRange
 

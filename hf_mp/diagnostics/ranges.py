@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_mp.casting.call_observer import WatchedCall, observe_calls
 from hf_mp.casting.rules import WITH_WEIGHTS, Product
 from hf_mp.casting.tables import CastRule
-from hf_mp.casting.watching import WatchedCall, observe_calls
 from hf_mp.diagnostics.values import UNINITIALISED
 from hf_mp.kernels.gradient_scan import largest_magnitude, real_values
 from hf_mp.kernels.nested import tensors_in

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_mp.casting.data_tracking import DataTrackedParameter
 from hf_mp.casting.torch_patches import Patch, Patches, around
-from hf_mp.casting.watched import DataTrackedParameter
 from hf_mp.kernels.gradient_scan import all_finite
 from hf_mp.ranks.parallelism import local_parts
-from hf_mp.weights.attachable import RUNTIMES
+from hf_mp.weights.attach_checks import RUNTIMES
 from hf_mp.weights.split_parameter import SplitParameter
 
 

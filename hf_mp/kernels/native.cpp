@@ -1,6 +1,6 @@
 // Functions that a step calls too often for Python: casts of autocast, walks over modules and over the autograd graph.
 //
-// The kernels follow rules from Python, one byte for each op. casting/dispatched.py has the references, which also make
+// The kernels follow rules from Python, one byte for each op. casting/dispatcher_kernels.py has the references, which also make
 // the calls that a rule leaves to Python. Compiled at first use by native.py.
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -229,7 +229,7 @@ void register_op(const std::string& name_space, const std::string& name, size_t 
 }
 
 // Whether all edges from the nodes of a forward, with sequence numbers from `first` on, to older nodes in the graph of
-// `results` lead to unscale nodes. False also for graphs that only Python can check: hf_mp/borders.py, add_unscale_hooks.
+// `results` lead to unscale nodes. False also for graphs that only Python can check: hf_mp/scale_boundary.py, add_unscale_hooks.
 bool leaves_by_unscale_nodes(const std::vector<Tensor>& results, uint64_t first, uint64_t at_once, py::handle border) {
   std::vector<torch::autograd::Node*> todo;
   std::unordered_set<torch::autograd::Node*> seen;
@@ -263,7 +263,7 @@ void append(std::string& key, Value value) {
 }
 
 // Call `function(name, value)` for the entries of a dictionary of each module; false if a module has no dictionary.
-// hf_mp/model_walk.py has the references.
+// hf_mp/model_index.py has the references.
 template <class Function>
 bool for_each_entry(const py::list& modules, const char* attribute, Function function) {
   const py::str name_of_entries(attribute);  // once: making the string costs as much as the lookup

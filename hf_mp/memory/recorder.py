@@ -18,7 +18,7 @@ from hf_mp.kernels.nested import tensors_in
 from hf_mp.memory.footprint import Kind, gradients_of, tensors_of
 from hf_mp.memory.ledger import Category, Ledger, Phase
 from hf_mp.ranks.parallelism import local_parts
-from hf_mp.weights.outside_reads import as_stored
+from hf_mp.weights.fp32_reads import as_stored
 
 _CATEGORIES = {
     Kind.MASTER_WEIGHTS: Category.MASTER_WEIGHTS,

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_mp.casting.active import active_autocast
+from hf_mp.casting.autocast_stack import active_autocast
 from hf_mp.models.base import ModelReplacement
 
 _SWITCH = "cast_input_dtype_enabled"  # PEFT's

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_mp.casting.active import active_autocast
+from hf_mp.casting.autocast_stack import active_autocast
 from hf_mp.models.base import ForwardReplacement, ReplacedForward
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
-from hf_mp.model_walk import model_parameters, modules_of, optimizer_parameters
+from hf_mp.model_index import model_parameters, modules_of, optimizer_parameters
 
 
 def is_distributed() -> bool:

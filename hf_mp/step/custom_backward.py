@@ -26,15 +26,15 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
-from hf_mp.borders import add_leaf_borders, leaf_edges, original_of
-from hf_mp.casting.active import active_autocast, state
-from hf_mp.casting.calls import Mode
-from hf_mp.casting.dispatched import current_graph_task
+from hf_mp.casting.autocast_stack import active_autocast, state
+from hf_mp.casting.compile_exclusion import uncompiled
+from hf_mp.casting.dispatcher_kernels import current_graph_task
+from hf_mp.casting.plan_entry import Mode
 from hf_mp.casting.torch_patches import Patch, Patches, around
-from hf_mp.casting.uncompiled import uncompiled
 from hf_mp.kernels.nested import tensors_in
+from hf_mp.scale_boundary import add_leaf_borders, leaf_edges, original_of
 from hf_mp.weights.alias_patches import DIFFERENTIATE_WEIGHTS
-from hf_mp.weights.attachable import RUNTIMES
+from hf_mp.weights.attach_checks import RUNTIMES
 
 _WAY_OUT = (
     "Start it from the gradients that the function receives, by torch functions, or decorate the function's backward "

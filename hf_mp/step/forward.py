@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_mp.borders import cast_to_output
-from hf_mp.casting.active import state
+from hf_mp.casting.autocast_stack import state
+from hf_mp.casting.compile_exclusion import outside_of_graphs
 from hf_mp.casting.deferred_output import DeferredOutput, can_be_deferred, may_stay_unread
-from hf_mp.casting.dispatched import current_graph_task, dispatched
-from hf_mp.casting.uncompiled import outside_of_graphs
+from hf_mp.casting.dispatcher_kernels import current_graph_task, dispatched
 from hf_mp.kernels.nested import apply_to_tensors
 from hf_mp.models.base import ReplacedForward
 from hf_mp.models.positions import counting_positions
+from hf_mp.scale_boundary import cast_to_output
 from hf_mp.step.profiling import profiled
 from hf_mp.step.runtime import StepRuntime
 from hf_mp.weights.attached_autocast import AttachedAutocast
 from hf_mp.weights.forward_weights import ForwardWeights
-from hf_mp.weights.outside_reads import as_stored
+from hf_mp.weights.fp32_reads import as_stored
 
 
 class AttachedForward(ReplacedForward):
@@ -98,8 +98,8 @@ class ForwardContext:
     """One forward of an attached model, or the recomputation of a part of it: a context for one thread.
 
     While it is entered, the weights are in their slots, autocast casts the calls, and ``state.forward``
-    (:mod:`hf_mp.casting.active`) is this object, from which autocast, kernels, caches and borders read its attributes:
-    those of :class:`hf_mp.casting.calls.Forward`.
+    (:mod:`hf_mp.casting.autocast_stack`) is this object, from which autocast, kernels, caches and the scale boundary
+    read its attributes: those of :class:`hf_mp.casting.plan_entry.Forward`.
 
     Args:
         runtime: of the model.

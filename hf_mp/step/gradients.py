@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from hf_mp._warnings import warn_caller
-from hf_mp.casting.uncompiled import uncompiled
+from hf_mp.casting.compile_exclusion import uncompiled
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, largest_magnitude, largest_magnitude_and_norm
 from hf_mp.kernels.tensors import is_on_host
 from hf_mp.ranks.agreement import Ranks
 from hf_mp.ranks.parallelism import is_distributed, local_parts
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.profiling import profiled
+from hf_mp.weights.fp32_reads import as_stored
 from hf_mp.weights.fused_adamw import Clipping
-from hf_mp.weights.outside_reads import as_stored
-from hf_mp.weights.source import WeightStore
+from hf_mp.weights.weight_store import WeightStore
 
 _DEVICES_WITH_FOUND_INF = ("cuda",)  # devices whose fused optimizers skip on found_inf, so that the host need not wait
 

@@ -31,8 +31,8 @@ from hf_mp.step.observers import (
 from hf_mp.step.runtime import StepRuntime
 from hf_mp.step.unattached import STEP_HOOK
 from hf_mp.step.update import AttachedOptimizer, guard_steps
-from hf_mp.weights.attachable import RUNTIMES, check_attachable
-from hf_mp.weights.source import WeightLayout
+from hf_mp.weights.attach_checks import RUNTIMES, check_attachable
+from hf_mp.weights.weight_store import WeightLayout
 
 STATE_VERSION = 1  # of state_dict()
 

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from hf_mp.borders import accumulating_edges
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, norm_of
-from hf_mp.model_walk import optimizer_parameters
+from hf_mp.model_index import optimizer_parameters
+from hf_mp.scale_boundary import accumulating_edges
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.gradients import largest_unscaled_magnitude
 from hf_mp.step.observers import StepController

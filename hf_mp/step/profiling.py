@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.autograd import profiler
 
-from hf_mp.casting.uncompiled import uncompiled
+from hf_mp.casting.compile_exclusion import uncompiled
 
 _NOTHING = nullcontext()
 

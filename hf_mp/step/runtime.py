@@ -19,7 +19,7 @@ from hf_mp.casting.tables import TableName
 from hf_mp.casting.torch_patches import PATCHES, acquire
 from hf_mp.integrations.masters_of_ddp import DDP_PATCHES
 from hf_mp.integrations.value_clipping import VALUE_PATCHES
-from hf_mp.model_walk import optimizer_parameters
+from hf_mp.model_index import optimizer_parameters
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.agreement import Ranks
 from hf_mp.ranks.parallelism import (
@@ -37,10 +37,10 @@ from hf_mp.step.observers import StepController, StepObserver
 from hf_mp.step.scale_provider import LossScaleProvider
 from hf_mp.step.unattached import STEP_HOOK
 from hf_mp.weights.alias_patches import ALIAS_PATCHES
-from hf_mp.weights.attachable import rules_for
+from hf_mp.weights.attach_checks import rules_for
 from hf_mp.weights.attached_autocast import AttachedAutocast
 from hf_mp.weights.forward_weights import ForwardWeights
-from hf_mp.weights.source import WeightLayout, WeightStore, make_layout
+from hf_mp.weights.weight_store import WeightLayout, WeightStore, make_layout
 
 
 class StepRuntime:

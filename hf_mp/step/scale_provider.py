@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from hf_mp.borders import accumulating_edges
-from hf_mp.casting.active import state
-from hf_mp.casting.dispatched import current_graph_task
+from hf_mp.casting.autocast_stack import state
+from hf_mp.casting.dispatcher_kernels import current_graph_task
+from hf_mp.scale_boundary import accumulating_edges
 
 
 class LossScaleProvider:
-    """The :class:`~hf_mp.borders.ScaleProvider` of a model: reads the loss scale and notifies check and observers.
+    """The :class:`~hf_mp.scale_boundary.ScaleProvider` of a model: reads the loss scale, notifies check and observers.
 
     Args:
         runtime: the ``StepRuntime`` of the model, with its scaler, gradient check, weights and observers.

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from hf_mp.model_walk import model_parameters, optimizer_parameters
+from hf_mp.model_index import model_parameters, optimizer_parameters
 from hf_mp.step.gradients import NOT_ATTACHED
-from hf_mp.weights.outside_reads import on_stored_values
+from hf_mp.weights.fp32_reads import on_stored_values
 
 
 class _StepHook:

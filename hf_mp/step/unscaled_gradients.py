@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from hf_mp.borders import is_in_graph, scale_gradient
-from hf_mp.casting.active import state
+from hf_mp.casting.autocast_stack import state
 from hf_mp.kernels.nested import apply_to_tensors, tensors_in
+from hf_mp.scale_boundary import is_in_graph, scale_gradient
 from hf_mp.step.custom_backward import CustomBackward, scaled_runtimes
 from hf_mp.step.runtime import StepRuntime
 

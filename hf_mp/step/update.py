@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hf_mp.integrations.accelerated import as_accelerated, patch_accelerate_skip_flag
-from hf_mp.model_walk import optimizer_parameters
+from hf_mp.model_index import optimizer_parameters
 from hf_mp.ranks.parallelism import parallelism_of
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.gradients import OverflowStatus
 from hf_mp.step.profiling import profiled
 from hf_mp.step.runtime import StepRuntime
-from hf_mp.weights.attachable import check_optimizer
+from hf_mp.weights.attach_checks import check_optimizer
 from hf_mp.weights.fused_adamw import UpdateCache, can_skip_on_device, with_found_inf
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Trainer
 
 from hf_mp.diagnostics.contract.folders import ShardMetadata
-from hf_mp.model_walk import plain_name
+from hf_mp.model_index import plain_name
 from hf_mp.ranks.parallelism import is_sharded
 from hf_mp.trainer.checkpoints import loaded_state
 from hf_mp.trainer.checkpoints.saved_names import check_all_loaded, load_weights, require_all_loaded, weight_files

@@ -33,8 +33,8 @@ from hf_mp.trainer.fused_head import set_fused_heads_to_fp32
 from hf_mp.trainer.relative_steps import report_rates_without_gradients
 from hf_mp.trainer.reporting import end_recording, show_contract, start_recording, warn_of_skipped_steps
 from hf_mp.trainer.settings import OF_MIXED, SAVE_DTYPES, SessionSettings
-from hf_mp.weights.attachable import runtimes_of
-from hf_mp.weights.source import make_inference_layout
+from hf_mp.weights.attach_checks import runtimes_of
+from hf_mp.weights.weight_store import make_inference_layout
 
 if TYPE_CHECKING:  # what not every training asks for is imported where it does
     from hf_mp.diagnostics.overflow_report import OverflowReport

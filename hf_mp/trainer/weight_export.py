@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from hf_mp.diagnostics.overflow import runtime_of
-from hf_mp.model_walk import plain_name
+from hf_mp.model_index import plain_name
 from hf_mp.ranks.parallelism import is_dtensor
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.outside_reads import on_stored_values
+from hf_mp.weights.fp32_reads import on_stored_values
 
 
 def working_copies(model: nn.Module | MixedPrecision) -> Iterator[tuple[str, Tensor]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_mp.casting.active import state
+from hf_mp.casting.autocast_stack import state
 from hf_mp.casting.torch_patches import Patch, Patches, around
 from hf_mp.weights.slots import WeightAlias
 

@@ -13,20 +13,20 @@ from torch._ops import OpOverload
 from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from hf_mp.casting.active import active_autocast, state
-from hf_mp.casting.calls import Forward, PlannedCall
+from hf_mp.casting.autocast_stack import active_autocast, state
+from hf_mp.casting.compile_exclusion import uncompiled
 from hf_mp.casting.cpu_handlers import training_plan
-from hf_mp.casting.dispatched import can_dispatch, compiled_frames, register, undispatched
+from hf_mp.casting.dispatcher_kernels import can_dispatch, compiled_frames, register, undispatched
 from hf_mp.casting.handlers import AS_GIVEN, widened
 from hf_mp.casting.kv_cache import CACHE_WRITES, lowers_attention
 from hf_mp.casting.loss_handlers import planned_losses
 from hf_mp.casting.mode import ALWAYS_HELD, autocast
+from hf_mp.casting.plan_entry import Forward, PlannedCall
 from hf_mp.casting.tables import CastRule
-from hf_mp.casting.uncompiled import uncompiled
 from hf_mp.kernels.nested import apply_to_tensors
 from hf_mp.kernels.transforms import is_compiling_or_transforming
 from hf_mp.weights.forward_weights import ForwardWeights
-from hf_mp.weights.outside_reads import OF_THE_TENSOR_ITSELF
+from hf_mp.weights.fp32_reads import OF_THE_TENSOR_ITSELF
 from hf_mp.weights.slots import WeightAlias
 
 

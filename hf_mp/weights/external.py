@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_mp.borders import add_unscale_hooks, cast_to_output, is_of_model, reaches_forward
+from hf_mp.scale_boundary import add_unscale_hooks, cast_to_output, is_of_model, reaches_forward
 from hf_mp.weights.slots import WeightSlots
 
 _MOST_FORWARDS = 1000  # whose nodes are remembered: the record must not grow with the training

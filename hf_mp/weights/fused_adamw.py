@@ -17,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, Room, adamw_, is_small
 from hf_mp.kernels.registry import VARIABLE, kernel_for
 from hf_mp.kernels.tensors import is_on_host, is_ordinary, traits_of
-from hf_mp.model_walk import optimizer_parameters
+from hf_mp.model_index import optimizer_parameters
 from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, updated_remainders
 from hf_mp.weights.working_copies import WorkingCopies
 

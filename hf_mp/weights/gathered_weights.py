@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_mp.borders import AliasSetUse
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.ranks.parallelism import fsdp_modules, is_dtensor
+from hf_mp.scale_boundary import AliasSetUse
 from hf_mp.weights.external import ExternalTensors
+from hf_mp.weights.sharded_layouts import TensorParallelLayout
 from hf_mp.weights.slots import ParameterSlot, WeightSlots
-from hf_mp.weights.spread_layouts import TensorParallelLayout
 from hf_mp.weights.weight_uses import WeightUses
 
 

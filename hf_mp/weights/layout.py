@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from hf_mp._warnings import warn_caller
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
-from hf_mp.model_walk import model_parameters, optimizer_parameters, widen_buffers
+from hf_mp.model_index import model_parameters, optimizer_parameters, widen_buffers
 from hf_mp.policy import PrecisionPolicy
+from hf_mp.ranks.fsdp_communication import ScaleSource
 from hf_mp.ranks.parallelism import Parallelism, is_dtensor
-from hf_mp.ranks.wire import ScaleSource
-from hf_mp.weights.buckets import SplitGradientCommHook
+from hf_mp.weights.ddp_comm_hook import SplitGradientCommHook
 from hf_mp.weights.working_copies import WorkingCopies
 
 

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp._warnings import warn_caller
-from hf_mp.casting.watched import track_data_writes, version_and_address
+from hf_mp.casting.data_tracking import track_data_writes, version_and_address
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.gradient_scan import norm_of, real_values, tensor_norm, total_norm
 from hf_mp.kernels.split import split
 from hf_mp.kernels.tensors import is_on_host
-from hf_mp.model_walk import optimizer_parameters
-from hf_mp.weights.attachable import check_closure
-from hf_mp.weights.early_state import optimizers_in, state_to_fp32
+from hf_mp.model_index import optimizer_parameters
+from hf_mp.weights.attach_checks import check_closure
+from hf_mp.weights.fp32_reads import as_stored, on_stored_values
 from hf_mp.weights.fused_adamw import UpdateCache, clip_factor, fused_step_split, replaces_step, with_found_inf
-from hf_mp.weights.outside_reads import as_stored, on_stored_values
+from hf_mp.weights.optimizer_state import optimizers_in, state_to_fp32
 from hf_mp.weights.split_parameter import (
     SplitParameter,
     gradient_and_factor,

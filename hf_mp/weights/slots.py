@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_mp.borders import AliasSetUse, ScaleProvider, original_of, unscaling_aliases
-from hf_mp.casting.watched import track_data_writes
+from hf_mp.casting.data_tracking import track_data_writes
 from hf_mp.kernels.native import native
+from hf_mp.scale_boundary import AliasSetUse, ScaleProvider, original_of, unscaling_aliases
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.working_copies import is_master
 

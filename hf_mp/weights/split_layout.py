@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hf_mp.casting.watched import DataTrackedParameter
+from hf_mp.casting.data_tracking import DataTrackedParameter
 from hf_mp.kernels.tensors import takes_lists
-from hf_mp.model_walk import model_parameters, modules_of, widen_buffers
+from hf_mp.model_index import model_parameters, modules_of, widen_buffers
+from hf_mp.ranks.fsdp_communication import ScaleSource
 from hf_mp.ranks.parallelism import Parallelism
-from hf_mp.ranks.wire import ScaleSource
+from hf_mp.weights.fp32_reads import on_stored_values
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.master_weight_optimizer import MasterWeightOptimizer, clip_grad_norm_
-from hf_mp.weights.outside_reads import on_stored_values
 from hf_mp.weights.split_parameter import (
     SplitParameter,
     check_splittable,

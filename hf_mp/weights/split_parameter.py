@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp._warnings import warn_caller
-from hf_mp.casting.active import state as autocasts
-from hf_mp.casting.watched import DataTrackedParameter, allow_foreach_optimizers, untrack_data_writes
+from hf_mp.casting.autocast_stack import state as autocasts
+from hf_mp.casting.data_tracking import DataTrackedParameter, allow_foreach_optimizers, untrack_data_writes
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.split import REMAINDER_DTYPE, cache_blocks, merge, split
 from hf_mp.kernels.tensors import is_shared, version_of
-from hf_mp.weights.outside_reads import (
+from hf_mp.weights.fp32_reads import (
     DATA,
     StoredIn16Bits,
     as_stored,
@@ -44,7 +44,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
       who reads it may write it, so that this is what is kept from then on. The wrapper reads what nobody else read as
       it is (:func:`gradient_and_factor`), without the FP32 copy. A second gradient (of the next micro-batch) adds in
       FP32.
-    - **Values are FP32 for their readers** outside of a forward (:mod:`hf_mp.weights.outside_reads`).
+    - **Values are FP32 for their readers** outside of a forward (:mod:`hf_mp.weights.fp32_reads`).
     - Deep copies and pickles are ordinary FP32 parameters.
     """
 

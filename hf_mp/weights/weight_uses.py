@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hf_mp.casting.experts import WEIGHTS, has_stacked_experts
-from hf_mp.model_walk import modules_of
+from hf_mp.model_index import modules_of
 from hf_mp.weights.slots import ParameterSlot
 
 _OFFLOADED_DEVICES = ("meta",)  # of weights that accelerate has offloaded, and loads when their module is called

@@ -10,7 +10,12 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from hf_mp.casting.watched import DataTrackedParameter, track_data_writes, untrack_data_writes, version_and_address
+from hf_mp.casting.data_tracking import (
+    DataTrackedParameter,
+    track_data_writes,
+    untrack_data_writes,
+    version_and_address,
+)
 
 
 def is_master(weight: Tensor) -> TypeGuard[nn.Parameter]:

@@ -10,8 +10,8 @@ from scale_provider import ScaleProvider
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_mp.borders import cast_to_output
 from hf_mp.casting.deferred_output import DeferredOutput
+from hf_mp.scale_boundary import cast_to_output
 
 
 class Square(torch.autograd.Function):

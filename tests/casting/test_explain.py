@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 
+from hf_mp.casting.call_observer import WatchedCall, observe_calls
 from hf_mp.casting.explain import ExplainedOp, Explanation
 from hf_mp.casting.mode import active_autocast, autocast
-from hf_mp.casting.watching import WatchedCall, observe_calls
 from hf_mp.models import lm_losses
 from hf_mp.scaling.scalers import StaticLossScaler
 from hf_mp.step.mixed_precision import MixedPrecision

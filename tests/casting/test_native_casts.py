@@ -16,11 +16,11 @@ from torch._ops import OpOverload
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from hf_mp.casting.active import state
-from hf_mp.casting.calls import Plan, PlannedCall
-from hf_mp.casting.dispatched import current_graph_task, dispatched, register
+from hf_mp.casting.autocast_stack import state
+from hf_mp.casting.dispatcher_kernels import current_graph_task, dispatched, register
 from hf_mp.casting.handlers import AS_GIVEN
 from hf_mp.casting.mode import autocast
+from hf_mp.casting.plan_entry import Plan, PlannedCall
 from hf_mp.casting.plans import plan_for
 from hf_mp.casting.tables import TABLES, CastRule, TableName, spellings
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch._C._dynamo import eval_frame
 
 import hf_mp
-from hf_mp.casting import torch_patches, uncompiled
+from hf_mp.casting import compile_exclusion, torch_patches
 from hf_mp.casting.torch_patches import PATCHES, TABLE, Patch, Patches
 from hf_mp.integrations import accelerated
 
@@ -233,5 +233,5 @@ def test_this_torch_lacks_nothing(recwarn: pytest.WarningsRecorder) -> None:
 def test_a_compiler_without_strategies_costs_one_warning_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(eval_frame, "set_code_exec_strategy")
     with pytest.warns(UserWarning, match="has no set_code_exec_strategy: after a graph break") as told:
-        found = runpy.run_path(uncompiled.__file__)
+        found = runpy.run_path(compile_exclusion.__file__)
     assert len(told) == 1 and found["uncompiled"](len) is len

@@ -29,7 +29,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 from hf_mp import LossScaleError, MasterWeightOptimizer, MixedPrecision, PrecisionPolicy
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.scaling.scalers import make_loss_scaler
-from hf_mp.weights.outside_reads import as_stored
+from hf_mp.weights.fp32_reads import as_stored
 
 SCALERS: dict[str, dict[str, Any]] = {
     "headroom": {"half_life": 5, "patience": 7, "min_scale": 2.0**-4, "max_scale": 2.0**20},

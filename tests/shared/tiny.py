@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_mp
-from hf_mp.casting.active import state
+from hf_mp.casting.autocast_stack import state
 from hf_mp.weights.split_parameter import make_split
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import ReformerConfig, ReformerModelWithLMHead
 
 import hf_mp
-from hf_mp.casting.active import state
+from hf_mp.casting.autocast_stack import state
 from hf_mp.casting.torch_patches import Patches
 from hf_mp.step.custom_backward import BACKWARD_PATCHES
 

@@ -12,7 +12,7 @@ from tiny import Using, same, take_step
 from torch import Tensor, nn
 
 import hf_mp
-from hf_mp.weights.outside_reads import as_stored
+from hf_mp.weights.fp32_reads import as_stored
 
 LEAN = ("fp16-lean", "bf16-lean")
 IDS = torch.arange(10).reshape(2, 5)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import hf_mp
 from hf_mp.kernels.split import split
 from hf_mp.weights import split_layout
-from hf_mp.weights.outside_reads import as_stored
+from hf_mp.weights.fp32_reads import as_stored
 from hf_mp.weights.split_parameter import (
     SplitParameter,
     gradient_and_factor,

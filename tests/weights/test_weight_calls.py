@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from hf_mp.casting.active import state
+from hf_mp.casting.autocast_stack import state
 from hf_mp.step.mixed_precision import MixedPrecision
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))

@@ -11,7 +11,7 @@ from tiny import Using
 from torch import Tensor, nn
 from torch.optim import optimizer
 
-from hf_mp.casting.watched import DataTrackedParameter, track_data_writes, untrack_data_writes
+from hf_mp.casting.data_tracking import DataTrackedParameter, track_data_writes, untrack_data_writes
 from hf_mp.weights.working_copies import WorkingCopies
 
 FP16, BF16 = torch.float16, torch.bfloat16

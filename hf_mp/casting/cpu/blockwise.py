@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from hf_mp.casting.cpu.fp32_products import fp32_product
+from hf_mp.casting.cpu.fp32_matmul import fp32_product
 
 BLOCK_ELEMENTS = 2**20  # 4 MiB in FP32: large enough for full matmul speed, small enough for caches and malloc
 LONGEST_ROW = 2**12  # of an operand: with longer ones a block would have too few rows and columns

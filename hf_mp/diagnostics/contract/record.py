@@ -19,8 +19,8 @@ from hf_mp.kernels.nested import tensors_in
 from hf_mp.memory.footprint import gradients_of
 from hf_mp.ranks.parallelism import is_distributed, local_part
 from hf_mp.step.observers import StepObserver
-from hf_mp.weights.attachable import runtimes_of
-from hf_mp.weights.outside_reads import on_stored_values
+from hf_mp.weights.attach_checks import runtimes_of
+from hf_mp.weights.fp32_reads import on_stored_values
 from hf_mp.weights.split_parameter import SplitParameter
 
 # DDP's hooks and FSDP2 reduce gradients by these. DDP's reducer, in C++, sends gradients in their own dtype.

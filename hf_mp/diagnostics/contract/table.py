@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from hf_mp.casting.columns import aligned
+from hf_mp.casting.text_table import aligned
 
 HEADER = ("parameters", "elements", "stored", "computed", "gradient", "reduced", "moments", "saved")
 NOT_SEEN, NONE = "?", "-"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_mp.model_walk import plain_name
+from hf_mp.model_index import plain_name
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
 
 _PREFIX = "model/"

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from hf_mp._warnings import warn_caller
 from hf_mp.kernels.split import REMAINDER_DTYPE
-from hf_mp.model_walk import modules_of
+from hf_mp.model_index import modules_of
 from hf_mp.policy import PrecisionPolicy
+from hf_mp.weights.fp32_reads import on_stored_values
 from hf_mp.weights.offload import transfers as limits
 from hf_mp.weights.offload.chunks import GRADIENT, REMAINDER
 from hf_mp.weights.offload.host_memory import reserve
@@ -31,7 +32,6 @@ from hf_mp.weights.offload.parameter import (
     offload,
 )
 from hf_mp.weights.offload.streams import streams_of
-from hf_mp.weights.outside_reads import on_stored_values
 from hf_mp.weights.split_layout import SplitLayout
 from hf_mp.weights.split_parameter import copy_scale_factors, make_split
 

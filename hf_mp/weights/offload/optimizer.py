@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 
 from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_
 from hf_mp.kernels.registry import kernel_for
-from hf_mp.model_walk import optimizer_parameters
+from hf_mp.model_index import optimizer_parameters
 from hf_mp.weights import master_weight_optimizer as base
+from hf_mp.weights.fp32_reads import DATA, as_stored
 from hf_mp.weights.fused_adamw import fused_groups, is_torchs_adam
 from hf_mp.weights.offload import transfers as limits
 from hf_mp.weights.offload.chunks import REMAINDER, Chunk, Piece, Rooms, bundle, cut
 from hf_mp.weights.offload.host_memory import Room, reserve
 from hf_mp.weights.offload.parameter import OffloadedParameter, clip_grad_norm_
-from hf_mp.weights.outside_reads import DATA, as_stored
 from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, has_gradient
 
 _SMALL_ELEMENTS = 1024  # a state tensor of up to so many, and of another shape than its parameter, stays on the device

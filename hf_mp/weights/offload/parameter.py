@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_mp.casting.watched import allow_foreach_optimizers
+from hf_mp.casting.data_tracking import allow_foreach_optimizers
 from hf_mp.kernels.gradient_scan import norm_of, norm_of_parts, real_values, scan_part
 from hf_mp.kernels.split import REMAINDER_DTYPE, merge, split_into
 from hf_mp.kernels.tensors import is_on_host
 from hf_mp.weights import master_weight_optimizer
+from hf_mp.weights.fp32_reads import DATA, as_stored, on_stored_values
 from hf_mp.weights.fused_adamw import clip_factor
 from hf_mp.weights.offload.chunks import GRADIENT, LOWER_GRADIENT, REMAINDER, Rooms
 from hf_mp.weights.offload.host_memory import reserve
 from hf_mp.weights.offload.transfers import Transfers
-from hf_mp.weights.outside_reads import DATA, as_stored, on_stored_values
 from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, multiply_gradients
 
 _GRAD: Any = Tensor.grad  # the property itself, which the classes override

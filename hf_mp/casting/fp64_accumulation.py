@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from hf_mp.casting.calls import Mode, Plan
 from hf_mp.casting.cpu.upcast import run_through_fp32
 from hf_mp.casting.handlers import CASTABLE, as_given, cast_all
+from hf_mp.casting.plan_entry import Mode, Plan
 from hf_mp.casting.tables import OPS, CastRule, TableName
 from hf_mp.kernels.nested import map_tensors, tensors_in
 

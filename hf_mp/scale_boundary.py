@@ -5,7 +5,7 @@ of its outputs is multiplied by S, and one that leaves it, to a parameter or to 
 Outside, every gradient is FP32 and true; inside, every FP16 gradient is S times larger and so clear of underflow
 (Micikevicius et al. 2017, arXiv 1710.03740, section 3.2). S is that of the time of the backward.
 
-Others multiply by S or 1/S where a gradient crosses by another way: products on a CPU (``casting/cpu/products.py``),
+Others multiply by S or 1/S where a gradient crosses by another way: products on a CPU (``casting/cpu/matmul.py``),
 split parameters (``weights/split_parameter.py``), and what travels in 16 bits (``ranks/``).
 """
 

@@ -13,8 +13,8 @@ from tiny import saved_tensors
 from torch import Tensor, nn
 
 import hf_mp
-from hf_mp.borders import unscaling_aliases
-from hf_mp.weights.spread_layouts import UncachedCopies
+from hf_mp.scale_boundary import unscaling_aliases
+from hf_mp.weights.sharded_layouts import UncachedCopies
 from hf_mp.weights.working_copies import WorkingCopies
 
 USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

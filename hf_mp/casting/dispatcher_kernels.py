@@ -22,12 +22,12 @@ import torch
 from torch._ops import OpOverload
 
 from hf_mp._warnings import warn_caller
-from hf_mp.casting.active import state
-from hf_mp.casting.calls import Forward, Plan
+from hf_mp.casting.autocast_stack import state
+from hf_mp.casting.compile_exclusion import uncompiled
 from hf_mp.casting.handlers import AS_GIVEN
 from hf_mp.casting.native_plan import native_plan
+from hf_mp.casting.plan_entry import Forward, Plan
 from hf_mp.casting.tables import dispatcher_ops
-from hf_mp.casting.uncompiled import uncompiled
 
 # In no table, but composed of ops in the tables. As in the mode, such a call is cast as a whole or not at all.
 _WHOLE = """

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 
 from hf_mp._warnings import warn_caller
-from hf_mp.casting.active import state
+from hf_mp.casting.autocast_stack import state
 from hf_mp.kernels.tensors import is_shared, version_of
 
 _DATA: Any = Tensor.data  # the property itself, which the class below overrides

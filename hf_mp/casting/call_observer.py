@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from hf_mp.casting.calls import Mode, PlannedCall
+from hf_mp.casting.plan_entry import Mode, PlannedCall
 from hf_mp.casting.tables import CastRule, called_name
 
 

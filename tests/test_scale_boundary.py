@@ -1,4 +1,4 @@
-"""The borders: what backward multiplies, and by what."""
+"""The scale boundary: what backward multiplies, and by what."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from scale_provider import ScaleProvider
 from tiny import Dispatched, assert_true, attached, gradients_of
 from torch import Tensor, nn
 
-from hf_mp import borders
-from hf_mp.borders import cast_to_output, unscaling_aliases
+from hf_mp import scale_boundary
+from hf_mp.scale_boundary import cast_to_output, unscaling_aliases
 from hf_mp.step.mixed_precision import MixedPrecision
 
 SCALE = 2.0**20
@@ -28,7 +28,7 @@ def parameter_border(parameter: Tensor, copy: Tensor | None, scale_provider: Sca
 
 def test_a_torch_without_an_order_of_nodes_costs_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_can_order_nodes", "_warn_without_order"):
-        monkeypatch.setattr(borders, name, functools.cache(getattr(borders, name).__wrapped__))
+        monkeypatch.setattr(scale_boundary, name, functools.cache(getattr(scale_boundary, name).__wrapped__))
     monkeypatch.setattr(torch._C, "_FunctionBase", object)
     weight = torch.ones(3, requires_grad=True)
     with pytest.warns(UserWarning, match="this torch cannot order autograd nodes") as caught:
@@ -92,12 +92,12 @@ def test_what_leaves_by_one_border_leaves_in_few_launches(
     dtype: torch.dtype, scale_provider: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU, bit for bit what leaves one by one; a large gradient is cast and multiplied in one pass."""
-    monkeypatch.setattr(borders, "_JOINED_ELEMENTS", 20)
+    monkeypatch.setattr(scale_boundary, "_JOINED_ELEMENTS", 20)
     weights = [torch.randn(shape) for shape in [(3, 4), (5,), (30,), (2, 2), (7,)]]
     given = [torch.randn(one.shape).to(dtype) for one in weights] + [torch.randn(one.shape) for one in weights[3:]]
 
     def leave(takes: bool) -> tuple[list[Any], list[str]]:
-        monkeypatch.setattr(borders, "takes_lists", lambda tensor: takes)
+        monkeypatch.setattr(scale_boundary, "takes_lists", lambda tensor: takes)
         outside = [nn.Parameter(weight.clone()) for weight in weights]
         inside, rounded = unscaling_aliases(outside, [one.detach().to(dtype) for one in outside], scale_provider)
         with OpLog() as log:  # some are used as copies alone, two in FP32 as well
@@ -240,9 +240,9 @@ def test_several_gradients_are_multiplied_as_one_is(factor: float | None) -> Non
     number = None if factor is None else torch.tensor([factor])
     with torch.no_grad():
         with Dispatched("_foreach_mul") as products:
-            found = borders._scale_gradients(gradients, number, ScaleProvider())
+            found = scale_boundary._scale_gradients(gradients, number, ScaleProvider())
         assert len(products.calls) == (factor is not None)
-        expected = [borders.scale_gradient(gradient, number, ScaleProvider()) for gradient in gradients]
+        expected = [scale_boundary.scale_gradient(gradient, number, ScaleProvider()) for gradient in gradients]
     for one, other in zip(found, expected, strict=True):
         assert one.dtype is other.dtype
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
@@ -255,7 +255,7 @@ def test_sparse_and_scalar_gradients_and_fp64_keep_layout_shape_and_dtype() -> N
     sparse = torch.sparse_coo_tensor([[1]], [3.0], (4,))
     given = [sparse, torch.tensor(3.0), torch.ones(2, dtype=torch.float64)]
     with torch.no_grad():
-        found = borders._scale_gradients(given, torch.tensor([0.5]), ScaleProvider())
+        found = scale_boundary._scale_gradients(given, torch.tensor([0.5]), ScaleProvider())
     assert found[0].is_sparse and found[0].to_dense().tolist() == [0.0, 1.5, 0.0, 0.0]
     assert found[1].shape == () and found[1].item() == 1.5
     assert found[2].dtype is torch.float64 and found[2].tolist() == [0.5, 0.5]

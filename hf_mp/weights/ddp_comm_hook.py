@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.ranks.wire import ScaleSource, sum_parts
+from hf_mp.ranks.fsdp_communication import ScaleSource, sum_parts
 from hf_mp.weights.split_parameter import SplitParameter, has_gradient
 
 

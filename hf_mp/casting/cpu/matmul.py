@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from hf_mp.borders import GradientTarget, gradient_target, scale_gradient
 from hf_mp.casting.cpu.blockwise import blocks, blockwise_product
 from hf_mp.casting.cpu.upcast import is_dense, run_through_fp32
 from hf_mp.kernels.transforms import is_compiling_or_transforming
+from hf_mp.scale_boundary import GradientTarget, gradient_target, scale_gradient
 
 MIN_ELEMENTS = 2**21  # of a weight: a native matmul of torch with fewer costs the host less
 

@@ -13,10 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from hf_mp.kernels.transforms import is_saving_elsewhere
-from hf_mp.model_walk import optimizer_parameters
+from hf_mp.model_index import optimizer_parameters
 from hf_mp.policy import PrecisionPolicy
+from hf_mp.ranks.fsdp_communication import ScaleSource, send_as_before, send_in_16_bits
 from hf_mp.ranks.parallelism import Parallelism, is_dtensor
-from hf_mp.ranks.wire import ScaleSource, send_as_before, send_in_16_bits
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.working_copies import is_master
 

@@ -12,7 +12,7 @@ import torch
 from native_casts import kernels as kernels
 from torch import nn
 
-from hf_mp.model_walk import Walk, model_parameters, modules_of
+from hf_mp.model_index import Walk, model_parameters, modules_of
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 import hf_mp
-from hf_mp.casting import dispatched
+from hf_mp.casting import dispatcher_kernels
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.attached_autocast import AttachedAutocast
 
@@ -95,7 +95,7 @@ def train(make: Callable[[], nn.Module], inputs: dict[str, Tensor], precision: s
 @pytest.mark.parametrize("kind", MODELS)
 def test_training_and_reading_are_those_of_the_mode(kind: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[Any] = []
-    enter = dispatched.dispatched
+    enter = dispatcher_kernels.dispatched
     monkeypatch.setattr("hf_mp.step.forward.dispatched", lambda forward: entered.append(forward) or enter(forward))
     found = train(*MODELS[kind], precision)
     assert len(entered) == 5
@@ -241,8 +241,8 @@ def test_a_function_that_is_compiled_late_has_the_mode_from_then_on() -> None:
 
 
 def test_a_torch_without_the_key_warns_once_and_keeps_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatched, "_set_excluded", None)
-    monkeypatch.setattr(dispatched, "_key", functools.cache(dispatched._key.__wrapped__))
+    monkeypatch.setattr(dispatcher_kernels, "_set_excluded", None)
+    monkeypatch.setattr(dispatcher_kernels, "_key", functools.cache(dispatcher_kernels._key.__wrapped__))
     with pytest.warns(UserWarning, match="takes no kernels for the key AutocastIPU"):
         model = attached(lambda m, x: m.layer(x))
     assert model(X).dtype is torch.float32

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 
-from hf_mp.casting.calls import CustomBackward, Forward, Mode
+from hf_mp.casting.plan_entry import CustomBackward, Forward, Mode
 
 BOTH_ACTIVE = (
     "torch.autocast was entered inside hf_mp.autocast, and the two would cast each other's results: use hf_mp.autocast "

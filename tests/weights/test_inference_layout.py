@@ -8,7 +8,7 @@ from tiny import copies, same
 from torch import nn
 
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.weights.reading_layout import InferenceLayout
+from hf_mp.weights.inference_layout import InferenceLayout
 
 FP16, FP32 = torch.float16, torch.float32
 # By policy: of the embedding, of the product's weight and bias, of the norm's weight and statistics; None is its own.

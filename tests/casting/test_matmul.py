@@ -11,13 +11,13 @@ from scale_provider import ScaleProvider
 from tiny import saved_tensors
 from torch import Tensor, nn
 
-from hf_mp.borders import cast_to_output, unscaling_aliases
 from hf_mp.casting import cpu_handlers as handlers
 from hf_mp.casting import plans
 from hf_mp.casting.cpu import blockwise
-from hf_mp.casting.cpu.products import multiply
+from hf_mp.casting.cpu.matmul import multiply
 from hf_mp.casting.cpu.upcast import run_through_fp32
 from hf_mp.casting.mode import autocast
+from hf_mp.scale_boundary import cast_to_output, unscaling_aliases
 from hf_mp.step.mixed_precision import MixedPrecision
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_mp.casting.active import state as autocasts
+from hf_mp.casting.autocast_stack import state as autocasts
 from hf_mp.kernels.nested import apply_to_tensors, tensors_in
 from hf_mp.kernels.split import Split, merge, split_into
 

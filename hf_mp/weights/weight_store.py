@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_mp.casting.watched import untrack_data_writes
-from hf_mp.model_walk import Walk
+from hf_mp.casting.data_tracking import untrack_data_writes
+from hf_mp.model_index import Walk
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import Parallelism, is_dtensor
-from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.external import ExternalTensors, ForwardNodes
 from hf_mp.weights.forward_weights import ForwardWeights
 from hf_mp.weights.fused_adamw import Clipping, UpdateCache, try_fused_step_whole
 from hf_mp.weights.gathered_weights import GatheredSlots
+from hf_mp.weights.inference_layout import InferenceLayout
 from hf_mp.weights.layout import WeightLayout
-from hf_mp.weights.reading_layout import InferenceLayout
+from hf_mp.weights.optimizer_state import state_to_fp32
+from hf_mp.weights.sharded_layouts import ShardedLayout, TensorParallelLayout
 from hf_mp.weights.slots import AliasSet, WeightSlots
 from hf_mp.weights.split_layout import SplitLayout
-from hf_mp.weights.spread_layouts import ShardedLayout, TensorParallelLayout
 from hf_mp.weights.weight_uses import WeightUses
 
 _MAX_ALIAS_SETS = 4  # kept for the forwards of one kind: so many in one backward cost no new borders

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_mp.casting.cpu import fp32_products
-from hf_mp.casting.cpu.fp32_products import fp32_product, fp32_product_reference
+from hf_mp.casting.cpu import fp32_matmul
+from hf_mp.casting.cpu.fp32_matmul import fp32_product, fp32_product_reference
 
-needs_onednn = pytest.mark.skipif(not fp32_products.HAS_ONEDNN_PRODUCTS, reason="this torch has no oneDNN on this CPU")
+needs_onednn = pytest.mark.skipif(not fp32_matmul.HAS_ONEDNN_PRODUCTS, reason="this torch has no oneDNN on this CPU")
 
 # Rounding errors of a sum of K products grow with K at worst; 2**-24 is half a unit in the last place of 1.
 ROUNDINGS_PER_TERM = 1
@@ -32,7 +32,7 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes that oneDNN was asked to multiply."""
     seen: list[torch.Size] = []
-    monkeypatch.setattr(fp32_products, "PREFERS_ONEDNN", True)  # as on a CPU that Intel has not made
+    monkeypatch.setattr(fp32_matmul, "PREFERS_ONEDNN", True)  # as on a CPU that Intel has not made
     original = torch.ops.mkldnn._linear_pointwise
 
     class Watched:
@@ -108,11 +108,11 @@ def test_whose_cpu_it_is(
     file = tmp_path / "cpuinfo"
     if cpuinfo is not None:
         file.write_text(cpuinfo)
-    assert fp32_products._is_of_intel(file) is is_of_intel
-    assert fp32_products._is_of_intel(tmp_path) is ("GenuineIntel" in processor)  # what cannot be read
+    assert fp32_matmul._is_of_intel(file) is is_of_intel
+    assert fp32_matmul._is_of_intel(tmp_path) is ("GenuineIntel" in processor)  # what cannot be read
 
 
 def test_without_onednn_blas_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp32_products, "PREFERS_ONEDNN", False)
+    monkeypatch.setattr(fp32_matmul, "PREFERS_ONEDNN", False)
     a, b, c = random(128, 160, seed=1), random(160, 192, seed=2), random(192, seed=3)
     assert torch.equal(fp32_product(a, b, c), torch.addmm(c, a, b))
