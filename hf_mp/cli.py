@@ -135,7 +135,7 @@ def report(
     ] = None,
     traceback: WithTraceback = False,
 ) -> None:
-    """Write an HTML page about the precision of a run: loss scale, overflows, and where its values lie."""
+    """Write an HTML page about the precision of a run: loss scale, overflows, and magnitudes of values."""
     with _errors_in_one_line("report", traceback):
         from hf_mp.diagnostics.report import report_command
 

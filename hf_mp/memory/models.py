@@ -99,9 +99,7 @@ def config_of(source: PreTrainedConfig | nn.Module) -> PreTrainedConfig:
 
 
 def find_config(model: str | Path | PreTrainedConfig) -> PreTrainedConfig:
-    """Return a configuration: a copy of the given one, a built-in one, or that of a directory, a file or the Hub.
-
-    Does not run a model's own code.
+    """Return a copy of a configuration, a built-in one, or that of a directory, a file or the Hub.
 
     Raises:
         TypeError: for another type.
@@ -334,9 +332,9 @@ def _check_shards(name: str, config: PreTrainedConfig, settings: Mapping[str, An
 
 
 def replace_tensors(model: nn.Module, device: torch.device) -> None:
-    """Replace the tensors of a model by uninitialized ones on ``device``, fake in a FakeTensorMode; ties are preserved.
+    """Replace the tensors of a model by uninitialized ones on ``device``; ties are preserved.
 
-    A model cannot be created in that mode, because bitsandbytes' parameter classes do not support fake tensors.
+    bitsandbytes' parameters cannot be created in a FakeTensorMode, so this makes a model's tensors fake.
     """
     memo: dict[int, Any] = {}
     # Module._apply would untie weights and drop attributes of bitsandbytes' parameters.

@@ -50,14 +50,8 @@ def gather_report(
 ) -> MemoryReport:
     """Count and estimate the memory of a model from its configuration.
 
-    Args:
-        model: as for :func:`estimate_training_memory`.
-        gpu_bytes: memory of a GPU, to find the largest batch; default None.
-        presets: training presets, or ``"all"``; default none.
-        progress: called with a description before each step.
-        settings: as for :func:`estimate_training_memory`.
-
-    Precisions that cannot be used, because of a missing package or these settings, are listed in ``unavailable``.
+    ``presets`` are training presets or ``"all"``. ``progress`` is called with a description of each step. Precisions
+    that cannot be used, because of a missing package or the settings, are listed in ``unavailable``.
 
     Raises:
         ValueError: if none can be used, and as :func:`estimate_training_memory`.

@@ -83,8 +83,7 @@ def make_settings(
     Args:
         source: of :func:`hf_mp.memory.models.find_model`.
         precision: one of :data:`hf_mp.memory.precisions.TRAINING_PRESETS`.
-        seq_len: default: the positions of the model, at most 1024.
-        optimizer: default: the preset's, else ``"adamw_torch"`` for tensor parallelism, else the Trainer's.
+        seq_len, optimizer: default as for :func:`hf_mp.estimate_training_memory`.
         gradient_checkpointing: also True if the model has it enabled.
         settings: other fields of :class:`TrainingSettings`.
 

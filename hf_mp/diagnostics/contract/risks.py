@@ -119,7 +119,7 @@ Texts = tuple[str, str] | None  # `says` and `way_out` of a Risk; None without t
 
 
 def _no_masters(evidence: Evidence) -> Texts:
-    """16-bit weights without masters lose updates."""
+    """Find 16-bit weights without masters, which lose updates."""
     narrow = evidence.narrow_weights
     measured = [(one.elements, one.lost_share) for one in narrow if one.lost_share is not None]
     loses_few = bool(measured) and mean(measured) < _MIN_LOST_SHARE
@@ -139,7 +139,7 @@ def _no_masters(evidence: Evidence) -> Texts:
 
 
 def _lost_updates(evidence: Evidence) -> Texts:
-    """Norm weights are equal to the base, and others are not: near 1, the spacing of 16-bit numbers is large."""
+    """Find norm weights that are all equal to the base if others are not: near 1, 16 bits lose most updates."""
     norms = [one for one in evidence.narrow_weights if one.is_norm and one.unchanged_share is not None]
     moved = 1.0 - mean((one.elements, share) for one in evidence.weights if (share := one.unchanged_share) is not None)
     if not norms or evidence.has_more_bits:
@@ -157,7 +157,7 @@ def _lost_updates(evidence: Evidence) -> Texts:
 
 
 def _rounded(evidence: Evidence) -> Texts:
-    """FP32 weights, which have FP32 moments, were saved with 16-bit values."""
+    """Find FP32 weights (with FP32 moments) that were saved with 16-bit values."""
     if not (evidence.is_saved and evidence.weights) or evidence.has_more_bits:
         return None
     fp32_moments = _fp32_moments(evidence)
@@ -177,7 +177,7 @@ def _rounded(evidence: Evidence) -> Texts:
 
 
 def _stuck_seconds(evidence: Evidence) -> Texts:
-    """BF16 second moments increase but cannot decay."""
+    """Find BF16 second moments, which increase but cannot decay."""
     narrow = [one for one in evidence.seconds if one.dtype is torch.bfloat16]
     decay = 1.0 - evidence.beta2  # relative change by a gradient of 0
     stuck = mean(
@@ -194,7 +194,7 @@ def _stuck_seconds(evidence: Evidence) -> Texts:
 
 
 def _fp16_moments(evidence: Evidence) -> Texts:
-    """FP16 moments underflow."""
+    """Find FP16 moments, which underflow."""
     narrow = [one for one in (*evidence.firsts, *evidence.seconds) if one.dtype is torch.float16]
     if not narrow:
         return None
@@ -207,7 +207,7 @@ def _fp16_moments(evidence: Evidence) -> Texts:
 
 
 def _other_masters(evidence: Evidence) -> Texts:
-    """Saved masters do not round to the saved weights."""
+    """Find saved masters that do not round to the saved weights."""
     if not evidence.is_saved:
         return None
     nearest = []
