@@ -47,7 +47,12 @@ def kernels_of_a_gpu() -> Iterator[None]:
         torch.library._scoped_library("aten", "IMPL") as library,
         # An attached model makes torch.autocast(x.device.type, enabled=False) an island of hf_mp, if torch lets it.
         mock.patch.object(autocast_mode, "is_autocast_available", let_meta),
-        mock.patch.multiple(registry, why_not=_why_not, _is_right_on=lambda *_: True, launcher=_LAUNCHERS.__getitem__),
+        mock.patch.multiple(
+            registry,
+            unavailable_reason=_unavailable_reason,
+            _matches_reference_on=lambda *_: True,
+            launcher=_LAUNCHERS.__getitem__,
+        ),
         mock.patch.object(gradients, "_DEVICES_WITH_FOUND_INF", (STAND_IN.type,)),
         mock.patch.object(weight_uses, "_OFFLOADED_DEVICES", ()),
     ):
@@ -115,7 +120,7 @@ _LAUNCHERS: dict[str, Any] = {
 }
 
 
-def _why_not(tensors: Sequence[Tensor]) -> str | None:
+def _unavailable_reason(tensors: Sequence[Tensor]) -> str | None:
     return None if registry._are_readable(tensors, STAND_IN) else "no kernel reads them"
 
 
