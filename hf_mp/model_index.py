@@ -36,7 +36,7 @@ def _children(modules: list[nn.Module]) -> Any:
     return [id(child) for module in modules for child in module._modules.values()] if found is None else found
 
 
-class Walk:
+class ModelIndex:
     """Modules and weights of a model. Equal to an earlier one if only values of weights changed."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,7 +45,7 @@ class Walk:
         self.weights, self._key = weights_and_key(self.modules)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Walk) and self._key == other._key and self.modules == other.modules
+        return isinstance(other, ModelIndex) and self._key == other._key and self.modules == other.modules
 
     __hash__ = None  # type: ignore[assignment]
 

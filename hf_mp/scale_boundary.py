@@ -24,7 +24,7 @@ from torch.autograd import Function
 from hf_mp._warnings import warn_caller
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.native import native
-from hf_mp.kernels.tensors import takes_lists
+from hf_mp.kernels.tensors import supports_foreach
 
 
 class ScaleProvider(Protocol):
@@ -170,7 +170,7 @@ def _unscale_uses(ctx: Any, gradients: Iterable[Tensor | None]) -> list[Tensor |
 
 def _scale_gradients(gradients: list[Tensor], factor: Tensor | None, scale_provider: ScaleProvider) -> list[Tensor]:
     """:func:`scale_gradient` of each, plain ones in few calls; on a GPU these are FP32 also without a factor."""
-    is_listed = len(gradients) > 1 and takes_lists(gradients[0])
+    is_listed = len(gradients) > 1 and supports_foreach(gradients[0])
     if factor is None and not is_listed:
         return gradients
     if len(gradients) < 2 or torch.is_grad_enabled() or not _are_plain(*gradients):

@@ -12,7 +12,7 @@ import torch
 from native_casts import kernels as kernels
 from torch import nn
 
-from hf_mp.model_index import Walk, model_parameters, modules_of
+from hf_mp.model_index import ModelIndex, model_parameters, modules_of
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -74,25 +74,25 @@ WEIGHTS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("change", sorted({*CHANGES, *WEIGHTS} - {"a shared module"}))
 def test_a_walk_equals_one_of_the_same_weights_alone(change: str) -> None:
     found = model()
-    before = Walk(found)
-    assert Walk(found) == before
+    before = ModelIndex(found)
+    assert ModelIndex(found) == before
     with torch.no_grad():
         found[0].weight.mul_(2)
         found[2].running_mean.add_(1)
-    assert Walk(found) == before
+    assert ModelIndex(found) == before
     CHANGES[change](found) if change in CHANGES else WEIGHTS[change](found[0].weight)
-    assert Walk(found) != before
+    assert ModelIndex(found) != before
 
 
 def test_a_weight_that_was_made_frozen_is_walked() -> None:
     found = model()
     # As bitsandbytes makes its own: torch has set up nothing of autograd's on it.
     found[0].weight = nn.Parameter(torch.ones(2, 2, dtype=torch.uint8), requires_grad=False)
-    assert Walk(found) == Walk(found)
+    assert ModelIndex(found) == ModelIndex(found)
 
 
 def test_a_renamed_weight_is_seen() -> None:
     found = nn.Linear(2, 2, bias=False)
-    before = Walk(found)
+    before = ModelIndex(found)
     found._parameters["other"] = found._parameters.pop("weight")
-    assert Walk(found) != before
+    assert ModelIndex(found) != before

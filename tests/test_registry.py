@@ -30,7 +30,7 @@ class Toy(ScaleRule):
     fallen: float = setting(2.0)
 
     def adjust(self, report):
-        return self.counted(report, scale=self.fallen if report.overflow else self.scale)
+        return self.with_step_counted(report, scale=self.fallen if report.overflow else self.scale)
 
 PRESETS["fp16-toy"] = PrecisionPolicy(params=torch.float16, loss_scale="toy")
 """

@@ -97,7 +97,7 @@ def test_what_leaves_by_one_border_leaves_in_few_launches(
     given = [torch.randn(one.shape).to(dtype) for one in weights] + [torch.randn(one.shape) for one in weights[3:]]
 
     def leave(takes: bool) -> tuple[list[Any], list[str]]:
-        monkeypatch.setattr(scale_boundary, "takes_lists", lambda tensor: takes)
+        monkeypatch.setattr(scale_boundary, "supports_foreach", lambda tensor: takes)
         outside = [nn.Parameter(weight.clone()) for weight in weights]
         inside, rounded = unscaling_aliases(outside, [one.detach().to(dtype) for one in outside], scale_provider)
         with OpLog() as log:  # some are used as copies alone, two in FP32 as well

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from hf_mp.casting.plan_entry import Mode, PlannedCall
+from hf_mp.casting.plan_entry import Mode, PlanEntry
 from hf_mp.casting.tables import CastRule, called_name
 
 
-class WatchedCall(NamedTuple):
+class ObservedCall(NamedTuple):
     """An intercepted torch call that was not made yet."""
 
     module: str  # name of the innermost observed module; empty outside modules
     mode: Mode
-    entry: PlannedCall
+    entry: PlanEntry
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -37,7 +37,7 @@ class WatchedCall(NamedTuple):
 def observe_calls(
     modules: Mapping[str, nn.Module],
     mode: Mode | None = None,
-    called: Callable[[WatchedCall], Any] | None = None,
+    called: Callable[[ObservedCall], Any] | None = None,
     *,
     entered: Callable[[str, Any, Any], None] | None = None,
     left: Callable[[str, Any], None] | None = None,
@@ -64,8 +64,8 @@ def observe_calls(
         if left is not None:
             left(name, output)
 
-    def observe(entry: PlannedCall, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return called(WatchedCall(running[-1] if running else "", mode, entry, func, args, kwargs))  # type: ignore[misc, arg-type]
+    def observe(entry: PlanEntry, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return called(ObservedCall(running[-1] if running else "", mode, entry, func, args, kwargs))  # type: ignore[misc, arg-type]
 
     with ExitStack() as exits:
         for name, module in modules.items():

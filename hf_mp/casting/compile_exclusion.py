@@ -38,7 +38,7 @@ def uncompiled(function: Any) -> Any:
     return function
 
 
-def outside_of_graphs(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def disable_compile(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return ``torch.compiler.disable(recursive=False, reason=reason)``, without a new check in each call.
 
     ``reason`` is part of the error of ``fullgraph=True``.

@@ -15,7 +15,7 @@ from hf_mp.kernels.tensors import is_ordinary
 DEFERRED_ELEMENTS = 2**20  # smaller outputs are cast at once
 
 
-def may_stay_unread(outputs: Any) -> bool:
+def can_defer_casts(outputs: Any) -> bool:
     """Return whether the large tensors in ``outputs`` may stay unread, because its first entry is a loss."""
     if isinstance(outputs, Mapping):
         first = outputs.get("loss")

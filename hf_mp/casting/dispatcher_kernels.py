@@ -98,7 +98,7 @@ def compiled_frames() -> int:
 
 
 @contextmanager
-def dispatched(forward: Forward) -> Iterator[None]:
+def kernels_enabled(forward: Forward) -> Iterator[None]:
     """Run ``forward``, the innermost one, with the kernels of its autocast's plan."""
     autocast = forward.autocast
     # An outer forward may have the key included although the one around this has no kernels.
@@ -123,7 +123,7 @@ def _set_keys(autocast: Any, on: bool) -> None:
         _set_included(key, on)  # type: ignore[misc]
 
 
-def undispatched() -> AbstractContextManager[None]:
+def kernels_disabled() -> AbstractContextManager[None]:
     """Return a context manager that excludes the kernels, for code with its own casts, as a compiled graph."""
     if (forward := state.forward) is None or not forward.is_dispatched:
         return nullcontext()

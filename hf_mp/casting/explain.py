@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_mp.casting.call_observer import WatchedCall, observe_calls
+from hf_mp.casting.call_observer import ObservedCall, observe_calls
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import CastRule, TableName, op_name
-from hf_mp.casting.text_table import aligned
+from hf_mp.casting.text_table import format_columns
 from hf_mp.dtypes import spell
 from hf_mp.kernels.nested import tensors_in
 
@@ -58,7 +58,7 @@ class Explanation:
         for op in self.ops:
             ran = _join_dtypes(op.cast) if op.cast != op.inputs else "same"
             rows.append((f"  {op.op}", op.rule, _join_dtypes(op.inputs), ran, _join_dtypes(op.outputs), str(op.count)))
-        header, *lines = aligned(rows).splitlines()
+        header, *lines = format_columns(rows).splitlines()
         shown = [header]
         for module, calls in itertools.groupby(zip(self.ops, lines, strict=True), key=lambda pair: pair[0].module):
             shown += [module or "outside of any module", *(line for _, line in calls)]
@@ -106,7 +106,7 @@ class _Recorder:
     def __init__(self) -> None:
         self._calls: Counter[ExplainedOp] = Counter()
 
-    def record(self, call: WatchedCall) -> Any:
+    def record(self, call: ObservedCall) -> Any:
         """Make a call and record its dtypes."""
         received: list[Any] = []
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from hf_mp.casting.composites import COMPOSITES, PYTHON_METHODS
-from hf_mp.casting.plan_entry import Mode, Plan, PlannedCall
+from hf_mp.casting.plan_entry import Mode, Plan, PlanEntry
 from hf_mp.casting.tables import TABLES, CastRule
 from hf_mp.kernels.nested import tensors_in
 
@@ -86,7 +86,7 @@ def widest(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: A
     return _call_in_dtype(dtype, mode, name, func, args, kwargs)
 
 
-def widened(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def promote_if_fp32(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a call of a region that ``mode`` does not cast: 16-bit weights are cast for FP32 activations."""
     if _has_fp32((args, kwargs)):
         return widest(mode, name, func, args, kwargs)
@@ -108,7 +108,7 @@ def as_given(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs:
     return func(*args, **kwargs)
 
 
-AS_GIVEN = PlannedCall(CastRule.UNLISTED, "", as_given)  # for calls in no table
+AS_GIVEN = PlanEntry(CastRule.UNLISTED, "", as_given)  # for calls in no table
 
 WHOLE_CALLS = frozenset({as_given, fp32, fp32_output})  # handlers that make one call, which no mode needs to intercept
 
@@ -125,4 +125,4 @@ _HANDLERS: dict[CastRule, Callable[..., Any]] = {
 
 def plan_of(ops: Mapping[Callable[..., Any], tuple[CastRule, str]]) -> Plan:
     """Return a plan for ``ops``."""
-    return {func: PlannedCall(rule, name, _HANDLERS[rule]) for func, (rule, name) in ops.items()}
+    return {func: PlanEntry(rule, name, _HANDLERS[rule]) for func, (rule, name) in ops.items()}

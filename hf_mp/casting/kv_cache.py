@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hf_mp.casting.autocast_stack import active_autocast, state
 from hf_mp.casting.handlers import as_given
 from hf_mp.casting.mode import autocast
-from hf_mp.casting.plan_entry import Plan, PlannedCall
+from hf_mp.casting.plan_entry import Plan, PlanEntry
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.torch_patches import Patch, Patches
 
@@ -32,7 +32,7 @@ def _write_to_cache(mode: autocast, name: str, func: Callable[..., Any], args: A
 
 CACHE_WRITES: Plan = dict.fromkeys(
     (Tensor.index_copy_, torch.ops.aten.index_copy_.default),
-    PlannedCall(CastRule.UNLISTED, "index_copy_", _write_to_cache),
+    PlanEntry(CastRule.UNLISTED, "index_copy_", _write_to_cache),
 )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_mp.casting.mode import autocast
-from hf_mp.casting.plan_entry import PlannedCall
+from hf_mp.casting.plan_entry import PlanEntry
 from hf_mp.casting.tables import CastRule
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.cross_entropy import FEW_ELEMENTS, cross_entropy
@@ -21,7 +21,7 @@ _FUNCTION = torch._C._nn.cross_entropy_loss  # of F.cross_entropy
 _REDUCTIONS = {1: "mean", 2: "sum"}  # torch's codes
 
 
-def planned_losses(plan: Mapping[Callable[..., Any], PlannedCall]) -> dict[Callable[..., Any], PlannedCall]:
+def planned_losses(plan: Mapping[Callable[..., Any], PlanEntry]) -> dict[Callable[..., Any], PlanEntry]:
     """Return the loss entries of ``plan`` that an attached forward replaces: those in FP32."""
     entry = plan.get(_FUNCTION)
     if entry is None or entry.rule is not CastRule.FP32:

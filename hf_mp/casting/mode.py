@@ -28,7 +28,7 @@ from hf_mp.casting.dispatcher_kernels import sync_innermost
 from hf_mp.casting.fp64_accumulation import exact_plan
 from hf_mp.casting.handlers import AS_GIVEN, CASTABLE, WHOLE_CALLS, is_shape
 from hf_mp.casting.module_rules import ActiveRule, apply_rule
-from hf_mp.casting.plan_entry import PlannedCall
+from hf_mp.casting.plan_entry import PlanEntry
 from hf_mp.casting.plans import plan_for, with_rules
 from hf_mp.casting.rules import ModuleRule, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import TABLES, CastRule, TableName
@@ -99,7 +99,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     module: nn.Module | None = None  # the module with a dtype rule that it runs, if any
     has_op_rules = False
     sums_in_fp64 = False
-    puts_on_patches = True  # False if other code keeps them installed
+    installs_patches = True  # False if other code keeps them installed
     # Types of arguments that need no further check.
     plain_types: ClassVar[frozenset[type]] = frozenset({type(None), Tensor, *_WATCHABLE})
     explain: ClassVar[Any] = _Explain()
@@ -167,20 +167,20 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             )
         if self._ruled_modules and not self._active_rules:
             self._active_rules = [apply_rule(*ruled, self) for ruled in self._ruled_modules]
-        if self.puts_on_patches:
+        if self.installs_patches:
             PATCHES.acquire()
         state.active.append(self)
         sync_innermost()
-        if self.sees_calls():  # otherwise the autocasts around it make all calls unchanged
+        if self.receives_calls():  # otherwise the autocasts around it make all calls unchanged
             super().__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        if self.sees_calls():
+        if self.receives_calls():
             super().__exit__(*exc_info)
         state.active.pop()
         sync_innermost()
-        if self.puts_on_patches:
+        if self.installs_patches:
             PATCHES.release()
         if self not in state.active:
             self._casts.clear()
@@ -191,11 +191,11 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
                     handle.remove()
             self._active_rules = []
 
-    def sees_calls(self) -> bool:
+    def receives_calls(self) -> bool:
         """Return whether torch passes each call to this mode."""
         return self.enabled
 
-    def under_rules(self, module: nn.Module | None, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def with_module_rules(self, module: nn.Module | None, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``forward`` wrapped so that it applies the rules of ``module``.
 
         Needed for the outermost module only: its pre-hooks have run before this autocast was entered.
@@ -213,7 +213,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 
         return run if rules else forward
 
-    def shortcut(self, func: Callable[..., Any], tensors: Sequence[Any]) -> PlannedCall | None:
+    def shortcut(self, func: Callable[..., Any], tensors: Sequence[Any]) -> PlanEntry | None:
         """Return the plan entry to call ``func`` with all modes off, without its ``__torch_function__`` protocol.
 
         None if a mode has to intercept the call, or a call inside ``func``.
@@ -221,11 +221,11 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         entry = self._plan.get(_OP_OF_FUNCTION.get(func, func)) or _WITHOUT_OPS.get(func)
         if entry is None or entry.handler not in WHOLE_CALLS or self.call_override is not None or not self.is_alone:
             return None
-        if not self.plain_types.issuperset(map(type, tensors)) or self.must_see_all():
+        if not self.plain_types.issuperset(map(type, tensors)) or self.must_intercept_all():
             return None
         return entry
 
-    def must_see_all(self) -> bool:
+    def must_intercept_all(self) -> bool:
         """Return whether this autocast has to intercept each call."""
         return False
 
@@ -235,7 +235,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         # The public functions of torch.overrides copy the list of modes.
         return torch._C._len_torch_function_stack() == 1 and torch._C._get_function_stack_at(0) is self
 
-    def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_for_recompute(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` wrapped to run in this autocast when gradient checkpointing recomputes it."""
         forward = state.forward
 
@@ -273,12 +273,12 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             return call_override(entry, func, args, kwargs)
         return entry.handler(self, entry.name, func, args, kwargs)
 
-    def plan_for_nested(self, entry: PlannedCall) -> PlannedCall:
+    def plan_for_nested(self, entry: PlanEntry) -> PlanEntry:
         """Return the plan entry for a call inside a nested autocast, which has cast the arguments."""
         return AS_GIVEN
 
     def apply(
-        self, entry: PlannedCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, entry: PlanEntry, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Make a call by its plan entry."""
         return entry.handler(self, entry.name, func, args, kwargs)

@@ -13,7 +13,7 @@ from hf_mp.casting.cpu.matmul import MIN_ELEMENTS
 from hf_mp.casting.cpu.upcast import SMALL_ELEMENTS
 from hf_mp.casting.cpu_handlers import native_attention, native_product, through_fp32
 from hf_mp.casting.handlers import AS_GIVEN, as_given, fp32, fp32_output, lower_precision, widest
-from hf_mp.casting.plan_entry import Plan, PlannedCall
+from hf_mp.casting.plan_entry import Plan, PlanEntry
 from hf_mp.kernels.native import native
 
 # Handler -> C++ rule, and its variant if the first tensor of a call is on a CPU. All other handlers run in Python.
@@ -46,7 +46,7 @@ def native_plan(calls: Mapping[OpOverload, Callable[..., Any]], plan: Plan, dtyp
     return module.Plan(rules, dtype, MIN_ELEMENTS, SMALL_ELEMENTS)
 
 
-def _native_rule(op: OpOverload, call: Callable[..., Any], entry: PlannedCall) -> tuple[str, str]:
+def _native_rule(op: OpOverload, call: Callable[..., Any], entry: PlanEntry) -> tuple[str, str]:
     rule, on_cpu = _NATIVE_RULES.get(entry.handler, ("python", "same"))
     if call in ATTENTION:  # depends on the number of scores
         on_cpu = "python"

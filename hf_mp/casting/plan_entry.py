@@ -1,4 +1,4 @@
-"""Interfaces of autocasts, forwards and backwards, and the plan entry of a torch function (:class:`PlannedCall`)."""
+"""Interfaces of autocasts, forwards and backwards, and the plan entry of a torch function (:class:`PlanEntry`)."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Mode(Protocol):
     def cast_arguments(
         self, args: Any, kwargs: Mapping[str, Any], dtype: torch.dtype
     ) -> tuple[Any, dict[str, Any]]: ...
-    def apply(self, entry: PlannedCall, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any: ...
+    def apply(self, entry: PlanEntry, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any: ...
     def run_with_mode(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any: ...
     def nested_autocast(self, module: nn.Module | None = None, dtype: torch.dtype | None = None) -> Mode: ...
     def has_rule_for(self, module: nn.Module | None) -> bool: ...
-    def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]: ...
-    def shortcut(self, func: Callable[..., Any], tensors: Any) -> PlannedCall | None: ...
+    def wrap_for_recompute(self, function: Callable[..., Any]) -> Callable[..., Any]: ...
+    def shortcut(self, func: Callable[..., Any], tensors: Any) -> PlanEntry | None: ...
 
 
 class Forward(Protocol):
@@ -66,7 +66,7 @@ class CustomBackward(Protocol):
         """Return the autocast to enter for ``torch.autocast(enabled=...)``; None to enter torch's own."""
 
 
-class PlannedCall(NamedTuple):
+class PlanEntry(NamedTuple):
     """Plan entry: how an autocast makes calls of one torch function."""
 
     rule: CastRule
@@ -74,4 +74,4 @@ class PlannedCall(NamedTuple):
     handler: Callable[..., Any]  # (mode, name, func, args, kwargs) -> result
 
 
-Plan = dict[Callable[..., Any], PlannedCall]
+Plan = dict[Callable[..., Any], PlanEntry]

@@ -31,7 +31,7 @@ OpRules = dict[Callable[..., Any], tuple[CastRule, str]]  # for each spelling of
 MODULE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "lower_precision": None}
 
 
-class Product(NamedTuple):
+class ScalableOp(NamedTuple):
     """Arguments of a scalable op that a rule divides, by position and name."""
 
     input: tuple[int, str]
@@ -39,18 +39,18 @@ class Product(NamedTuple):
 
 
 # Ops with weights and an activation as input.
-WITH_WEIGHTS: dict[str, Product] = {
-    "linear": Product((0, "input"), (2, "bias")),
-    "addmm": Product((1, "mat1"), (0, "input")),
-    **{f"conv{n}d": Product((0, "input"), (2, "bias")) for n in (1, 2, 3)},
-    **{f"conv_transpose{n}d": Product((0, "input"), (2, "bias")) for n in (1, 2, 3)},
+WITH_WEIGHTS: dict[str, ScalableOp] = {
+    "linear": ScalableOp((0, "input"), (2, "bias")),
+    "addmm": ScalableOp((1, "mat1"), (0, "input")),
+    **{f"conv{n}d": ScalableOp((0, "input"), (2, "bias")) for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": ScalableOp((0, "input"), (2, "bias")) for n in (1, 2, 3)},
 }
 # All ops with factors that can be divided.
-SCALABLE: dict[str, Product] = {
+SCALABLE: dict[str, ScalableOp] = {
     **WITH_WEIGHTS,
-    **{op: Product((0, "input")) for op in ("matmul", "mm", "bmm")},
-    "baddbmm": Product((1, "batch1"), (0, "input")),
-    "einsum": Product((1, "")),
+    **{op: ScalableOp((0, "input")) for op in ("matmul", "mm", "bmm")},
+    "baddbmm": ScalableOp((1, "batch1"), (0, "input")),
+    "einsum": ScalableOp((1, "")),
 }
 MOST_SCALED = 2**16
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 
-def aligned(lines: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> str:
+def format_columns(lines: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> str:
     """Format lines of cells as columns; the columns at the indices ``numbers`` are right-aligned."""
     # Not rich: only this table would need the import, and boxes do not belong in logs.
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -24,7 +24,7 @@ import torch
 from hf_mp._warnings import warn_caller
 from hf_mp.casting.autocast_stack import active_autocast, enter_disabled_region, exit_disabled_region
 from hf_mp.casting.compile_exclusion import uncompiled
-from hf_mp.casting.dispatcher_kernels import undispatched
+from hf_mp.casting.dispatcher_kernels import kernels_disabled
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 
 # Unpatched.
@@ -58,7 +58,7 @@ def _with_active_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     # A compiled graph runs with all modes off, because it contains its casts.
     if mode is None or torch._C._is_torch_function_all_disabled():
         return function
-    return functools.wraps(function, updated=())(mode.recomputation(function))
+    return functools.wraps(function, updated=())(mode.wrap_for_recompute(function))
 
 
 @around
@@ -133,7 +133,7 @@ def _call_torch_script(original: Any, self: Any, /, *args: Any, **kwargs: Any) -
     if mode is None or not mode.enabled or mode.sums_in_fp64 or mode.dtype not in LOWER_PRECISION_DTYPES:
         return original(self, *args, **kwargs)
     # Nested, so that Python code called by TorchScript (torch.jit.ignore) is not cast a second time.
-    with mode.nested_autocast(), undispatched(), _torch_autocast(mode.dtype):
+    with mode.nested_autocast(), kernels_disabled(), _torch_autocast(mode.dtype):
         return original(self, *args, **kwargs)
 
 
@@ -209,7 +209,7 @@ def _call_user_compiler(original: Any, self: Any, /, graph: Any, inputs: list[An
     compiled = original(self, graph, list(inputs))
 
     def run(*inputs: Any) -> Any:
-        with torch._C.DisableTorchFunction(), undispatched():
+        with torch._C.DisableTorchFunction(), kernels_disabled():
             # With grad, a forward puts plain aliases in the places of weights.
             return compiled(*(inputs if torch.is_grad_enabled() else map(_as_plain, inputs)))
 

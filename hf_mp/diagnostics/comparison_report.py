@@ -6,7 +6,7 @@ import math
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from hf_mp.casting.text_table import aligned
+from hf_mp.casting.text_table import format_columns
 from hf_mp.diagnostics.as_json import for_json
 
 
@@ -63,7 +63,7 @@ class PrecisionComparison:
         for one in self.errors:
             rules = ", ".join(f"{key}: {value}" for key, value in one.rules.items())
             rows.append((one.precision, rules, *(_short(number) for number in astuple(one)[2:] if number is not None)))
-        return "\n".join((title, aligned([header, *rows], range(2, len(header))), *self.notes))
+        return "\n".join((title, format_columns([header, *rows], range(2, len(header))), *self.notes))
 
 
 def _short(value: float) -> str:

@@ -20,7 +20,7 @@ from hf_mp.diagnostics.step_snapshot import IncomingGradient, RecordedBackward, 
 from hf_mp.diagnostics.values import finiteness
 from hf_mp.dtypes import needs_loss_scale
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.ranks.parallelism import is_sharded, parallelism_of
+from hf_mp.ranks.parallelism import detect_parallelism, is_sharded
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.step.observers import StepController
@@ -60,7 +60,7 @@ class Healer(StepController):
         self._ddp: Any = None
 
     def on_forward_begin(self, forward: Any, args: Any, kwargs: Any) -> None:
-        self._ddp = parallelism_of(self._runtime.model).ddp
+        self._ddp = detect_parallelism(self._runtime.model).ddp
 
     def handle_overflow(self, optimizer: Optimizer) -> StepReport | None:
         """Run a step that overflowed again; return its last report, or None if it did not run again.

@@ -20,7 +20,7 @@ from hf_mp.diagnostics.step_snapshot import (
     without_gradients,
 )
 from hf_mp.diagnostics.values import finiteness
-from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude
+from hf_mp.kernels.gradient_scan import OVERFLOW_LIMIT, largest_magnitude
 from hf_mp.kernels.nested import apply_to_tensors
 from hf_mp.step.forward import ForwardContext
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -36,7 +36,7 @@ class Rerun(NamedTuple):
     @property
     def is_finite(self) -> bool:
         """Whether the outputs and the squares of the gradients are finite."""
-        return not any(map(finiteness, self.outputs)) and self.largest_gradient < SQUARES_BELOW
+        return not any(map(finiteness, self.outputs)) and self.largest_gradient < OVERFLOW_LIMIT
 
     @property
     def largest_gradient(self) -> float:
@@ -71,7 +71,7 @@ def run_again(
         args, kwargs = apply_to_tensors(_rerun_input, (args, kwargs))
         # Attached forwards inside the model run as parts of this one.
         with ForwardContext(runtime, None), mode:
-            return mode.under_rules(call.forward.module(), call.forward.original)(*args, **kwargs)
+            return mode.with_module_rules(call.forward.module(), call.forward.original)(*args, **kwargs)
 
     def run() -> Rerun:
         # Gradient checkpointing recomputes forwards in the backward.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from hf_mp.casting.call_observer import WatchedCall, observe_calls
+from hf_mp.casting.call_observer import ObservedCall, observe_calls
 from hf_mp.casting.mode import autocast
 from hf_mp.diagnostics.overflow_report import Phase
 from hf_mp.diagnostics.values import UNINITIALISED, Finiteness, TensorRange, finiteness, ranges_of
@@ -120,7 +120,7 @@ class NonfiniteTracker:
                 node.register_hook(self._check_node_gradients)
                 nodes += [before for before, _ in node.next_functions]
 
-    def _called(self, watched: WatchedCall) -> Any:
+    def _called(self, watched: ObservedCall) -> Any:
         """Make a call, and record the origins of its results."""
         if (name := watched.name) is None:
             return watched.make()

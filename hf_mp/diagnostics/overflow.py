@@ -13,11 +13,11 @@ from transformers.utils import logging
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.replay import replay
 from hf_mp.diagnostics.step_snapshot import IncomingGradient, RecordedBackward, RecordedCall, save_rng_states
-from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude
+from hf_mp.kernels.gradient_scan import OVERFLOW_LIMIT, largest_magnitude
 from hf_mp.kernels.nested import named_tensors
 from hf_mp.model_index import model_parameters
 from hf_mp.ranks.parallelism import get_rank, is_distributed, local_parts
-from hf_mp.scaling.loss_scaler import WAY_OUT
+from hf_mp.scaling.loss_scaler import DEFAULT_ADVICE
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.step.observers import StepObserver
@@ -107,7 +107,7 @@ class OverflowExplainer(StepObserver):
             return
         failed = failed_backwards(backwards)
         # Overflows of the search for the scale are expected.
-        is_search = scaler.get_scale() > scaler.smallest_scale and scaler.state.is_finding_its_level(self._clean_scale)
+        is_search = scaler.get_scale() > scaler.smallest_scale and scaler.state.is_searching_scale(self._clean_scale)
         if is_search and not any(backward.has_nonfinite_loss() for backward in failed):
             return
         self._unclean_steps = self._unclean_before + 1
@@ -123,7 +123,7 @@ class OverflowExplainer(StepObserver):
         if not self.reports or not self._unclean_steps:
             return ""
         last = self.reports[-1]
-        return f"{last.advice or WAY_OUT}\nThe last one that was replayed:\n{last.findings}"
+        return f"{last.advice or DEFAULT_ADVICE}\nThe last one that was replayed:\n{last.findings}"
 
     def _explain(self, failed: list[RecordedBackward], backwards: list[RecordedBackward]) -> OverflowReport:
         """Replay ``failed`` micro-batches until an origin is found; return the last report."""
@@ -233,6 +233,6 @@ def failed_backwards(backwards: list[RecordedBackward]) -> list[RecordedBackward
     If gradients were not measured, as at a loss scale of 1 without healing, those with a non-finite loss come first.
     """
     if all(backward.largest is not None for backward in backwards):
-        failed = [b for b in backwards if b.largest is not None and not b.largest.item() < SQUARES_BELOW]
+        failed = [b for b in backwards if b.largest is not None and not b.largest.item() < OVERFLOW_LIMIT]
         return failed[:1] or backwards
     return sorted(backwards, key=RecordedBackward.has_nonfinite_loss, reverse=True)

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_mp.casting.text_table import aligned
+from hf_mp.casting.text_table import format_columns
 from hf_mp.diagnostics.as_json import for_json
 from hf_mp.diagnostics.ranges import OpRange
 
@@ -63,7 +63,7 @@ class RangeReport:
         header = ("module", "op", "largest", "headroom", "largest gradient", "in FP16")
         rows = [(op.module, op.op, *_cells(op)) for op in self.ops if op.overflows or op.is_within(CLOSE_DOUBLINGS)]
         title = f"{self.model} in {self.precision}, {self.batches} batches"
-        lines = [title, aligned([header, *rows], range(2, 5))] if rows else []
+        lines = [title, format_columns([header, *rows], range(2, 5))] if rows else []
         lines.append(f"{len(self.overflows)} of {len(self.ops)} ops overflow in FP16, {len(self.close)} come close.")
         needed = "" if self.overflows else "No rules are needed."
         lines += [*self.notes, f"rules={self.rules}" if self.rules else needed]

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_mp.casting.call_observer import WatchedCall, observe_calls
-from hf_mp.casting.rules import WITH_WEIGHTS, Product
+from hf_mp.casting.call_observer import ObservedCall, observe_calls
+from hf_mp.casting.rules import WITH_WEIGHTS, ScalableOp
 from hf_mp.casting.tables import CastRule
 from hf_mp.diagnostics.values import UNINITIALISED
 from hf_mp.kernels.gradient_scan import largest_magnitude, real_values
@@ -26,7 +26,7 @@ from hf_mp.scaling.rules import FP16_MAX
 
 RANGE_DTYPE = torch.bfloat16  # replaces FP16
 # Ops with a weight: those of "scaled" rules, and that of stacked experts.
-_WEIGHTED = {**WITH_WEIGHTS, "_grouped_mm": Product((0, "input"))}
+_WEIGHTED = {**WITH_WEIGHTS, "_grouped_mm": ScalableOp((0, "input"))}
 MASK = -1e37  # smaller values are masks, for example finfo(dtype).min
 
 
@@ -109,7 +109,7 @@ class RangeRecorder:
         self._hooks.close()
         return tuple(self._found.values())
 
-    def _record(self, call: WatchedCall) -> Any:
+    def _record(self, call: ObservedCall) -> Any:
         """Make a call and record its magnitudes."""
         if (name := call.name) is None or name in UNINITIALISED:
             return call.make()

@@ -16,7 +16,7 @@ from hf_mp.diagnostics.remedies import merged
 from hf_mp.diagnostics.step_snapshot import RecordedBackward
 from hf_mp.diagnostics.values import Finiteness, finiteness, ranges_of
 from hf_mp.dtypes import needs_loss_scale
-from hf_mp.kernels.gradient_scan import SQUARES_BELOW
+from hf_mp.kernels.gradient_scan import OVERFLOW_LIMIT
 from hf_mp.ranks.parallelism import is_distributed, is_dtensor, is_sharded
 from hf_mp.step.mixed_precision import MixedPrecision
 
@@ -44,7 +44,7 @@ def replay(runtime: MixedPrecision, backward: RecordedBackward, report: Overflow
     rerun = run_again(runtime, backward, tracker.tracking, dtype=dtype, scale=scale, with_gradients=has_all_gradients)
     if difference := _describe_difference(backward, rerun.outputs):
         return replace(report, notes=(difference,))
-    limit = SQUARES_BELOW * scale
+    limit = OVERFLOW_LIMIT * scale
     too_large = [name for name, gradient in rerun.gradients.items() if finiteness(gradient, limit)]
     report = replace(report, nonfinite_gradients=tuple(too_large))
     # In the order of a step: an earlier non-finite value is the origin of later ones.
@@ -109,7 +109,7 @@ def _origin_in_output_gradient(
         gradient, name = incoming.gradient, incoming.output
         if gradient is None:
             continue
-        if finiteness(gradient, SQUARES_BELOW):
+        if finiteness(gradient, OVERFLOW_LIMIT):
             ranges = ranges_of([(f"{name}, the output", output)]), ranges_of([("its gradient", gradient)])
             return NonfiniteOrigin("loss outside of the model", 0, "", "", name, *ranges)
         scaled = scaled_output_gradient(gradient, scale, output)

@@ -55,7 +55,7 @@ def describe_hardware() -> dict[str, str]:
 
 
 def _casts() -> str:
-    if (reason := native.why_not()) is not None:
+    if (reason := native.unavailable_reason()) is not None:
         return f"Python's ({reason})"
     return "C++" if native.is_compiled() else "C++, compiled when a model is first attached: half a minute, once"
 

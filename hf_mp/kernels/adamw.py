@@ -18,7 +18,7 @@ from hf_mp.kernels.split import REMAINDER_DTYPE, cache_blocks, merge, merge_into
 
 # Temporaries of a block stay in a core's cache between ops, and a block is large enough for some 20 calls.
 _BLOCK_ELEMENTS_PER_THREAD = 2**17
-_MOST_BATCHES = 64  # with cached views in a Room
+_MOST_BATCHES = 64  # with cached views in a JoinBuffer
 _SMALL_ELEMENTS = 2**16  # up to this size parameters are joined, because a call costs more than its work
 
 
@@ -70,7 +70,7 @@ class BatchBuffers(NamedTuple):
     remainder: Flattened  # int16
 
 
-class Room:
+class JoinBuffer:
     """Buffers for joining small parameters into one tensor, with cached views for each batch.
 
     They are reused from step to step, because making the views takes as long as filling them.
@@ -156,7 +156,7 @@ def adamw_(
     settings: AdamWSettings,
     factor: Tensor | None = None,
     found_inf: Tensor | None = None,
-    room: Room | None = None,
+    room: JoinBuffer | None = None,
 ) -> None:
     """Update split masters with contiguous moments in place by one AdamW step, on a CPU.
 
@@ -169,7 +169,7 @@ def adamw_(
     """
     if found_inf is not None and found_inf.item():
         return
-    room = room or Room()
+    room = room or JoinBuffer()
     fused: Any = torch._fused_adamw_
     one = torch.ones((), device="cpu")  # a number would become one tensor for each step count
     for batch in _batches(parameters):
@@ -223,7 +223,7 @@ class _Block(NamedTuple):
     halves: tuple[Tensor, Tensor]  # working copy and remainder of ``master``
 
 
-def _joined_block(batch: Sequence[AdamWTensors], factor: Tensor | None, room: Room) -> Iterator[_Block]:
+def _joined_block(batch: Sequence[AdamWTensors], factor: Tensor | None, room: JoinBuffer) -> Iterator[_Block]:
     """Yield ``batch`` as one block of buffers, then copy its halves back to the parameters."""
     shapes = tuple([tensors.gradient.shape for tensors in batch])
     master, gradient, working, remainder = room.of(batch[0].working.dtype, shapes)  # type: ignore[union-attr]

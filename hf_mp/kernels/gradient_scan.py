@@ -14,7 +14,7 @@ from hf_mp.kernels.registry import kernel_for
 from hf_mp.kernels.split import cache_blocks
 from hf_mp.kernels.tensors import is_on_host
 
-SQUARES_BELOW = 2.0**64  # FP32 holds the square of every smaller number
+OVERFLOW_LIMIT = 2.0**64  # FP32 holds the square of every smaller number
 _JOINED_ELEMENTS = 2**12
 _BLOCK_ELEMENTS_PER_THREAD = 2**17  # in FP32, half of what a core's cache of 1 MiB holds
 

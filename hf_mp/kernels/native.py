@@ -32,12 +32,12 @@ _NAME = "hf_mp_native"  # module name, as in the source
 
 @functools.cache
 def native() -> ModuleType | None:
-    """Return the compiled module; None if it is not used (:func:`why_not`) or, with one warning, if it fails.
+    """Return the compiled module; None if not used (:func:`unavailable_reason`) or, with one warning, if it fails.
 
     Raises:
         ValueError: for an ``HF_MP_NATIVE`` that is not ``auto``, ``0`` or ``1``.
     """
-    if why_not() is not None:
+    if unavailable_reason() is not None:
         return None
     try:
         path = _path()
@@ -56,7 +56,7 @@ def native() -> ModuleType | None:
     return module
 
 
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Return why the C++ kernels are not used, and how to enable them; None if they are used."""
     setting = os.environ.get(VARIABLE, "auto")
     if setting not in SETTINGS:

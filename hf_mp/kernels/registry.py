@@ -54,16 +54,16 @@ def kernel_for(name: str, tensors: Sequence[Tensor]) -> Any:
     device = tensors[0].device
     if setting == "auto":
         # The device of the first tensor is checked first: on a CPU that suffices.
-        is_usable = device.type != "cpu" and why_not(tensors) is None and _is_right_on(name, device)
+        is_usable = device.type != "cpu" and unavailable_reason(tensors) is None and _matches_reference_on(name, device)
         return launcher(name) if is_usable else None
-    reason = why_not(tensors)
+    reason = unavailable_reason(tensors)
     if reason is not None:
         _warn_once(f"{VARIABLE}=triton: the reference of {name} is used, because {reason}")
         return None
     return launcher(name)
 
 
-def why_not(tensors: Sequence[Tensor]) -> str | None:
+def unavailable_reason(tensors: Sequence[Tensor]) -> str | None:
     """Return the reason that no kernel can run on ``tensors``; None if kernels can."""
     device = tensors[0].device
     if not _has_triton():
@@ -115,7 +115,7 @@ def reference_mismatch(name: str, device: torch.device) -> str | None:
 
 
 @functools.cache
-def _is_right_on(name: str, device: torch.device) -> bool:
+def _matches_reference_on(name: str, device: torch.device) -> bool:
     """Return whether the kernel ``name`` matches its reference on ``device``; warn if it does not."""
     try:
         problem = reference_mismatch(name, device)

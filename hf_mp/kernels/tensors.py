@@ -65,7 +65,7 @@ def is_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def takes_lists(tensor: Tensor) -> bool:
+def supports_foreach(tensor: Tensor) -> bool:
     """Whether ``torch._foreach_`` ops launch one kernel for a list of tensors on the device of ``tensor``."""
     return not tensor.is_cpu
 

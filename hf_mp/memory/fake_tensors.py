@@ -47,7 +47,10 @@ def kernels_of_a_gpu() -> Iterator[None]:
         # torch.autocast(x.device.type, enabled=False) in an attached model raises for an unavailable device type.
         mock.patch.object(autocast_mode, "is_autocast_available", is_available_or_meta),
         mock.patch.multiple(
-            registry, why_not=_unavailable_reason, _is_right_on=lambda *_: True, launcher=_LAUNCHERS.__getitem__
+            registry,
+            unavailable_reason=_unavailable_reason,
+            _matches_reference_on=lambda *_: True,
+            launcher=_LAUNCHERS.__getitem__,
         ),
         mock.patch.object(gradients, "_DEVICES_WITH_FOUND_INF", (FAKE_GPU_DEVICE.type,)),
         mock.patch.object(weight_uses, "_OFFLOADED_DEVICES", ()),

@@ -17,7 +17,7 @@ def positions_of(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
-def counting_positions(replaced: ReplacedForward) -> Callable[..., Any]:
+def with_position_ids(replaced: ReplacedForward) -> Callable[..., Any]:
     """Return the original forward, with ``position_ids`` computed from the attention mask (``exact_generation``).
 
     Without them, Transformers counts from 0 at the first column, padding included.

@@ -18,7 +18,7 @@ from hf_mp.ranks.parallelism import Parallelism, check_parallelism, is_distribut
 from hf_mp.scaling.rules import StepReport
 
 
-class Ranks:
+class RankGroup:
     """Process groups that train one model: the group of its DDP wrapper, or those of the FSDP2 meshes.
 
     A model without DDP and FSDP2 has no group, and no method makes a collective call for it.
@@ -29,7 +29,7 @@ class Ranks:
         self._settings = settings
         self._compared: list[torch.distributed.ProcessGroup] = []
 
-    def note_forward(self, model: nn.Module, parallelism: Parallelism) -> None:
+    def register_ddp(self, model: nn.Module, parallelism: Parallelism) -> None:
         """Register the DDP wrapper of a forward of ``model``; a ValueError if mixed precision does not support it."""
         check_parallelism(model, parallelism)
         ddp: Any = parallelism.ddp
@@ -40,26 +40,26 @@ class Ranks:
         # gradients of all other processes are equal after DDP's all-reduce.
         if ddp.process_group not in self._groups and not ddp._join_config.enable:
             self._groups.append(ddp.process_group)
-            self.compare(self._groups)
+            self.check_same_settings(self._groups)
 
-    def compare(self, groups: Iterable[torch.distributed.ProcessGroup]) -> None:
+    def check_same_settings(self, groups: Iterable[torch.distributed.ProcessGroup]) -> None:
         """Check once for each group that its ranks have equal settings; a ValueError if not."""
         for group in groups:
             if group not in self._compared:
                 self._compared.append(group)
                 compare_settings(group, self._settings())
 
-    def gradients_are_final(self, parameters: Iterable[Tensor]) -> bool:
+    def are_gradients_reduced(self, parameters: Iterable[Tensor]) -> bool:
         """Whether no code reduces gradients after backward: ``all_reduce`` of user code changes no version counter."""
         return not is_distributed() or bool(self._groups) or any(is_dtensor(parameter) for parameter in parameters)
 
-    def agree(self, report: StepReport, parameters: Iterable[Tensor]) -> StepReport:
+    def all_reduce_report(self, report: StepReport, parameters: Iterable[Tensor]) -> StepReport:
         """All-reduce the report over the processes that train ``parameters``; return ``report`` if not distributed."""
         if not is_distributed():
             return report
         largest = -1.0 if report.largest_gradient is None else report.largest_gradient
         # The report of all processes is the maximum of both numbers.
-        numbers = [math.inf if report.overflow else largest, float(report.overflow and not report.is_of_scale)]
+        numbers = [math.inf if report.overflow else largest, float(report.overflow and not report.may_be_scale)]
         for group in [*self._groups, *mesh_groups(parameters)]:  # the dimensions of a mesh one by one
             # On the CPU, if the group has a backend for it. torch has no public API for that.
             choose_device = getattr(torch.distributed.distributed_c10d, "_get_object_coll_device", None)

@@ -104,14 +104,14 @@ class ScaledReduceScatter:
             self.before(output_tensor, input_tensor, group, op, False)
             return
         scaled = input_tensor if scale is None else input_tensor * scale
-        sum_parts(output_tensor, scaled.to(reduce_dtype), group)
+        reduce_scatter_in_fp32(output_tensor, scaled.to(reduce_dtype), group)
         if is_average:
             output_tensor.div_(group.size())
         if scale is not None:
             output_tensor.div_(scale)
 
 
-def sum_parts(output: Tensor, sent: Tensor, group: torch.distributed.ProcessGroup) -> None:
+def reduce_scatter_in_fp32(output: Tensor, sent: Tensor, group: torch.distributed.ProcessGroup) -> None:
     """Sum one-dimensional 16-bit tensors over the ranks, and write this rank's part to ``output`` in FP32.
 
     An all-to-all sends as many bytes as a reduce-scatter in 16 bits. The sums are FP32, without intermediate rounding.
@@ -131,7 +131,7 @@ def fsdp_groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:
             yield module, groups[0]
 
 
-def send_in_16_bits(
+def set_low_precision_comm(
     model: nn.Module, policy: PrecisionPolicy, scale_source: ScaleSource, kept: Iterable[nn.Module]
 ) -> None:
     """Set the communication of FSDP2: all-gathers of ``model`` in 16 bits, gradients reduced in the policy's dtype.
@@ -162,8 +162,8 @@ def _correct_dtypes(group: Any) -> None:
             spec.tensor_meta = spec.tensor_meta._replace(dtype=one.sharded_param.dtype)
 
 
-def send_as_before(model: nn.Module) -> None:
-    """Restore the communication that :func:`send_in_16_bits` replaced."""
+def restore_default_comm(model: nn.Module) -> None:
+    """Restore the communication that :func:`set_low_precision_comm` replaced."""
     for module, group in fsdp_groups(model):
         if isinstance(group._all_gather_comm, LowPrecisionAllGather):
             module.set_custom_all_gather(group._all_gather_comm.before)

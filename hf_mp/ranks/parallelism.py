@@ -88,7 +88,7 @@ def fsdp_modules(model: nn.Module) -> Iterator[Any]:
 
 @dataclass(frozen=True, eq=False)
 class Parallelism:
-    """Parallelism of one model, detected by :func:`parallelism_of`."""
+    """Parallelism of one model, detected by :func:`detect_parallelism`."""
 
     ddp: DistributedDataParallel | None = None  # wrapper of the running forward
     fsdp: tuple[Any, ...] = ()  # modules sharded by FSDP2
@@ -97,13 +97,13 @@ class Parallelism:
     is_tensor_parallel: bool = False  # matmuls read DTensors, which FSDP2 does not all-gather
 
 
-ALONE = Parallelism()
+NOT_DISTRIBUTED = Parallelism()
 
 
-def parallelism_of(model: nn.Module | None) -> Parallelism:
-    """Detect the current parallelism of ``model``, which may change between calls; :data:`ALONE` if there is none."""
+def detect_parallelism(model: nn.Module | None) -> Parallelism:
+    """Detect the current parallelism of ``model``, which may change between calls; :data:`NOT_DISTRIBUTED` if none."""
     if model is None or not has_process_group():
-        return ALONE
+        return NOT_DISTRIBUTED
     modules, parameters, fsdp = modules_of(model), model_parameters(model), tuple(fsdp_modules(model))
     # torch has no public API for the DDP wrapper of a module, and a private one only while its forward runs.
     ddp: Any = model if isinstance(model, DistributedDataParallel) else DistributedDataParallel._get_active_ddp_module()

@@ -33,7 +33,7 @@ from hf_mp.scaling.rules import (
 )
 
 # default advice of the error
-WAY_OUT = (
+DEFAULT_ADVICE = (
     "The model or its data makes them, not the scale: look for NaN in the inputs, lower the learning rate, or train in "
     "a precision of wider range"
 )
@@ -65,7 +65,7 @@ class Iteration:
 
 
 # Backward has a thread for each device, and each reads S: all wait while one reads the overflow status.
-_SETTLING = threading.RLock()
+_PENDING_STEP_LOCK = threading.RLock()
 
 # keys of torch.amp.GradScaler.state_dict()
 _TORCH_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
@@ -98,7 +98,7 @@ class LossScaler(Generic[Rule]):
         if isinstance(given, (Tensor, str)):
             raise TypeError(f"enabled must be True or False, not {enabled!r:.100}")
         self._enabled, self._max_consecutive_skips = bool(enabled), max_consecutive_skips
-        self.kind, self._state = rule.name, rule.checked()
+        self.kind, self._state = rule.name, rule.validated()
         self._skips = rule.consecutive_skips  # in a row, also those that leave the rule unchanged
         self._tensors: dict[torch.device, ScaleTensors] = {}
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # the MixedPrecision objects with this scaler
@@ -144,7 +144,7 @@ class LossScaler(Generic[Rule]):
         """Report the step that was registered with :meth:`defer_step`, if any."""
         if self._pending_step is None:
             return
-        with _SETTLING:
+        with _PENDING_STEP_LOCK:
             # Another thread may have finished it while this one waited, and the call below may read the state.
             if self._pending_step is None or self._is_finishing:
                 return
@@ -230,16 +230,16 @@ class LossScaler(Generic[Rule]):
         report, before = StepReport.of_all(iteration.reports.values()), iteration.before
         self._set_state(state := before.adjust(report))
         self._skips = iteration.skips_before + 1 if report.overflow else 0
-        if self._skips >= self._max_consecutive_skips and not (report.is_of_scale and before.scale > before.floor):
+        if self._skips >= self._max_consecutive_skips and not (report.may_be_scale and before.scale > before.floor):
             where = f" even at loss scale {scale_text(state.scale)}, the smallest allowed"
             if not self.is_scaling:
                 where = " without loss scaling"
-            elif not report.is_of_scale:
+            elif not report.may_be_scale:
                 where = ", as is the loss, which no scale changes"
             raise LossScaleError(
                 f"{self._skips} optimizer steps in a row were skipped (since step "
                 f"{state.steps - self._skips + 1}): gradients are inf or NaN{where}{_listed(nonfinite())}. "
-                f"{way_out() or WAY_OUT}"
+                f"{way_out() or DEFAULT_ADVICE}"
             )
 
     def back_off(self, scale: float | None = None) -> bool:
@@ -256,7 +256,7 @@ class LossScaler(Generic[Rule]):
         self.state = replace(after, steps=before.steps, skipped_steps=before.skipped_steps, consecutive_skips=skips)
         return is_lower
 
-    def skips_once_too_often(self) -> bool:
+    def may_raise_on_overflow(self) -> bool:
         """Return whether an overflow in this step may raise a :class:`LossScaleError`."""
         return self._skips + 1 >= self._max_consecutive_skips
 
@@ -290,7 +290,7 @@ class LossScaler(Generic[Rule]):
 
     def _set_checked(self, rule: Rule) -> None:
         """Set the state to ``rule``; a ValueError for a field out of range changes nothing."""
-        before, self.state = self._state, rule.checked()
+        before, self.state = self._state, rule.validated()
         self._skips = rule.consecutive_skips
         self._warn_if_inexact(rule, before)
 

@@ -35,7 +35,7 @@ class StepReport:
     largest_gradient: float | None = None
     # a smaller scale may prevent the overflow; False if the loss was inf or NaN, or if another optimizer has already
     # reported the same overflow
-    is_of_scale: bool = True
+    may_be_scale: bool = True
 
     @classmethod
     def of_all(cls, reports: Iterable[StepReport]) -> StepReport:
@@ -45,7 +45,7 @@ class StepReport:
         """
         reports = list(reports)
         if overflows := [report for report in reports if report.overflow]:
-            return cls(True, None, any(report.is_of_scale for report in overflows))
+            return cls(True, None, any(report.may_be_scale for report in overflows))
         measured = [report.largest_gradient for report in reports if report.largest_gradient is not None]
         return cls(False, max(measured, default=None))
 
@@ -126,9 +126,9 @@ class ScaleRule:
 
     def adjust(self, report: StepReport) -> Self:
         """Return the rule for the next step."""
-        return self.counted(report)
+        return self.with_step_counted(report)
 
-    def counted(self, report: StepReport, **changes: Any) -> Self:
+    def with_step_counted(self, report: StepReport, **changes: Any) -> Self:
         """Return this rule with the step counted and ``changes`` made."""
         return replace(
             self,
@@ -138,11 +138,11 @@ class ScaleRule:
             **changes,
         )
 
-    def is_finding_its_level(self, clean_scale: float | None) -> bool:
+    def is_searching_scale(self, clean_scale: float | None) -> bool:
         """Return whether an overflow is expected; ``clean_scale`` is the largest scale of an applied step, or None."""
         return False
 
-    def checked(self) -> Self:
+    def validated(self) -> Self:
         """Return this rule with its scale rounded to FP32; a ValueError for a field out of range."""
         for each in fields(self):
             if (check := each.metadata.get("check")) is not None:
@@ -158,7 +158,7 @@ class ScaleRule:
         return {"kind": self.name, **{key: getattr(self, name) for key, name in self._fields_by_key().items()}}
 
     def from_dict(self, saved: Mapping[str, Any]) -> Self:
-        """Return this rule with values of :meth:`to_dict`, not yet :meth:`checked`; a ValueError for other keys."""
+        """Return this rule with values of :meth:`to_dict`, not yet :meth:`validated`; a ValueError for other keys."""
         known, given = self._fields_by_key(), saved.keys() - {"kind"}
         if saved.get("kind") != self.name or given != known.keys():
             missing, unknown = sorted(known.keys() - given), sorted(given - known.keys(), key=str)
@@ -169,7 +169,7 @@ class ScaleRule:
         return replace(self, **{name: saved[key] for key, name in known.items()})
 
     def from_torch(self, saved: Mapping[str, Any]) -> Self:
-        """Return this rule with values of a ``torch.amp.GradScaler`` state, not yet :meth:`checked`.
+        """Return this rule with values of a ``torch.amp.GradScaler`` state, not yet :meth:`validated`.
 
         The default uses none of them: a constant stays constant, and a measured scale is measured again.
         """
@@ -219,7 +219,7 @@ class HeadroomRule(ScaleRule):
     half_life: float = setting(25, number("at least 1 step and finite", lambda x: 1 <= x < math.inf))
     backoff_factor: float = setting(2.0**-20, number("above 0 and below 1", lambda x: 0.0 < x < 1.0))
     patience: int = setting(250, whole(1))
-    min_scale: float = setting(LEAST_USEFUL_SCALE, _check_min_scale)  # checked() rounds both bounds to powers of two
+    min_scale: float = setting(LEAST_USEFUL_SCALE, _check_min_scale)  # validated() rounds both bounds to powers of two
     max_scale: float = setting(2.0**40)
     largest: float = setting(FP16_MAX, number("a positive, finite number", lambda x: 0.0 < x < math.inf))
 
@@ -242,8 +242,8 @@ class HeadroomRule(ScaleRule):
     def floor(self) -> float:
         return self.min_scale
 
-    def checked(self) -> Self:
-        checked = super().checked()
+    def validated(self) -> Self:
+        checked = super().validated()
         _check_max_scale(self.max_scale, self.min_scale)
         floor = -power_of_two_below(-max(self.min_scale, SMALLEST_SCALE))  # rounded up
         ceiling = power_of_two_below(min(self.max_scale, LARGEST_SCALE))
@@ -251,17 +251,17 @@ class HeadroomRule(ScaleRule):
             raise ValueError(f"no power of two lies between min_scale={self.min_scale} and max_scale={self.max_scale}")
         return replace(checked, min_scale=floor, max_scale=ceiling)
 
-    def is_finding_its_level(self, clean_scale: float | None) -> bool:
+    def is_searching_scale(self, clean_scale: float | None) -> bool:
         return self.scale > 1.0 and self.level is None
 
     def adjust(self, report: StepReport) -> Self:
-        if report.overflow and not report.is_of_scale:  # no information about the gradients
+        if report.overflow and not report.may_be_scale:  # no information about the gradients
             return replace(self, steps=self.steps + 1)
         if report.overflow:
             # A scale above 1 is lowered to 1 at most: nearly all gradients fit there.
             least = max(self.min_scale, 1.0 if self.scale > 1.0 else SMALLEST_SCALE)
             fallen = power_of_two_below(max(self.scale * self.backoff_factor, SMALLEST_SCALE))
-            return self.counted(report, scale=max(fallen, min(least, self.scale)))
+            return self.with_step_counted(report, scale=max(fallen, min(least, self.scale)))
         largest = report.largest_gradient
         learned = self if largest is None or not 0.0 < largest < math.inf else self._learned(largest)
         if learned.level is not None:
@@ -270,7 +270,7 @@ class HeadroomRule(ScaleRule):
             scale = max(self.scale, min(self.scale / self.backoff_factor, self.init_scale))
         else:
             scale = self.scale
-        return learned.counted(report, scale=max(min(scale, self.max_scale), self.min_scale))
+        return learned.with_step_counted(report, scale=max(min(scale, self.max_scale), self.min_scale))
 
     def _learned(self, largest: float) -> Self:
         """Return this rule with level and headroom updated by a measured gradient; the scale is not set yet."""
@@ -284,7 +284,7 @@ class HeadroomRule(ScaleRule):
         headroom, is_futile, quiet_steps = self.headroom, self.is_futile, self.quiet_steps + 1
         if not self.consecutive_skips:
             is_futile = is_futile and quiet_steps < 16 * self.patience
-        elif self._overflow_was_futile(self.level):
+        elif self._is_headroom_futile(self.level):
             is_futile, quiet_steps = True, 0
         else:
             headroom, quiet_steps = headroom + _ABOVE_UNSEEN, 0
@@ -297,7 +297,7 @@ class HeadroomRule(ScaleRule):
         level = self.level * 2.0 ** (weight * max(rise, -_LARGEST_FALL))
         return replace(self, level=level, headroom=headroom, is_futile=is_futile, quiet_steps=quiet_steps)
 
-    def _overflow_was_futile(self, level: float) -> bool:
+    def _is_headroom_futile(self, level: float) -> bool:
         """Return whether more headroom would not have prevented an overflow that no gradient explains."""
         # With the first scale, small gradients have much headroom already: only later increases count.
         futile = max(_FUTILE_HEADROOM, headroom_left(_FIRST_SCALE, level, self.largest) + _FUTILE_ADDED)
@@ -332,12 +332,12 @@ class DynamicRule(ScaleRule):
     def floor(self) -> float:
         return to_fp32(max(self.min_scale, SMALLEST_SCALE))
 
-    def checked(self) -> Self:
-        checked = super().checked()
+    def validated(self) -> Self:
+        checked = super().validated()
         _check_max_scale(self.max_scale, self.min_scale)
         return checked
 
-    def is_finding_its_level(self, clean_scale: float | None) -> bool:
+    def is_searching_scale(self, clean_scale: float | None) -> bool:
         was_clean = clean_scale is not None and self.scale <= clean_scale
         return self.scale > 1.0 and not was_clean and self.growth_tracker <= 0
 
@@ -349,17 +349,17 @@ class DynamicRule(ScaleRule):
         if report.overflow:
             if self.hysteresis_left > 1:
                 spent = self.hysteresis_left - 1
-                return self.counted(report, growth_tracker=-self.growth_delay, hysteresis_left=spent)
+                return self.with_step_counted(report, growth_tracker=-self.growth_delay, hysteresis_left=spent)
             # A scale that was set below the floor stays.
             lowered = to_fp32(max(self.scale * self.backoff_factor, min(self.floor, self.scale)))
-            return self.counted(report, scale=lowered, growth_tracker=-self.growth_delay)
+            return self.with_step_counted(report, scale=lowered, growth_tracker=-self.growth_delay)
         left = self.hysteresis if self.consecutive_hysteresis else self.hysteresis_left
         if (tracker := self.growth_tracker + 1) < self.growth_interval:
-            return self.counted(report, growth_tracker=tracker, hysteresis_left=left)
+            return self.with_step_counted(report, growth_tracker=tracker, hysteresis_left=left)
         grown = to_fp32(self.scale * self.growth_factor)
         # As in torch, a scale that would exceed FP32 does not grow.
         grown = min(grown, max(self.max_scale, self.scale)) if math.isfinite(grown) else self.scale
-        return self.counted(report, scale=grown, growth_tracker=0, hysteresis_left=self.hysteresis)
+        return self.with_step_counted(report, scale=grown, growth_tracker=0, hysteresis_left=self.hysteresis)
 
 
 def parse_loss_scale(value: str | float | None) -> str | float | None:

@@ -113,7 +113,7 @@ class DynamicLossScaler(LossScaler[DynamicRule]):
             min_scale=min_scale,
             max_scale=math.inf if max_scale is None else max_scale,
         )
-        rule.checked()  # before growth_delay is negated
+        rule.validated()  # before growth_delay is negated
         rule = replace(rule, growth_tracker=-growth_delay, hysteresis_left=hysteresis)
         super().__init__(rule, max_consecutive_skips=max_consecutive_skips, enabled=enabled)
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.autocast_stack import state
-from hf_mp.casting.compile_exclusion import outside_of_graphs
-from hf_mp.casting.deferred_output import DeferredOutput, can_be_deferred, may_stay_unread
-from hf_mp.casting.dispatcher_kernels import current_graph_task, dispatched
+from hf_mp.casting.compile_exclusion import disable_compile
+from hf_mp.casting.deferred_output import DeferredOutput, can_be_deferred, can_defer_casts
+from hf_mp.casting.dispatcher_kernels import current_graph_task, kernels_enabled
 from hf_mp.kernels.nested import apply_to_tensors
 from hf_mp.models.base import ReplacedForward
-from hf_mp.models.positions import counting_positions
+from hf_mp.models.positions import with_position_ids
 from hf_mp.scale_boundary import cast_to_output
 from hf_mp.step.profiling import profiled
 from hf_mp.step.runtime import StepRuntime
@@ -38,7 +38,7 @@ class AttachedForward(ReplacedForward):
         runtime.forwards.append(weakref.ref(self))
         self.alias_cache = runtime.weights.alias_cache()
         counts_positions = runtime.policy.exact_generation and name == "forward"
-        self.inner_forward = counting_positions(self) if counts_positions else self.original
+        self.inner_forward = with_position_ids(self) if counts_positions else self.original
         functools.update_wrapper(self, self.original, updated=())  # not the attributes of an attached forward below
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +46,7 @@ class AttachedForward(ReplacedForward):
         return self._run(args, kwargs) if state.forward is None else self.inner_forward(*args, **kwargs)
 
     # torch.compile leaves this frame alone and compiles the model's own forward, in autocast, as one graph.
-    @outside_of_graphs("hf_mp's borders are outside of the graph of an attached model: leave fullgraph=True out")
+    @disable_compile("hf_mp's borders are outside of the graph of an attached model: leave fullgraph=True out")
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The model was detached or is gone, and a library that has wrapped this forward still calls it.
         if (model := self.runtime.model) is None:
@@ -54,7 +54,7 @@ class AttachedForward(ReplacedForward):
         with profiled("forward"):
             context, args, kwargs = self._begin(model, args, kwargs)
             with context:
-                forward = context.autocast.under_rules(self.module(), self.inner_forward)
+                forward = context.autocast.with_module_rules(self.module(), self.inner_forward)
                 outputs = forward(*args, **kwargs)
             return self._finish(context, outputs)
 
@@ -74,7 +74,7 @@ class AttachedForward(ReplacedForward):
     @torch.compiler.disable
     def _finish(self, context: ForwardContext, outputs: Any) -> Any:
         """The outputs in FP32, each through its border. Not called if the forward raised."""
-        weights, may_defer = context.weights, may_stay_unread(outputs)
+        weights, may_defer = context.weights, can_defer_casts(outputs)
         scale_provider = self.runtime.scale_provider if weights is not None and weights.slots.has_grad else None
         crossed: list[Tensor] = []
 
@@ -142,7 +142,7 @@ class ForwardContext:
         source.threads.append(ident)
         # Filled already if a backward inside of this forward recomputes a part of it, in any thread.
         slots = nullcontext() if self.weights is None or self.weights.slots.is_active else self.weights.slots
-        kernels = dispatched(self) if self.is_dispatched else nullcontext()
+        kernels = kernels_enabled(self) if self.is_dispatched else nullcontext()
         try:
             with slots:
                 with source.layout.saving_for_backward(), kernels, self.autocast:

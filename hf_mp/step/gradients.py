@@ -16,9 +16,9 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from hf_mp._warnings import warn_caller
 from hf_mp.casting.compile_exclusion import uncompiled
-from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, largest_magnitude, largest_magnitude_and_norm
+from hf_mp.kernels.gradient_scan import OVERFLOW_LIMIT, all_finite, largest_magnitude, largest_magnitude_and_norm
 from hf_mp.kernels.tensors import is_on_host
-from hf_mp.ranks.agreement import Ranks
+from hf_mp.ranks.agreement import RankGroup
 from hf_mp.ranks.parallelism import is_distributed, local_parts
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.profiling import profiled
@@ -123,7 +123,7 @@ class OverflowStatus:
     def found_inf(self) -> Tensor:
         """FP32 of shape (): 1 for an overflow, else 0."""
         largest = self.numbers[0]
-        return torch.logical_not(largest < SQUARES_BELOW, out=torch.empty_like(largest))  # two kernels
+        return torch.logical_not(largest < OVERFLOW_LIMIT, out=torch.empty_like(largest))  # two kernels
 
     def to_host(self) -> OverflowStatus:
         """This status, its numbers on their way to the host; :meth:`read` waits for them and no later kernel.
@@ -143,7 +143,7 @@ class OverflowStatus:
         if self.copy_event is not None:
             self.copy_event.synchronize()
         largest, *measured = self.numbers.tolist()
-        return not largest < SQUARES_BELOW, measured[0] if measured else None
+        return not largest < OVERFLOW_LIMIT, measured[0] if measured else None
 
 
 class GradientCheck:
@@ -166,7 +166,7 @@ class GradientCheck:
         self,
         on_ended: Callable[[Tensor | None], None],
         weights: WeightStore,
-        ranks: Ranks,
+        ranks: RankGroup,
         parameters: Callable[[], Sequence[nn.Parameter]],
         *,
         measures_norm: bool = False,
@@ -247,7 +247,7 @@ class GradientCheck:
         else:
             largest = largest_unscaled_magnitude(found)
         # A loop that reduces gradients itself writes them after its backward, and raises no version counter.
-        is_final = (self.measures_norm or self.compares_gradients) and self._ranks.gradients_are_final(parameters)
+        is_final = (self.measures_norm or self.compares_gradients) and self._ranks.are_gradients_reduced(parameters)
         # A DTensor's version counter knows nothing of writes into its shard, and an inference tensor has none.
         is_known = is_final and all([type(one) is Tensor and not one.is_inference() for one in gradients])
         versions = {id(one): (weakref.ref(one), one._version) for one in gradients} if is_known else {}
@@ -300,7 +300,7 @@ class GradientCheck:
     def overflows(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether gradients of ``parameters`` overflow now; reads the device, and is a collective call of all ranks."""
         overflow, _ = self.overflow_status(parameters).read()
-        return self._ranks.agree(StepReport(overflow), parameters).overflow
+        return self._ranks.all_reduce_report(StepReport(overflow), parameters).overflow
 
     def losses_are_finite(self) -> bool:
         """Whether the losses since the last step are finite: inf and NaN in a loss are there at any loss scale."""
@@ -319,8 +319,10 @@ class GradientCheck:
             )
         # Without loss scaling there is no headroom to tell of.
         is_known = self.is_scaled and not overflow and not is_elsewhere
-        is_of_scale = not overflow or self.losses_are_finite()
-        return self._ranks.agree(StepReport(overflow, largest if is_known else None, is_of_scale), status.parameters)
+        may_be_scale = not overflow or self.losses_are_finite()
+        return self._ranks.all_reduce_report(
+            StepReport(overflow, largest if is_known else None, may_be_scale), status.parameters
+        )
 
 
 def _versions_of(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
@@ -349,5 +351,5 @@ def names_of_overflowing(weights: WeightStore, model: nn.Module | None) -> list[
     # One read of the device for each parameter: only the error that ends a training asks.
     gradients = {name: weights.layout.gradients_and_factors([one]) for name, one in named}
     largest = {name: largest_unscaled_magnitude(one).item() for name, one in gradients.items() if one}
-    found = {name: value for name, value in largest.items() if not value < SQUARES_BELOW}
+    found = {name: value for name, value in largest.items() if not value < OVERFLOW_LIMIT}
     return [f"{name} ({value:g} squared)" if math.isfinite(value) else name for name, value in found.items()]

@@ -16,7 +16,7 @@ from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.models import install_replacements, remove_replacements
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.ranks.parallelism import parallelism_of
+from hf_mp.ranks.parallelism import detect_parallelism
 from hf_mp.scaling.rules import PrecisionStats
 from hf_mp.scaling.scalers import LossScaler, make_loss_scaler
 from hf_mp.step.forward import AttachedForward, entry_points, methods_of
@@ -125,7 +125,7 @@ class MixedPrecision(StepRuntime):
         if self.model is not None:
             raise ValueError("this MixedPrecision has a model already: detach() it, or make another one")
         # All that can be refused is refused before the model is touched.
-        parallelism = parallelism_of(model)
+        parallelism = detect_parallelism(model)
         check_attachable(model, parallelism, self.policy, is_scaled=self.scaler.is_scaling)
         methods_of(model, methods)
         self._methods = tuple(methods)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, norm_of
+from hf_mp.kernels.gradient_scan import OVERFLOW_LIMIT, all_finite, norm_of
 from hf_mp.model_index import optimizer_parameters
 from hf_mp.scale_boundary import accumulating_edges
 from hf_mp.scaling.rules import StepReport
@@ -155,7 +155,7 @@ class OptimizerInBackward(StepController):
                 backward.clip_factor = clip_factor(norm, self.max_grad_norm)
         if backward.largest is not None:
             self._runtime.on_backward_end(backward.largest)
-        if not all_finite(found, SQUARES_BELOW):
+        if not all_finite(found, OVERFLOW_LIMIT):
             backward.phase = "discard"
 
     @torch.no_grad()
@@ -190,7 +190,7 @@ class OptimizerInBackward(StepController):
 
     def _update(self, parameter: SplitParameter, largest: float, backward: _Backward) -> None:
         """Step ``parameter`` alone; a RuntimeError for an inf or NaN gradient, when others are updated already."""
-        if not largest < SQUARES_BELOW:
+        if not largest < OVERFLOW_LIMIT:
             raise RuntimeError(
                 f"the largest gradient of a parameter of shape {tuple(parameter.shape)} is {largest:g}; "
                 f"{len(backward.done)} parameters are updated already. Go back to a checkpoint, and use "

@@ -21,13 +21,13 @@ from hf_mp.integrations.masters_of_ddp import DDP_PATCHES
 from hf_mp.integrations.value_clipping import VALUE_PATCHES
 from hf_mp.model_index import optimizer_parameters
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.ranks.agreement import Ranks
+from hf_mp.ranks.agreement import RankGroup
 from hf_mp.ranks.parallelism import (
-    ALONE,
+    NOT_DISTRIBUTED,
     Parallelism,
     check_updates,
+    detect_parallelism,
     mesh_groups,
-    parallelism_of,
 )
 from hf_mp.scaling.loss_scaler import Iteration, LossScaler
 from hf_mp.scaling.rules import PrecisionStats, StepReport
@@ -67,7 +67,7 @@ class StepRuntime:
         self.policy, self.scaler, self.rules, self._tables = policy, scaler, rules, tables
         self.scale_provider = LossScaleProvider(self)
         self.weights = WeightStore(layout or make_layout(policy, offload), self.scale_provider)
-        self.ranks = Ranks(self._settings)
+        self.ranks = RankGroup(self._settings)
         self.check = GradientCheck(
             self.on_backward_end,
             self.weights,
@@ -140,9 +140,9 @@ class StepRuntime:
         if self._patches is None:  # a deep copy: by now all of its modules are there
             self._bind_model(model)
         self._forwards_with_grad += torch.is_grad_enabled()
-        parallelism = parallelism_of(model)  # DDP or FSDP may have come after attach()
-        if parallelism is not ALONE:
-            self.ranks.note_forward(model, parallelism)
+        parallelism = detect_parallelism(model)  # DDP or FSDP may have come after attach()
+        if parallelism is not NOT_DISTRIBUTED:
+            self.ranks.register_ddp(model, parallelism)
             self.adopt_sharding(list(model.parameters()), parallelism)
         # Borders are autograd functions without rules for torch.func, which has no public way to ask whether it is at
         # work.
@@ -157,8 +157,8 @@ class StepRuntime:
 
     def adopt_sharding(self, parameters: Sequence[Tensor], parallelism: Parallelism) -> None:
         """Follow how ``parameters``, of the model or of its optimizer, are spread over processes now."""
-        if parallelism is not ALONE:  # DDP and meshes may be of one process
-            self.ranks.compare(mesh_groups(parameters))
+        if parallelism is not NOT_DISTRIBUTED:  # DDP and meshes may be of one process
+            self.ranks.check_same_settings(mesh_groups(parameters))
             self.weights.adopt_sharding(self.model, parameters, parallelism, self.autocast.fp32_modules)
 
     def _settings(self) -> str:
@@ -194,8 +194,8 @@ class StepRuntime:
             return report
         model, parameters = self.model, optimizer_parameters(optimizer)
         self._warn_without_forward(optimizer, parameters)
-        parallelism = parallelism_of(model)  # FSDP may have come since, around the model too
-        if model is not None and parallelism is not ALONE:
+        parallelism = detect_parallelism(model)  # FSDP may have come since, around the model too
+        if model is not None and parallelism is not NOT_DISTRIBUTED:
             if parallelism.fsdp:
                 check_updates(optimizer, model)
             self.adopt_sharding(parameters, parallelism)
@@ -270,7 +270,7 @@ class StepRuntime:
         was_reported = id(optimizer) in self._reported
         self._reported.discard(id(optimizer))
         if was_reported:
-            return replace(report, is_of_scale=False)
+            return replace(report, may_be_scale=False)
         others = [guard.optimizer for guard in self.guards if guard.optimizer is not optimizer]
         self._reported |= {id(one) for one in others if self.check.overflows(optimizer_parameters(one))}
         return report

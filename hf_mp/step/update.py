@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hf_mp.integrations.accelerated import as_accelerated, patch_accelerate_skip_flag
 from hf_mp.model_index import optimizer_parameters
-from hf_mp.ranks.parallelism import parallelism_of
+from hf_mp.ranks.parallelism import detect_parallelism
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.gradients import OverflowStatus
 from hf_mp.step.profiling import profiled
@@ -126,7 +126,7 @@ class StepGuard:
         optimizer = self.optimizer
         self._update([runtime], status.found_inf())
         take_in = functools.partial(self._finish_step, [runtime], [sent], is_queued=True)
-        if runtime.observers or runtime.scaler.skips_once_too_often():  # both must hear of an overflow at once
+        if runtime.observers or runtime.scaler.may_raise_on_overflow():  # both must hear of an overflow at once
             take_in()
         else:
             if self._skip_flag_finalizer is None:
@@ -196,7 +196,7 @@ def guard_steps(optimizer: Any, runtime: StepRuntime) -> AttachedOptimizer:
         accelerated.optimizer = guard_steps(accelerated.optimizer, runtime)
         return optimizer
     check_optimizer(optimizer, runtime.model)
-    runtime.adopt_sharding(optimizer_parameters(optimizer), parallelism_of(runtime.model))
+    runtime.adopt_sharding(optimizer_parameters(optimizer), detect_parallelism(runtime.model))
     optimizer = runtime.weights.wrap_optimizer(optimizer)
     for observer in runtime.observers:
         observer.on_attach_optimizer(optimizer)

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from hf_mp.diagnostics.contract.table import PrecisionContract
-from hf_mp.scaling.loss_scaler import WAY_OUT
+from hf_mp.scaling.loss_scaler import DEFAULT_ADVICE
 from hf_mp.scaling.rules import PrecisionStats, scale_text
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.settings import Default, SessionSettings
@@ -84,7 +84,7 @@ def warn_of_skipped_steps(before: PrecisionStats, after: PrecisionStats, reports
     scale = scale_text(after.loss_scale)
     way_out = f"The loss scale ({scale} now) had not found its level yet, or explain_overflows=False hid the reason."
     if reports:
-        way_out = reports[-1].advice or WAY_OUT
+        way_out = reports[-1].advice or DEFAULT_ADVICE
     which = "all" if skipped == steps else "the others"
     taken = f"{steps - skipped} of {steps} steps were taken"
     logger.warning(f"{taken}: {which} were skipped for inf or NaN in their gradients. {way_out}")

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from hf_mp.casting.autocast_stack import active_autocast, state
 from hf_mp.casting.compile_exclusion import uncompiled
 from hf_mp.casting.cpu_handlers import training_plan
-from hf_mp.casting.dispatcher_kernels import can_dispatch, compiled_frames, register, undispatched
-from hf_mp.casting.handlers import AS_GIVEN, widened
+from hf_mp.casting.dispatcher_kernels import can_dispatch, compiled_frames, kernels_disabled, register
+from hf_mp.casting.handlers import AS_GIVEN, promote_if_fp32
 from hf_mp.casting.kv_cache import CACHE_WRITES, lowers_attention
 from hf_mp.casting.loss_handlers import planned_losses
 from hf_mp.casting.mode import ALWAYS_HELD, autocast
-from hf_mp.casting.plan_entry import Forward, PlannedCall
+from hf_mp.casting.plan_entry import Forward, PlanEntry
 from hf_mp.casting.tables import CastRule
 from hf_mp.kernels.nested import apply_to_tensors
 from hf_mp.kernels.transforms import is_compiling_or_transforming
@@ -37,7 +37,7 @@ class AttachedAutocast(autocast):
         dtype, model, settings: as for :class:`autocast`; ``model`` is None before one is attached.
     """
 
-    puts_on_patches = False  # the attached model keeps them on
+    installs_patches = False  # the attached model keeps them on
     plain_types = autocast.plain_types | {WeightAlias}
     native_plan: Any = None
 
@@ -85,7 +85,7 @@ class AttachedAutocast(autocast):
         """Whether kernels can make the calls that are in tables of a forward that begins now."""
         if self.call_override is not None or self.has_rules or self._has_scripts:
             return False
-        return not self.is_compile_used() and self._has_kernels
+        return not self.is_compile_used() and self._ensure_kernels
 
     def is_compile_used(self) -> bool:
         """Whether torch.compile has compiled code in this process."""
@@ -107,15 +107,15 @@ class AttachedAutocast(autocast):
         return any(isinstance(module, torch.jit.ScriptModule) for module in modules)
 
     @functools.cached_property
-    def _has_kernels(self) -> bool:
+    def _ensure_kernels(self) -> bool:
         if can_dispatch():
             self.native_plan = register(self._plan, self.dtype)
         return can_dispatch()
 
-    def sees_calls(self) -> bool:
-        return (forward := self.forward) is None or not forward.is_dispatched or self.must_see_all()
+    def receives_calls(self) -> bool:
+        return (forward := self.forward) is None or not forward.is_dispatched or self.must_intercept_all()
 
-    def planned(self, func: Callable[..., Any]) -> PlannedCall:
+    def planned(self, func: Callable[..., Any]) -> PlanEntry:
         """What to do with a call of ``func`` in the forward that runs."""
         entry = self._plan.get(func, AS_GIVEN)
         if entry.rule not in ALWAYS_HELD and state.active[-1] is not self:
@@ -125,10 +125,10 @@ class AttachedAutocast(autocast):
             return entry._replace(handler=functools.partial(_with_gradients, entry.handler))
         return entry
 
-    def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_for_recompute(self, function: Callable[..., Any]) -> Callable[..., Any]:
         # A graph may outlive the model: it holds the forward that it recomputes a part of.
         if (forward := self.forward) is None:
-            return super().recomputation(function)
+            return super().wrap_for_recompute(function)
 
         def recompute(*args: Any, **kwargs: Any) -> Any:
             if active_autocast() is self:
@@ -150,7 +150,7 @@ class AttachedAutocast(autocast):
         return make(entry, func, args, kwargs or {})
 
     def apply(
-        self, entry: PlannedCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, entry: PlanEntry, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         forward = None if is_dynamo_compiling() else self.forward
         weights = None if forward is None else forward.weights
@@ -160,14 +160,14 @@ class AttachedAutocast(autocast):
             return super().apply(entry, func, args, kwargs)
         if not is_compiling_or_transforming():
             return func(*args, **kwargs)  # a kernel makes the call
-        with undispatched():
+        with kernels_disabled():
             return super().apply(entry, func, args, kwargs)
 
-    def plan_for_nested(self, entry: PlannedCall) -> PlannedCall:
+    def plan_for_nested(self, entry: PlanEntry) -> PlanEntry:
         # In compiled code a 16-bit weight may meet an FP32 activation.
-        return _IN_ISLAND if entry.rule is CastRule.LOWER_PRECISION else AS_GIVEN
+        return _PROMOTE_IN_NESTED if entry.rule is CastRule.LOWER_PRECISION else AS_GIVEN
 
-    def must_see_all(self) -> bool:
+    def must_intercept_all(self) -> bool:
         weights = self.weights
         return weights is not None and weights.intercepts_calls
 
@@ -179,7 +179,7 @@ class AttachedAutocast(autocast):
         return super().cast(value, dtype)
 
 
-_IN_ISLAND = PlannedCall(CastRule.WIDEST, "", widened)
+_PROMOTE_IN_NESTED = PlanEntry(CastRule.WIDEST, "", promote_if_fp32)
 # Calls that use no value of a tensor. A use of its detached value is one.
 _NOT_A_USE = OF_THE_TENSOR_ITSELF - {Tensor.detach} | {torch.autograd.grad}
 

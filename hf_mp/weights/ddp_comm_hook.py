@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.ranks.fsdp_communication import ScaleSource, sum_parts
+from hf_mp.ranks.fsdp_communication import ScaleSource, reduce_scatter_in_fp32
 from hf_mp.weights.split_parameter import SplitParameter, has_gradient
 
 
@@ -101,7 +101,7 @@ class SplitGradientCommHook:
         sent = values.new_zeros(-(-values.numel() // ranks) * ranks, dtype=dtype)
         sent[: values.numel()].copy_(values if factor is None else values * factor)
         part = torch.empty(sent.numel() // ranks, dtype=torch.float32, device=sent.device)
-        sum_parts(part, sent, self._group)
+        reduce_scatter_in_fp32(part, sent, self._group)
         single = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
         single(sent, part.div_(ranks).to(dtype), group=self._group)
         values.copy_(sent[: values.numel()])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, Room, adamw_, is_small
+from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, JoinBuffer, adamw_, is_small
 from hf_mp.kernels.registry import VARIABLE, kernel_for
 from hf_mp.kernels.tensors import is_on_host, is_ordinary, traits_of
 from hf_mp.model_index import optimizer_parameters
@@ -44,7 +44,7 @@ class _Batch(NamedTuple):
     gradients: Sequence[Tensor]
     others: Sequence[Tensor | None]  # their working copies or, of split ones, their remainders
 
-    def look(self) -> Any:
+    def launch_key(self) -> Any:
         """What a kernel is made for, without addresses of gradients, to compare; None where there is no state."""
         states = [self.optimizer.state.get(parameter, {}) for parameter in self.parameters]
         try:
@@ -74,16 +74,16 @@ class UpdateCache:
     """
 
     def __init__(self) -> None:
-        self.room = Room()
+        self.room = JoinBuffer()
         self._kept: dict[int, tuple[list[Any], Any]] = {}  # by the identity of the first parameter
 
     def of(self, batch: _Batch) -> Any:
         """The kernel for a step of ``batch``; None where it cannot take all of it."""
         key = id(batch.parameters[0])
         look, update = self._kept.pop(key, (None, None))
-        if look is None or look != batch.look():
+        if look is None or look != batch.launch_key():
             update = batch.make_update()
-            look = batch.look()  # again: the optimizer's state may have been made
+            look = batch.launch_key()  # again: the optimizer's state may have been made
         if update is not None:
             self._kept[key] = look, update
         return update

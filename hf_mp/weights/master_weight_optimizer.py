@@ -152,7 +152,7 @@ class MasterWeightOptimizer(Optimizer):
     @torch.no_grad()
     def _call_on_masters(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method of the wrapped optimizer that may write parameters, as ``eval()`` of schedule-free ones."""
-        with self._opened(optimizer_parameters(self)):
+        with self._masters_swapped_in(optimizer_parameters(self)):
             return method(*args, **kwargs)
 
     def master(self, parameter: nn.Parameter) -> Tensor:
@@ -239,7 +239,7 @@ class MasterWeightOptimizer(Optimizer):
 
     def _step_on(self, parameters: list[nn.Parameter], *, keeps_gradients: bool) -> None:
         """Step the wrapped optimizer on the masters of ``parameters``, and free the gradients of split ones."""
-        with self._opened(parameters) as masters:
+        with self._masters_swapped_in(parameters) as masters:
             for parameter, master in masters.items():
                 if master is not parameter:
                     gradient, factor = gradient_and_factor(parameter)
@@ -261,7 +261,7 @@ class MasterWeightOptimizer(Optimizer):
         step = type(optimizer).step
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
-    def _open(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
         """What the wrapped optimizer updates in the place of ``parameter``."""
         if not _needs_master(parameter):
             return parameter
@@ -270,9 +270,9 @@ class MasterWeightOptimizer(Optimizer):
         return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
     @contextlib.contextmanager
-    def _opened(self, parameters: Sequence[nn.Parameter]) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+    def _masters_swapped_in(self, parameters: Sequence[nn.Parameter]) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
         """Have the wrapped optimizer see the masters of ``parameters`` alone, and take over what it writes."""
-        masters = {parameter: self._open(parameter) for parameter in parameters}
+        masters = {parameter: self._master_of(parameter) for parameter in parameters}
         with self._in_place_of_parameters(masters):
             yield masters
         for parameter, master in masters.items():
@@ -305,13 +305,13 @@ class MasterWeightOptimizer(Optimizer):
         absent = nn.Parameter(torch.empty(0), requires_grad=False)
         shown = [[masters.get(parameter, absent) for parameter in group["params"]] for group in self.param_groups]
         hidden = [list(group["params"]) for group in self.param_groups]
-        self._show(shown, masters)
+        self._set_groups(shown, masters)
         try:
             yield
         finally:
-            self._show(hidden, {master: parameter for parameter, master in masters.items()})
+            self._set_groups(hidden, {master: parameter for parameter, master in masters.items()})
 
-    def _show(self, groups: list[list[nn.Parameter]], renamed: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    def _set_groups(self, groups: list[list[nn.Parameter]], renamed: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Put ``groups`` into the wrapped optimizer's, and move its state by parameter to what ``renamed`` says."""
         # In place: an optimizer may keep the list of its group.
         for group, parameters in zip(self.param_groups, groups, strict=True):

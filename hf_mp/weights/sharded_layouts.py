@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from hf_mp.kernels.transforms import is_saving_elsewhere
 from hf_mp.model_index import optimizer_parameters
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.ranks.fsdp_communication import ScaleSource, send_as_before, send_in_16_bits
+from hf_mp.ranks.fsdp_communication import ScaleSource, restore_default_comm, set_low_precision_comm
 from hf_mp.ranks.parallelism import Parallelism, is_dtensor
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.working_copies import is_master
@@ -92,12 +92,12 @@ class ShardedLayout(WeightLayout):
         self, model: nn.Module, parallelism: Parallelism, scale_source: ScaleSource, in_fp32: Sequence[nn.Module]
     ) -> None:
         """Have FSDP2 gather weights and reduce gradients in 16 bits, but for the modules ``in_fp32``."""
-        send_in_16_bits(model, self.policy, scale_source, in_fp32)
+        set_low_precision_comm(model, self.policy, scale_source, in_fp32)
 
     def restore(self, model: nn.Module | None) -> None:
         super().restore(model)
         if model is not None:
-            send_as_before(model)
+            restore_default_comm(model)
 
     def parameters_to_check(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
         # FSDP may leave whole parameters in the places of the shards, which have the gradients.

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_mp.casting.data_tracking import DataTrackedParameter
-from hf_mp.kernels.tensors import takes_lists
+from hf_mp.kernels.tensors import supports_foreach
 from hf_mp.model_index import model_parameters, modules_of, widen_buffers
 from hf_mp.ranks.fsdp_communication import ScaleSource
 from hf_mp.ranks.parallelism import Parallelism
@@ -79,7 +79,7 @@ class SplitLayout(WeightLayout):
         for buckets in looks_for_unused:
             buckets.mark_accumulated()
         split = [weight for weight in weights.values() if isinstance(weight, SplitParameter)]
-        beside = [weakref.ref(weight) for weight in split] if split and takes_lists(split[0]) else []
+        beside = [weakref.ref(weight) for weight in split] if split and supports_foreach(split[0]) else []
         for place, weight in weights.items():
             if isinstance(weight, SplitParameter):
                 weight._same_node_parameters = beside

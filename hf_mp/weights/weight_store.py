@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp.casting.data_tracking import untrack_data_writes
-from hf_mp.model_index import Walk
+from hf_mp.model_index import ModelIndex
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import Parallelism, is_dtensor
 from hf_mp.weights.external import ExternalTensors, ForwardNodes
@@ -109,14 +109,14 @@ class WeightStore:
         ``is_scaled``: whether the loss is; ``groups_weights``: whether several weights may have one unscale node;
         ``holds_copies``: whether slots hold the working copies.
         """
-        has_grad, walk, cache = torch.is_grad_enabled(), Walk(model), forward.alias_cache
+        has_grad, walk, cache = torch.is_grad_enabled(), ModelIndex(model), forward.alias_cache
         if walk != cache.walk:
             cache.by_key.clear()
             cache.walk, cache.has_masters = walk, False
         if has_grad and not cache.has_masters:
             self.layout.prepare_weights(model)
             cache.by_key.clear()
-            cache.walk, cache.has_masters = Walk(model), True
+            cache.walk, cache.has_masters = ModelIndex(model), True
         settings = {
             "has_unscale_nodes": has_grad and (is_scaled or self.layout.keeps_scaled_gradients),
             "groups_weights": groups_weights,

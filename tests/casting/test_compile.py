@@ -23,8 +23,8 @@ from hf_mp.step.mixed_precision import MixedPrecision
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 LOWER = pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-ALONE = covering(["eager", "aot_eager"], [FP16, BF16], together=1)
-EACH_BACKEND_AND_DTYPE = pytest.mark.parametrize(("backend", "dtype"), ALONE, ids=str)
+NOT_DISTRIBUTED = covering(["eager", "aot_eager"], [FP16, BF16], together=1)
+EACH_BACKEND_AND_DTYPE = pytest.mark.parametrize(("backend", "dtype"), NOT_DISTRIBUTED, ids=str)
 # Of compiled code autograd saves other values and aot_eager adds gradients up in another order: a few roundings.
 GRADIENT_TOLERANCE = {FP16: 2.0**-9, BF16: 2.0**-6}
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))

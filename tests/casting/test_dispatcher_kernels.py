@@ -95,8 +95,8 @@ def train(make: Callable[[], nn.Module], inputs: dict[str, Tensor], precision: s
 @pytest.mark.parametrize("kind", MODELS)
 def test_training_and_reading_are_those_of_the_mode(kind: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[Any] = []
-    enter = dispatcher_kernels.dispatched
-    monkeypatch.setattr("hf_mp.step.forward.dispatched", lambda forward: entered.append(forward) or enter(forward))
+    enter = dispatcher_kernels.kernels_enabled
+    monkeypatch.setattr("hf_mp.step.forward.kernels_enabled", lambda forward: entered.append(forward) or enter(forward))
     found = train(*MODELS[kind], precision)
     assert len(entered) == 5
     monkeypatch.setattr(AttachedAutocast, "may_be_dispatched", lambda self: False)

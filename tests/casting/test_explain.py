@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 
-from hf_mp.casting.call_observer import WatchedCall, observe_calls
+from hf_mp.casting.call_observer import ObservedCall, observe_calls
 from hf_mp.casting.explain import ExplainedOp, Explanation
 from hf_mp.casting.mode import active_autocast, autocast
 from hf_mp.models import lm_losses
@@ -59,7 +59,7 @@ def test_a_watched_call_has_its_module_and_its_name_in_the_tables_or_out_of_them
     assert mode.dtype is FP16
     seen: list[tuple[str, str | None]] = []
 
-    def called(call: WatchedCall) -> Tensor:
+    def called(call: ObservedCall) -> Tensor:
         seen.append((call.module, call.name))
         return call.make()
 

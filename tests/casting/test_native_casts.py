@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from hf_mp.casting.autocast_stack import state
-from hf_mp.casting.dispatcher_kernels import current_graph_task, dispatched, register
+from hf_mp.casting.dispatcher_kernels import current_graph_task, kernels_enabled, register
 from hf_mp.casting.handlers import AS_GIVEN
 from hf_mp.casting.mode import autocast
-from hf_mp.casting.plan_entry import Plan, PlannedCall
+from hf_mp.casting.plan_entry import Plan, PlanEntry
 from hf_mp.casting.plans import plan_for
 from hf_mp.casting.tables import TABLES, CastRule, TableName, spellings
 
@@ -38,10 +38,10 @@ class Calls(autocast):
         self.native_plan: Any = register(self._plan, dtype)
         self.asked: list[CastRule] = []
 
-    def sees_calls(self) -> bool:
+    def receives_calls(self) -> bool:
         return False
 
-    def planned(self, func: Callable[..., Any]) -> PlannedCall:
+    def planned(self, func: Callable[..., Any]) -> PlanEntry:
         self.asked.append(self._plan.get(func, AS_GIVEN).rule)
         return self._plan.get(func, AS_GIVEN)
 
@@ -53,7 +53,7 @@ class Calls(autocast):
         )
         outer, state.forward = state.forward, forward
         try:
-            with dispatched(forward), self:
+            with kernels_enabled(forward), self:
                 return call()
         finally:
             state.forward = outer

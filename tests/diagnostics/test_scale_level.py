@@ -23,4 +23,4 @@ from hf_mp.scaling.rules import DynamicRule, HeadroomRule, ScaleRule, StaticRule
          "dynamic-below", "dynamic-resumed", "static"],
 )  # fmt: skip
 def test_which_skips_are_expected(state: ScaleRule, clean: float | None, expected: bool) -> None:
-    assert state.is_finding_its_level(clean) is expected
+    assert state.is_searching_scale(clean) is expected

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 
 from hf_mp import LossScaleError, MasterWeightOptimizer, MixedPrecision, PrecisionPolicy
-from hf_mp.kernels.gradient_scan import SQUARES_BELOW
+from hf_mp.kernels.gradient_scan import OVERFLOW_LIMIT
 from hf_mp.scaling.scalers import make_loss_scaler
 from hf_mp.weights.fp32_reads import as_stored
 
@@ -172,7 +172,7 @@ class Run:
             self.planter.write(gradients[number % len(gradients)])
         if self.segment.clips:
             self._clip()
-        not_finite = self._any(not all((gradient.float().abs() < SQUARES_BELOW).all() for gradient in gradients))
+        not_finite = self._any(not all((gradient.float().abs() < OVERFLOW_LIMIT).all() for gradient in gradients))
         before = self._fingerprint()
         self.optimizer.step()
         skipped = bool(self.optimizer.step_was_skipped)  # type: ignore[attr-defined]

@@ -148,7 +148,7 @@ def test_small_parameters_are_updated_together(poison: float | None, dtype: torc
 
 @every_dtype
 def test_other_parameters_at_each_step_are_joined_in_the_same_memory(dtype: torch.dtype) -> None:
-    shapes, room, generator = [(2, 4), (3,), (8,), (1, 5), ()], module.Room(), random.Random(0)
+    shapes, room, generator = [(2, 4), (3,), (8,), (1, 5), ()], module.JoinBuffer(), random.Random(0)
     fast = [split_tensors(weights(math.prod(s)).view(s), torch.randn(s).to(dtype), dtype) for s in shapes]
     plain = [clone(tensors) for tensors in fast]
     for _ in range(60):
@@ -164,7 +164,7 @@ def test_other_parameters_at_each_step_are_joined_in_the_same_memory(dtype: torc
 
 @every_dtype
 def test_a_room_is_used_again_also_after_a_step_in_inference_mode(dtype: torch.dtype) -> None:
-    room = module.Room()
+    room = module.JoinBuffer()
     fast = [split_tensors(weights(8), torch.randn(8).to(dtype), dtype) for _ in range(2)]
     plain = [clone(tensors) for tensors in fast]
     with torch.inference_mode():

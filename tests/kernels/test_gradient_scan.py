@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from hf_mp.kernels.gradient_scan import (
-    SQUARES_BELOW,
+    OVERFLOW_LIMIT,
     all_finite,
     largest_magnitude,
     largest_magnitude_and_norm,
@@ -112,17 +112,17 @@ class TestWithNorm:
         assert torch.equal(norm, get_total_norm(tensors))
 
 
-BELOW = torch.tensor([-SQUARES_BELOW]).nextafter(torch.zeros(1))
+BELOW = torch.tensor([-OVERFLOW_LIMIT]).nextafter(torch.zeros(1))
 ALL_FINITE: dict[str, tuple[list[Tensor], list[float], bool]] = {
     "squares beyond FP32": ([torch.full((4,), 3e38)], [], True),
     "squares beyond FP32, and inf": ([torch.full((4,), 3e38), torch.tensor([math.inf])], [], False),
     "nothing": ([], [], True),
     "sparse duplicates add up": ([sparse([0, 0], [3e38, 3e38])], [], False),
-    "at the limit": ([torch.tensor([-SQUARES_BELOW])], [SQUARES_BELOW], False),
-    "no limit": ([torch.tensor([-SQUARES_BELOW])], [], True),
-    "below the limit": ([BELOW], [SQUARES_BELOW], True),
+    "at the limit": ([torch.tensor([-OVERFLOW_LIMIT])], [OVERFLOW_LIMIT], False),
+    "no limit": ([torch.tensor([-OVERFLOW_LIMIT])], [], True),
+    "below the limit": ([BELOW], [OVERFLOW_LIMIT], True),
     "a square below the limit": ([BELOW.square()], [], True),
-    "NaN": ([torch.tensor([math.nan])], [SQUARES_BELOW], False),
+    "NaN": ([torch.tensor([math.nan])], [OVERFLOW_LIMIT], False),
 }
 
 

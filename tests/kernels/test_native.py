@@ -50,14 +50,14 @@ def use_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> 
 )
 def test_they_are_for_gpus_and_those_who_ask(asked: str, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.VARIABLE, asked)
-    said = native.why_not()
+    said = native.unavailable_reason()
     assert said is None if reason is None else said is not None and reason in said
 
 
 def test_a_gpu_without_a_compiler_keeps_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "no C++ compiler (no-such-compiler)" in (native.why_not() or "")
+    assert "no C++ compiler (no-such-compiler)" in (native.unavailable_reason() or "")
     assert native.native() is None
 
 

@@ -18,14 +18,14 @@ from torch import nn
 from hf_mp.kernels import registry
 from hf_mp.kernels.cross_entropy import cross_entropy
 from hf_mp.kernels.gradient_scan import largest_magnitude
-from hf_mp.kernels.registry import kernel_for, why_not
+from hf_mp.kernels.registry import kernel_for, unavailable_reason
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(registry.VARIABLE, raising=False)
     registry._warn_once.cache_clear()
-    registry._is_right_on.cache_clear()
+    registry._matches_reference_on.cache_clear()
 
 
 @pytest.mark.parametrize("setting", [None, "auto", "reference"])
@@ -78,7 +78,7 @@ READS = "it reads contiguous FP32, FP16 and BF16 tensors of one device, and one 
 )
 def test_what_a_kernel_cannot_read_is_named(tensors: Any, reason: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    assert re.fullmatch(reason, str(why_not(tensors)))
+    assert re.fullmatch(reason, str(unavailable_reason(tensors)))
 
 
 def _two(what: str, found: float) -> list[registry.Pair]:
@@ -102,13 +102,13 @@ def _two(what: str, found: float) -> list[registry.Pair]:
 def test_a_kernel_that_is_wrong_here_is_not_used(pairs: Mock, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "module_of", lambda name: SimpleNamespace(pairs=pairs))
     with pytest.warns(UserWarning, match=message):
-        assert not registry._is_right_on("odd", torch.device("cpu"))
+        assert not registry._matches_reference_on("odd", torch.device("cpu"))
 
 
 def test_a_kernel_that_is_right_here_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = Mock(return_value=_two("the norm", 0.0))
     monkeypatch.setattr(registry, "module_of", lambda name: SimpleNamespace(pairs=pairs))
-    assert all(registry._is_right_on("odd", torch.device("cpu")) for _ in range(2))
+    assert all(registry._matches_reference_on("odd", torch.device("cpu")) for _ in range(2))
     assert pairs.call_count == 1
 
 
@@ -117,10 +117,10 @@ def test_a_dtensor_is_named_and_nothing_imports_triton_before_it_is_used() -> No
 import sys, torch, torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
 import hf_mp.kernels.adamw, hf_mp.kernels.cross_entropy, hf_mp.kernels.gradient_scan
-from hf_mp.kernels.registry import why_not
+from hf_mp.kernels.registry import unavailable_reason
 hf_mp.kernels.gradient_scan.largest_magnitude([torch.ones(3)])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-print(why_not([distribute_tensor(torch.ones(4), DeviceMesh("cpu", [0]), [Replicate()])]))
+print(unavailable_reason([distribute_tensor(torch.ones(4), DeviceMesh("cpu", [0]), [Replicate()])]))
 dist.destroy_process_group()
 print(sorted(name for name in sys.modules if name.startswith("hf_mp.kernels.triton")))
 """

@@ -231,7 +231,7 @@ def test_what_was_measured_does_not_matter(
 
 
 def test_of_a_loss_of_nan_a_scale_that_follows_the_gradients_learns_nothing() -> None:
-    of_loss = StepReport(overflow=True, is_of_scale=False)
+    of_loss = StepReport(overflow=True, may_be_scale=False)
     for before in (MEASURED, HeadroomRule(2.0**10), replace(MEASURED, steps=1, skipped_steps=1, consecutive_skips=1)):
         assert before.adjust(of_loss) == replace(before, steps=before.steps + 1)
     assert DynamicRule(8.0).adjust(of_loss) == DynamicRule(8.0).adjust(OVERFLOW)  # as torch's
@@ -391,8 +391,8 @@ def test_headroom_left_counts_doublings(scale: float, magnitude: float, left: fl
 
 @pytest.mark.parametrize("make", [StaticRule, DynamicRule, HeadroomRule])
 def test_the_scale_is_rounded_to_fp32(make: Callable[[float], ScaleRule]) -> None:
-    assert make(0.1).checked().scale == torch.tensor(0.1).item() != 0.1
-    assert type(make(8).checked().scale) is float
+    assert make(0.1).validated().scale == torch.tensor(0.1).item() != 0.1
+    assert type(make(8).validated().scale) is float
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)

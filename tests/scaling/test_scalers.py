@@ -61,7 +61,7 @@ class TestGivingUp:
 
     @pytest.mark.parametrize("make", [DynamicLossScaler, HeadroomLossScaler], ids=["dynamic", "headroom"])
     def test_at_any_scale_it_ends_where_the_loss_is_nan(self, make: Callable[..., LossScaler[Any]]) -> None:
-        scaler, of_loss = make(init_scale=8.0, max_consecutive_skips=3), StepReport(overflow=True, is_of_scale=False)
+        scaler, of_loss = make(init_scale=8.0, max_consecutive_skips=3), StepReport(overflow=True, may_be_scale=False)
         record(scaler, [of_loss, of_loss, CLEAN, OVERFLOW, of_loss])
         message = r"3 optimizer steps .* \(since step 4\): gradients are inf or NaN, as is the loss, which no scale"
         with pytest.raises(LossScaleError, match=message):

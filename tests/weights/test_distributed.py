@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_mp
 from hf_mp import MixedPrecision
 from hf_mp.ranks.parallelism import (
+    detect_parallelism,
     is_dtensor,
     is_sharded,
-    parallelism_of,
 )
 
 
@@ -38,7 +38,7 @@ def test_a_replicated_model_is_not_tensor_parallel() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     replicated.replicate(model, mesh=init_device_mesh("cpu", (1,)))
     assert all(map(is_dtensor, model.parameters()))
-    parallelism = parallelism_of(model)
+    parallelism = detect_parallelism(model)
     assert is_sharded(model) and len(parallelism.fsdp) == 1 and not parallelism.is_tensor_parallel
 
 

@@ -474,7 +474,7 @@ def test_the_first_reader_of_a_gradient_has_all_of_its_border_made_true(
     """On a GPU in two launches, bit for bit what one by one gives; what was read or added to stays as it is."""
 
     def read(takes: bool) -> tuple[list[Tensor], list[Any]]:
-        monkeypatch.setattr(split_layout, "takes_lists", lambda tensor: takes)
+        monkeypatch.setattr(split_layout, "supports_foreach", lambda tensor: takes)
         torch.manual_seed(0)
         model: Any = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(5, 3))
         model, _ = hf_mp.prepare(model, torch.optim.AdamW(model.parameters()), precision)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from hf_mp.casting.text_table import aligned
+from hf_mp.casting.text_table import format_columns
 
 HEADER = ("parameters", "elements", "stored", "computed", "gradient", "reduced", "moments", "saved")
 NOT_SEEN, NONE = "?", "-"
@@ -101,7 +101,7 @@ class PrecisionContract:
         return f"{row.kind} ({', '.join(own[:_SHOWN_MODULES])}{', ...' if len(own) > _SHOWN_MODULES else ''})"
 
     def __str__(self) -> str:
-        return aligned([HEADER, *self.cells()], numbers={1})
+        return format_columns([HEADER, *self.cells()], numbers={1})
 
 
 def _module(name: str) -> str:
