@@ -20,7 +20,7 @@ from hf_mp.ranks.parallelism import is_dtensor
 
 
 def check_no_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> None:
-    """Check that ``args`` and the environment set no other mixed precision and no setting that ``policy`` excludes."""
+    """Raise if ``args`` or the environment set another mixed precision, or a setting that ``policy`` excludes."""
     # accelerate would add its own autocast, and scale the loss a second time.
     for name in ("fp16", "bf16"):
         if getattr(args, name):
@@ -98,7 +98,6 @@ def fsdp_version(args: TrainingArguments) -> int | None:
         settings: Any = args.fsdp_config or {}
         default = settings.get("version", 1)
         return 0 if settings.get("xla") else int((args.fsdp_plugin_args or {}).get("fsdp_version", default))
-    # The launcher passes its options in the environment.
     return int(os.environ.get("FSDP_VERSION", "1")) if parse_flag_from_env("ACCELERATE_USE_FSDP") else None
 
 
@@ -114,7 +113,7 @@ def check_not_lean(policy: PrecisionPolicy) -> None:
 
 
 def check_model_and_optimizer(model: nn.Module | None, optimizer: Optimizer | None, trainer: Trainer | None) -> None:
-    """Raise if a Trainer passes no model or no optimizer to callbacks, or did not wrap its model for several ranks."""
+    """Raise if a Trainer passes no model or optimizer to callbacks, or did not wrap its model for several ranks."""
     if model is None or optimizer is None:
         raise ValueError(
             "this Trainer does not hand its model and its optimizer to on_train_begin, so a step that overflows could "
@@ -130,7 +129,7 @@ def check_model_and_optimizer(model: nn.Module | None, optimizer: Optimizer | No
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise for wrappers that hide the forward of a model, and for quantized models without trainable parameters."""
+    """Raise for wrappers that hide a forward, and for quantized models without trainable parameters."""
     name = type(model).__name__
     if hasattr(model, "_orig_mod") or isinstance(model, (DistributedDataParallel, torch.jit.ScriptModule)):
         raise ValueError(
@@ -151,7 +150,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_dtype_of_late_model(model: nn.Module, args: TrainingArguments, *, resumed: bool) -> None:
-    """Raise for a 16-bit model that was created after the Trainer and cannot get FP32 master weights any more."""
+    """Raise for a 16-bit model that was created too late to get FP32 master weights."""
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in LOWER_PRECISION_DTYPES}
     if dtypes and (resumed or args.world_size > 1):
         reason = "loading the checkpoint rounded its FP32 weights" if resumed else "DDP has laid out its buckets"

@@ -25,13 +25,13 @@ _STATE = "optimizer.state."  # prefix of PARAMETER.KEY in shards
 def load_from_checkpoint(
     trainer: Trainer, own: Callable[..., None], checkpoint: str, model: nn.Module | None = None
 ) -> None:
-    """Load the model of ``checkpoint`` in place of ``own``, the ``_load_from_checkpoint`` of ``trainer``, or by it.
+    """Load the model of ``checkpoint``. ``own`` is the original ``_load_from_checkpoint``.
 
     Raises:
         CheckpointError: for tensors that do not fit, and trainable parameters that were not loaded.
     """
     loaded: Any = trainer.model if model is None else model
-    # The method of another library may have no `model` argument.
+    # Methods of other libraries may have no `model` argument.
     _load(trainer, own, Path(checkpoint), loaded, (checkpoint,) if model is None else (checkpoint, model))
 
 
@@ -58,7 +58,7 @@ def _load(
 
 
 def _reads_plain_files(trainer: Trainer, own: Any, model: nn.Module) -> bool:
-    """Return whether ``own`` is the stock method and reads files of ``save_pretrained`` with names of ``model``."""
+    """Return whether ``own`` is the stock method and would read files of ``save_pretrained``."""
     is_stock = getattr(own, "__func__", None) in (Trainer._load_from_checkpoint, Trainer._load_best_model)
     has_shards = trainer.is_fsdp_enabled or is_sharded(model)
     # Quantizers save other tensors than those of the model.
@@ -68,7 +68,7 @@ def _reads_plain_files(trainer: Trainer, own: Any, model: nn.Module) -> bool:
 def _check_fsdp_file(checkpoint: Path, model: nn.Module) -> None:
     """Raise if trainable parameters are not in the file of FSDP2's full state. A collective call.
 
-    torch writes parameters that are not in the file with their own values, so their versions change.
+    torch writes missing parameters with their own values, so their versions change too.
     """
     names = _names_in(checkpoint / f"{FSDP_MODEL_NAME}.bin")
     if names is not None:
@@ -78,10 +78,9 @@ def _check_fsdp_file(checkpoint: Path, model: nn.Module) -> None:
 
 @contextmanager
 def allowing_no_state(trainer: Trainer, checkpoint: str) -> Iterator[None]:
-    """Freeze parameters without optimizer state in a checkpoint of FSDP2 while in the context.
+    """Freeze parameters without optimizer state in a checkpoint of FSDP2, for which torch would raise.
 
-    torch raises for a trainable parameter without state in the checkpoint, but a parameter that never had a gradient
-    has no state, e.g. the head of Gemma 3's vision tower.
+    A parameter that never had a gradient has none, e.g. the head of Gemma 3's vision tower.
     """
     model: Any = trainer.model
     names = _names_with_state(Path(checkpoint)) if trainer.is_fsdp_enabled else None
@@ -99,10 +98,7 @@ def allowing_no_state(trainer: Trainer, checkpoint: str) -> Iterator[None]:
 
 
 def _names_with_state(checkpoint: Path) -> set[str] | None:
-    """Return the names of the parameters with optimizer state in a checkpoint of accelerate. A collective call.
-
-    None if there is no optimizer, or if it has another format.
-    """
+    """Return the names of parameters with optimizer state; None for an unsupported format. A collective call."""
     names = _names_in(checkpoint / "optimizer.bin", "state")
     if names is not None:
         return names
@@ -116,10 +112,7 @@ def _names_with_state(checkpoint: Path) -> set[str] | None:
 
 
 def _names_in(path: Path, *keys: str) -> set[str] | None:
-    """Return the keys of a mapping in a file of torch.save; None if no rank has it. A collective call.
-
-    ``keys`` are those of the enclosing mappings, the outermost first.
-    """
+    """Return the keys of the mapping under ``keys`` in a file of torch.save; None without a file. A collective call."""
     names: set[str] | None = None
     with raise_on_all_ranks():
         if path.is_file():

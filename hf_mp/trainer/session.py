@@ -50,7 +50,7 @@ class TrainerSession(TrainerCallback):
 
     Attributes:
         runtime: the :class:`MixedPrecision` of the current model, also between runs; None for FP32.
-        overflow_reports: an :class:`OverflowReport` for each skipped step of that model that was explained.
+        overflow_reports: an :class:`OverflowReport` for each explained skipped step of that model.
         recorder: of the run, on the first process; None if nothing is recorded.
         contract: of the first step of the run that was not skipped; None before, and if it is off.
     """
@@ -65,18 +65,18 @@ class TrainerSession(TrainerCallback):
         self.recorder: PrecisionRecorder | None = None
         self.contract: PrecisionContract | None = None
         self._contract_recorder: ContractWatch | None = None  # until the end of the first step
-        self._original_dtypes: dict[str, torch.dtype] = {}  # by parameter name, before the model was attached
-        self._model: weakref.ref[nn.Module] | None = None  # model of the runtime
+        self._original_dtypes: dict[str, torch.dtype] = {}  # by name, before the model was attached
+        self._model: weakref.ref[nn.Module] | None = None
         self._trainer: Callable[[], Any] = lambda: None  # weak reference
         self._loss_sum: Tensor | None = None  # the Trainer's sum of losses for its log
         self._loss_sum_at_begin: Tensor | None = None  # its value when the step began
-        self._stats_at_begin = PrecisionStats()  # of the run
+        self._stats_at_begin = PrecisionStats()
         self._at_detach = ExitStack()
 
     # Begin
 
     def begin(self, model: nn.Module, *, measures_norm: bool = False) -> None:
-        """Attach ``model``, before its optimizer is created and after another library may have set a forward.
+        """Attach ``model``; may be called again after another library has set a forward.
 
         ``measures_norm``: whether the overflow check also measures the norm of the gradients.
         """
@@ -98,12 +98,12 @@ class TrainerSession(TrainerCallback):
         self.runtime.check.measures_norm = measures_norm
         self._add_observers(self.runtime, model)
         self.recorder = start_recording(self.runtime, self.settings, self.args)
-        # TRL and PEFT may have replaced forwards since.
+        # TRL and PEFT may have replaced forwards.
         self.runtime.wrap_forwards()
         self._set_head_to_fp32(model, self._at_detach)
 
     def _add_observers(self, runtime: MixedPrecision, model: nn.Module) -> None:
-        """Add the observers of the settings to ``runtime``, if it does not have them."""
+        """Add the observers of the settings to ``runtime``."""
         settings = self.settings
         if settings.explain_overflows:
             from hf_mp.diagnostics.overflow import explain_overflows
@@ -117,11 +117,11 @@ class TrainerSession(TrainerCallback):
             healer.replace_logged_loss = self._replace_logged_loss
 
     def attach_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer to step."""
+        """Return the attached optimizer."""
         return optimizer if self.runtime is None else self.runtime.attach_optimizer(optimizer)
 
     def attach_reference_model(self, model: nn.Module | None) -> None:
-        """Attach a reference model (of DPO, KTO, ...), which is not trained, until :meth:`end`.
+        """Attach a reference model (of DPO, KTO, ...) until :meth:`end`.
 
         With equal weights, its log-probabilities equal those of the policy model, bit for bit.
         """
@@ -152,7 +152,7 @@ class TrainerSession(TrainerCallback):
             at_end.callback(set_fused_heads_to_fp32(model))
 
     def begin_run(self, trainer: Any) -> None:
-        """Prepare a run of ``trainer``; its first backward is checked for scale leaks if the option is on."""
+        """Prepare a run of ``trainer``, with a check of its first backward if the option is on."""
         self._trainer = weakref.ref(trainer)
         if self.runtime is not None and self.settings.check_gradients and self.runtime.check.is_scaled:
             self._at_detach.callback(replace_first_backward(self.runtime, self.args, trainer.accelerator))
@@ -171,7 +171,7 @@ class TrainerSession(TrainerCallback):
 
     @property
     def saved_dtypes(self) -> dict[str, torch.dtype]:
-        """Dtypes to which weights are rounded when the model is saved, by name; empty if they are not rounded."""
+        """Dtypes of the saved weights by name; empty if they are not rounded."""
         name = self.settings.save_dtype
         if name == "fp32":
             return {}
@@ -194,7 +194,7 @@ class TrainerSession(TrainerCallback):
         return runtime.clip_grad_norm(optimizer, list(model.parameters()), max_norm)
 
     def _clip_again(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Clip the gradients of a rerun step as the Trainer does, and replace the norm that it will log."""
+        """Clip the gradients of a rerun step as the Trainer does, and replace its logged norm."""
         max_norm = self.args.max_grad_norm
         limit = max_norm if max_norm and max_norm > 0 else math.inf
         norm = self.clip_grad_norm(model, optimizer, limit)
@@ -205,7 +205,7 @@ class TrainerSession(TrainerCallback):
             logged.copy_(norm)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Store the statistics at the begin of the run, after its checkpoint was loaded."""
+        """Store the statistics at the begin of the run."""
         if self.runtime is not None:
             self._stats_at_begin = self.runtime.stats
         if self.settings.policy.is_lean:
@@ -217,9 +217,9 @@ class TrainerSession(TrainerCallback):
             warn_of_skipped_steps(self._stats_at_begin, self.runtime.stats, self.overflow_reports)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Store the Trainer's sum of losses before the step, if the step may be healed."""
+        """Store the Trainer's sum of losses, if the step may be healed."""
         if self.settings.on_overflow == "heal":
-            self._loss_sum = getattr(self._trainer(), "_tr_loss", None)  # a custom training loop may not have it
+            self._loss_sum = getattr(self._trainer(), "_tr_loss", None)  # None in a custom training loop
             self._loss_sum_at_begin = None if self._loss_sum is None else self._loss_sum.clone()
 
     def _replace_logged_loss(self, loss: Tensor) -> bool:
@@ -233,9 +233,9 @@ class TrainerSession(TrainerCallback):
         return True
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        """Print the precision contract after the first step that was not skipped, which has created the moments."""
+        """Print the precision contract after the first step that was not skipped."""
         recorder = self._contract_recorder
-        # `step_was_skipped` synchronizes with the GPU, so it is read only until the contract was recorded.
+        # `step_was_skipped` synchronizes with the GPU: read it only until the contract is recorded.
         if recorder is None or (self.runtime is not None and self.runtime.step_was_skipped):
             return
         self.contract = recorder.contract(optimizer, self.saved_dtypes)
@@ -244,7 +244,7 @@ class TrainerSession(TrainerCallback):
         show_contract(self.contract, risks, self.settings, self.args, self.recorder)
 
     def log_entries(self, logs: Mapping[str, Any]) -> dict[str, float]:
-        """Return the statistics to add to ``logs``; empty if these are no training logs."""
+        """Return entries to add to ``logs``, if these are training logs."""
         if self.runtime is None or "loss" not in logs:
             return {}
         latest = None if self.recorder is None else self.recorder.latest
@@ -253,7 +253,7 @@ class TrainerSession(TrainerCallback):
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
-        """Run ``model`` in autocast in this context; a model that is not attached gets no master weights for it."""
+        """Run ``model`` in autocast in this context; between runs it gets no master weights."""
         with ExitStack() as at_end:
             if self.runtime is not None and not _runtimes_of(model):
                 self._attach_for_inference(model, at_end, trained_alone=True)
@@ -268,9 +268,9 @@ class TrainerSession(TrainerCallback):
             (checkpoint / STATE_NAME).write_text(text + "\n", encoding="utf-8")
 
     def load(self, checkpoint: Path) -> None:
-        """Load the loss scale from a checkpoint of hf_mp, or of a Trainer with ``fp16=True``; with FP32 only warn.
+        """Load the loss scale from a checkpoint of hf_mp, or of a Trainer with ``fp16=True``.
 
-        A warning describes the change if the checkpoint was saved in another precision.
+        With FP32, or if the precision differs, a warning describes the change.
 
         Raises:
             CheckpointError: for an invalid file.
@@ -293,7 +293,7 @@ class TrainerSession(TrainerCallback):
     # End
 
     def end(self, *, keep_attached: bool = False) -> None:
-        """End a run, also after an error: write its report, and detach all models unless ``keep_attached``."""
+        """Write the report of a run that ended or failed, and detach unless ``keep_attached``."""
         try:
             if self.recorder is not None:
                 end_recording(self.recorder, with_report=self.settings.precision_report)
@@ -310,18 +310,18 @@ class TrainerSession(TrainerCallback):
 
 
 class SessionProperties:
-    """Properties of the Trainer subclass and the callback that read their session."""
+    """Properties of the Trainer subclass and the callback."""
 
     session: TrainerSession | None = None
 
     @property
     def mixed_precision(self) -> MixedPrecision | None:
-        """The :class:`MixedPrecision` runtime of the current model, with its ``stats``; None with FP32."""
+        """The :class:`MixedPrecision` of the current model, with its ``stats``; None with FP32."""
         return None if self.session is None else self.session.runtime
 
     @property
     def overflow_reports(self) -> list[OverflowReport]:
-        """An :class:`OverflowReport` for each skipped step of the current model that was explained."""
+        """An :class:`OverflowReport` for each explained skipped step of the current model."""
         return [] if self.session is None else self.session.overflow_reports
 
 
