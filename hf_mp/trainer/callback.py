@@ -52,28 +52,25 @@ class MixedPrecisionCallback(SessionProperties, TrainerCallback):
     """Mixed precision, ``"fp16"`` by default, for any Trainer: the stock one, your subclass, or another library's.
 
     ``Trainer(..., callbacks=[MixedPrecisionCallback("fp16")])`` trains as :class:`MixedPrecisionTrainer` does, bit for
-    bit. The model is attached when the Trainer is created, before its optimizer; a reference model in the attribute
-    ``ref_model`` (TRL) when training begins. Checkpoints contain the state of the loss scale in
-    ``mixed_precision.json``; training logs contain ``loss_scale``, ``skipped_steps`` and ``headroom``. After training,
-    the models are ordinary FP32 models. After an error, or to remove the callback from a Trainer, call :meth:`detach`.
+    bit. The model is attached when the Trainer is created, a reference model in ``ref_model`` (TRL) when training
+    begins. Checkpoints contain the loss scale in ``mixed_precision.json``; training logs contain ``loss_scale``,
+    ``skipped_steps`` and ``headroom``. After training, the models are ordinary FP32 models; after an error, call
+    :meth:`detach`.
 
     SIGTERM and SIGUSR1 end the run without a checkpoint; :class:`MixedPrecisionTrainer` saves one.
 
     Args:
         precision: ``"fp16"``, ``"bf16"``, ``"fp32"`` (no change), a spelled-out policy or a :class:`PrecisionPolicy`;
-            default: the precision of the arguments (:class:`MixedPrecisionArguments`), else ``"fp16"``.
+            default: that of :class:`MixedPrecisionArguments`, else ``"fp16"``.
         tables, rules: as for :class:`hf_mp.autocast`; default ``"compact"`` and none.
-        keep_attached: keep the model attached after ``train()``, so that evaluation and ``generate`` run under
-            autocast; default False.
+        keep_attached: run evaluation and ``generate`` in autocast after ``train()``, too; default False.
         options: of :class:`MixedPrecisionArguments`: ``loss_scaler_settings``, ``fp32_head``, ``exact_generation``,
             ``on_overflow``, ``save_failure``, ``explain_overflows``, ``check_gradients``, ``histogram_steps``,
-            ``precision_report``, ``precision_contract``, ``save_dtype``. Default, or None: the value in the arguments
-            of the Trainer, else the default there.
+            ``precision_report``, ``precision_contract``, ``save_dtype``. Default, or None: the value there.
 
     Raises:
-        ValueError, TypeError: from the constructor, for an unknown precision, a lean preset and unknown options. From
-            that of the Trainer, for unknown loss scaler settings, a second mixed precision, and models that hide their
-            forward.
+        ValueError, TypeError: for an unknown precision, a lean preset and unknown options; from the constructor of the
+            Trainer, for unknown loss scaler settings, a second mixed precision, and models that hide their forward.
         CheckpointError: from ``train``, for a checkpoint that is missing, damaged or unsafe, contains invalid values,
             or was removed by another run.
         ScaleLeakError: from the first backward, if gradients depend on the loss scale.
@@ -121,7 +118,7 @@ class MixedPrecisionCallback(SessionProperties, TrainerCallback):
             session.begin(model)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Make a later training wrap the model in DDP; also after predict()."""
+        """Make a later training wrap the model in DDP."""
         clear_prepared_mark(find_calling_trainer(self))
 
     on_predict: Any = on_evaluate
@@ -132,12 +129,9 @@ class MixedPrecisionCallback(SessionProperties, TrainerCallback):
         """Wrap the optimizer, attach a model of ``model_init``, and load the loss scale of a checkpoint."""
         trainer, session = find_calling_trainer(self), self._session_for(args)
         self._trains_with = args
-        # If the callback was added to an existing Trainer, the checkpoint was loaded without checks: load it again.
-        is_late = trainer is not None and "_load_from_checkpoint" not in vars(trainer)
-        self._extend(trainer)
         checkpoint = resumed_checkpoint(trainer)
-        if trainer is not None and checkpoint is not None and is_late and not trainer.is_deepspeed_enabled:
-            trainer._load_from_checkpoint(str(checkpoint), trainer.model_wrapped if trainer.is_fsdp_enabled else None)
+        if trainer is not None:
+            self._extend_and_reload(trainer, checkpoint)
         if session.runtime is None:
             session.record_contract(model)
             if checkpoint is not None:
@@ -152,7 +146,6 @@ class MixedPrecisionCallback(SessionProperties, TrainerCallback):
             check_no_other_precision(args, session.settings.policy)
             check_model(model)
             check_dtype_of_late_model(model, args, resumed=state.global_step > 0)
-        # Changes the optimizer in place: the Trainer and accelerate hold references to it.
         session.begin(model)
         session.attach_optimizer(optimizer)
         session.record_contract(model)
@@ -163,9 +156,16 @@ class MixedPrecisionCallback(SessionProperties, TrainerCallback):
             session.load(checkpoint)
         session.on_train_begin(args, state, control)
 
+    def _extend_and_reload(self, trainer: Trainer, checkpoint: Path | None) -> None:
+        """Extend ``trainer``; if it was not extended before, load ``checkpoint`` again to check it."""
+        was_extended = "_load_from_checkpoint" in vars(trainer)
+        self._extend(trainer)
+        if not was_extended and checkpoint is not None and not trainer.is_deepspeed_enabled:
+            trainer._load_from_checkpoint(str(checkpoint), trainer.model_wrapped if trainer.is_fsdp_enabled else None)
+
     def _check_loaded(self, checkpoint: Path, args: TrainingArguments, model: nn.Module, optimizer: Any) -> None:
         examined = self._resumption.examined
-        # Not examined before if train() of another library chose it, or if this callback was added late.
+        # train() of another library may have chosen it, or this callback was added late.
         if examined is None or checkpoint != examined.checkpoint:
             self._resumption.examined = examined = inspection.examine_named(checkpoint)
             loaded_state.check_optimizer(checkpoint, optimizer)
@@ -213,7 +213,7 @@ class MixedPrecisionCallback(SessionProperties, TrainerCallback):
             self.session.detach()
 
     def _extend(self, trainer: Trainer | None) -> None:
-        """Extend the methods of ``trainer``, and move this callback to the front; a ValueError for a second one."""
+        """Extend the methods of ``trainer``, and move this callback to the front."""
         if isinstance(trainer, SessionProperties):
             raise ValueError(
                 "MixedPrecisionCallback is for other Trainers: MixedPrecisionTrainer is in mixed precision already, "
@@ -226,7 +226,7 @@ class MixedPrecisionCallback(SessionProperties, TrainerCallback):
                     "this Trainer has more than one MixedPrecisionCallback, and a loss can be scaled only once: leave "
                     "one"
                 )
-            # First, so that reporting callbacks get the entries that this one adds to the logs.
+            # Before reporting callbacks, which get the entries that this one adds to the logs.
             callbacks.remove(self)
             callbacks.insert(0, self)
             extend_method(trainer, "train", functools.partial(_train, trainer))
@@ -237,7 +237,7 @@ class MixedPrecisionCallback(SessionProperties, TrainerCallback):
 
 
 def _train(trainer: Trainer, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replace ``Trainer.train``, the original of which is ``own``: resume from a complete checkpoint only."""
+    """Call ``own``, the original ``train``, with a complete checkpoint."""
     callback = _callback_of(trainer)
     if callback is None or callback.mixed_precision is None:
         return own(*args, **kwargs)
@@ -251,7 +251,7 @@ def _train(trainer: Trainer, own: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _session_of(trainer: Trainer, *, in_fp32: bool = True) -> TrainerSession | None:
-    """Return the session of the callback of ``trainer``; None if there is none, or without ``in_fp32`` for FP32."""
+    """Return the session of the callback of ``trainer``, if any; with ``in_fp32=False`` not in FP32."""
     callback = _callback_of(trainer)
     if callback is None or (callback.mixed_precision is None and not in_fp32):
         return None

@@ -28,8 +28,8 @@ logger = logging.get_logger(__name__)
 class CheckpointSaver:
     """Wraps the save methods of ``trainer``, so that a checkpoint is either complete or removed.
 
-    Older checkpoints are deleted, and the new one is pushed to the Hub, after the new manifest is written. If a save
-    fails on any rank, all ranks remove it and log an error; with ``save_failure="stop"`` training ends. A run that is
+    Older checkpoints are deleted, and the new one is pushed to the Hub, after its manifest is written. If a save fails
+    on any rank, it is removed and an error is logged, or training ends (``save_failure="stop"``). A run that is
     resumed after its last step takes no further step. A damaged best model is not loaded.
 
     Args:
@@ -59,7 +59,7 @@ class CheckpointSaver:
         extend_method(trainer, "_finalize_training", self._finalize_training)
 
     def _save(self, own: Callable[..., None], model: Any, trial: Any, *more: Any) -> None:
-        """Replace ``Trainer._save_checkpoint``, the original of which is ``own``. A collective call."""
+        """Replace ``own``, the original ``_save_checkpoint``. A collective call."""
         session = self._session()
         if session is None:
             own(model, trial, *more)
@@ -124,16 +124,16 @@ class CheckpointSaver:
     def _save_model(self, own: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Replace ``Trainer.save_model``; failed writes of a checkpoint are recorded."""
         is_part = self._errors is not None and kwargs.get("_internal_call", False)
-        # The Trainer has a barrier after this: a rank that raised would leave the others waiting.
+        # A rank that raises would not reach the barrier after this.
         with self._recording_failures() if is_part else nullcontext():
             own(*args, **kwargs)
         if is_part:
-            # So that the Trainer does not remove older checkpoints before the manifest is written. Set after
-            # training_args.bin was saved, which contains the limit.
+            # Do not remove older checkpoints before the manifest is written. training_args.bin, which contains the
+            # limit, is saved by now.
             self._trainer.args.save_total_limit = None
 
     def _push(self, own: Callable[..., None], checkpoint_folder: str) -> None:
-        if self._errors is None:  # otherwise _save() pushes the checkpoint after it is complete
+        if self._errors is None:  # otherwise _save() pushes the complete checkpoint
             own(checkpoint_folder)
 
     def _run_epoch(self, own: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -165,7 +165,7 @@ class CheckpointSaver:
                 examined.check_again()
 
     def _finalize_training(self, own: Callable[..., Any], trial: Any, *more: Any) -> Any:
-        """Replace ``Trainer._finalize_training``, so that checkpoints are marked as unfinished before removal."""
+        """Replace ``own``, so that checkpoints are marked as unfinished before their removal."""
         args, state = self._trainer.args, self._trainer.state
         if self._session() is None or not args.should_save or args.save_total_limit != 1:
             return own(trial, *more)

@@ -31,8 +31,7 @@ class CrashSafe(Trainer):
 
     Raises:
         CheckpointError: from ``train``, if another run uses the output directory, no checkpoint can be loaded
-            (:class:`NoCheckpointError`: there is none), it contains invalid values, another run removed it while it was
-            loaded, or a save failed with ``save_failure="stop"``.
+            (:class:`NoCheckpointError`: there is none), or a save failed with ``save_failure="stop"``.
         Preempted: from ``train``, after a signal and a checkpoint; a ``SystemExit``.
     """
 
@@ -58,7 +57,6 @@ class CrashSafe(Trainer):
         preemption = self._preemption
         with ExitStack() as at_end:
             try:
-                # The lock first: while waiting for it, there is nothing to save on a signal.
                 examined = self._begin(at_end, resume_from_checkpoint)
                 at_end.enter_context(self._resumption.loading(examined))
                 checkpoint = None if self._resumed_from is None else str(self._resumed_from)
@@ -79,7 +77,7 @@ class CrashSafe(Trainer):
         return output
 
     def _begin(self, at_end: ExitStack, wanted: resuming.Wanted) -> inspection.Examination | None:
-        """Lock the directory until ``at_end``, remove unfinished checkpoints, and return the one to resume from."""
+        """Lock the directory, remove unfinished checkpoints, and return the one to resume from."""
 
         def lock_and_clean(run_directory: Path) -> None:
             at_end.enter_context(lock_directory(run_directory))

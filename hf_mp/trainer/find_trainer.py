@@ -28,8 +28,7 @@ def find_calling_trainer(callback: TrainerCallback) -> Trainer | None:
 def extend_method(trainer: Trainer, name: str, around: Callable[..., Any]) -> None:
     """Replace the method ``name`` of ``trainer`` by ``around(method, ...)``, unless this was done before.
 
-    Several functions may extend the same method. It is set on the instance, so that it also works for subclasses of
-    other libraries.
+    Several functions may extend one method. It is set on the instance, for subclasses of other libraries.
     """
     function = inspect.unwrap(getattr(around, "func", around))
     identity = f"{function.__module__}.{function.__qualname__}"
@@ -52,7 +51,7 @@ def resumed_checkpoint(trainer: Trainer | None) -> Path | None:
 
 
 def norm_to_log(trainer: Trainer | None) -> Tensor | None:
-    """Return the tensor ``grad_norm`` of the training loop on the stack, which the Trainer logs; None if not found."""
+    """Return the tensor ``grad_norm`` of the training loop on the stack, which the Trainer logs."""
     for variables in _callers() if trainer is not None else ():
         norm = variables.get("grad_norm")
         if variables.get("self") is trainer and isinstance(norm, Tensor):

@@ -15,14 +15,8 @@ from hf_mp.step.mixed_precision import MixedPrecision
 def replace_first_backward(runtime: MixedPrecision, args: TrainingArguments, accelerator: Any) -> Callable[[], None]:
     """Replace ``accelerator.backward``, for its next call, by a function that checks for scale leaks first.
 
-    The check runs five more backwards of the first micro-batch with a retained graph. Weights, buffers, RNG states and
-    gradients are restored, so training is unchanged, bit for bit. Activations and gradients are in memory together,
-    before the optimizer has moments.
-
-    Args:
-        runtime: attached, with a loss scale.
-        args: of the Trainer.
-        accelerator: of accelerate.
+    The check runs five more backwards with a retained graph. Weights, buffers, RNG states and gradients are restored,
+    so training is unchanged, bit for bit. ``runtime`` is attached, with a loss scale.
 
     Returns:
         A function that restores ``accelerator.backward``; it may be called several times.
@@ -49,9 +43,11 @@ def replace_first_backward(runtime: MixedPrecision, args: TrainingArguments, acc
     def checked(loss: Tensor, **kwargs: Any) -> None:
         nonlocal is_first
         restore()
-        was_first, is_first, model = is_first, False, runtime.model
-        # The check needs empty gradients; a failed step may have left some.
-        if was_first and model is not None and all(parameter.grad is None for parameter in model.parameters()):
+        model = runtime.model
+        # A failed step may have left gradients, which the check would compare too.
+        has_no_gradients = model is not None and all(parameter.grad is None for parameter in model.parameters())
+        check_now, is_first = is_first and has_no_gradients, False
+        if check_now:
             raise_on_leaks(runtime, lambda: backward(loss, **{**kwargs, "retain_graph": True}))
         backward(loss, **kwargs)
 

@@ -59,12 +59,12 @@ def log_probability_gap(
     Args:
         model: a causal model of Transformers, attached or not. It runs in evaluation mode, without dropout.
         batch: ``input_ids`` of shape (B, T), and ``attention_mask`` if they are padded on the left. With ``labels`` of
-            the same shape, tokens with a label other than -100 are compared: the training forward gets the batch
-            unchanged (also TRL's ``fused_lm_head``), and generation gets the tokens one by one.
+            the same shape, tokens with a label other than -100 are compared, and the training forward gets the batch
+            unchanged (also TRL's ``fused_lm_head``).
         generated: log-probabilities of the last N tokens of ``input_ids`` from an inference engine, of shape (B, N);
-            NaN for tokens to ignore. Default None: they are computed by the model.
-        new_tokens: number of tokens to sample after each prompt, from the full vocabulary, if ``batch`` has no
-            ``labels``; default 32. The global RNG state is restored.
+            NaN for tokens to ignore. Default None: the model computes them, token by token.
+        new_tokens: number of tokens to sample after each prompt if ``batch`` has no ``labels``; default 32. The global
+            RNG state is restored.
         clip: half the range of the ratio in which PPO and GRPO do not clip; default 0.2.
         temperature: divisor of the logits in TRL's ``fused_lm_head``; default 1.
 
@@ -72,9 +72,8 @@ def log_probability_gap(
         A :class:`LogProbabilityGap`.
 
     Raises:
-        ValueError: for ``new_tokens`` if nothing is sampled; log-probabilities of another shape, positive or infinite
-            ones; labels of another shape; tensors in ``batch`` that generation does not support (images,
-            ``position_ids`` of packed sequences); and if there is no token to compare.
+        ValueError: for ``new_tokens`` if nothing is sampled; positive or infinite log-probabilities; other shapes;
+            unsupported tensors in ``batch`` (images, ``position_ids`` of packed sequences); and no token to compare.
         TypeError: if ``generated`` is not a tensor.
     """
     if not isinstance(generated, Tensor | None):
@@ -125,7 +124,7 @@ def _label_generated(model: Any, batch: Mapping[str, Tensor], generated: Tensor)
 
 
 def _sample(model: Any, batch: Mapping[str, Tensor], new_tokens: int | None) -> dict[str, Tensor]:
-    """Return ``batch`` continued by tokens that ``model`` samples, with these as labels."""
+    """Return ``batch`` continued by sampled tokens, which are its labels."""
     new_tokens = 32 if new_tokens is None else new_tokens
     prompt, mask = batch["input_ids"], _mask(batch)
     ids = model.generate(
@@ -147,7 +146,7 @@ def _make_batch(model: Any, ids: Tensor, mask: Tensor, labels: Tensor) -> dict[s
 
 
 def _compute_at_once(model: Any, batch: Mapping[str, Any], first: int) -> Tensor:
-    """Return the log-probabilities of the tokens from column ``first`` on, of shape (B, T - first), by one forward."""
+    """Return the log-probabilities of the tokens from column ``first`` on, of shape (B, T - first)."""
     if batch.get("fused_lm_head"):
         log_probs: Tensor = model(**batch).log_probs
         return log_probs[:, first - 1 :]
@@ -157,7 +156,7 @@ def _compute_at_once(model: Any, batch: Mapping[str, Any], first: int) -> Tensor
 
 
 def _find_compared_tokens(batch: Mapping[str, Any]) -> Tensor:
-    """Return a bool tensor of the shape of ``labels``: True for tokens with a label, except the first of a row."""
+    """Return a bool tensor of the shape of ``labels``: True for tokens with a label, except in column 0."""
     ids, labels = batch["input_ids"], batch["labels"]
     if labels.shape != ids.shape:
         raise ValueError(
@@ -184,7 +183,7 @@ def _find_compared_tokens(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _compute_one_by_one(model: Any, batch: Mapping[str, Any], first: int, temperature: float) -> Tensor:
-    """Return the log-probabilities as :func:`_compute_at_once`, but token by token with a cache, as ``generate()``."""
+    """Return the same as :func:`_compute_at_once`, token by token with a cache."""
     ids, mask = batch["input_ids"], _mask(batch)
     columns, cache, start = [], None, 0
     # generate() masks padding on the left only. Tokens after padding on the right are not compared.
@@ -221,7 +220,6 @@ def _of_chosen(logits: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _compare(log_r: Tensor, reference: Tensor, clip: float) -> LogProbabilityGap:
-    """Return the statistics of ``log_r``; ``reference`` are the log-probabilities in generation. FP64, 1-D."""
     centered = reference - reference.mean()
     beta = (centered * (log_r - log_r.mean())).sum() / centered.square().sum()  # 0 / 0 if all are equal
     return LogProbabilityGap(

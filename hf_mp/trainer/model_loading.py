@@ -80,7 +80,7 @@ def _check_fsdp_file(checkpoint: Path, model: nn.Module) -> None:
 def allowing_no_state(trainer: Trainer, checkpoint: str) -> Iterator[None]:
     """Freeze parameters without optimizer state in a checkpoint of FSDP2, for which torch would raise.
 
-    A parameter that never had a gradient has none, e.g. the head of Gemma 3's vision tower.
+    A parameter that never had a gradient has no state, e.g. the head of Gemma 3's vision tower.
     """
     model: Any = trainer.model
     names = _names_with_state(Path(checkpoint)) if trainer.is_fsdp_enabled else None

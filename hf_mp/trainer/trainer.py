@@ -29,19 +29,17 @@ from hf_mp.trainer.settings import DEFAULT_PRECISION, SessionSettings
 class MixedPrecisionTrainer(SessionProperties, CrashSafe):
     """A ``Trainer`` in mixed precision, ``"fp16"`` by default; with ``"fp32"`` it is the stock Trainer, bit for bit.
 
-    The model is attached during ``train()``; after it, or an error, it is an ordinary FP32 model. ``evaluate()`` and
-    ``predict()`` always run in autocast. A reference model in the attribute ``ref_model`` (TRL) is attached during
-    training. A checkpoint is either complete or marked as unfinished (:class:`CrashSafe`).
+    The model, and a reference model in ``ref_model`` (TRL), are attached during ``train()``; after it, or an error,
+    they are ordinary FP32 models. ``evaluate()`` and ``predict()`` always run in autocast. Checkpoints are complete or
+    marked as unfinished (:class:`CrashSafe`).
 
     It accepts all arguments of ``Trainer``, and:
 
     Args:
         precision: a preset, a spelled-out policy or a :class:`PrecisionPolicy`; default: that of ``args``
             (:class:`MixedPrecisionArguments`), else ``"fp16"``.
-        tables: op tables of autocast, as for :class:`hf_mp.MixedPrecision`; default ``"compact"``.
-        rules: rules by op and by module name, as for :class:`hf_mp.autocast`; default none.
-        offload: ``"optimizer"`` or ``"all"``, as for :class:`hf_mp.MixedPrecision`; default: that of ``args``, else
-            None.
+        tables, rules: as for :class:`hf_mp.autocast`; default ``"compact"`` and none.
+        offload: as for :class:`hf_mp.MixedPrecision`; default: that of ``args``, else None.
 
     Attributes:
         session: the :class:`TrainerSession`, with the ``contract`` of the run.
@@ -94,8 +92,8 @@ class MixedPrecisionTrainer(SessionProperties, CrashSafe):
             self.session.end()
 
     def _attach(self) -> None:
-        """Attach the model; the norm of the gradients is measured at the end of backward if it cannot change later."""
-        # A custom training_step or callback may write gradients through `.data` or NumPy, without a new version.
+        """Attach the model; the norm is measured at the end of backward if gradients cannot change later."""
+        # Custom code may write gradients through `.data` or NumPy, without a new version.
         has_stock_step = type(self).training_step is Trainer.training_step
         has_stock_callbacks = all(
             type(callback).on_pre_optimizer_step is TrainerCallback.on_pre_optimizer_step
@@ -116,8 +114,7 @@ class MixedPrecisionTrainer(SessionProperties, CrashSafe):
 
     def _detach_split_parameters(self) -> None:
         settings = self.session.settings
-        # PEFT's loader replaces 16-bit parameters, also split ones, by new FP32 parameters. A full model with offload
-        # stays attached, because it may not fit in memory in FP32.
+        # PEFT's loader replaces split parameters by FP32 ones. A full model with offload may not fit in memory in FP32.
         is_large = settings.offload is not None and not hasattr(self.model, "peft_config")
         if settings.policy.is_lean and not self.is_fsdp_enabled and not is_large:
             self.session.detach()
@@ -132,7 +129,6 @@ class MixedPrecisionTrainer(SessionProperties, CrashSafe):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
         """Create the optimizer of FP32 master weights; its step is skipped on an overflow."""
         self._attach()
-        # In a second train(), super() returns accelerate's wrapper of the first.
         self.optimizer = self.session.attach_optimizer(super().create_optimizer(*args, **kwargs))
         return self.optimizer
 

@@ -24,18 +24,18 @@ def working_copies(model: nn.Module | MixedPrecision) -> Iterator[tuple[str, Ten
 
     To save them: ``model.save_pretrained(folder, state_dict=dict(hf_mp.working_copies(model)))``; Transformers ignores
     ``state_dict`` for a model that it has distributed. Buffers (BatchNorm, the router bias of DeepSeek-V3) are not
-    included: add them from ``model.state_dict()``. Adapters are not merged: call ``merge_adapter()`` first.
+    included: add them from ``model.state_dict()``. Call ``merge_adapter()`` first if adapters are to be merged.
 
-    A tensor may be the working copy itself: read it before the next step, and do not write to it. FP32 weights (norms,
-    embeddings, modules with an ``"fp32"`` rule) are rounded to nearest, one at a time. Under FSDP2 all processes must
-    iterate; each gets full parameters, gathered in 16 bits.
+    A tensor may be the working copy itself: read it before the next step, and do not write to it. Other weights (norms,
+    embeddings) are rounded to nearest, one at a time. Under FSDP2 all processes must iterate; each gets full
+    parameters, gathered in 16 bits.
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.
 
     Yields:
-        Names as in ``named_parameters()`` of the model without wrappers, and detached tensors of the parameters' shapes
-        on their devices; tied weights once. Quantized weights are unchanged; values beyond FP16's range become inf.
+        Names of the model without wrappers, and detached tensors of the parameters' shapes on their devices; tied
+        weights once. Quantized weights are unchanged; values beyond FP16's range become inf.
 
     Raises:
         TypeError: if ``model`` is neither.

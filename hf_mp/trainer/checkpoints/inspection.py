@@ -77,7 +77,7 @@ class Examination:
         both = "the optimizer's state and the learning rate's schedule"
         states = {"optimizer.pt": both, "scheduler.pt": both}
         states |= {f"rng_state{rank}.pth": "random numbers" for rank in ranks}
-        # Sharded optimizers are in folders, and FSDP's full state in optimizer.bin.
+        # With FSDP, a folder or optimizer.bin.
         patterns = {"optimizer.pt": "optimizer*"}
         return {name: state for name, state in states.items() if not self._has(patterns.get(name, name))}
 
