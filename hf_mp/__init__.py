@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from hf_mp.diagnostics.calibration import calibrate
     from hf_mp.diagnostics.comparison import compare_precisions
     from hf_mp.diagnostics.comparison_report import PrecisionComparison
+    from hf_mp.diagnostics.contract.record import precision_contract
     from hf_mp.diagnostics.contract.table import PrecisionContract
-    from hf_mp.diagnostics.contract.watch import precision_contract
     from hf_mp.diagnostics.healing import heal_overflows
     from hf_mp.diagnostics.lost_updates import TrainingCheck, check_training
     from hf_mp.diagnostics.overflow import explain_overflows
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from hf_mp.diagnostics.range_report import RangeReport
     from hf_mp.diagnostics.remedies import CannotHealError
     from hf_mp.diagnostics.scale_leaks import ScaleLeakError, check_gradients
-    from hf_mp.memory.fitting import LargestBatch, largest_batch_size
     from hf_mp.memory.footprint import MemoryFootprint, memory_footprint
+    from hf_mp.memory.largest_batch import LargestBatch, largest_batch_size
     from hf_mp.memory.measuring import measure_training_memory
     from hf_mp.memory.models import load
     from hf_mp.memory.training import TrainingMemory, estimate_training_memory
@@ -62,7 +62,7 @@ _HOME = {
     "LogProbabilityGap": "hf_mp.trainer.log_probabilities",
     "log_probability_gap": "hf_mp.trainer.log_probabilities",
     "PrecisionContract": "hf_mp.diagnostics.contract.table",
-    "precision_contract": "hf_mp.diagnostics.contract.watch",
+    "precision_contract": "hf_mp.diagnostics.contract.record",
     "TrainingCheck": "hf_mp.diagnostics.lost_updates",
     "check_training": "hf_mp.diagnostics.lost_updates",
     "calibrate": "hf_mp.diagnostics.calibration",
@@ -81,8 +81,8 @@ _HOME = {
     "LossScaleError": "hf_mp.scaling.scalers",
     "StaticLossScaler": "hf_mp.scaling.scalers",
     "MasterWeightOptimizer": "hf_mp.weights.master_weight_optimizer",
-    "LargestBatch": "hf_mp.memory.fitting",
-    "largest_batch_size": "hf_mp.memory.fitting",
+    "LargestBatch": "hf_mp.memory.largest_batch",
+    "largest_batch_size": "hf_mp.memory.largest_batch",
     "MemoryFootprint": "hf_mp.memory.footprint",
     "memory_footprint": "hf_mp.memory.footprint",
     "measure_training_memory": "hf_mp.memory.measuring",

@@ -30,16 +30,16 @@ from hf_mp.kernels.tensors import takes_lists
 class ScaleProvider(Protocol):
     """Provides S and 1/S to the nodes at the scale boundary, and is notified of the gradients that enter a model."""
 
-    def loss_scale_on(self, device: torch.device) -> Tensor | None:
+    def loss_scale_for(self, device: torch.device) -> Tensor | None:
         """S, FP32 of shape (1,); None where nothing is scaled."""
 
-    def inverse_scale_on(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
+    def inverse_scale_for(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
         """1/S, FP32 of shape (1,), for gradients that ``node`` hands on by its inputs ``places``; None if unscaled."""
 
-    def gradient_entered(self, node: Any, gradient: Tensor) -> None:
+    def on_output_gradient(self, node: Any, gradient: Tensor) -> None:
         """A gradient goes in through the autograd node ``node``, before anything of the model's backward runs."""
 
-    def keep_scaled(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
+    def take_scaled_gradients(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
         """Remove from ``uses``, gradients that ``node`` hands on, by input, those that autograd must not accumulate.
 
         They are still scaled; ``inverse`` unscales them.
@@ -60,7 +60,7 @@ class _ScaleGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.scale_provider.gradient_entered(ctx, gradient)
+        ctx.scale_provider.on_output_gradient(ctx, gradient)
         return _PassGradient.apply(gradient, ctx.factor, ctx.scale_provider).to(ctx.dtype), None, None
 
 
@@ -74,7 +74,7 @@ class _PassGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.scale_provider.gradient_entered(ctx, gradient)
+        ctx.scale_provider.on_output_gradient(ctx, gradient)
         return scale_gradient(gradient, ctx.factor, ctx.scale_provider), None, None
 
 
@@ -93,7 +93,7 @@ def scale_gradient(gradient: Tensor, factor: Tensor | None, scale_provider: Scal
     return (gradient * factor).reshape(gradient.shape)
 
 
-def accumulating(node: Any, indices: Iterable[int]) -> list[int]:
+def accumulating_edges(node: Any, indices: Iterable[int]) -> list[int]:
     """The ``indices`` of edges by which the backward of ``node`` fills ``.grad``; none in ``autograd.grad``."""
     if torch.is_grad_enabled():  # create_graph=True
         return []
@@ -105,7 +105,7 @@ def accumulating(node: Any, indices: Iterable[int]) -> list[int]:
         return []
 
 
-_OUTSIDE_DTYPE = dict.fromkeys(LOWER_PRECISION_DTYPES, torch.float32)  # of the dtypes that change at a border
+_GRAD_DTYPE = dict.fromkeys(LOWER_PRECISION_DTYPES, torch.float32)  # of the dtypes that change at a border
 
 
 # The largest gradient that is cast on a GPU together with others. Two calls for all move 8 bytes an element more than
@@ -113,7 +113,7 @@ _OUTSIDE_DTYPE = dict.fromkeys(LOWER_PRECISION_DTYPES, torch.float32)  # of the 
 _JOINED_ELEMENTS = 2**20
 
 
-class _InwardBorders(Function):
+class _UnscalingAliases(Function):
     @staticmethod
     def forward(
         ctx: Any, scale_provider: ScaleProvider, copies: Sequence[Tensor | None], with_aliases: bool, *outside: Tensor
@@ -140,7 +140,7 @@ class _InwardBorders(Function):
             return None, None, None, *_unscale_uses(ctx, gradients)
 
 
-_INWARD: Any = _InwardBorders._backward_cls  # the class of its nodes
+_UNSCALE_NODE: Any = _UnscalingAliases._backward_cls  # the class of its nodes
 
 
 def _unscale_uses(ctx: Any, gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -150,13 +150,13 @@ def _unscale_uses(ctx: Any, gradients: Iterable[Tensor | None]) -> list[Tensor |
     for place, gradient in zip(ctx.leads_to, gradients, strict=True):
         if gradient is not None:
             uses.setdefault(place, []).append(gradient)
-    factor = scale_provider.inverse_scale_on(outside[0].device, ctx, list(uses)) if uses else None
-    scale_provider.keep_scaled(ctx, uses, factor)
+    factor = scale_provider.inverse_scale_for(outside[0].device, ctx, list(uses)) if uses else None
+    scale_provider.take_scaled_gradients(ctx, uses, factor)
     found: list[Tensor | None] = [None] * len(outside)
     products = _scale_gradients([each[0] for each in uses.values()], factor, scale_provider)
     for (place, (_, *others)), product in zip(uses.items(), products, strict=True):
         # Of an activation outside that is FP16, autograd rounds the gradient.
-        dtype = _OUTSIDE_DTYPE.get(outside[place].dtype, outside[place].dtype)
+        dtype = _GRAD_DTYPE.get(outside[place].dtype, outside[place].dtype)
         total = product if product.dtype is dtype else product.to(dtype)
         for other in others:
             # A product is nobody else's: one kernel adds to it, and makes no second FP32 tensor.
@@ -213,23 +213,25 @@ def _are_plain(*gradients: Tensor) -> bool:
 
 # Autograd runs what is ready in the order of these numbers, largest first. A border is made before the forward and
 # would come last: all 16-bit gradients would wait for the end of the backward. With AccumulateGrad's, none waits.
-_AT_ONCE = 2**64 - 1
+_HIGHEST_PRIORITY = 2**64 - 1
 
 
 @functools.cache
-def _has_order() -> bool:
-    """Whether torch can order autograd nodes; warns where it cannot."""
-    # Nothing public orders nodes.
-    found = hasattr(torch._C._FunctionBase, "_set_sequence_nr")
-    if not found:
-        warn_caller(
-            "this torch cannot order autograd nodes (_set_sequence_nr is gone): gradients reach the parameters at the "
-            "end of a backward, which takes up to 2 bytes a parameter more, and DDP's all-reduce does not overlap"
-        )
-    return found
+def _can_order_nodes() -> bool:
+    """Whether torch can order autograd nodes."""
+    # torch has no public API for the order of nodes.
+    return hasattr(torch._C._FunctionBase, "_set_sequence_nr")
 
 
-def inward_borders(
+@functools.cache  # once
+def _warn_without_order() -> None:
+    warn_caller(
+        "this torch cannot order autograd nodes (_set_sequence_nr is gone): gradients reach the parameters at the "
+        "end of a backward, which takes up to 2 bytes a parameter more, and DDP's all-reduce does not overlap"
+    )
+
+
+def unscaling_aliases(
     outside: Sequence[Tensor],
     copies: Sequence[Tensor | None],
     scale_provider: ScaleProvider,
@@ -242,19 +244,21 @@ def inward_borders(
     ``with_aliases``), and aliases of their FP16/BF16 copies, None where there is none. Without aliases there must be a
     copy.
     """
-    made = _InwardBorders.apply(scale_provider, copies, with_aliases, *outside)
+    made = _UnscalingAliases.apply(scale_provider, copies, with_aliases, *outside)
     # None where nothing wants a gradient.
     if (node := made[0].grad_fn) is not None:
-        # It runs as soon as it is ready; leads_inside() still needs its own number.
+        # It runs as soon as it is ready; reaches_forward() still needs its own number.
         node.number = node._sequence_nr()
-        if _has_order():
-            node._set_sequence_nr(_AT_ONCE)
+        if _can_order_nodes():
+            node._set_sequence_nr(_HIGHEST_PRIORITY)
+        else:
+            _warn_without_order()
     inside = iter(made)
     aliases = [next(inside) for _ in outside] if with_aliases else list(outside)
     return aliases, [None if copy is None else next(inside) for copy in copies]
 
 
-class BorderUse:
+class AliasSetUse:
     """One forward's use of inward borders, which other forwards use as well. The forward's graph holds it."""
 
     def __init__(self, nodes: Iterable[Any], scale_provider: ScaleProvider) -> None:
@@ -266,7 +270,7 @@ class BorderUse:
             node.scale_provider = weakref.proxy(scale_provider)
 
 
-class _LateBorder:
+class _UnscaleHook:
     """Hook of an autograd node: a border on each of its edges ``places``, which lead outside."""
 
     def __init__(self, node: Any, places: Iterable[int], scale_provider: ScaleProvider) -> None:
@@ -279,10 +283,10 @@ class _LateBorder:
         for place in self.outside:
             if (gradient := gradients[place]) is not None:
                 inverse, uses = (
-                    self.scale_provider.inverse_scale_on(gradient.device, self, [place]),
+                    self.scale_provider.inverse_scale_for(gradient.device, self, [place]),
                     {place: [gradient]},
                 )
-                self.scale_provider.keep_scaled(self, uses, inverse)
+                self.scale_provider.take_scaled_gradients(self, uses, inverse)
                 # autograd lets no hook change a dtype; of nearly all ops it is that of the tensor outside.
                 found[place] = (
                     scale_gradient(gradient, inverse, self.scale_provider).to(gradient.dtype) if uses else None
@@ -290,8 +294,8 @@ class _LateBorder:
         return tuple(found)
 
 
-def leads_inside(node: Any, first: int, outside: set[Any]) -> bool:
-    """Whether the graph behind ``node`` reaches a node numbered ``first`` or higher; if not, adds it to ``outside``.
+def reaches_forward(node: Any, first: int, known_external: set[Any]) -> bool:
+    """Whether the graph behind ``node`` reaches a node numbered ``first`` or higher; fills ``known_external`` if not.
 
     autograd numbers the nodes of each thread by themselves, and a backward on a GPU has its own thread: what
     ``torch.autograd.grad(create_graph=True)`` makes there during a forward has small numbers. What was made before a
@@ -300,30 +304,33 @@ def leads_inside(node: Any, first: int, outside: set[Any]) -> bool:
     todo, seen = [node], {node}
     while todo:
         for to, _ in todo.pop().next_functions:
-            if to is None or to in seen or to in outside:
+            if to is None or to in seen or to in known_external:
                 continue
-            if first <= (to.number if type(to) is _INWARD else to._sequence_nr()) < _AT_ONCE:
+            if first <= (to.number if type(to) is _UNSCALE_NODE else to._sequence_nr()) < _HIGHEST_PRIORITY:
                 return True
             seen.add(to)
             todo.append(to)
-    outside |= seen
+    known_external |= seen
     return False
 
 
-def add_late_borders(
-    results: Sequence[Tensor], scale_provider: ScaleProvider, first: int, made_earlier: Callable[[Any], bool]
+def add_unscale_hooks(
+    results: Sequence[Tensor], scale_provider: ScaleProvider, first: int, was_made_by_forward: Callable[[Any], bool]
 ) -> bool:
-    """Put a border on each edge by which the graph of ``results`` leaves to a tensor made outside.
+    """Add an unscale hook at each edge of the graph of ``results`` to an external tensor.
 
-    That is an edge to a leaf, or to a node with a number below ``first``, unless it was ``made_earlier`` inside, or
-    :func:`leads_inside`. An inward border is one already, and so are the inputs that a node names in ``border_at``:
-    their gradients leave through :class:`Behind`. Most of the time of this function goes into the Python object that
-    torch makes for each node; where C++ was compiled, it looks first, and nearly always nothing is left to do.
+    That is an edge to a leaf, or to a node with a number below ``first``, unless ``was_made_by_forward`` or
+    :func:`reaches_forward` is true of the node. Unscale nodes need no hook, nor do the inputs that a node names in
+    ``unscaled_inputs``: their gradients are unscaled through :class:`GradientTarget`. Most of the time of this function
+    goes into the Python object that torch makes for each node; where C++ was compiled, it looks first, and nearly
+    always nothing is left to do.
 
     Returns:
         Whether there was such an edge.
     """
-    if (module := native()) is not None and module.leaves_by_borders(results, first, _AT_ONCE, _INWARD):
+    if (module := native()) is not None and module.leaves_by_unscale_nodes(
+        results, first, _HIGHEST_PRIORITY, _UNSCALE_NODE
+    ):
         return False
     with torch._C.DisableTorchFunctionSubclass():  # a loss that may stay unread
         todo: list[Any] = [node for result in results if (node := result.grad_fn) is not None]
@@ -332,24 +339,28 @@ def add_late_borders(
     for node in todo:  # which grows
         places = []
         for place, (to, _) in enumerate(node.next_functions):
-            if to in seen or type(to) is _INWARD:
+            if to in seen or type(to) is _UNSCALE_NODE:
                 continue
             # AccumulateGrad has the largest number.
-            if first <= to._sequence_nr() < _AT_ONCE or made_earlier(to) or leads_inside(to, first, outside):
+            if (
+                first <= to._sequence_nr() < _HIGHEST_PRIORITY
+                or was_made_by_forward(to)
+                or reaches_forward(to, first, outside)
+            ):
                 seen.add(to)
                 todo.append(to)
-            elif place not in getattr(node, "border_at", ()):
+            elif place not in getattr(node, "unscaled_inputs", ()):
                 places.append(place)
-        found |= bool(places) and _add_late_border(node, places, scale_provider)
+        found |= bool(places) and _add_unscale_hook(node, places, scale_provider)
     return found
 
 
-def _add_late_border(node: Any, places: Sequence[int], scale_provider: ScaleProvider) -> bool:
+def _add_unscale_hook(node: Any, places: Sequence[int], scale_provider: ScaleProvider) -> bool:
     """Put a border on the edges ``places`` of ``node``; False if it has them already, as of an earlier forward."""
-    if scale_provider in (bordered := node.metadata.setdefault(_LateBorder, [])):
+    if scale_provider in (bordered := node.metadata.setdefault(_UnscaleHook, [])):
         return False
     bordered.append(scale_provider)
-    node.register_hook(_LateBorder(node, places, scale_provider))
+    node.register_hook(_UnscaleHook(node, places, scale_provider))
     return True
 
 
@@ -361,10 +372,10 @@ def is_of_model(node: Any, scale_provider: ScaleProvider) -> bool:
     """
     todo, seen = [node], {None, node}
     for each in todo:  # which grows
-        if type(each) is _INWARD:
+        if type(each) is _UNSCALE_NODE:
             if each.scale_provider == scale_provider:
                 return True
-        elif scale_provider in each.metadata.get(_LateBorder, ()):
+        elif scale_provider in each.metadata.get(_UnscaleHook, ()):
             return True
         elif type(each) is not _OUTPUT:
             new = [to for to, _ in each.next_functions if to not in seen]
@@ -377,14 +388,14 @@ def leaf_edges(results: Iterable[Tensor], first: int) -> Iterator[tuple[Any, int
     """The edges to leaves in the graph of ``results``, each as its node, the place in it, and the leaf.
 
     Nodes with a number below ``first`` are not followed, nor inward borders, nor the edges that a node names in
-    ``border_at``.
+    ``unscaled_inputs``.
     """
     with torch._C.DisableTorchFunction():
         todo: list[Any] = [node for result in results if (node := result.grad_fn) is not None]
     seen = {None, *todo}
     for node in todo:  # which grows
         for place, (to, _) in enumerate(node.next_functions):
-            if to in seen or type(to) is _INWARD or place in getattr(node, "border_at", ()):
+            if to in seen or type(to) is _UNSCALE_NODE or place in getattr(node, "unscaled_inputs", ()):
                 continue
             if (leaf := getattr(to, "variable", None)) is not None:
                 yield node, place, leaf
@@ -402,7 +413,7 @@ def add_leaf_borders(
         if is_external(leaf):
             places.setdefault(node, []).append(place)
     for node, its in places.items():
-        _add_late_border(node, its, scale_provider)
+        _add_unscale_hook(node, its, scale_provider)
 
 
 def is_in_graph(node: Any, first: int) -> bool:
@@ -410,16 +421,16 @@ def is_in_graph(node: Any, first: int) -> bool:
 
     An inward border does; a leaf does not.
     """
-    return type(node) is _INWARD or first <= node._sequence_nr() < _AT_ONCE
+    return type(node) is _UNSCALE_NODE or first <= node._sequence_nr() < _HIGHEST_PRIORITY
 
 
-def outside_of(inside: Tensor) -> Tensor:
+def original_of(inside: Tensor) -> Tensor:
     """The tensor of which ``inside`` is an alias or a copy, if an inward border made it; else ``inside``."""
     node: Any = inside.grad_fn
-    return node.outside[node.leads_to[inside.output_nr]] if type(node) is _INWARD else inside
+    return node.outside[node.leads_to[inside.output_nr]] if type(node) is _UNSCALE_NODE else inside
 
 
-class Behind(NamedTuple):
+class GradientTarget(NamedTuple):
     """A tensor inside, and the tensor that it is a working copy of: itself, if no inward border made it."""
 
     inside: Tensor
@@ -427,18 +438,18 @@ class Behind(NamedTuple):
     scale_provider: ScaleProvider | None = None
 
 
-def behind_border(inside: Tensor) -> Behind:
+def gradient_target(inside: Tensor) -> GradientTarget:
     """What lies behind the inward border that made ``inside``, if one did.
 
     An op that writes the gradient of ``outside`` itself, times the inverse of S, needs no 16-bit gradient.
     """
     node: Any = inside.grad_fn
-    if type(node) is not _INWARD or inside.output_nr < node.first_copy:
-        return Behind(inside, inside)
-    return Behind(inside, outside_of(inside), node.scale_provider)
+    if type(node) is not _UNSCALE_NODE or inside.output_nr < node.first_copy:
+        return GradientTarget(inside, inside)
+    return GradientTarget(inside, original_of(inside), node.scale_provider)
 
 
-class _OutputBorder(Function):
+class _CastToOutput(Function):
     @staticmethod
     def forward(
         ctx: Any, output: Tensor, scale_provider: ScaleProvider, wrap: Callable[[Tensor], Tensor] | None
@@ -446,22 +457,22 @@ class _OutputBorder(Function):
         ctx.scale_provider, ctx.dtype = scale_provider, output.dtype
         ctx.value = output.detach() if output.numel() == 1 else None
         # Never a view: callers change a loss in place (the Trainer does).
-        dtype = _OUTSIDE_DTYPE.get(output.dtype, output.dtype)
+        dtype = _GRAD_DTYPE.get(output.dtype, output.dtype)
         return output.to(dtype, copy=True) if wrap is None else wrap(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        entering = scale_gradient(gradient, ctx.scale_provider.loss_scale_on(gradient.device), ctx.scale_provider).to(
+        entering = scale_gradient(gradient, ctx.scale_provider.loss_scale_for(gradient.device), ctx.scale_provider).to(
             ctx.dtype
         )
-        ctx.scale_provider.gradient_entered(ctx, entering)
+        ctx.scale_provider.on_output_gradient(ctx, entering)
         return entering, None, None
 
 
-_OUTPUT: Any = _OutputBorder._backward_cls  # the class of its nodes
+_OUTPUT: Any = _CastToOutput._backward_cls  # the class of its nodes
 
 
-def output_border(
+def cast_to_output(
     output: Tensor, scale_provider: ScaleProvider | None, wrap: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """``output`` in FP32; its gradient is multiplied by the loss scale before it is cast to ``output``'s dtype.
@@ -472,5 +483,5 @@ def output_border(
     if not (output.is_floating_point() or output.is_complex()):
         return output
     if scale_provider is not None and output.requires_grad and torch.is_grad_enabled():
-        return _OutputBorder.apply(output, scale_provider, wrap)
-    return output.to(_OUTSIDE_DTYPE.get(output.dtype, output.dtype))
+        return _CastToOutput.apply(output, scale_provider, wrap)
+    return output.to(_GRAD_DTYPE.get(output.dtype, output.dtype))

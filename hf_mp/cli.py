@@ -1,4 +1,4 @@
-"""The ``hf-mp`` command. Each subcommand prints what a function of another module gathered."""
+"""The ``hf-mp`` command. Each subcommand calls a function of another module and prints the result."""
 
 import json
 from collections.abc import Iterator
@@ -25,26 +25,25 @@ WithTraceback = Annotated[
 
 @contextmanager
 def _errors_in_one_line(command: str, with_traceback: bool) -> Iterator[None]:
-    """Print an error in one sentence and exit with 2 or 1.
+    """Print an error in one line and exit: with 2 for a ValueError, OSError or ImportError, with 1 for other errors.
 
-    A ValueError, OSError or ImportError is taken for one of hf_mp's, whose message says what to change: 2. Any other
-    error is a bug: 1, and its type is named.
+    Messages of the former contain advice. Other errors are bugs, and are printed with their type.
     """
     try:
         yield
     except Exception as error:
         if with_traceback:
             raise
-        is_ours, sentence = isinstance(error, (ValueError, OSError, ImportError)), str(error)
-        if not is_ours:
+        is_expected, sentence = isinstance(error, (ValueError, OSError, ImportError)), str(error)
+        if not is_expected:
             first = sentence.strip().partition("\n")[0]
             sentence = f"{type(error).__name__}: {first} (--traceback shows where it came from)"
         typer.echo(f"hf-mp {command}: error: {sentence}", err=True)
-        raise typer.Exit(2 if is_ours else 1) from error
+        raise typer.Exit(2 if is_expected else 1) from error
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"hf_mp {__version__}")
         raise typer.Exit
 
@@ -58,7 +57,7 @@ def main(
         ),
     ] = False,
 ) -> None:
-    # a callback, so that --version works without a subcommand
+    # Typer needs a callback for --version without a subcommand.
     pass
 
 
@@ -71,7 +70,7 @@ def env(
 ) -> None:
     """Show what this machine supports and which preset suits it. Include it in bug reports."""
     with _errors_in_one_line("env", traceback):
-        # Here and below: torch takes seconds to import, and --help none.
+        # Imported in the commands: torch takes seconds to import, which --help does not need.
         from hf_mp.environment.report import examine_machine, screen
 
         machine = examine_machine()
@@ -166,5 +165,5 @@ def check(
         found = check_folder(target, learning_rate, keeps_bits=keeps_bits, base=base)
         typer.echo(json.dumps(found, default=vars, indent=2) if as_json else str(found))
     if found.risks:
-        # As linters do, so that a pipeline stops before it trains on.
+        # A nonzero status stops a pipeline, as a linter's does.
         raise typer.Exit(1)

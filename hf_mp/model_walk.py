@@ -42,7 +42,7 @@ class Walk:
     def __init__(self, model: nn.Module) -> None:
         self.modules = modules_of(model)
         # The weights stay referenced, so that no other weight has the address in the key.
-        self.weights, self._key = look(self.modules)
+        self.weights, self._key = weights_and_key(self.modules)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Walk) and self._key == other._key and self.modules == other.modules
@@ -50,15 +50,17 @@ class Walk:
     __hash__ = None  # type: ignore[assignment]
 
 
-def look(modules: list[nn.Module]) -> tuple[list[Any], Any]:
+def weights_and_key(modules: list[nn.Module]) -> tuple[list[Any], Any]:
     """Return the weights of ``modules``, with repeats, and a key of all that determines their unscale nodes."""
     extension = native()
-    found = None if extension is None else extension.look(modules)
-    return look_reference(modules) if found is None else found
+    found = None if extension is None else extension.weights_and_key(modules)
+    return weights_and_key_reference(modules) if found is None else found
 
 
-def look_reference(modules: Sequence[nn.Module]) -> tuple[list[Any], Any]:
-    """Reference of :func:`look`; also used if ``_parameters`` of a module is no dictionary, as in TorchScript."""
+def weights_and_key_reference(modules: Sequence[nn.Module]) -> tuple[list[Any], Any]:
+    """Reference of :func:`weights_and_key`; also used if ``_parameters`` of a module is no
+    dictionary, as in TorchScript.
+    """
     named: list[tuple[str, Any]] = [
         item for module in modules for item in module._parameters.items() if item[1] is not None
     ]

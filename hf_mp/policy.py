@@ -82,7 +82,7 @@ class PrecisionPolicy:
         names = {entry.dtype: entry.name for entry in compute_dtypes()}
         shown = {}  # fields as in messages
         for field in _DTYPE_FIELDS:
-            dtype = self.wire if field == "reduce" else getattr(self, field)
+            dtype = self.reduce_dtype if field == "reduce" else getattr(self, field)
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"{field}={dtype!r} must be a torch.dtype; text is read by PrecisionPolicy.parse")
             if dtype not in names:
@@ -93,7 +93,7 @@ class PrecisionPolicy:
                 f"{shown['params']} with {shown['compute']} is not allowed: store parameters in fp32 (default "
                 "layout) or in the compute dtype (lean layout)"
             )
-        if self.wire not in (torch.float32, self.compute):
+        if self.reduce_dtype not in (torch.float32, self.compute):
             raise ValueError(
                 f"{shown['reduce']} with {shown['compute']} is not allowed: gradients travel in fp32 or in the compute "
                 "dtype"
@@ -110,9 +110,11 @@ class PrecisionPolicy:
         return self.params is not torch.float32
 
     @property
-    def wire(self) -> torch.dtype:
+    def reduce_dtype(self) -> torch.dtype:
         """Dtype of gradients in communication."""
         return self.params if self.reduce is None else self.reduce
+
+    wire = reduce_dtype  # the name until 0.1
 
     @classmethod
     def parse(cls, text: str | torch.dtype | PrecisionPolicy, **switches: bool) -> PrecisionPolicy:

@@ -54,7 +54,7 @@ def enter_disabled_region(enabled: bool) -> bool:
             return False
         if enabled:
             raise RuntimeError(BOTH_ACTIVE)
-        entered = ours.island()
+        entered = ours.nested_autocast()
     # Not `with`: the exit of the torch.autocast ends the region.
     entered.__enter__()
     return True

@@ -53,7 +53,7 @@ def custom_fwd(
         ctx._hf_mp_autocast = active
         if active is None or not active.enabled or cast_inputs is None:
             return forward(ctx, *args, **kwargs)
-        ctx._hf_mp_autocast = active.island()
+        ctx._hf_mp_autocast = active.nested_autocast()
         with ctx._hf_mp_autocast:
             args, kwargs = active.cast_arguments(args, kwargs, cast_inputs)
             return forward(ctx, *args, **kwargs)

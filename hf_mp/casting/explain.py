@@ -17,7 +17,7 @@ from hf_mp.casting.columns import aligned
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import CastRule, TableName, op_name
-from hf_mp.casting.watching import WatchedCall, watching
+from hf_mp.casting.watching import WatchedCall, observe_calls
 from hf_mp.dtypes import spell
 from hf_mp.kernels.nested import tensors_in
 
@@ -95,7 +95,7 @@ def explain(
     mode = autocast(dtype, tables=tables, rules=rules, model=model) if attached is None else attached.autocast
     recorder = _Recorder()
     modules = {} if model is None else dict(model.named_modules())
-    with watching(modules, mode, recorder.record), mode if attached is None else nullcontext():
+    with observe_calls(modules, mode, recorder.record), mode if attached is None else nullcontext():
         function(*inputs, **kwargs)
     return recorder.explanation()
 

@@ -27,11 +27,11 @@ from hf_mp.casting.rules import ModuleRule, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import TABLES, CastRule, TableName
 from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
 from hf_mp.casting.uncompiled import uncompiled
-from hf_mp.casting.watched import WatchedParameter, seen, unwatch, watch
+from hf_mp.casting.watched import DataTrackedParameter, track_data_writes, untrack_data_writes, version_and_address
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES, named_dtype
 from hf_mp.kernels.nested import map_tensors
 
-_WATCHABLE = (nn.Parameter, WatchedParameter)
+_WATCHABLE = (nn.Parameter, DataTrackedParameter)
 ALLOWED_DTYPES = (*LOWER_PRECISION_DTYPES, torch.float32)
 
 
@@ -45,7 +45,9 @@ _WITHOUT_OPS = dict.fromkeys((F.dropout, F.embedding, F.silu, F.relu), AS_GIVEN)
 
 class _CachedCast(NamedTuple):
     source: Tensor
-    writes: tuple[int, int, int]  # counters of the writes to the source when it was cast, as of watched.seen()
+    writes: tuple[
+        int, int, int
+    ]  # counters of the writes to the source when it was cast, as of watched.version_and_address()
     result: Tensor
 
 
@@ -125,7 +127,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         self._casts: dict[tuple[int, torch.dtype, bool], _CachedCast] = {}
         self._watched: list[nn.Parameter] = []  # by this autocast, while it is entered
         self._active_rules: list[ActiveRule] = []
-        self.observer: Callable[..., Any] | None = None  # makes each call instead of apply(); see watching
+        self.call_override: Callable[..., Any] | None = None  # makes each call instead of apply(); see observe_calls
 
     def _add_module_rules(self, rules: tuple[ModuleRule, ...], model: nn.Module | None) -> None:
         """Add ``rules`` and match all rules against ``model``; a ValueError without a model."""
@@ -178,7 +180,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         if self not in state.active:
             self._casts.clear()
             while self._watched:
-                unwatch(self._watched.pop())
+                untrack_data_writes(self._watched.pop())
             for rule in self._active_rules:
                 for handle in rule.handles:
                     handle.remove()
@@ -212,7 +214,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         None if a mode has to intercept the call, or a call inside ``func``.
         """
         entry = self._plan.get(_OP_OF_FUNCTION.get(func, func)) or _WITHOUT_OPS.get(func)
-        if entry is None or entry.handler not in WHOLE_CALLS or self.observer is not None or not self.is_alone:
+        if entry is None or entry.handler not in WHOLE_CALLS or self.call_override is not None or not self.is_alone:
             return None
         if not self.plain_types.issuperset(map(type, tensors)) or self.must_see_all():
             return None
@@ -240,15 +242,15 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 
         return recompute
 
-    def island(self, module: nn.Module | None = None, dtype: torch.dtype | None = None) -> autocast:
+    def nested_autocast(self, module: nn.Module | None = None, dtype: torch.dtype | None = None) -> autocast:
         """Return an autocast to enter inside this one, in ``dtype`` or disabled, while ``module`` runs if given."""
         if self.sums_in_fp64:  # a disabled one would not intercept matmuls
             dtype = dtype or torch.float32
-        island = autocast(dtype or self.dtype, enabled=dtype is not None, tables=self.tables)
-        island.module = module
+        nested = autocast(dtype or self.dtype, enabled=dtype is not None, tables=self.tables)
+        nested.module = module
         if self.sums_in_fp64:
-            island.sum_in_fp64()
-        return island
+            nested.sum_in_fp64()
+        return nested
 
     def sum_in_fp64(self) -> None:
         """Accumulate matmuls and attention in FP64, so that no bit depends on the number of rows."""
@@ -259,14 +261,14 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         # Runs for each torch call. Most are in no table, so one look-up decides.
-        entry, observer, kwargs = self._plan.get(func, AS_GIVEN), self.observer, kwargs or {}
+        entry, call_override, kwargs = self._plan.get(func, AS_GIVEN), self.call_override, kwargs or {}
         if state.active[-1] is not self and entry.rule not in ALWAYS_HELD:
-            entry = self.in_island(entry)
-        if observer is not None and entry.rule is not CastRule.COMPOSITE:
-            return observer(entry, func, args, kwargs)
+            entry = self.plan_for_nested(entry)
+        if call_override is not None and entry.rule is not CastRule.COMPOSITE:
+            return call_override(entry, func, args, kwargs)
         return entry.handler(self, entry.name, func, args, kwargs)
 
-    def in_island(self, entry: PlannedCall) -> PlannedCall:
+    def plan_for_nested(self, entry: PlannedCall) -> PlannedCall:
         """Return the plan entry for a call inside a nested autocast, which has cast the arguments."""
         return AS_GIVEN
 
@@ -316,11 +318,11 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         counter.
         """
         if type(parameter) is nn.Parameter:
-            watch(parameter)
+            track_data_writes(parameter)
             self._watched.append(parameter)
             _note_steps()
         # A forward with grad needs a cast made with grad, and a changed weight a new one.
-        key, writes = (id(parameter), dtype, torch.is_grad_enabled()), seen(parameter)
+        key, writes = (id(parameter), dtype, torch.is_grad_enabled()), version_and_address(parameter)
         cached = self._casts.get(key)
         if cached is None or cached.writes != writes or writes[0] == -1:
             cached = self._casts[key] = _CachedCast(parameter, writes, parameter.to(dtype))

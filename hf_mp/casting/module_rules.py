@@ -48,16 +48,16 @@ def _apply_dtype_rule(module: nn.Module, dtype: torch.dtype, outer: Mode) -> Act
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if outer not in state.active:
             return None
-        outer.island(module, dtype).__enter__()
+        outer.nested_autocast(module, dtype).__enter__()
         if dtype is not torch.float32:
             return None
         return outer.cast_arguments(args, kwargs, dtype)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         # An exception may precede `enter`.
-        island = active_autocast()
-        if island is not None and island.module is module:
-            island.__exit__(None, None, None)
+        nested = active_autocast()
+        if nested is not None and nested.module is module:
+            nested.__exit__(None, None, None)
 
     return ActiveRule(module, enter, leave, _register_hooks(module, enter, leave))
 
@@ -96,7 +96,7 @@ def _in_fp32(outer: Mode, func: Callable[..., Any], args: Any, kwargs: Mapping[s
 
     args = list(map(to_fp32, args))
     kwargs = {key: to_fp32(arg) for key, arg in kwargs.items()}
-    with outer.island():
+    with outer.nested_autocast():
         return func(*args, **kwargs)
 
 

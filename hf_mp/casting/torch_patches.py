@@ -112,9 +112,9 @@ def _patched_query(answer: Callable[..., Any]) -> Callable[[Any], Any]:
 def _enter_torch_autocast(original: Any, self: Any) -> Any:
     if not enter_disabled_region(self._enabled):
         return original(self)
-    island = active_autocast()
-    self.__dict__.setdefault("_hf_mp_islands", []).append(island)
-    return island
+    nested = active_autocast()
+    self.__dict__.setdefault("_hf_mp_islands", []).append(nested)
+    return nested
 
 
 @around
@@ -133,7 +133,7 @@ def _call_torch_script(original: Any, self: Any, /, *args: Any, **kwargs: Any) -
     if mode is None or not mode.enabled or mode.sums_in_fp64 or mode.dtype not in LOWER_PRECISION_DTYPES:
         return original(self, *args, **kwargs)
     # Nested, so that Python code called by TorchScript (torch.jit.ignore) is not cast a second time.
-    with mode.island(), undispatched(), _torch_autocast(mode.dtype):
+    with mode.nested_autocast(), undispatched(), _torch_autocast(mode.dtype):
         return original(self, *args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""``WatchedParameter``: a parameter that counts the writes that its version counter does not."""
+"""``DataTrackedParameter``: a parameter that counts the writes that its version counter does not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_mp.kernels.tensors import is_shared, version_of
 _DATA: Any = Tensor.data  # the property itself, which the class below overrides
 
 
-class WatchedParameter(nn.Parameter):
+class DataTrackedParameter(nn.Parameter):
     """A parameter that notices writes through ``.data``.
 
     In-place writes raise a tensor's version counter, but not those through ``parameter.data`` (EMA libraries, manual
@@ -23,18 +23,18 @@ class WatchedParameter(nn.Parameter):
     (the alias, a view or a NumPy array made of it), the value may change unseen.
     """
 
-    _data_was_out: bool = False
+    _data_was_exposed: bool = False
     _unseen_writes: int = 0
 
     @property
     def data(self) -> Tensor:
-        self._data_was_out = True
+        self._data_was_exposed = True
         self.note_unseen_write()
         return _DATA.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        self._data_was_out = True
+        self._data_was_exposed = True
         self.note_unseen_write()  # memory that is freed may come back at the address of the old value
         _DATA.__set__(self, value)
 
@@ -60,16 +60,16 @@ class WatchedParameter(nn.Parameter):
 
         It may have changed if ``.data`` was read or set, or if the tensor, view or array made of that still exists.
         """
-        if self._data_was_out:
-            self._data_was_out = is_shared(self)
+        if self._data_was_exposed:
+            self._data_was_exposed = is_shared(self)
             self._unseen_writes += 1
         return self._unseen_writes
 
 
-_OWN = ("_data_was_out", "_unseen_writes")
+_OWN = ("_data_was_exposed", "_unseen_writes")
 
 
-def let_optimizers_be_fast(kind: type[nn.Parameter]) -> None:
+def allow_foreach_optimizers(kind: type[nn.Parameter]) -> None:
     """Have torch's optimizers use their multi-tensor implementations for parameters of ``kind`` as well."""
     types = getattr(optimizers, "_foreach_supported_types", None)
     if types is None:
@@ -78,25 +78,25 @@ def let_optimizers_be_fast(kind: type[nn.Parameter]) -> None:
         types.append(kind)
 
 
-def watch(parameter: nn.Parameter) -> None:
+def track_data_writes(parameter: nn.Parameter) -> None:
     """Notice writes through ``parameter.data`` from now on. Subclasses of ``nn.Parameter`` are left as they are."""
     if type(parameter) is nn.Parameter:
         # torch.optim looks up the exact class of parameters before it takes a multi-tensor path.
-        let_optimizers_be_fast(WatchedParameter)
-        parameter.__class__ = WatchedParameter
+        allow_foreach_optimizers(DataTrackedParameter)
+        parameter.__class__ = DataTrackedParameter
         # A parameter within a larger buffer is written through that, as FSDP does.
-        parameter._data_was_out = is_shared(parameter)  # type: ignore[attr-defined]
+        parameter._data_was_exposed = is_shared(parameter)  # type: ignore[attr-defined]
 
 
-def unwatch(parameter: nn.Parameter) -> None:
+def untrack_data_writes(parameter: nn.Parameter) -> None:
     """Make a watched parameter an ordinary ``nn.Parameter`` again."""
-    if type(parameter) is WatchedParameter:
+    if type(parameter) is DataTrackedParameter:
         for name in _OWN:
             parameter.__dict__.pop(name, None)
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
-def seen(tensor: Tensor) -> tuple[int, int, int]:
+def version_and_address(tensor: Tensor) -> tuple[int, int, int]:
     """Version (-1 for none), address and count of unseen writes, by which a later call detects most writes."""
-    unseen = tensor.count_unseen_writes() if type(tensor) is WatchedParameter else 0
+    unseen = tensor.count_unseen_writes() if type(tensor) is DataTrackedParameter else 0
     return version_of(tensor), tensor.data_ptr(), unseen

@@ -1,4 +1,4 @@
-"""``watching``: callbacks around modules, and for the calls that an autocast intercepts."""
+"""``observe_calls``: callbacks around modules, and for the calls that an autocast intercepts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WatchedCall(NamedTuple):
 
 
 @contextmanager
-def watching(
+def observe_calls(
     modules: Mapping[str, nn.Module],
     mode: Mode | None = None,
     called: Callable[[WatchedCall], Any] | None = None,
@@ -75,6 +75,6 @@ def watching(
             exits.enter_context(module.register_forward_hook(functools.partial(leave, name), always_call=True))
         if mode is not None:
             # With two observers, the inner one makes the calls, and the outer one is restored at the end.
-            exits.callback(setattr, mode, "observer", mode.observer)
-            mode.observer = observe
+            exits.callback(setattr, mode, "call_override", mode.call_override)
+            mode.call_override = observe
         yield

@@ -61,7 +61,7 @@ def logits_of(outputs: Any) -> tuple[str, Tensor]:
 
 
 def _compared_positions(model: nn.Module, logits: Tensor, batch: Any) -> Tensor:
-    """Return the attention mask as bool of shape (positions,), all True if the batch has none of this size."""
+    """Return the attention mask as bool of shape (positions,), all True if the batch has no mask of this size."""
     # The logits of an encoder-decoder are those of its decoder.
     prefix = "decoder_" if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else ""
     mask = batch.get(f"{prefix}attention_mask") if isinstance(batch, Mapping) else None

@@ -50,7 +50,7 @@ class Healer(StepController):
     """
 
     def __init__(self, runtime: MixedPrecision) -> None:
-        check_healing(runtime.policy, in_backward=runtime.uses_up_gradients)
+        check_healing(runtime.policy, in_backward=runtime.updates_in_backward)
         self._runtime = runtime
         runtime.check.compares_gradients = True
         self._explainer = explain_overflows(runtime)
@@ -59,10 +59,10 @@ class Healer(StepController):
         self.replace_logged_loss: Callable[[Tensor], bool] | None = None
         self._ddp: Any = None
 
-    def forward_began(self, forward: Any, args: Any, kwargs: Any) -> None:
+    def on_forward_begin(self, forward: Any, args: Any, kwargs: Any) -> None:
         self._ddp = parallelism_of(self._runtime.model).ddp
 
-    def overflowed(self, optimizer: Optimizer) -> StepReport | None:
+    def handle_overflow(self, optimizer: Optimizer) -> StepReport | None:
         """Run a step that overflowed again; return its last report, or None if it did not run again.
 
         Raises:
@@ -78,7 +78,7 @@ class Healer(StepController):
             if not self._apply_remedies():
                 break
             losses = self._rerun_step(optimizer, backwards)
-            report = runtime.check.agreed_report(runtime.verdict(optimizer))
+            report = runtime.check.all_ranks_report(runtime.clip_and_check(optimizer))
             if not report.overflow:
                 self._replace_losses(losses)
                 return report
@@ -119,7 +119,7 @@ class Healer(StepController):
     def _agree_to_rerun(self, *, has_rules: bool) -> bool:
         """Return whether all ranks can run this step again. Warns if not and ``has_rules``. A collective call."""
         check = self._runtime.check
-        is_unchanged = check.measured_of(check.gradients(check.parameters())) is not None
+        is_unchanged = check.measurement_if_unchanged(check.gradients(check.parameters())) is not None
         can_repeat_clipping = self.clip is not None or is_unchanged
         has_gradients = all(map(_has_known_gradients, self._explainer.backwards))
         if all(self._runtime.ranks.gather(can_repeat_clipping and has_gradients)):
@@ -161,7 +161,7 @@ class Healer(StepController):
         parameters = list(runtime.check.parameters())
         for parameter in parameters:
             parameter.grad = None
-        runtime.check.forget()
+        runtime.check.reset_step()
         self._explainer.backwards.clear()
         # DDP's own forward would wait for ranks with fewer micro-batches. Gradients are averaged below.
         with nullcontext() if self._ddp is None else self._ddp._inside_ddp_forward():
@@ -245,5 +245,5 @@ def heal_overflows(model: nn.Module | MixedPrecision) -> Healer:
     runtime = runtime_of(model)
     if (healer := find_observer(runtime, Healer)) is None:
         healer = Healer(runtime)
-        runtime.control_by(healer)
+        runtime.set_controller(healer)
     return healer

@@ -9,8 +9,17 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from hf_mp.diagnostics.contract.risks import Evidence, Held, Risk, beta2_of, find_risks, learning_rate_of, mean, role_of
-from hf_mp.diagnostics.contract.swamped import share_lost_at
+from hf_mp.diagnostics.contract.lost_update_count import share_lost_at
+from hf_mp.diagnostics.contract.risks import (
+    Evidence,
+    Risk,
+    TensorSample,
+    beta2_of,
+    find_risks,
+    learning_rate_of,
+    mean,
+    role_of,
+)
 from hf_mp.diagnostics.magnitudes import sample
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.integrations.accelerated import as_accelerated
@@ -33,21 +42,21 @@ class TrainingCheck:
         keeps_bits: whether the optimizer keeps small updates without masters, by Kahan sums or stochastic rounding.
     """
 
-    parameters: tuple[Held, ...]
+    parameters: tuple[TensorSample, ...]
     learning_rate: float | None
     risks: tuple[Risk, ...] = ()
     keeps_bits: bool = False
 
     @property
     def without_masters(self) -> tuple[str, ...]:
-        """The names of the parameters that are updated in FP16 or BF16."""
+        """Names of the parameters that are updated in FP16 or BF16."""
         return tuple(one.name for one in self.parameters if one.dtype in LOWER_PRECISION_DTYPES)
 
     @property
     def lost_share(self) -> float | None:
-        """Share of lost updates, from 0 to 1; None if no update has a known size."""
-        known = [(one.elements, one.lost_share) for one in self.parameters if one.lost_share is not None]
-        return mean(known) if known else None
+        """Share of lost updates, from 0 to 1; None if the size of updates is not determined by the learning rate."""
+        measured = [(one.elements, one.lost_share) for one in self.parameters if one.lost_share is not None]
+        return mean(measured) if measured else None
 
     @property
     def advice(self) -> str:
@@ -73,7 +82,7 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> TrainingCheck:
     below 2^-9 of its size. No forward runs. Up to 32,768 elements of each parameter are examined.
 
     The size of an update is assumed to be the learning rate. Adam's and Lion's first update has that size; later ones
-    are smaller, so more of them are lost. SGD's has no known size. If an LR scheduler has begun at 0, its
+    are smaller, so more of them are lost. The size of SGD's updates is unknown. If an LR scheduler has begun at 0, its
     ``initial_lr`` counts. An optimizer with "kahan" or "stochastic" in the names of its settings or state keeps small
     updates and is no risk. The dtype of moments is examined too.
 
@@ -143,8 +152,10 @@ def _add_evidence(
     if isinstance(parameter, SplitParameter) or getattr(optimizer, "keeps_masters", False):
         values = values.float()  # the master is FP32
     lost = None if rate is None or isinstance(inner, SGD) else share_lost_at(values, rate)
-    evidence.weights.append(Held(name, values.dtype, local.numel(), values, 0.0 if evidence.keeps_bits else lost))
+    if evidence.keeps_bits:
+        lost = 0.0
+    evidence.weights.append(TensorSample(name, values.dtype, local.numel(), values, lost))
     for key, value in inner.state.get(parameter, {}).items():
         if isinstance(value, Tensor) and value.is_floating_point() and (role := role_of(key)) is not None:
             local = local_part(value)
-            getattr(evidence, role).append(Held(f"{name}.{key}", value.dtype, local.numel(), sample(local)))
+            getattr(evidence, role).append(TensorSample(f"{name}.{key}", value.dtype, local.numel(), sample(local)))

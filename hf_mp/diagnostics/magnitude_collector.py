@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.uncompiled import is_compiled
-from hf_mp.casting.watching import watching
-from hf_mp.diagnostics.contract.swamped import swamped
+from hf_mp.casting.watching import observe_calls
+from hf_mp.diagnostics.contract.lost_update_count import count_lost_updates
 from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
 from hf_mp.kernels.nested import tensors_in
@@ -57,7 +57,7 @@ class MagnitudeCollector(ExitStack):
             for name, module in model.named_modules()
             if module._parameters and module is not entry and not isinstance(module, torch.jit.ScriptModule)
         }
-        self.enter_context(watching(hooked, left=self._sample_output))
+        self.enter_context(observe_calls(hooked, left=self._sample_output))
 
     def _sample_output(self, name: str, output: Any) -> None:
         tensor = next((one for one in tensors_in(output) if one.is_floating_point()), None)
@@ -73,7 +73,7 @@ class MagnitudeCollector(ExitStack):
     def _sample_gradient(self, name: str, gradient: Tensor | None) -> None:
         key = (Kind.ACTIVATION_GRADIENTS, name, "")
         if gradient is not None and key not in self._samples:
-            self._store_sample(key, gradient, self._runtime.scale_provider.inverse_scale_on(gradient.device, None, ()))
+            self._store_sample(key, gradient, self._runtime.scale_provider.inverse_scale_for(gradient.device, None, ()))
 
     def _store_sample(self, key: tuple[Kind, str, str], tensor: Tensor, factor: Tensor | None = None) -> None:
         """Store a sample of ``tensor``, times ``factor`` (one element, FP32)."""
@@ -84,7 +84,7 @@ class MagnitudeCollector(ExitStack):
                 values = values.to(torch.float32) * factor.squeeze()
             self._samples[key] = sampling_stride(tuple(local.shape)), values
 
-    def backward_ended(self) -> None:
+    def on_backward_end(self) -> None:
         """Sample the sum of the weight gradients up to now, instead of that of the last micro-batch."""
         self.close()
         for key, parameter in self._weights.items():
@@ -112,7 +112,7 @@ class MagnitudeCollector(ExitStack):
         for key, parameter in self._weights.items():
             (stride, before), (_, after) = self._samples[Kind.WEIGHTS, *key], _master_sample(parameter)
             update = after - before  # includes clipping and weight decay
-            lost = swamped(before, update, torch.bfloat16)
+            lost = count_lost_updates(before, update, torch.bfloat16)
             yield TensorMagnitudes(Kind.UPDATES, *key, stride, histogram(update), lost)
 
 

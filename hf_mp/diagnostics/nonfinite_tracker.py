@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from hf_mp.casting.mode import autocast
-from hf_mp.casting.watching import WatchedCall, watching
+from hf_mp.casting.watching import WatchedCall, observe_calls
 from hf_mp.diagnostics.overflow_report import Phase
 from hf_mp.diagnostics.values import UNINITIALISED, Finiteness, TensorRange, finiteness, ranges_of
 from hf_mp.kernels.nested import named_tensors, tensors_in
@@ -77,7 +77,7 @@ class NonfiniteTracker:
         self._parameters = {(_storage_key(one), one.shape): name for name, one in parameters.items()}
         self._running = [name for name, module in modules.items() if module is self._entry] or [""]  # innermost last
         leaves: list[Any] = [get_gradient_edge(one).node for one in parameters.values() if one.requires_grad]
-        with watching(modules, mode, self._called, entered=self._entered, left=self._left):
+        with observe_calls(modules, mode, self._called, entered=self._entered, left=self._left):
             yield
         # Nodes of leaves outlive this graph.
         self.of_gradients = [leaf.metadata.pop(_ORIGIN, None) for leaf in leaves]
@@ -227,7 +227,7 @@ class NonfiniteTracker:
 
 
 def _origin_in_weight(name: str, tensor: Tensor, *, order: int = 0, rounded: Tensor | None = None) -> NonfiniteOrigin:
-    """Return the origin of a parameter or buffer that is not finite, by itself or ``rounded`` to 16 bits."""
+    """Return the origin of a parameter or buffer that is not finite, or is not after it was ``rounded`` to 16 bits."""
     found = [(name, tensor), *([] if rounded is None else [(f"{name}, in 16 bits", rounded)])]
     return NonfiniteOrigin("weight", order, name.rpartition(".")[0], tensor=name, inputs=ranges_of(found))
 

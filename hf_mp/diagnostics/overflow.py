@@ -49,7 +49,7 @@ class OverflowExplainer(StepObserver):
         self._at_first: list[Tensor] | None = None  # largest magnitude of each matrix at the first forward
         self.reports: list[OverflowReport] = []
 
-    def forward_began(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_forward_begin(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the call; return a callback that hooks its outputs."""
         self._drop_used()
         if self._at_first is None and self._runtime.model is not None:
@@ -79,7 +79,7 @@ class OverflowExplainer(StepObserver):
             self.backwards.append(RecordedBackward(task))
         self.backwards[-1].incoming.append(IncomingGradient(call, name, gradient if is_kept else None))
 
-    def backward_ended(self, largest: Tensor | None) -> None:
+    def on_backward_end(self, largest: Tensor | None) -> None:
         if self.backwards and largest is not None:
             self.backwards[-1].largest = largest
 
@@ -88,7 +88,7 @@ class OverflowExplainer(StepObserver):
         if self._has_stepped:
             self.backwards, self._has_stepped = [], False
 
-    def stepped(self, report: StepReport) -> None:
+    def on_step_finished(self, report: StepReport) -> None:
         """Drop the recorded micro-batches, and explain the step if it was skipped unexpectedly."""
         backwards, scaler = self.backwards, self._runtime.scaler
         if not self._runtime.is_joint_step:
@@ -115,10 +115,10 @@ class OverflowExplainer(StepObserver):
         if failed and is_power_of_two:
             self._publish(self._explain(failed, backwards))
 
-    def detached(self) -> None:
+    def on_detach(self) -> None:
         self.backwards.clear()
 
-    def last_words(self) -> str:
+    def overflow_advice(self) -> str:
         """Return the advice and findings of the last report; ``""`` after a clean step or without a report."""
         if not self.reports or not self._unclean_steps:
             return ""

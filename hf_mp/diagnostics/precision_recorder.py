@@ -57,17 +57,17 @@ class PrecisionRecorder(StepObserver):
         self._record: dict[str, Any] = {}  # of the last step; of several with one number, a reader takes the last
         self._written_reports = self._written_remedies = 0
 
-    def forward_began(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def on_forward_begin(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         runtime = self._runtime
         if self._collector is None and runtime.stats.steps >= self._due and runtime.model is not None:
             self._due = runtime.stats.steps + self.histogram_steps
             self._collector = MagnitudeCollector(runtime, runtime.model, forward.module())
 
-    def backward_ended(self, largest: Tensor | None) -> None:
+    def on_backward_end(self, largest: Tensor | None) -> None:
         if self._collector is not None:
-            self._collector.backward_ended()
+            self._collector.on_backward_end()
 
-    def stepped(self, report: StepReport) -> None:
+    def on_step_finished(self, report: StepReport) -> None:
         self._begin()  # not earlier: a run without a step adds nothing to the log
         scale, largest = self._runtime.scaler.get_scale(), report.largest_gradient
         reports = self._write_new()
@@ -90,7 +90,7 @@ class PrecisionRecorder(StepObserver):
             self.latest = collector.finish()
             self._log.write("magnitudes", **as_record(self.latest))
 
-    def detached(self) -> None:
+    def on_detach(self) -> None:
         if self._collector is not None:
             self._collector.close()
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hf_mp.casting.rules import WITH_WEIGHTS, Product
 from hf_mp.casting.tables import CastRule
-from hf_mp.casting.watching import WatchedCall, watching
+from hf_mp.casting.watching import WatchedCall, observe_calls
 from hf_mp.diagnostics.values import UNINITIALISED
 from hf_mp.kernels.gradient_scan import largest_magnitude, real_values
 from hf_mp.kernels.nested import tensors_in
@@ -27,7 +27,7 @@ from hf_mp.scaling.rules import FP16_MAX
 RANGE_DTYPE = torch.bfloat16  # replaces FP16
 # Ops with a weight: those of "scaled" rules, and that of stacked experts.
 _WEIGHTED = {**WITH_WEIGHTS, "_grouped_mm": Product((0, "input"))}
-MASK = -1e37  # smaller values are masks, such as finfo(dtype).min
+MASK = -1e37  # smaller values are masks, for example finfo(dtype).min
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class RangeRecorder:
         self._hooks = ExitStack()
 
     def recording(self, mode: Any, model: nn.Module) -> AbstractContextManager[None]:
-        return watching(dict(model.named_modules()), mode, self._record)
+        return observe_calls(dict(model.named_modules()), mode, self._record)
 
     def ranges(self) -> tuple[OpRange, ...]:
         """Return the ranges in the order of the first calls, and remove all hooks."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import jinja2
 
 from hf_mp.diagnostics import report_charts as charts
-from hf_mp.diagnostics.contract.swamped import Swamped
+from hf_mp.diagnostics.contract.lost_update_count import LostUpdateCount
 from hf_mp.diagnostics.contract.table import HEADER
 from hf_mp.diagnostics.magnitudes import Histogram
 from hf_mp.diagnostics.report_charts import percent
@@ -72,7 +72,7 @@ def render_report(run: RunRecords) -> str:
         fp16_max=FP16_MAX,
         scale_text=scale_text,
         galleries=[] if run.magnitudes is None else list(_galleries(run.magnitudes)),
-        swamped=[] if run.magnitudes is None else swamped_rows(run.magnitudes),
+        lost_updates=[] if run.magnitudes is None else lost_update_rows(run.magnitudes),
         charts=charts,
         open_rows=OPEN_ROWS,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -93,10 +93,10 @@ def findings(run: RunRecords) -> list[str]:
             f"without loss scaling and {percent(gradients.share_underflowed(step.log2_scale))} at the scale of "
             f"{scale_text(step.loss_scale)}."
         )
-    if (swamped := step.swamped()).updates:
+    if (lost := step.lost_updates()).updates:
         found.append(
             f"Of the updates of step {step.step}, weights stored in BF16 without masters would lose "
-            f"{percent(swamped.share)}."
+            f"{percent(lost.share)}."
         )
     return found
 
@@ -109,7 +109,7 @@ def _galleries(step: StepMagnitudes) -> Iterator[tuple[str, int, Histogram, list
             yield kind, step.log2_scale if kind in _SCALED else 0, step.of(kind), layers
 
 
-def swamped_rows(step: StepMagnitudes) -> list[tuple[str, Swamped]]:
+def lost_update_rows(step: StepMagnitudes) -> list[tuple[str, LostUpdateCount]]:
     """Return the layers with their updates and the number that BF16 weights would lose, largest share first."""
-    rows = [(layer, found) for layer in step.layers if (found := step.swamped(layer)).updates]
+    rows = [(layer, found) for layer in step.layers if (found := step.lost_updates(layer)).updates]
     return sorted(rows, key=lambda row: -row[1].share)

@@ -50,7 +50,7 @@ def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callabl
     Raises:
         TypeError: if ``model`` is neither.
         ValueError: if the model is not attached, or returns no loss and ``loss`` is not given.
-        ScaleLeakError: naming the parameters whose gradients differ, by the cause.
+        ScaleLeakError: if gradients differ; names the parameters by cause.
     """
     runtime = runtime_of(model)
     attached = runtime.model
@@ -116,13 +116,13 @@ def _listed(names: list[str]) -> str:
 
 
 def _leaks(samples: list[dict[str, Tensor]]) -> dict[str, list[str]]:
-    """The parameters whose gradients depend on S, with their sizes, by the key of the cause in ``_CAUSES``."""
+    """Return names of parameters with gradients that depend on S, and their sizes, by key of ``_CAUSES``."""
     typical = max(_size(sample) for sample in samples[0].values())
     found: dict[str, list[str]] = {}
     for name in samples[0]:
         larger, smaller, tiny, tinier = (sample[name] for sample in samples)
         if _contains_inverse_scale(larger, tiny, tinier):
-            # What is scaled, and so clamped at the larger scales alone, no longer grows.
+            # At half the scale, 1/S doubles. A clamp acts only at the larger scales.
             cause = "1/S" if _size(tinier) > 1.5 * _size(tiny) else "not linear"
         elif _contains_scale(larger, smaller, typical):
             cause = "S" if _is_proportional(larger - tiny, smaller - tiny) else "not linear"
@@ -191,6 +191,6 @@ def _gradients_at(
                 largest.append(largest_magnitude([gradient]) * inverse)
         return samples, largest_magnitude(largest).item()
     finally:
-        runtime.check.forget()
+        runtime.check.reset_step()
         for parameter in model.parameters():
             parameter.grad = None

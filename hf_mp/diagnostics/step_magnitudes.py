@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_mp.diagnostics.contract.swamped import Swamped
+from hf_mp.diagnostics.contract.lost_update_count import LostUpdateCount
 from hf_mp.diagnostics.magnitudes import BINS, Histogram
 
 _COUNT = np.dtype("<u4")
@@ -31,7 +31,7 @@ class TensorMagnitudes(NamedTuple):
     tensor: str  # the parameter's name in its module; "" for an activation
     stride: int  # every `stride`-th element is counted
     histogram: Histogram  # of the counted elements; gradients are unscaled
-    swamped: Swamped = Swamped(0, 0)  # counted updates that would leave a BF16 weight unchanged
+    lost_updates: LostUpdateCount = LostUpdateCount(0, 0)  # counted updates that would leave a BF16 weight unchanged
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class StepMagnitudes:
         counts = (t.stride * np.array(t.histogram.counts) for t in found)
         return Histogram(tuple(sum(counts, start=np.zeros(BINS, np.int64)).tolist()))
 
-    def swamped(self, layer: str | None = None) -> Swamped:
+    def lost_updates(self, layer: str | None = None) -> LostUpdateCount:
         """Return the updates (in one layer) that BF16 weights would lose, weighted as in :meth:`of`."""
-        counts = (t.stride * np.array(t.swamped) for t in self.tensors if layer in (None, t.layer))
-        return Swamped(*sum(counts, start=np.zeros(2, np.int64)).tolist())
+        counts = (t.stride * np.array(t.lost_updates) for t in self.tensors if layer in (None, t.layer))
+        return LostUpdateCount(*sum(counts, start=np.zeros(2, np.int64)).tolist())
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -71,8 +71,8 @@ class StepMagnitudes:
         entries = {}
         if (gradients := self.of(Kind.WEIGHT_GRADIENTS)).finite_nonzero:
             entries["underflowed_share"] = gradients.share_underflowed(self.log2_scale)
-        if (swamped := self.swamped()).updates:
-            entries["swamped_share"] = swamped.share
+        if (lost := self.lost_updates()).updates:
+            entries["swamped_share"] = lost.share
         return entries
 
 
@@ -85,7 +85,7 @@ def as_record(step: StepMagnitudes) -> dict[str, Any]:
     counts = np.array([t.histogram.counts for t in step.tensors], dtype=_COUNT)
     return {
         **vars(step),
-        "tensors": [[t.kind, t.layer, t.tensor, t.stride, *t.swamped] for t in step.tensors],
+        "tensors": [[t.kind, t.layer, t.tensor, t.stride, *t.lost_updates] for t in step.tensors],
         "counts": base64.b64encode(zlib.compress(counts.tobytes())).decode("ascii"),
     }
 
@@ -94,7 +94,7 @@ def from_record(record: Mapping[str, Any]) -> StepMagnitudes:
     """Return the step of a record of :func:`as_record`."""
     counts = np.frombuffer(zlib.decompress(base64.b64decode(record["counts"])), _COUNT)
     tensors = [
-        TensorMagnitudes(Kind(kind), layer, tensor, stride, Histogram(tuple(found.tolist())), Swamped(*lost))
+        TensorMagnitudes(Kind(kind), layer, tensor, stride, Histogram(tuple(found.tolist())), LostUpdateCount(*lost))
         for (kind, layer, tensor, stride, *lost), found in zip(record["tensors"], counts.reshape(-1, BINS), strict=True)
     ]
     # The numbers of a damaged record must raise here, not on the page.

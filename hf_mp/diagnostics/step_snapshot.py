@@ -136,7 +136,7 @@ def without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Set gradients to None, and restore them on exit, scaled ones as they are."""
     with contextlib.ExitStack() as restored:
         for parameter in parameters:
-            others = {"_kept": parameter._kept} if isinstance(parameter, SplitParameter) else {}
+            others = {"_scaled_gradient": parameter._scaled_gradient} if isinstance(parameter, SplitParameter) else {}
             restored.callback(vars(parameter).update, others)
             restored.callback(_GRAD.__set__, parameter, _GRAD.__get__(parameter))
             parameter.grad = None

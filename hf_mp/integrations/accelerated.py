@@ -15,7 +15,7 @@ def as_accelerated(optimizer: Any) -> Any:
     return optimizer if accelerate is not None and isinstance(optimizer, accelerate.AcceleratedOptimizer) else None
 
 
-def tell_accelerate(optimizer: Any) -> weakref.finalize[..., Any] | None:
+def patch_accelerate_skip_flag(optimizer: Any) -> weakref.finalize[..., Any] | None:
     """Patch ``step_was_skipped`` of accelerate's wrappers to read that of ``optimizer``.
 
     Returns a finalizer that removes the patch; None if accelerate is not imported, so that there is no wrapper.

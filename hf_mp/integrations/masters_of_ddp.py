@@ -24,7 +24,7 @@ def _sync_with_remainders(
     named = module.named_parameters()
     split = [p for name, p in named if isinstance(p, SplitParameter) and name not in params_and_buffers_to_ignore]
     for parameter in split:
-        parameter.take_in_outside_writes()  # those before this one
+        parameter.reset_written_remainders()  # those before this one
     original(module, process_group, broadcast_bucket_size, src, params_and_buffers_to_ignore, *args, **kwargs)
     broadcast_remainders(split, process_group, src)
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_mp.casting.torch_patches import Patch, Patches, around
-from hf_mp.casting.watched import WatchedParameter
+from hf_mp.casting.watched import DataTrackedParameter
 from hf_mp.kernels.gradient_scan import all_finite
 from hf_mp.ranks.parallelism import local_parts
 from hf_mp.weights.attachable import RUNTIMES
@@ -20,7 +20,7 @@ from hf_mp.weights.split_parameter import SplitParameter
 @around
 def _clip_value(original: Any, parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if any(type(parameter) in (WatchedParameter, SplitParameter) for parameter in parameters):
+    if any(type(parameter) in (DataTrackedParameter, SplitParameter) for parameter in parameters):
         parameters = _without_overflows(parameters)
         if not parameters:  # torch's function raises for an empty list
             return

@@ -229,8 +229,8 @@ void register_op(const std::string& name_space, const std::string& name, size_t 
 }
 
 // Whether all edges from the nodes of a forward, with sequence numbers from `first` on, to older nodes in the graph of
-// `results` lead to unscale nodes. False also for graphs that only Python can check: hf_mp/borders.py, add_late_borders.
-bool leaves_by_borders(const std::vector<Tensor>& results, uint64_t first, uint64_t at_once, py::handle border) {
+// `results` lead to unscale nodes. False also for graphs that only Python can check: hf_mp/borders.py, add_unscale_hooks.
+bool leaves_by_unscale_nodes(const std::vector<Tensor>& results, uint64_t first, uint64_t at_once, py::handle border) {
   std::vector<torch::autograd::Node*> todo;
   std::unordered_set<torch::autograd::Node*> seen;
   auto add = [&](torch::autograd::Node* node) {
@@ -282,7 +282,7 @@ py::object children(const py::list& modules) {
   return py::bytes(key);
 }
 
-py::object look(const py::list& modules) {
+py::object weights_and_key(const py::list& modules) {
   py::list weights;
   std::string key;
   const bool found = for_each_entry(modules, "_parameters", [&](PyObject* name, PyObject* value) {
@@ -349,8 +349,8 @@ PYBIND11_MODULE(hf_mp_native, module) {
       .def("leave", [](const Plan&) { running.pop_back(); })
       .def("set_innermost", [](const Plan&, bool is_innermost) { running.back().is_innermost = is_innermost; });
   module.def("register_op", &register_op);
-  module.def("leaves_by_borders", &leaves_by_borders);
+  module.def("leaves_by_unscale_nodes", &leaves_by_unscale_nodes);
   module.def("children", &children);
-  module.def("look", &look);
+  module.def("weights_and_key", &weights_and_key);
   module.def("traits", &traits);
 }

@@ -1,1 +1,1 @@
-"""What a model takes in memory: when loaded (``footprint``), trained (``training``), measured (``measuring``)."""
+"""Memory of a model: counted (``footprint``), estimated for training (``training``), and measured (``measuring``)."""

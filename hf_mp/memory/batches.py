@@ -1,4 +1,4 @@
-"""Batches of zeros with which a model takes a training step: no shape depends on their values."""
+"""Creates batches of zeros for a training step; no shape depends on their values."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from hf_mp.memory.models import class_of, config_of
 from hf_mp.memory.precisions import parse_preset
 from hf_mp.memory.settings import TrainingSettings
 
-_IMAGE_SIZE = 224  # of most image processors, for convolutional models, which take any
+_IMAGE_SIZE = 224  # default of most image processors, for models that accept any size
 _SAMPLES = 160_000  # ten seconds of sound at 16 kHz
-_OF_A_SEQUENCE = (
+_CLASSIFIERS = (
     "ForSequenceClassification",
     "ForImageClassification",
     "ForVideoClassification",
     "ForAudioClassification",
 )
-# A label for each sequence, without a config.num_labels.
+# Classes with one label per sequence and no config.num_labels.
 _ONE_LABEL = ("ForMultipleChoice", "ForNextSentencePrediction")
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the forward of a model takes.
+    """Facts of a model that determine the inputs of its forward.
 
     Attributes:
         kind: class of the model.
         config: its configuration.
-        dtype: of images and sound: FP32, or that of the weights if nothing casts to it.
+        dtype: of images and sound: FP32, or the dtype of the weights without autocast.
     """
 
     kind: type[PreTrainedModel]
@@ -42,32 +42,33 @@ class Inputs:
 
     @classmethod
     def of(cls, model: PreTrainedModel, precision: str) -> Inputs:
-        """Those of a loaded model that is trained in a preset."""
+        """Return the inputs of a loaded model for a training preset."""
         preset = parse_preset(precision)
         casts = preset.policy is not None or preset.autocast is not None
         return cls(class_of(model), config_of(model), torch.float32 if casts else model.dtype)
 
 
 def make_batch(inputs: Inputs, settings: TrainingSettings, device: torch.device) -> dict[str, Any]:
-    """Inputs and labels, all zeros, by the names of the model's forward.
+    """Create inputs and labels of zeros, by the argument names of the model's forward.
 
     Raises:
-        ValueError: for a model that reads neither token ids nor images, videos or sound.
+        ValueError: for a model with inputs other than token ids, images, videos or sound.
     """
     arguments = inspect.signature(inputs.kind.forward).parameters
     batch: dict[str, Any] = {
         name: torch.zeros(settings.batch_size, *shape, dtype=dtype, device=device)
-        for name, (shape, dtype) in _inputs(inputs, settings, arguments)
+        for name, (shape, dtype) in _specs(inputs, settings, arguments)
     }
     if "return_loss" in arguments:  # CLIP and the like
         batch["return_loss"] = True
     return batch
 
 
-_Shape = tuple[tuple[int, ...], torch.dtype]  # of each sample of a batch
+_Spec = tuple[tuple[int, ...], torch.dtype]  # shape without the batch dimension, and dtype
 
 
-def _inputs(inputs: Inputs, settings: TrainingSettings, arguments: Any) -> Iterator[tuple[str, _Shape]]:
+def _specs(inputs: Inputs, settings: TrainingSettings, arguments: Any) -> Iterator[tuple[str, _Spec]]:
+    """Yield name, shape and dtype of each tensor of a batch; ``arguments`` are those of the forward."""
     kind, config = inputs.kind, inputs.config
     tokens = () if settings.seq_len is None else (settings.seq_len,)
     one_choice = (1, *tokens) if kind.__name__.endswith("ForMultipleChoice") else tokens
@@ -88,7 +89,7 @@ def _inputs(inputs: Inputs, settings: TrainingSettings, arguments: Any) -> Itera
         )
     if "bool_masked_pos" in arguments:
         *_, height, width = _image(config)
-        patch = _of_parts(config, "patch_size", 16)
+        patch = _config_value(config, "patch_size", 16)
         yield "bool_masked_pos", ((height // patch * (width // patch),), torch.bool)
     if "start_positions" in arguments:
         yield "start_positions", label
@@ -100,11 +101,12 @@ def _inputs(inputs: Inputs, settings: TrainingSettings, arguments: Any) -> Itera
             yield name, label
 
 
-def _label(kind: type[PreTrainedModel], config: PreTrainedConfig, tokens: tuple[int, ...]) -> _Shape:
-    if kind.__name__.endswith(_OF_A_SEQUENCE):
-        if config.problem_type == "multi_label_classification":
-            return (int(config.num_labels or 0),), torch.float32
+def _label(kind: type[PreTrainedModel], config: PreTrainedConfig, tokens: tuple[int, ...]) -> _Spec:
+    """Return shape and dtype of the labels."""
+    if kind.__name__.endswith(_CLASSIFIERS):
         labels = int(config.num_labels or 0)
+        if config.problem_type == "multi_label_classification":
+            return (labels,), torch.float32
         if config.problem_type == "regression" or (config.problem_type is None and labels == 1):
             return () if labels == 1 else (labels,), torch.float32
         return (), torch.long
@@ -114,27 +116,27 @@ def _label(kind: type[PreTrainedModel], config: PreTrainedConfig, tokens: tuple[
 
 
 def _image(config: PreTrainedConfig) -> tuple[int, ...]:
-    """Channels, height and width of the images that a model is made for; with frames before them, of its videos."""
-    size = _of_parts(config, "image_size", _of_parts(config, "crop_size", _IMAGE_SIZE))
+    """Return the shape of an image, (channels, height, width), or of a video, (frames, channels, height, width)."""
+    size = _config_value(config, "image_size", _config_value(config, "crop_size", _IMAGE_SIZE))
     height, width = (size, size) if isinstance(size, int) else size
-    frames = _of_parts(config, "num_frames", _of_parts(config, "frames_per_clip", 0))
-    return (*((frames,) if frames else ()), _of_parts(config, "num_channels", 3), height, width)
+    frames = _config_value(config, "num_frames", _config_value(config, "frames_per_clip", 0))
+    image = _config_value(config, "num_channels", 3), height, width
+    return (frames, *image) if frames else image
 
 
-def _of_parts(config: PreTrainedConfig, name: str, usual: Any) -> Any:
-    """A setting of a configuration, or of a part of it, such as that of a vision encoder."""
+def _config_value(config: PreTrainedConfig, name: str, default: Any) -> Any:
+    """Return a value of a configuration or of one of its parts, for example a vision encoder's."""
     parts = [config, *(getattr(config, part, None) for part in config.sub_configs)]
-    return next((found for part in parts if (found := getattr(part, name, None))), usual)
+    return next((found for part in parts if (found := getattr(part, name, None))), default)
 
 
 def _sound(config: PreTrainedConfig) -> tuple[int, ...]:
-    """The shape of the longest sound that a model takes, or of ten seconds where it takes any."""
+    """Return the shape of the longest sound that a model accepts, or of ten seconds if there is no limit."""
     if hasattr(config, "input_feat_per_channel"):  # Speech2Text
         return config.max_source_positions, config.input_feat_per_channel * config.input_channels
-    if hasattr(config, "num_mel_bins") and hasattr(
-        config, "max_source_positions"
-    ):  # Whisper: a convolution halves them
+    has_mel_bins = hasattr(config, "num_mel_bins")
+    if has_mel_bins and hasattr(config, "max_source_positions"):  # Whisper, with a convolution of stride 2
         return config.num_mel_bins, 2 * config.max_source_positions
-    if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):  # AST
+    if has_mel_bins and hasattr(config, "max_length"):  # AST
         return config.max_length, config.num_mel_bins
     return (_SAMPLES,)

@@ -1,4 +1,4 @@
-"""``hf-mp memory``, from validated arguments to the text that it prints."""
+"""Runs ``hf-mp memory``."""
 
 from __future__ import annotations
 
@@ -34,17 +34,16 @@ def run(
     **settings: Any,
 ) -> str:
     """Gather the report and return the text to print."""
-    # Refused first of all, or it would be left out in silence.
     if settings["ranks"] == 1 and settings["parallel"] != "fsdp2":
         raise ValueError("--parallel is for several ranks: say how many, as --ranks 64")
-    # Their remarks would stand between the tables.
     quiet_libraries()
     _import_bitsandbytes()
-    with Console(stderr=True).status("") as line:  # redrawn in a terminal; a file or a pipe gets nothing
+    is_trained = train or gpu is not None or settings["ranks"] > 1
+    with Console(stderr=True).status("") as line:  # prints nothing to a file or a pipe
         report = gather_report(
             model,
             gpu_bytes=None if gpu is None else parse_size(gpu),
-            presets=precision or _shown(is_trained=train or gpu is not None or settings["ranks"] > 1, **settings),
+            presets=precision or _default_presets(is_trained=is_trained, **settings),
             progress=lambda step: line.update(f"{step} ..."),
             **settings,
         )
@@ -56,25 +55,26 @@ def run(
     return "".join(f"{line.rstrip()}\n" for line in tables.get().splitlines())
 
 
-def _shown(*, is_trained: bool, offload: str | None, **others: Any) -> Sequence[str]:
-    """The presets to predict if none is named: with offload, those that have it."""
+def _default_presets(*, is_trained: bool, offload: str | None, **others: Any) -> Sequence[str]:
+    """Return the presets to predict if none is given: with offload, those that support it."""
     if offload is not None:
         return [name for name, policy in PRESETS.items() if policy.is_lean]
     return SHOWN_PRESETS if is_trained else ()
 
 
 def _import_bitsandbytes() -> None:
-    """Import it, if it is here, without compiling what a prediction does not run.
+    """Import bitsandbytes, if installed, with torch.compile disabled.
 
-    torch.compile, which decorates some of its functions, imports all of inductor: a quarter of the command's time.
+    It decorates functions with torch.compile, which would import inductor: a quarter of the command's time.
     """
     with contextlib.suppress(ImportError), mock.patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"), quiet_bitsandbytes():
         importlib.import_module("bitsandbytes")
 
 
 def quiet_libraries() -> None:
+    """Suppress warnings and progress bars, which would be printed between the tables."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    # torch logs a traceback of its own where an op fails on fake tensors.
+    # torch logs a traceback if an op fails on fake tensors.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it remarks on each product that it casts
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs each matmul that it casts

@@ -1,7 +1,4 @@
-"""The account of one training step: storages allocated and freed, their categories, and the peak.
-
-Pure bookkeeping without tensors: the recorder feeds it, and :func:`profile_step` reads it.
-"""
+"""Records allocations and frees of one training step by category, and computes the peak; contains no tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from enum import StrEnum
 
 
 class Category(StrEnum):
-    """The purpose of memory, in the order of reports."""
+    """Purpose of memory, in the order of reports."""
 
     MASTER_WEIGHTS = "master weights"
     WORKING_COPIES = "working copies"
@@ -35,12 +32,12 @@ class Phase(StrEnum):
 @dataclass
 class Allocation:
     size_bytes: int
-    category: Category  # may become known later (a gradient), for the events that were, too
+    category: Category  # may be set after the allocation, for its earlier events as well
 
 
 @dataclass(frozen=True)
 class Event:
-    """One storage allocated (``sign`` 1) or freed (-1), in ``phase``, at the op named ``op``."""
+    """A storage allocated (``sign`` 1) or freed (-1) in ``phase`` by the op named ``op``."""
 
     allocation: Allocation
     sign: int
@@ -50,7 +47,7 @@ class Event:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """The memory of one training step; fields as in :class:`hf_mp.TrainingMemory`."""
+    """Memory of one training step; fields as in :class:`hf_mp.TrainingMemory`."""
 
     peak_bytes: int
     peak_phase: Phase
@@ -68,8 +65,7 @@ class Ledger:
     phase: Phase = Phase.SETUP
 
     def start_step(self) -> None:
-        """Forget the events so far; live storages are the step's initial state."""
-        # What is older than the step is in use from its beginning, and is part of each peak.
+        """Replace the events by the allocations of all live storages, the initial state of the step."""
         self.events = [Event(allocation, 1, Phase.SETUP, "") for allocation in self.live.values()]
 
     def allocate(self, key: int, size_bytes: int, category: Category, op: str) -> None:
@@ -77,27 +73,25 @@ class Ledger:
         self.events.append(Event(allocation, 1, self.phase, op))
 
     def free(self, key: int) -> None:
-        """Record a freed storage. What forward frees itself was temporary."""
+        """Record a freed storage. An activation that is freed during forward becomes a temporary."""
         allocation = self.live.pop(key)
-        # An activation is what forward keeps for backward.
         if self.phase is Phase.FORWARD and allocation.category is Category.ACTIVATIONS:
             allocation.category = Category.TEMPORARIES
         self.events.append(Event(allocation, -1, self.phase, ""))
 
 
 def profile_step(events: Sequence[Event]) -> StepProfile:
-    """Add up the events of one step: its highest use, and that of each of its parts."""
-    # In a second pass, since a storage's category may be known only when it is a gradient, or freed by forward.
+    """Compute the peak of a step and of each phase, after the step: only then all categories are final."""
     in_use = dict.fromkeys(Category, 0)
     total = 0
-    highest: dict[Phase, tuple[int, str, dict[Category, int]]] = {}
+    peaks: dict[Phase, tuple[int, str, dict[Category, int]]] = {}
     for event in events:
         change = event.sign * event.allocation.size_bytes
         in_use[event.allocation.category] += change
         total += change
-        if event.phase not in highest or total > highest[event.phase][0]:
-            highest[event.phase] = (total, event.op, dict(in_use))
-    # What is older than the step counts in each of its parts, and is none itself.
-    highest.pop(Phase.SETUP, None)
-    phase, (peak_bytes, op, at_peak) = max(highest.items(), key=lambda entry: entry[1][0])
-    return StepProfile(peak_bytes, phase, op, at_peak, {part: found for part, (_, _, found) in highest.items()})
+        if event.phase not in peaks or total > peaks[event.phase][0]:
+            peaks[event.phase] = (total, event.op, dict(in_use))
+    peaks.pop(Phase.SETUP, None)
+    phase, (peak_bytes, op, at_peak) = max(peaks.items(), key=lambda entry: entry[1][0])
+    by_phase = {name: by_category for name, (_, _, by_category) in peaks.items()}
+    return StepProfile(peak_bytes, phase, op, at_peak, by_phase)

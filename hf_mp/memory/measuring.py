@@ -1,4 +1,4 @@
-"""Measures fine-tuning: real training steps on this machine, counted as the estimate counts them."""
+"""Measures the memory of fine-tuning by real training steps on this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hf_mp.memory.models import (
 from hf_mp.memory.precisions import parse_precision, parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.settings import check_device, make_settings
-from hf_mp.memory.training import TrainingMemory, host_bytes_of, make_trainee, prepare_model, recording
+from hf_mp.memory.training import TrainingMemory, host_bytes_of, make_training_setup, prepare_model, recording
 
 
 def measure_training_memory(
@@ -33,9 +33,9 @@ def measure_training_memory(
     device: str | None = None,
     **settings: Any,
 ) -> TrainingMemory:
-    """Measure the memory of fine-tuning with real steps on this machine.
+    """Measure the memory of fine-tuning by real training steps on this machine.
 
-    A copy of a given model is trained. For anything else, only a configuration is downloaded, and weights are random.
+    A given model is copied. Otherwise only its configuration is downloaded, and weights are random.
 
     Args:
         model: as for :func:`hf_mp.estimate_training_memory`.
@@ -45,42 +45,42 @@ def measure_training_memory(
             ``free_gradients`` and ``offload``, as for :func:`hf_mp.estimate_training_memory`.
 
     Returns:
-        As :func:`hf_mp.estimate_training_memory`, for real tensors; on a GPU with the allocator's own peak, too.
+        As :func:`hf_mp.estimate_training_memory`; on a GPU with the peak of CUDA's allocator.
 
     Raises:
-        ValueError: as for :func:`hf_mp.estimate_training_memory`, for several ranks, and a model on the meta device.
+        ValueError: as for :func:`hf_mp.estimate_training_memory`, for several ranks, and for a meta model.
     """
     if settings.get("ranks", 1) > 1:
         raise ValueError(f"ranks={settings['ranks']} cannot be measured: a step is taken in this process alone")
     source = find_model(model)
-    asked = make_settings(source, precision, **settings)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    on_gpu = place.type == "cuda"
-    check_device(asked, place.type)
-    gc.collect()  # of models that were measured before, some are in circles
+    chosen = make_settings(source, precision, **settings)
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    on_gpu = target.type == "cuda"
+    check_device(chosen, target.type)
+    gc.collect()  # earlier models may be in reference cycles
     before = torch.cuda.memory_allocated() if on_gpu else 0
-    real = _real_model(source, parse_preset(precision).loaded, place)
+    real = _real_model(source, parse_preset(precision).loaded, target)
     name, parameters = type(real).__name__, real.num_parameters()
-    batch = make_batch(Inputs.of(real, asked.precision), asked, place)
-    trainee = make_trainee(prepare_model(real, asked).to(place), asked, place)
+    batch = make_batch(Inputs.of(real, chosen.precision), chosen, target)
+    setup = make_training_setup(prepare_model(real, chosen).to(target), chosen, target)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    with recording(trainee, MemoryRecorder(place)) as profile_of:
+    with recording(setup, MemoryRecorder(target)) as profile_of:
         profile = profile_of(batch)
     return TrainingMemory(
         **vars(profile),
         model=name,
         parameters=parameters,
-        settings=asked,
-        device=place.type,
+        settings=chosen,
+        device=target.type,
         measured=True,
-        host_bytes=host_bytes_of(trainee),
+        host_bytes=host_bytes_of(setup),
         allocator_peak_bytes=torch.cuda.max_memory_allocated() - before if on_gpu else None,
     )
 
 
 def _real_model(source: PreTrainedConfig | nn.Module, precision: str, device: torch.device) -> PreTrainedModel:
-    """A copy of a given model, or one with random weights; a quantized one is loaded as :func:`hf_mp.load` does."""
+    """Copy a model, or create one with random weights; a quantized precision is loaded by :func:`hf_mp.load`."""
     chosen = parse_precision(precision)
     if isinstance(source, nn.Module):
         check_quantizable(source, precision)
@@ -96,7 +96,7 @@ def _real_model(source: PreTrainedConfig | nn.Module, precision: str, device: to
             model = model_class(source)._from_config(source, dtype=chosen.dtype)
     if chosen.quantization is None:
         return model
-    # bitsandbytes quantizes weights while they are loaded, so that they go through a file.
+    # bitsandbytes quantizes weights only while they are loaded from a file.
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         del model

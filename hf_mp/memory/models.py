@@ -1,4 +1,4 @@
-"""From a model, a name, a directory or a configuration to a model class, a loaded model, and one of fake tensors."""
+"""Finds the configuration and class of a model, loads it, and creates it on the meta device."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from hf_mp.ranks.parallelism import is_dtensor
 
 ModelLike = str | Path | PreTrainedConfig | nn.Module
 
-# The classes that train a configuration without "architectures" (or with a bare encoder), by its model_type: the first
-# one found. Those before the decoders, for a configuration of an encoder and a decoder alone.
+# Classes with a loss by model_type, in order of priority. `_ENCODER_DECODERS` come first for encoder-decoders.
 _ENCODER_DECODERS = (
     modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
@@ -43,7 +42,7 @@ _WITH_A_LOSS = (
     modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
 )
 
-# Of configurations with token ids; one of an encoder and a decoder may have positions for each.
+# Fields of configurations with the number of positions. Encoder and decoder may have one each.
 _POSITIONS = (
     "max_position_embeddings",
     "max_target_positions",
@@ -64,11 +63,11 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 
 
 def find_model(model: ModelLike) -> PreTrainedConfig | nn.Module:
-    """A model as it is; of anything else, its configuration.
+    """Return a model unchanged, or else its configuration.
 
     Raises:
-        TypeError: for a module that is neither a model of Transformers nor one of PEFT over it.
-        ValueError: for a model with a forward that is not its own, or with sharded weights: no copy of it trains alone.
+        TypeError: for a module that is neither a model of Transformers nor of PEFT.
+        ValueError: for a model with a replaced forward or sharded weights.
     """
     if not isinstance(model, nn.Module):
         return find_config(model)
@@ -88,25 +87,25 @@ def find_model(model: ModelLike) -> PreTrainedConfig | nn.Module:
 
 
 def transformers_model(model: nn.Module) -> nn.Module:
-    """The model that PEFT's adapters are in; any other as it is."""
-    # Without an import of peft, which may be missing.
+    """Return the Transformers model inside a PEFT model, or ``model`` itself."""
+    # PEFT may not be installed.
     is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     return cast(Any, model).get_base_model() if is_peft else model
 
 
 def config_of(source: PreTrainedConfig | nn.Module) -> PreTrainedConfig:
-    """The configuration that describes a model, or that is one."""
+    """Return the configuration of a model, or ``source`` itself if it is one."""
     return cast(Any, transformers_model(source)).config if isinstance(source, nn.Module) else source
 
 
 def find_config(model: str | Path | PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of a model: given, or from a directory, a ``config.json``, the built-in ones, or the Hub.
+    """Return a configuration: a copy of the given one, a built-in one, or that of a directory, a file or the Hub.
 
-    Never runs code that comes with a model.
+    Does not run a model's own code.
 
     Raises:
         TypeError: for another type.
-        ValueError: where none is found.
+        ValueError: if none is found.
     """
     if isinstance(model, PreTrainedConfig):
         return copy.deepcopy(model)
@@ -121,26 +120,21 @@ def find_config(model: str | Path | PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _fetch(model: str | Path, from_pretrained: Callable[..., Any], **settings: Any) -> Any:
-    """What ``from_pretrained`` makes of a path, of a model on the Hub, or, where nobody reaches the Hub, in the cache.
-
-    Raises:
-        ValueError: where it fails, with the reason.
-    """
-    # from_pretrained itself would ask again and again for half a minute.
-    reason = None if Path(model).exists() else ask_hub(str(model))
+    """Call ``from_pretrained``, with the cache only if a request to the Hub fails; raise a ValueError if it fails."""
+    hub_error = None if Path(model).exists() else ask_hub(str(model))
     try:
         return from_pretrained(
-            str(model), **{"local_files_only": reason is not None, "trust_remote_code": False, **settings}
+            str(model), **{"local_files_only": hub_error is not None, "trust_remote_code": False, **settings}
         )
-    # All but the first: what Transformers raises for a file that holds something else.
+    # Transformers raises the last four for files with other contents.
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if reason is None or not isinstance(error, OSError):  # the last says that the cache has no such model
-            why = f"{model} cannot be loaded: {' '.join(str(error).split()).rstrip('.')}"
-        else:
+        if hub_error is not None and isinstance(error, OSError):  # neither on the Hub nor in the cache
             why = (
                 f"{str(model)!r} is neither a directory here nor a model in the Hub's cache, and the Hub gave none of "
-                f"that name ({first_line(reason).rstrip('.')})"
+                f"that name ({first_line(hub_error).rstrip('.')})"
             )
+        else:
+            why = f"{model} cannot be loaded: {' '.join(str(error).split()).rstrip('.')}"
         raise ValueError(
             f"{why}. Give a directory that save_pretrained wrote, or the name of a model on the Hub or in its cache. "
             f"`hf-mp memory`, which needs no weights, also takes a config.json, or one of {', '.join(BUILT_IN)}. hf_mp "
@@ -149,17 +143,17 @@ def _fetch(model: str | Path, from_pretrained: Callable[..., Any], **settings: A
 
 
 def ask_hub(name: str) -> Exception | None:
-    """Why the Hub has no such model; asked once, because ``from_pretrained`` retries for half a minute."""
+    """Return the error of one request for the model, or None; ``from_pretrained`` would retry for half a minute."""
     try:
         HfApi().model_info(name, timeout=10)
-    except Exception as error:  # no network, no such model, no access, no valid name: each has a type of its own
+    except Exception as error:  # types differ: no network, no such model, no access, invalid name
         return error
     return None
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class of a configuration: its architecture, or the model of its type that has a loss."""
-    # An encoder without a head has no loss. CLIP has one, and is the class without a head, too.
+    """Return the class that a configuration names, or the class of its ``model_type`` with a loss."""
+    # The class without a head has no loss, except CLIP's, which is in `_WITH_A_LOSS`.
     bare = modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type)
     mappings = (*(_ENCODER_DECODERS if config.is_encoder_decoder else ()), *_WITH_A_LOSS)
     of_type = next((found for names in mappings if (found := names.get(config.model_type))), None)
@@ -176,30 +170,30 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def class_of(source: PreTrainedConfig | nn.Module) -> type[PreTrainedModel]:
-    """The class of Transformers that a model has, or that its configuration names."""
+    """Return the Transformers class of a model or a configuration."""
     if isinstance(source, nn.Module):
         return cast(type[PreTrainedModel], type(transformers_model(source)))
     return model_class(source)
 
 
 def longest_sequence(source: PreTrainedConfig | nn.Module) -> float | None:
-    """The largest number of tokens in a sequence, infinite if there is none; None for a model without tokens."""
+    """Return the maximum number of tokens in a sequence, infinite if unlimited; None for a model without tokens."""
     kind, config = class_of(source), config_of(source).get_text_config()
     if kind.main_input_name != "input_ids" and not kind.__name__.endswith(_WRITE_TEXT):
         return None
     longest = min((found for name in _POSITIONS if (found := getattr(config, name, None))), default=float("inf"))
-    # RoBERTa and its relatives count positions from 2 on: the next one after their padding.
+    # RoBERTa and its relatives number positions from 2.
     counts_from_2 = getattr(config, "pad_token_id", None) == 1 and longest - 2 in (512, 1024, 4096)
     return longest - 2 if counts_from_2 else longest
 
 
-def skeleton(source: PreTrainedConfig | nn.Module, precision: str) -> PreTrainedModel:
-    """The model that :func:`hf_mp.load` would load, or a copy of a given one in that precision, on the meta device.
+def meta_model(source: PreTrainedConfig | nn.Module, precision: str) -> PreTrainedModel:
+    """Create on the meta device the model that :func:`hf_mp.load` would load, or a copy of a given model.
 
-    bitsandbytes' own functions quantize the weights there, too. A given model keeps its frozen weights and adapters.
+    Frozen weights and adapters of a given model are preserved. bitsandbytes' own functions quantize the weights.
 
     Raises:
-        ValueError: for a precision that quantizes a model which is quantized, or has adapters.
+        ValueError: if ``precision`` quantizes a model that is quantized already or has adapters.
     """
     dtype = parse_precision(precision).dtype
     if isinstance(source, nn.Module):
@@ -223,54 +217,52 @@ def skeleton(source: PreTrainedConfig | nn.Module, precision: str) -> PreTrained
 
 
 def check_quantizable(model: nn.Module, precision: str) -> None:
-    """Raise a ValueError for a precision that quantizes a model which is quantized, or has adapters."""
+    """Raise a ValueError if ``precision`` quantizes a model that is quantized already or has adapters."""
     inner: Any = transformers_model(model)
-    is_final = inner is not model or any(
-        getattr(inner, name, None) for name in ("_hf_peft_config_loaded", "is_quantized")
-    )
-    if is_final and parse_precision(precision).quantization is not None:
+    has_adapters = inner is not model or getattr(inner, "_hf_peft_config_loaded", False)
+    if (has_adapters or getattr(inner, "is_quantized", False)) and parse_precision(precision).quantization is not None:
         raise ValueError(
             f"precision={precision!r} quantizes a model without adapters, and this {type(model).__name__} is quantized "
             "or has some: give the model before that, or choose another precision"
         )
 
 
-def copy_model(model: nn.Module, known: dict[int, Any]) -> nn.Module:
-    """Deep-copy a model with its quantized weights; ``known`` is the memo of ``copy.deepcopy``."""
-    copied = copy.deepcopy(model, known)
-    # bitsandbytes copies the quantization state of a weight without the memo, apart from that of its module.
+def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Deep-copy a model with its quantized weights; ``memo`` as for ``copy.deepcopy``."""
+    copied = copy.deepcopy(model, memo)
+    # bitsandbytes does not use the memo for quantization state, so weight and module would have different copies.
     for parameter, copied_parameter in zip(model.parameters(), copied.parameters(), strict=True):
-        vars(copied_parameter).update(copy.deepcopy(vars(parameter), known))
+        vars(copied_parameter).update(copy.deepcopy(vars(parameter), memo))
     return copied
 
 
 def copy_on_meta(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` on the meta device: its modules, hooks and frozen weights, and no values.
+    """Copy the modules and hooks of ``model``, with tensors on the meta device.
 
     Raises:
-        ValueError: for a model that ``copy.deepcopy`` does not take.
+        ValueError: for a model that ``copy.deepcopy`` does not support.
     """
-    known: dict[int, Any] = {}
+    memo: dict[int, Any] = {}
     for _, _, tensor in tensors_of(model):
-        _renewed(tensor, torch.device("meta"), known)
+        _on_device(tensor, torch.device("meta"), memo)
     for module in model.modules():
-        if (hook := vars(module).get("_hf_hook")) is not None:  # accelerate's, which may hold offloaded weights
-            known[id(hook)] = hook
+        if (hook := vars(module).get("_hf_hook")) is not None:  # accelerate's, may contain offloaded weights
+            memo[id(hook)] = hook
     try:
-        copied = copy_model(model, known)
+        copied = copy_model(model, memo)
     except (TypeError, RuntimeError) as error:
         raise ValueError(
             f"this {type(model).__name__} cannot be copied ({first_line(error)}): give its configuration (model.config)"
         ) from error
     for module in copied.modules():
-        if vars(module).pop("_hf_hook", None) is not None:  # sends inputs to the device of the weights
+        if vars(module).pop("_hf_hook", None) is not None:  # moves inputs to the device of the weights
             for name in ("forward", "_old_forward"):
                 vars(module).pop(name, None)
     return copied
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the weights of a given model as for training in ``dtype``: in FP32, frozen ones stay as they are."""
+    """Cast the weights of a model for training in ``dtype``, except frozen ones if it is FP32."""
     is_lower = dtype in LOWER_PRECISION_DTYPES
     for parameter in model.parameters():
         if parameter.is_floating_point() and (parameter.requires_grad or is_lower):
@@ -287,18 +279,18 @@ def load(
     """Load a model through Transformers' ``from_pretrained`` in one of six precisions.
 
     ``int8`` is LLM.int8() (Dettmers et al. 2022), ``nf4`` and ``fp4`` are QLoRA's 4-bit types (Dettmers et al. 2023),
-    both from bitsandbytes: weights of linear layers are quantized, everything else is FP16. They work on a CPU too.
+    all from bitsandbytes, also on a CPU: weights of linear layers are quantized, all others are FP16.
 
-    Never runs code that comes with a model, and reads no weights outside of its directory.
+    Does not run a model's own code, and reads no weights outside of its directory.
 
     Args:
         model_name_or_path: a directory that ``save_pretrained`` wrote, or a model on the Hub or in the cache.
         precision: ``"fp32"`` (default), ``"fp16"``, ``"bf16"``, ``"int8"``, ``"nf4"`` or ``"fp4"``.
-        double_quant: for ``nf4`` and ``fp4``: also quantize the quantization state (QLoRA, section 3); default False.
+        double_quant: also quantize the quantization state of ``nf4`` and ``fp4`` (QLoRA, section 3); default False.
         settings: for ``from_pretrained``: ``device_map``, ``revision``, ``attn_implementation`` and so on.
 
     Returns:
-        The model, as ``from_pretrained`` gives it.
+        The model that ``from_pretrained`` returns.
 
     Raises:
         ValueError: for an unknown precision, or a model that cannot be loaded.
@@ -308,7 +300,7 @@ def load(
     dtype = parse_precision(precision).dtype
     config = find_config(model_name_or_path)
     kind = model_class(config)
-    # Given always, so that Python refuses a second one in the settings.
+    # Both are always passed, so that Python raises a TypeError if `settings` has one.
     given = {"dtype": dtype, "quantization_config": bitsandbytes_config(precision, double_quant)}
 
     def from_pretrained(name: str, **all_settings: Any) -> PreTrainedModel:
@@ -318,22 +310,22 @@ def load(
     return cast(PreTrainedModel, _fetch(model_name_or_path, from_pretrained, **given, **settings))
 
 
-_OF_FILES = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+_FILE_SETTINGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
 def _check_shards(name: str, config: PreTrainedConfig, settings: Mapping[str, Any]) -> None:
-    """Raise a ValueError if an index of shards names a file outside of the model's directory, which would be read."""
-    of_files = {key: settings[key] for key in _OF_FILES if key in settings}
+    """Raise a ValueError if an index of shards names a file outside of the model's directory."""
+    file_settings = {key: settings[key] for key in _FILE_SETTINGS if key in settings}
     variant = settings.get("variant")
     ending = ".json" if variant is None else f".{variant}.json"
     names = [name.replace(".json", ending) for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)]
-    # A configuration may name its weights, which Transformers keeps inside of the directory, and their shards not.
+    # A configuration may name an index, which Transformers restricts to the directory, but not the shards in it.
     own = getattr(config, "transformers_weights", None)
     if isinstance(own, str) and own.endswith(".index.json"):
         names.append(own)
     for index_name in names:
         try:
-            index = cached_file(name, index_name, **of_files)
+            index = cached_file(name, index_name, **file_settings)
         except OSError:  # most models have no such file
             continue
         shards = set(json.loads(Path(str(index)).read_text(encoding="utf-8"))["weight_map"].values())
@@ -342,39 +334,39 @@ def _check_shards(name: str, config: PreTrainedConfig, settings: Mapping[str, An
 
 
 def replace_tensors(model: nn.Module, device: torch.device) -> None:
-    """Give a model new tensors of the same shapes on ``device``, with the same ties; fake in a FakeTensorMode.
+    """Replace the tensors of a model by uninitialized ones on ``device``, fake in a FakeTensorMode; ties are preserved.
 
-    A skeleton cannot be built in that mode: bitsandbytes' classes of parameters cannot be made of fake tensors.
+    A model cannot be created in that mode, because bitsandbytes' parameter classes do not support fake tensors.
     """
-    known: dict[int, Any] = {}
-    # Not by Module._apply, which makes two of tied weights and drops what bitsandbytes hangs on its own.
+    memo: dict[int, Any] = {}
+    # Module._apply would untie weights and drop attributes of bitsandbytes' parameters.
     for module in model.modules():
         for registry in (module._parameters, module._buffers, vars(module)):
             for name, value in list(registry.items()):
-                registry[name] = _renewed(value, device, known)
+                registry[name] = _on_device(value, device, memo)
 
 
-def _renewed(value: Any, device: torch.device, known: dict[int, Any]) -> Any:
-    """A tensor, or bitsandbytes' state of one, with new memory on ``device``; any other value as it is.
+def _on_device(value: Any, device: torch.device, memo: dict[int, Any]) -> Any:
+    """Return an uninitialized tensor, or bitsandbytes' state with such tensors, on ``device``; other values unchanged.
 
-    ``known`` has those that were made before, by the identity of the old one.
+    ``memo`` maps the id of each value to its replacement, and is extended.
     """
-    if id(value) in known:  # tied
-        return known[id(value)]
+    if id(value) in memo:  # tied
+        return memo[id(value)]
     if isinstance(value, Tensor):
         new: Any = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
         if isinstance(value, nn.Parameter):
             new = nn.Parameter(new, requires_grad=value.requires_grad)
-            # bitsandbytes keeps codes and scales there, and the weight itself by a second name.
-            place = value.untyped_storage()._cdata, value.shape
-            for name, held in vars(value).items():
-                is_weight = isinstance(held, Tensor) and (held.untyped_storage()._cdata, held.shape) == place
-                setattr(new, name, new.detach() if is_weight else _renewed(held, device, known))
+            # bitsandbytes stores codes and scales in attributes, and the weight itself under a second name.
+            weight_key = value.untyped_storage()._cdata, value.shape
+            for name, item in vars(value).items():
+                is_weight = isinstance(item, Tensor) and (item.untyped_storage()._cdata, item.shape) == weight_key
+                setattr(new, name, new.detach() if is_weight else _on_device(item, device, memo))
     elif is_bitsandbytes(value):
         new = copy.copy(value)
-        for name, held in vars(value).items():
-            setattr(new, name, _renewed(held, device, known))
+        for name, item in vars(value).items():
+            setattr(new, name, _on_device(item, device, memo))
     else:
         return value
-    known[id(value)] = new
+    memo[id(value)] = new
     return new

@@ -1,6 +1,6 @@
-"""One rank of many, on one machine: a model spread as over real ranks, and the bytes that its collectives move.
+"""Simulates one rank of many: shards a model, and counts the bytes of its collectives.
 
-torch's fake process group answers every collective at once, so that the code of one rank runs as it is.
+In torch's fake process group each collective returns at once, so that the code of one rank runs unchanged.
 """
 
 from __future__ import annotations
@@ -31,58 +31,64 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Collective:
-    """What one rank moves in one step by one kind of collective."""
+    """Traffic of one rank in one step by one kind of collective."""
 
     name: str  # all-gather, reduce-scatter, all-reduce, ...
-    ranks: int  # that take part
-    dtype: str  # of what travels
-    within_node: bool  # whether all of these ranks are on one machine
-    sent_bytes: int  # by a ring, which receives as much as it sends
+    ranks: int  # size of the process group
+    dtype: str  # of the sent tensors
+    within_node: bool  # whether all ranks of the group are on one machine
+    sent_bytes: int  # in a ring algorithm; received bytes are equal
 
 
 class CommunicationRecorder(TorchDispatchMode):
-    """Counts what the collectives of this rank move while it is active, on a real process group or a fake one."""
+    """Dispatch mode that counts the traffic of collectives, in a real process group or a fake one."""
 
     def __init__(self, node_size: int) -> None:
         super().__init__()
         self._node_size = node_size
-        # Imported here: not in every build of torch.
+        # Missing in builds of torch without distributed.
         from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 
         self._ops, self._collectives = CollectiveOp, collective_ops - sync_ops
-        self._found: Counter[tuple[str, int, str, bool]] = Counter()
+        self._found: Counter[tuple[str, int, str, bool]] = Counter()  # sent bytes by the other fields of Collective
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A DTensor's own dispatch comes first, and calls the ops of its local part, which are counted.
+        # DTensor's own dispatch calls this mode again with local tensors.
         if has_dtensors(types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if func in self._collectives:
-            group = self._ops.get_process_group(func, args)
-            ranks = group.size()
-            nodes = {rank // self._node_size for rank in torch.distributed.get_process_group_ranks(group)}
-            name, passes = _kind(func)
-            tensor_bytes = self._ops.get_comm_tensor_size(func, result, args, kwargs or {})
-            dtype = next((tensor.dtype for tensor in tensors_in(args)), None)
-            key = name, ranks, str(dtype).removeprefix("torch."), len(nodes) == 1
-            # A ring passes on all parts but its own.
-            self._found[key] += passes * tensor_bytes * (ranks - 1) // ranks
+            self._count(func, result, args, kwargs or {})
         return result
 
+    def _count(self, func: Any, result: Any, args: Any, kwargs: Any) -> None:
+        """Add the sent bytes of one call of a collective."""
+        group = self._ops.get_process_group(func, args)
+        ranks = group.size()
+        nodes = {rank // self._node_size for rank in torch.distributed.get_process_group_ranks(group)}
+        name, passes = _kind(func)
+        tensor_bytes = self._ops.get_comm_tensor_size(func, result, args, kwargs)
+        dtype = next((tensor.dtype for tensor in tensors_in(args)), None)
+        key = name, ranks, str(dtype).removeprefix("torch."), len(nodes) == 1
+        # In a ring, each rank sends all parts except one.
+        self._found[key] += passes * tensor_bytes * (ranks - 1) // ranks
+
     def start(self) -> None:
-        """Count anew."""
+        """Reset the counts."""
         self._found.clear()
 
     def collectives(self) -> tuple[Collective, ...]:
-        """What was counted since :meth:`start`, most bytes first."""
-        # A group of one sends nothing.
+        """Return the counts since :meth:`start`, most bytes first, without groups of one rank."""
         return tuple(Collective(*key, sent) for key, sent in self._found.most_common() if key[1] > 1)
 
 
 def _kind(func: Any) -> tuple[str, int]:
-    """The name of a collective, and how often a ring sends the largest tensor of it, but for one rank's part."""
+    """Return the name of a collective, and how many times a ring algorithm sends its largest tensor."""
     name = func._schema.name.partition("::")[2]
-    return next((found for key, found in _KINDS.items() if key in name.replace("_", "")), (name.strip("_"), 1))
+    for key, kind in _KINDS.items():
+        if key in name.replace("_", ""):
+            return kind
+    return name.strip("_"), 1
 
 
 _KINDS = {
@@ -94,7 +100,7 @@ _KINDS = {
 
 
 def shard(model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
-    """``model`` under FSDP2, block by block, as accelerate's plugin wraps it; without a mesh as it is."""
+    """Apply FSDP2 to each block and to ``model``, as accelerate's plugin does; without a mesh do nothing."""
     if mesh is None:
         return model
     from torch.distributed.fsdp import fully_shard
@@ -105,7 +111,7 @@ def shard(model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
 
 
 def under_ddp(forward: Any, *, layout_has_hook: bool) -> Any:
-    """``forward`` under DDP. A hook all-reduces, unless the layout registers its own: torch takes only one."""
+    """Wrap ``forward`` in DDP, with an all-reduce hook unless the weight layout has one: torch supports only one."""
     ddp = DistributedDataParallel(forward, init_sync=False)
     if not layout_has_hook:
         ddp.register_comm_hook(None, lambda state, bucket: _all_reduce(bucket.buffer()))
@@ -113,10 +119,10 @@ def under_ddp(forward: Any, *, layout_has_hook: bool) -> Any:
 
 
 def make_tensor_parallel(model: PreTrainedModel, ranks: int) -> None:
-    """Spread ``model``, of fake tensors, as ``from_pretrained(..., tp_plan="auto")`` does before it loads weights.
+    """Shard a model of fake tensors as ``from_pretrained(..., tp_plan="auto")`` does before it loads weights.
 
     Raises:
-        ValueError: for a model without a plan, or with heads that so many ranks cannot share.
+        ValueError: for a model without a plan, or if ``ranks`` does not divide its heads.
     """
     name = type(model).__name__
     if not model.tp_plan:
@@ -125,14 +131,14 @@ def make_tensor_parallel(model: PreTrainedModel, ranks: int) -> None:
             "'ddp'"
         )
     check_heads(model, ranks)
-    with unset_fake_temporarily():  # a mesh is made of real tensors
+    with unset_fake_temporarily():  # a mesh needs real tensors
         config, _, mesh = model.prepare_distribute_model(DistributedConfig(tp_size=ranks))
     model.maybe_distribute_model(model, config, mesh)
-    model.tie_weights()  # each of two tied weights was split by itself
+    model.tie_weights()  # sharding replaced both names of a tied weight
 
 
 def _all_reduce(gradients: Tensor) -> torch.futures.Future[Tensor]:
-    """What DDP does by itself on a real process group: a fake one gives no results."""
+    """All-reduce a bucket as DDP does by default, which fails in a fake process group."""
     torch.distributed.all_reduce(gradients)
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(gradients)
@@ -141,13 +147,10 @@ def _all_reduce(gradients: Tensor) -> torch.futures.Future[Tensor]:
 
 @contextlib.contextmanager
 def one_rank_of(settings: TrainingSettings, device: torch.device) -> Iterator[DeviceMesh | None]:
-    """Be rank 0 of ``settings.ranks``, of which no other exists, on ``device``.
-
-    Yields:
-        The mesh that FSDP2 shards over, None without it.
+    """Run as rank 0 of ``settings.ranks`` in a fake process group, and yield FSDP2's mesh, or None without FSDP2.
 
     Raises:
-        RuntimeError: where this process is one of several that do exist.
+        RuntimeError: if this process is a rank of a real process group.
     """
     if settings.ranks == 1:
         yield None
@@ -158,52 +161,52 @@ def one_rank_of(settings: TrainingSettings, device: torch.device) -> Iterator[De
         raise RuntimeError("this process is one of several already: plan other ranks in a process outside torchrun")
     with contextlib.ExitStack() as stack:
         replace = lambda *args, **kwargs: stack.enter_context(mock.patch.object(*args, **kwargs))  # noqa: E731
-        replace(sys, "excepthook", sys.excepthook)  # torch puts its own there, which names the rank
+        replace(sys, "excepthook", sys.excepthook)  # restored at exit: torch sets its own, which names the rank
         distributed.init_process_group("fake", rank=0, world_size=settings.ranks, store=distributed.HashStore())
         stack.callback(distributed.destroy_process_group)
-        _let_torch_accept(device, replace)
+        _patch_torch(device, replace)
         yield make_mesh(settings)
 
 
 def make_mesh(settings: TrainingSettings) -> DeviceMesh | None:
-    """The mesh that FSDP2 shards over, None without it; a ``FakeTensorMode`` cannot make one."""
+    """Create the mesh that FSDP2 shards over, outside of a FakeTensorMode; None without FSDP2."""
     from torch.distributed.device_mesh import init_device_mesh
 
     shapes = {"fsdp2": (settings.ranks,), "hsdp": (settings.ranks // settings.node_size, settings.node_size)}
     if (shape := shapes.get(settings.parallel)) is None:
         return None
-    # FSDP2 shards over the last dimension, and replicates over one before it.
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    # FSDP2 shards over the last dimension and replicates over the first.
+    names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def _let_torch_accept(device: torch.device, replace: Callable[..., object]) -> None:
-    """Have FSDP2 and DDP run on fake tensors: with ``device`` for that of the mesh, without a look at any value."""
+def _patch_torch(device: torch.device, replace: Callable[..., object]) -> None:
+    """Patch FSDP2 and DDP to run on fake tensors on ``device`` and to read no values."""
     from torch.distributed import Reducer, _functional_collectives
     from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    # A fake process group has a mesh of CPUs alone, also on a machine with GPUs, which Transformers asks torch for.
+    # A fake process group supports only CPU meshes. Transformers creates one for the machine's accelerator.
     replace(torch._C, "_get_accelerator", lambda check=None: torch.device("cpu"))
     replace(_fully_shard, "_get_device_from_mesh", lambda mesh: device)
-    # Views for all ranks, of which one is read, take minutes for 1,024.
     replace(_fsdp_param, "_chunk_with_empty", _chunk_of_first_rank)
-    for name in ("wait_tensor", "_maybe_wrap_tensor"):  # without memory, each makes another
+    for name in ("wait_tensor", "_maybe_wrap_tensor"):  # each would allocate another tensor
         replace(_functional_collectives, name, lambda tensor: tensor)
     replace(Reducer, "_rebuild_buckets", lambda reducer: False)
-    if device.type == "meta":  # it stands for a GPU: streams and events are the CPU's, which do nothing
+    if device.type == "meta":  # in place of a GPU's streams and events, use the CPU's, which do nothing
         replace(torch, "meta", torch.cpu, create=True)
         replace(torch.cpu.Stream, "record_event", lambda stream, event=None: torch.cpu.Event())
-        for name in ("stream_id", "device_index", "device_type"):  # which FSDP2 reads from torch 2.15 on
+        for name in ("stream_id", "device_index", "device_type"):  # read by FSDP2 since torch 2.15
             replace(torch.cpu.Stream, name, 0, create=True)
         replace(FSDPParamGroup, "_validate_no_meta_params", lambda group: None)
 
 
 def _chunk_of_first_rank(tensor: Tensor, ranks: int, dim: int) -> list[Tensor]:
-    """The first of ``torch.chunk``: rank 0 reads no other, and a view for each of 1,024 ranks takes minutes."""
+    """Return the first of ``torch.chunk``, which rank 0 reads; views for 1,024 ranks would take minutes."""
     return [tensor.narrow(dim, 0, -(-tensor.size(dim) // ranks))]
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that Transformers would not split over devices, in order; without any, none."""
+    """Return the blocks that Transformers does not split over devices, in order; empty if none are declared."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]

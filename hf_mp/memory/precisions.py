@@ -1,4 +1,4 @@
-"""The precisions that a model can be loaded in, and the presets that it can be trained in."""
+"""Precisions of a loaded model, and presets of an estimated training."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hf_mp.policy import PRESETS, did_you_mean, mixed_presets
 
 @dataclass(frozen=True)
 class LoadPrecision:
-    dtype: torch.dtype  # of everything that is not quantized
+    dtype: torch.dtype  # of all tensors that are not quantized
     label: str
     quantization: dict[str, Any] | None = None  # arguments of `BitsAndBytesConfig`; None for no quantization
 
 
-# 4-bit codes are multiplied in FP16, in which everything else is loaded: bitsandbytes' default would be FP32.
+# Dtype of other weights, and of matmuls with 4-bit weights, for which bitsandbytes' default is FP32.
 _QUANTIZED = torch.float16
 _FOUR_BIT = {"load_in_4bit": True, "bnb_4bit_compute_dtype": _QUANTIZED}
 
@@ -34,7 +34,7 @@ PRECISIONS: dict[str, LoadPrecision] = {
 
 
 def parse_precision(precision: str | torch.dtype) -> LoadPrecision:
-    """The entry of :data:`PRECISIONS`; raises ValueError with the allowed names."""
+    """Return the entry of :data:`PRECISIONS`; raise a ValueError with the allowed names."""
     if spell(precision) not in PRECISIONS:
         raise ValueError(
             f"precision={precision!r} is not known for loading: use one of {', '.join(PRECISIONS)}"
@@ -44,14 +44,14 @@ def parse_precision(precision: str | torch.dtype) -> LoadPrecision:
 
 
 def bitsandbytes_config(precision: str | torch.dtype, double_quant: bool = False) -> BitsAndBytesConfig | None:
-    """Transformers' configuration for a quantized precision; None for the others."""
+    """Return Transformers' configuration for a quantized precision; None for other precisions."""
     quantization = parse_precision(precision).quantization
     if double_quant and (quantization is None or "load_in_4bit" not in quantization):
         raise ValueError(f"double_quant is for nf4 and fp4, it has no meaning with precision={precision!r}")
     if quantization is None:
         return None
     try:
-        with quiet_bitsandbytes():  # here, since Transformers would import it aloud
+        with quiet_bitsandbytes():  # before Transformers imports it with its output
             importlib.import_module("bitsandbytes")
     except ImportError as error:
         others = ", ".join(name for name, entry in PRECISIONS.items() if entry.quantization is None)
@@ -62,17 +62,17 @@ def bitsandbytes_config(precision: str | torch.dtype, double_quant: bool = False
     return BitsAndBytesConfig(**quantization, bnb_4bit_use_double_quant=double_quant)
 
 
-# Training: hf_mp's presets, FP32, the Trainer's own mixed precision, pure BF16, quantized weights with LoRA
+# Training
 
 
 @dataclass(frozen=True)
 class TrainingPreset:
     label: str
-    loaded: str = "fp32"  # the precision of the loaded model (PRECISIONS)
-    policy: str | None = None  # the PrecisionPolicy preset to attach; None for none
-    autocast: torch.dtype | None = None  # of torch.autocast around the forward, as with fp16=True and bf16=True
-    optimizer: str | None = None  # the preset's optimizer; None for any
-    lora: bool = False  # whether only LoRA adapters (peft) over a frozen model are trained
+    loaded: str = "fp32"  # precision of the loaded model (PRECISIONS)
+    policy: str | None = None  # PrecisionPolicy preset to attach, if any
+    autocast: torch.dtype | None = None  # dtype of torch.autocast around the forward, as with fp16=True and bf16=True
+    optimizer: str | None = None  # the only optimizer; None for any
+    lora: bool = False  # train only LoRA adapters (PEFT) of a frozen model
 
 
 TRAINING_PRESETS: dict[str, TrainingPreset] = {
@@ -88,15 +88,14 @@ TRAINING_PRESETS: dict[str, TrainingPreset] = {
     "int8-lora": TrainingPreset("INT8 + LoRA, hf_mp fp16", loaded="int8", policy="fp16", lora=True),
     "nf4-lora": TrainingPreset("NF4 + LoRA (QLoRA), hf_mp fp16", loaded="nf4", policy="fp16", lora=True),
 }
-"""What can be estimated and measured, by the value of ``precision``."""
+"""Presets of estimates and measurements by the value of ``precision``."""
 
-# All twelve take more than twice as long, and more columns than a terminal has.
 SHOWN_PRESETS = ("fp32", "trainer-fp16", "fp16", "bf16", "fp16-lean")
-"""What ``hf-mp memory --train`` predicts unless it is told: each preset takes a training step, or several."""
+"""Default presets of ``hf-mp memory --train``. All twelve would take twice as long, and do not fit in a terminal."""
 
 
 def parse_preset(name: str | torch.dtype) -> TrainingPreset:
-    """The entry of :data:`TRAINING_PRESETS`; raises ValueError with the allowed names."""
+    """Return the entry of :data:`TRAINING_PRESETS`; raise a ValueError with the allowed names."""
     if spell(name) not in TRAINING_PRESETS:
         raise ValueError(
             f"precision={name!r} is not known for training: use one of {', '.join(TRAINING_PRESETS)}"

@@ -1,4 +1,4 @@
-"""The recorder: a dispatch mode that records when each storage, real or fake, is allocated and freed."""
+"""``MemoryRecorder``: dispatch mode that records when each storage, real or fake, is allocated and freed."""
 
 from __future__ import annotations
 
@@ -26,56 +26,55 @@ _CATEGORIES = {
     Kind.QUANTIZATION_STATE: Category.FROZEN_WEIGHTS,
 }
 
-# CUDA's caching allocator rounds every request up to a block, and takes memory for those from 10 MiB on in pieces of
-# 2 MiB, of which it leaves a rest of up to 1 MiB to the request.
-_CUDA_BLOCK_BYTES, _CUDA_PIECE_BYTES = 512, 2**21
-_CUDA_OF_ITS_OWN_BYTES, _CUDA_MOST_REST_BYTES = 10 * 2**20, 2**20
+# CUDA's caching allocator rounds each request up to a multiple of 512 bytes. For requests of 10 MiB or more it reserves
+# a multiple of 2 MiB, and does not split off a remainder of up to 1 MiB.
+_CUDA_BLOCK_BYTES, _CUDA_SEGMENT_BYTES = 512, 2**21
+_CUDA_OWN_SEGMENT_BYTES, _CUDA_MAX_REMAINDER_BYTES = 10 * 2**20, 2**20
 
 
 @dataclass
 class CopiedBytes:
-    """What was copied between host and device since the count began."""
+    """Bytes copied between host and device."""
 
     inbound: int = 0  # to the device
     outbound: int = 0
 
 
 class MemoryRecorder(TorchDispatchMode):
-    """Keeps a :class:`Ledger` of the storages on one device while it is active.
+    """Records the storages that ops return on one device in a :class:`Ledger`; workspaces of kernels are not recorded.
 
-    Like ``torch.distributed._tools.mem_tracker.MemTracker``, it sees what torch's ops return, real or fake, and not the
-    workspace of a kernel.
+    ``torch.distributed._tools.mem_tracker.MemTracker`` works the same way.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.ledger = Ledger()
         self.device = device
-        self._on_gpu = device.type in ("cuda", "meta")  # meta stands for one
-        # Not by their addresses: that of a parameter which is gone becomes another tensor's.
+        self._on_gpu = device.type in ("cuda", "meta")  # meta replaces a GPU
+        # Weak references instead of addresses, which are reused.
         self._parameters: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._in_head = False
         self._followed: list[nn.Parameter] = []
-        # Memory of the host that a fake GPU cannot tell from its own, and the bytes copied from and to it.
+        # Host memory of offload, which is on the meta device as well.
         self._on_host: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._makes_host_memory = False
         self.copied = CopiedBytes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with as_stored():  # whatever read a split parameter in FP32 has done so before it came here
+        with as_stored():  # FP32 reads of split parameters happen before dispatch
             result = func(*args, **(kwargs or {}))
         if self._makes_host_memory:
             return result
         if self._on_host and func is torch.ops.aten._foreach_copy_.default:
             self._count_copies(*args[:2])
-        for tensor in self._here(tensors_in(result)):
+        for tensor in self._local_parts(tensors_in(result)):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.ledger.live:
                 self._add(storage, self._category(tensor, func, args), str(func))
         return result
 
     def make_host_memory(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros that do not count as memory of the device, in the place of memory that offload takes of the host."""
+        """Allocate zeros on the recorder's device that are not recorded, instead of host memory."""
         self._makes_host_memory = True
         try:
             memory = torch.zeros(elements, dtype=dtype, device=self.device)
@@ -91,7 +90,7 @@ class MemoryRecorder(TorchDispatchMode):
             self.copied.inbound += source.nbytes * is_inbound
 
     def _add(self, storage: torch.UntypedStorage, category: Category, op: str = "") -> None:
-        # torch keeps one Python object for each storage, which goes with its memory.
+        # torch has one Python object for each storage, with the lifetime of its memory.
         weakref.finalize(storage, self.ledger.free, storage._cdata).atexit = False
         self._allocate(storage, category, op)
 
@@ -100,10 +99,9 @@ class MemoryRecorder(TorchDispatchMode):
         self.ledger.allocate(storage._cdata, size_bytes, category, op)
 
     def _category(self, tensor: Tensor, func: Any, args: Any) -> Category:
-        """The category of a tensor that the op ``func`` has just allocated."""
+        """Return the category of a tensor that the op ``func`` has allocated."""
         phase = self.ledger.phase
-        # Nothing is trained yet: batches and masks.
-        if phase is Phase.SETUP:
+        if phase is Phase.SETUP:  # batches and masks
             return Category.INPUTS_AND_BUFFERS
         is_rounding = func is torch.ops.aten._to_copy.default and tensor.dtype in LOWER_PRECISION_DTYPES
         if is_rounding and args[0].untyped_storage() in self._parameters:
@@ -112,46 +110,41 @@ class MemoryRecorder(TorchDispatchMode):
             return Category.TEMPORARIES
         if self._in_head:
             return Category.LOGITS_AND_LOSS
-        # In backward, only gradient checkpointing computes with grad enabled.
-        recomputed = phase is Phase.BACKWARD and torch.is_grad_enabled()
-        return Category.ACTIVATIONS if phase is Phase.FORWARD or recomputed else Category.TEMPORARIES
+        is_recomputation = phase is Phase.BACKWARD and torch.is_grad_enabled()  # of gradient checkpointing
+        return Category.ACTIVATIONS if phase is Phase.FORWARD or is_recomputation else Category.TEMPORARIES
 
     def take(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """Set the category of tensors, also of those older than the recorder."""
-        for tensor in self._here(tensors):
+        """Set the category of tensors; record those that are not in the ledger."""
+        for tensor in self._local_parts(tensors):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.ledger.live:
                 self._add(storage, category)
             self.ledger.live[storage._cdata].category = category
 
     def start_phase(self, phase: Phase) -> None:
+        """Set the phase of later allocations, and the category of all gradients."""
         self.ledger.phase = phase
-        # Not in hooks of the parameters: those of the lean layouts treat gradients that are looked at in another way.
+        # Hooks on parameters would change how lean layouts store gradients.
         for parameter in self._followed:
             self.take(gradients_of(parameter), Category.GRADIENTS)
-        if phase is not Phase.BACKWARD:  # backward begins with the loss, where forward ended
+        if phase is not Phase.BACKWARD:  # backward begins in the head
             self._in_head = False
 
     @torch.no_grad()
-    def _here(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """The parts of ``tensors`` on this process's device; of a collective under way, what it writes into."""
+    def _local_parts(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Return the local parts of ``tensors`` that are in memory of the device."""
         parts: list[Any] = local_parts(tensors)
-        held = [part.elem if type(part).__name__ == "AsyncCollectiveTensor" else part for part in parts]
-        found = [part for part in held if part.device.type == self.device.type]
-        return [part for part in found if part.untyped_storage() not in self._on_host] if self._on_host else found
+        # Outputs of collectives are wrapped until they are read.
+        plain = [part.elem if type(part).__name__ == "AsyncCollectiveTensor" else part for part in parts]
+        on_device = [part for part in plain if part.device.type == self.device.type]
+        if not self._on_host:
+            return on_device
+        return [part for part in on_device if part.untyped_storage() not in self._on_host]
 
     @contextlib.contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
-        """Categorize the gradients, weights and logits of ``model``."""
-        for _, kind, tensor in tensors_of(model):
-            category = _CATEGORIES.get(kind, Category.INPUTS_AND_BUFFERS)
-            if isinstance(tensor, nn.Parameter):
-                self._parameters.update(part.untyped_storage() for part in self._here([tensor]))
-                category = Category.FROZEN_WEIGHTS
-                if tensor.requires_grad:
-                    is_copy = tensor.dtype in LOWER_PRECISION_DTYPES
-                    category = Category.WORKING_COPIES if is_copy else Category.MASTER_WEIGHTS
-            self.take([tensor], category)
+        """Categorize weights, gradients and logits of ``model``, and record FSDP2's gathered weights."""
+        self._categorize(model)
         self._followed = list(model.parameters())
         resize = torch.UntypedStorage.resize_
 
@@ -162,20 +155,32 @@ class MemoryRecorder(TorchDispatchMode):
                 self._allocate(storage, Category.WORKING_COPIES, "all-gather")
             return result
 
-        # A model without a head has the hook on a module that nobody calls.
+        # Without a head, register the hook on an unused module.
         head = getattr(model, "get_output_embeddings", nn.Identity)() or nn.Identity()
-        # FSDP2 gives up a gathered weight's memory, and takes it again, by resizing its storage, which is no op.
+        # FSDP2 frees and allocates gathered weights by resizing their storages, which is no op.
         with (
             head.register_forward_pre_hook(self._enter_head),
             mock.patch.object(torch.UntypedStorage, "resize_", resized),
         ):
             yield
 
+    def _categorize(self, model: nn.Module) -> None:
+        """Set the categories of the tensors of ``model``, and record which storages are parameters."""
+        for _, kind, tensor in tensors_of(model):
+            category = _CATEGORIES.get(kind, Category.INPUTS_AND_BUFFERS)
+            if isinstance(tensor, nn.Parameter):
+                self._parameters.update(part.untyped_storage() for part in self._local_parts([tensor]))
+                category = Category.FROZEN_WEIGHTS
+                if tensor.requires_grad:
+                    is_copy = tensor.dtype in LOWER_PRECISION_DTYPES
+                    category = Category.WORKING_COPIES if is_copy else Category.MASTER_WEIGHTS
+            self.take([tensor], category)
+
     def _enter_head(self, head: nn.Module, args: Any) -> None:
         self._in_head = True
         for value in args:
             if isinstance(value, Tensor) and value.requires_grad:
-                # Backward leaves the head when the gradient of what went in is there.
+                # Called when backward has computed the gradient of the head's input.
                 value.register_hook(self._leave_head)
 
     def _leave_head(self, gradient: Tensor) -> None:
@@ -183,6 +188,7 @@ class MemoryRecorder(TorchDispatchMode):
 
 
 def _on_cuda(size_bytes: int) -> int:
-    """What CUDA's caching allocator counts for a request, where no larger memory that was freed serves it."""
-    blocks, pieces = (-(-size_bytes // unit) * unit for unit in (_CUDA_BLOCK_BYTES, _CUDA_PIECE_BYTES))
-    return pieces if blocks >= _CUDA_OF_ITS_OWN_BYTES and pieces - blocks <= _CUDA_MOST_REST_BYTES else blocks
+    """Return the bytes that CUDA's caching allocator uses for a request if it reuses no larger freed block."""
+    rounded, segment = (-(-size_bytes // unit) * unit for unit in (_CUDA_BLOCK_BYTES, _CUDA_SEGMENT_BYTES))
+    uses_segment = rounded >= _CUDA_OWN_SEGMENT_BYTES and segment - rounded <= _CUDA_MAX_REMAINDER_BYTES
+    return segment if uses_segment else rounded

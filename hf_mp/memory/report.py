@@ -1,4 +1,4 @@
-"""The memory report of a model, loaded and trained, as data."""
+"""Gathers the memory report of a model, loaded and trained."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformers import PreTrainedConfig
 
 from hf_mp.dtypes import spell
 from hf_mp.environment.machine import describe_hardware, package_versions
-from hf_mp.memory.fitting import LargestBatch, Way, largest_batch, ways_that_fit
 from hf_mp.memory.footprint import MemoryFootprint, memory_footprint
-from hf_mp.memory.models import ModelLike, find_model, skeleton
+from hf_mp.memory.largest_batch import LargestBatch, Way, largest_batch, ways_that_fit
+from hf_mp.memory.models import ModelLike, find_model, meta_model
 from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS, parse_preset
-from hf_mp.memory.training import TrainingMemory, step_of
+from hf_mp.memory.training import TrainingMemory, memory_predictor
 
 T = TypeVar("T")
 
@@ -30,14 +30,14 @@ class TrainingRow:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    model: str  # as named by the user
+    model: str  # as given by the user
     architecture: str
     parameters: int
     footprints: dict[str, MemoryFootprint]
     training: dict[str, TrainingRow]
-    unavailable: dict[str, str]  # the reason for each missing precision
+    unavailable: dict[str, str]  # reason by missing precision
     gpu_bytes: int | None  # memory of the GPU, if given
-    ways: tuple[Way, ...] = ()  # where nothing fits into it: ways that do, or the leanest one
+    ways: tuple[Way, ...] = ()  # if no preset fits into it: settings that fit, or the leanest
 
 
 def gather_report(
@@ -48,37 +48,43 @@ def gather_report(
     progress: Callable[[str], None] = lambda step: None,
     **settings: Any,
 ) -> MemoryReport:
-    """Count and estimate, from the configuration alone; ``presets`` are the ways to train, ``"all"`` for every one.
+    """Count and estimate the memory of a model from its configuration.
 
-    A precision whose package is missing (bitsandbytes, peft), or that cannot be trained with these settings, is left
-    out, with the reason in ``unavailable``.
+    Args:
+        model: as for :func:`estimate_training_memory`.
+        gpu_bytes: memory of a GPU, to find the largest batch; default None.
+        presets: training presets, or ``"all"``; default none.
+        progress: called with a description before each step.
+        settings: as for :func:`estimate_training_memory`.
+
+    Precisions that cannot be used, because of a missing package or these settings, are listed in ``unavailable``.
 
     Raises:
-        ValueError: where none of them can, and as :func:`estimate_training_memory`.
+        ValueError: if none can be used, and as :func:`estimate_training_memory`.
     """
-    # First of all: a large model takes minutes, a misspelt preset should not.
+    # Check the names before the estimates, which take minutes for a large model.
     labels = {spell(name): parse_preset(name).label for name in (TRAINING_PRESETS if "all" in presets else presets)}
     source = find_model(model)
 
     def count(precision: str) -> MemoryFootprint:
         progress(f"counting the bytes of {PRECISIONS[precision].label}")
-        return memory_footprint(skeleton(source, precision), as_if_loaded=True)
+        return memory_footprint(meta_model(source, precision), as_if_loaded=True)
 
     def train(preset: str) -> TrainingRow:
         progress(f"taking a training step in {labels[preset]} ({list(labels).index(preset) + 1} of {len(labels)})")
         return _training_row(source, preset, gpu_bytes, **settings)
 
-    footprints, not_loaded = _of_each(PRECISIONS, count)
-    training, not_trained = _of_each(labels, train)
-    planned = skeleton(source, "fp32")
+    footprints, not_loaded = _results_and_errors(PRECISIONS, count)
+    training, not_trained = _results_and_errors(labels, train)
+    meta = meta_model(source, "fp32")
     ways: tuple[Way, ...] = ()
     if gpu_bytes is not None and all(row.estimate.peak_bytes > gpu_bytes for row in training.values()):
         progress("searching what would fit")
         ways = _ways_that_fit(source, training, **settings)
     return MemoryReport(
-        model=model if isinstance(model, str) else getattr(model, "name", type(planned).__name__),
-        architecture=type(planned).__name__,
-        parameters=planned.num_parameters(),
+        model=model if isinstance(model, str) else getattr(model, "name", type(meta).__name__),
+        architecture=type(meta).__name__,
+        parameters=meta.num_parameters(),
         footprints=footprints,
         training=training,
         unavailable={**not_loaded, **not_trained},
@@ -87,29 +93,29 @@ def gather_report(
     )
 
 
-def _of_each(names: Iterable[str], take: Callable[[str], T]) -> tuple[dict[str, T], dict[str, str]]:
-    """What ``take`` gives for each name, and why it gives nothing; raises where it gives nothing for all."""
-    found: dict[str, T] = {}
-    missing: dict[str, Exception] = {}
+def _results_and_errors(names: Iterable[str], compute: Callable[[str], T]) -> tuple[dict[str, T], dict[str, str]]:
+    """Call ``compute`` for each name; return results and error messages by name. Raise if all calls fail."""
+    results: dict[str, T] = {}
+    errors: dict[str, Exception] = {}
     for name in names:
         try:
-            found[name] = take(name)
+            results[name] = compute(name)
         except (ImportError, ValueError) as error:
-            missing[name] = error
-    # What none of them can do is wrong in the settings, or with the model.
-    if missing and not found:
-        raise next(iter(missing.values()))
-    return found, {name: str(error) for name, error in missing.items()}
+            errors[name] = error
+    if errors and not results:
+        raise next(iter(errors.values()))
+    return results, {name: str(error) for name, error in errors.items()}
 
 
 def _training_row(
     source: PreTrainedConfig | nn.Module, preset: str, gpu_bytes: int | None, batch_size: int = 1, **settings: Any
 ) -> TrainingRow:
-    if TRAINING_PRESETS[preset].optimizer is not None:  # the preset is about its own
+    if TRAINING_PRESETS[preset].optimizer is not None:
         settings.pop("optimizer", None)
-    with step_of(source, preset, batch_size=batch_size, **settings) as predict:
-        known = functools.cache(predict)
-        return TrainingRow(known(batch_size), None if gpu_bytes is None else largest_batch(known, gpu_bytes))
+    with memory_predictor(source, preset, batch_size=batch_size, **settings) as predict:
+        cached_predict = functools.cache(predict)
+        largest = None if gpu_bytes is None else largest_batch(cached_predict, gpu_bytes)
+        return TrainingRow(cached_predict(batch_size), largest)
 
 
 def _ways_that_fit(
@@ -122,11 +128,10 @@ def _ways_that_fit(
 ) -> tuple[Way, ...]:
     def predict(preset: str, size: int, checkpointing: bool) -> int | None:
         try:
-            return _training_row(
-                source, preset, None, size, gradient_checkpointing=checkpointing, **settings
-            ).estimate.peak_bytes
-        except (ImportError, ValueError):  # a package that is missing, or a model without gradient checkpointing
+            row = _training_row(source, preset, None, size, gradient_checkpointing=checkpointing, **settings)
+        except (ImportError, ValueError):  # missing package, or a model without gradient checkpointing
             return None
+        return row.estimate.peak_bytes
 
     return ways_that_fit(
         {name: row.estimate.peak_bytes for name, row in training.items()},
@@ -138,7 +143,7 @@ def _ways_that_fit(
 
 
 def as_json(report: MemoryReport) -> dict[str, Any]:
-    """The report as plain values for JSON; all sizes are bytes."""
+    """Convert a report to plain values for JSON; all sizes are in bytes."""
     return {
         "model": report.model,
         "architecture": report.architecture,

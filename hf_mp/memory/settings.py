@@ -1,4 +1,4 @@
-"""How a training step is taken whose memory is estimated or measured: its settings, validated."""
+"""``TrainingSettings``: validated settings of an estimated or measured training step."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _MOST_RANKS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """How a training step is taken. Each rank has ``batch_size`` sequences, all ranks of ``"tp"`` the same ones."""
+    """Settings of a training step. Each rank has ``batch_size`` sequences; with ``"tp"`` all ranks have the same."""
 
-    ranks: int = 1  # processes that train together
-    parallel: Parallel = "fsdp2"  # how they do
+    ranks: int = 1  # processes
+    parallel: Parallel = "fsdp2"
     node_size: int = 8  # ranks on one machine
     precision: str  # one of hf_mp.memory.precisions.TRAINING_PRESETS
     seq_len: int | None  # tokens in a sequence; None for a model without token ids
     batch_size: int = 1  # sequences, images, ... in one forward
     accumulation_steps: int = 1  # micro-batches in one update
-    gradient_checkpointing: bool = False  # whether blocks are recomputed in backward
-    optimizer: str = "adamw_torch_fused"  # as in TrainingArguments(optim=...), whose default this is
+    gradient_checkpointing: bool = False  # recompute blocks in backward
+    optimizer: str = "adamw_torch_fused"  # default of TrainingArguments(optim=...)
     free_gradients: FreeGradients = "step"  # as for MixedPrecision
     offload: str | None = None  # as for MixedPrecision
 
@@ -63,7 +63,7 @@ class TrainingSettings:
 
 
 def _check_count(name: str, value: Any, least: int, most: int | None = None) -> None:
-    """Raise a ValueError unless ``value`` is a whole number from ``least`` to ``most`` (None: no bound)."""
+    """Raise a ValueError unless ``value`` is an int from ``least`` to ``most`` (None: no upper bound)."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least or value > (most or value):
         end = "on" if most is None else f"to {most}"
         raise ValueError(f"{name}={value!r} is not possible: use a whole number from {least} {end}")
@@ -78,18 +78,18 @@ def make_settings(
     gradient_checkpointing: bool = False,
     **settings: Any,
 ) -> TrainingSettings:
-    """The settings of a training step of a model, or of that of a configuration, in a preset or a dtype.
+    """Validate the settings of a training step, and choose defaults by model and precision.
 
     Args:
         source: of :func:`hf_mp.memory.models.find_model`.
         precision: one of :data:`hf_mp.memory.precisions.TRAINING_PRESETS`.
         seq_len: default: the positions of the model, at most 1024.
-        optimizer: default: the preset's own, else ``"adamw_torch"`` for tensor parallelism, else the Trainer's.
-        gradient_checkpointing: also True for a model that has it on.
-        settings: the other fields of :class:`TrainingSettings`.
+        optimizer: default: the preset's, else ``"adamw_torch"`` for tensor parallelism, else the Trainer's.
+        gradient_checkpointing: also True if the model has it enabled.
+        settings: other fields of :class:`TrainingSettings`.
 
     Raises:
-        ValueError: for a value that is not possible, or a combination that cannot be trained.
+        ValueError: for an invalid value or combination.
     """
     preset, longest = parse_preset(precision), longest_sequence(source)
     if seq_len is None:
@@ -99,36 +99,36 @@ def make_settings(
         raise ValueError(
             f"seq_len={seq_len} is for token ids, and {kind.__name__} reads {kind.main_input_name}: leave it out"
         )
-    # A tensor parallel model has DTensors and plain tensors, and a fused update does not take both at once.
+    # A fused update does not support the mix of DTensors and plain tensors of a tensor parallel model.
     default = "adamw_torch" if settings.get("parallel") == "tp" else TrainingSettings.optimizer
-    asked = TrainingSettings(
+    chosen = TrainingSettings(
         precision=spell(precision),
         seq_len=seq_len,
         optimizer=optimizer or preset.optimizer or default,
         gradient_checkpointing=gradient_checkpointing or getattr(source, "is_gradient_checkpointing", False),
         **settings,
     )
-    # Simulated (fake) tensors have no values, so a position beyond the embedding would only fail in a real step.
+    # An embedding of fake tensors does not check positions.
     if longest is not None and seq_len is not None and seq_len > longest:
         raise ValueError(
             f"seq_len={seq_len} is longer than the {longest} positions that the model has: use at most {longest}"
         )
-    if preset.optimizer not in (None, asked.optimizer):
+    if preset.optimizer not in (None, chosen.optimizer):
         raise ValueError(
             f"precision={precision!r} sets optimizer={preset.optimizer!r}: leave optimizer out, or choose another "
             "precision"
         )
-    check_options(PrecisionPolicy.parse(preset.policy or "fp32"), asked.free_gradients, offload=asked.offload)
-    if asked.offload is not None and asked.ranks > 1 and asked.parallel != "ddp":
+    check_options(PrecisionPolicy.parse(preset.policy or "fp32"), chosen.free_gradients, offload=chosen.offload)
+    if chosen.offload is not None and chosen.ranks > 1 and chosen.parallel != "ddp":
         raise ValueError(
-            f"offload={asked.offload!r} needs whole weights on each rank, and parallel={asked.parallel!r} shards them: "
-            "use 'ddp'"
+            f"offload={chosen.offload!r} needs whole weights on each rank, and parallel={chosen.parallel!r} shards "
+            "them: use 'ddp'"
         )
-    return asked
+    return chosen
 
 
 def check_device(settings: TrainingSettings, device: str) -> None:
-    """Raise a ValueError for an offload from a CPU, whose memory is the host's."""
+    """Raise a ValueError for offload with ``device="cpu"``."""
     if settings.offload is not None and device == "cpu":
         raise ValueError(
             f"offload={settings.offload!r} moves memory from a GPU to the host, and device='cpu' has the host's alone: "

@@ -1,4 +1,4 @@
-"""The report as tables for a terminal, or for a file. Rows are plain tuples first, which tests can read."""
+"""Renders a memory report as tables."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from hf_mp.dtypes import compute_dtypes
-from hf_mp.memory.fitting import Way
-from hf_mp.memory.footprint import Kind, MemoryFootprint, kept_sentence
+from hf_mp.memory.footprint import Kind, MemoryFootprint, unquantized_note
+from hf_mp.memory.largest_batch import Way
 from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS
 from hf_mp.memory.report import MemoryReport, TrainingRow
 from hf_mp.memory.sizes import in_unit, readable, unit_of
 
 _SHOWN_KINDS = (Kind.PARAMETER, Kind.BUFFER, Kind.QUANTIZATION_STATE)
 _SHORT = {str(entry.dtype).removeprefix("torch."): entry.name for entry in compute_dtypes()}
-# FSDP2's gathers of 16-bit weights, and of a few FP32 ones, travel as bytes.
+# FSDP2 gathers 16-bit weights, and a few FP32 ones, as bytes.
 _SENT = {**_SHORT, "uint8": "weights as bytes"}
 
-_LABEL_WIDTH = 24  # "quantization state, MiB"; longer ones go on in a second line
+_LABEL_WIDTH = 24  # "quantization state, MiB"; longer labels are wrapped
 
-Figures = Iterable[tuple[str, int | str]]  # what is counted, and its bytes, or words
+Figures = Iterable[tuple[str, int | str]]  # label, and bytes or text
 
 
 def loaded_figures(footprint: MemoryFootprint) -> Figures:
-    """What a model takes when it is loaded: in total, by kind, and by dtype."""
+    """Yield the bytes of a loaded model in total, by kind, and by dtype."""
     yield "total", footprint.total_bytes
     yield from ((kind.value, footprint.by_kind.get(kind, 0)) for kind in _SHOWN_KINDS)
     yield "Transformers counts", footprint.transformers_bytes
@@ -36,7 +36,7 @@ def loaded_figures(footprint: MemoryFootprint) -> Figures:
 
 
 def training_figures(row: TrainingRow) -> Figures:
-    """What a training step takes at its peak; fitted and sent where the row has that too."""
+    """Yield the memory of a training step at its peak; host memory, largest batch and traffic if the row has them."""
     yield "peak", row.estimate.peak_bytes
     yield "in", row.estimate.peak_phase.value
     yield from ((category.value, size) for category, size in row.estimate.bytes_by_category.items())
@@ -48,42 +48,43 @@ def training_figures(row: TrainingRow) -> Figures:
         yield f"in {readable(largest.memory_bytes)}", "fits" if fits else "does not fit"
         yield "largest batch", str(largest.batch_size or "not even 1")
         yield "its peak", "" if largest.peak_bytes is None else largest.peak_bytes
-    # Smaller ones are agreements of the ranks on two numbers.
     for one in row.estimate.communication:
-        if one.sent_bytes >= 1024:
+        if one.sent_bytes >= 1024:  # smaller ones reduce a few scalars
             where = "" if one.within_node else " of several machines"
             label = f"sent by {one.name} of {one.ranks} ranks{where}, {_SENT.get(one.dtype, one.dtype)}"
             yield label, one.sent_bytes
 
 
 def in_columns(columns: Mapping[str, Figures]) -> list[tuple[str, ...]]:
-    """A row for each figure that any column has, in the order in which they come up; a blank where one has none.
+    """Return a row for each label of any column, in order of appearance, with "" for missing cells.
 
-    The bytes of a row have one unit, that of the most; a row of 0 alone is left out.
+    All sizes of a row have the unit of the largest. Rows with no size but 0 are left out.
     """
-    found = {name: dict(figures) for name, figures in columns.items()}
-    labels = dict.fromkeys(label for figures in found.values() for label in figures)
+    by_label = [dict(figures) for figures in columns.values()]
+    labels = dict.fromkeys(label for figures in by_label for label in figures)
     rows = []
     for label in labels:
-        cells = [figures.get(label, "") for figures in found.values()]
-        if not (sizes := [cell for cell in cells if isinstance(cell, int)]):
+        cells = [figures.get(label, "") for figures in by_label]
+        sizes = [cell for cell in cells if isinstance(cell, int)]
+        if not sizes:
             rows.append((label, *map(str, cells)))
-        elif most := max(sizes):
-            unit = unit_of(most)
-            words = (in_unit(cell, unit) if cell and isinstance(cell, int) else str(cell) for cell in cells)
-            rows.append((f"{label}, {unit}", *words))
+        elif max(sizes) > 0:
+            unit = unit_of(max(sizes))
+            texts = (in_unit(cell, unit) if cell and isinstance(cell, int) else str(cell) for cell in cells)
+            rows.append((f"{label}, {unit}", *texts))
     return rows
 
 
 @group()
 def render(report: MemoryReport, width: int) -> Iterator[RenderableType]:
-    """The tables of a report, each with as many columns as ``width`` characters have room for; others follow below."""
+    """Yield the tables and notes of a report, for a console of ``width`` characters."""
     yield Text(f"{report.model}: {report.architecture}, {report.parameters:,} parameters")
     loaded = {PRECISIONS[name].label: loaded_figures(found) for name, found in report.footprints.items()}
     yield from _tables("Loaded", loaded, width)
     for name, found in report.footprints.items():
-        if PRECISIONS[name].quantization and (sentence := kept_sentence(PRECISIONS[name].label, found)):
-            yield Text(sentence)
+        note = unquantized_note(PRECISIONS[name].label, found) if PRECISIONS[name].quantization else ""
+        if note:
+            yield Text(note)
     if report.training:
         first = next(iter(report.training.values())).estimate
         trained = {TRAINING_PRESETS[name].label: training_figures(row) for name, row in report.training.items()}
@@ -98,7 +99,7 @@ def render(report: MemoryReport, width: int) -> Iterator[RenderableType]:
 
 
 def _advice(ways: Sequence[Way], gpu_bytes: int) -> str:
-    """What to do where nothing fits."""
+    """Return the advice if no preset fits."""
     names = [
         f"{'--gradient-checkpointing ' * way.gradient_checkpointing}--batch-size {way.batch_size} "
         f"--precision {way.precision}: {readable(way.peak_bytes)}"
@@ -110,10 +111,10 @@ def _advice(ways: Sequence[Way], gpu_bytes: int) -> str:
 
 
 def _tables(title: str, figures: Mapping[str, Figures], width: int) -> Iterator[RenderableType]:
-    """``figures`` as tables one below the other, each with as many columns as fit into ``width``."""
+    """Yield the columns as tables one below the other, each with as many columns as fit into ``width``."""
     yield Text(f"\n{title}")
     columns = {name: list(column) for name, column in figures.items()}
-    # A column is as wide as the longest word of any, so that rich breaks no word and no number.
+    # All columns are as wide as the longest word, so that rich breaks no word.
     words = " ".join((*columns, *(cell for row in in_columns(columns) for cell in row[1:]))).split()
     widest = max(map(len, words))
     most = max(1, (width - _LABEL_WIDTH) // (widest + 1))

@@ -23,7 +23,7 @@ class FP32Router(ReplacedForward):
         # mode.module is the router in the nested autocast of a rule for it.
         if mode is None or not mode.enabled or mode.module is module or mode.has_rule_for(module):
             return self.original(*args, **kwargs)
-        with mode.island(module, torch.float32):
+        with mode.nested_autocast(module, torch.float32):
             return self.original(*mode.cast(args, torch.float32), **kwargs)
 
 

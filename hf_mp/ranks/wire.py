@@ -24,10 +24,10 @@ class ScaleSource(Protocol):
     scaler: LossScaler[Any]
 
     @property
-    def uses_up_gradients(self) -> bool:
+    def updates_in_backward(self) -> bool:
         """Whether each gradient is used within the backward, before DDP can reduce it."""
 
-    def loss_scale_on(self, device: torch.device) -> Tensor | None:
+    def loss_scale_for(self, device: torch.device) -> Tensor | None:
         """Return S, FP32 of shape (1,); None if nothing is scaled."""
 
 
@@ -97,8 +97,8 @@ class ScaledReduceScatter:
         async_op: bool = False,
     ) -> None:
         """Reduce ``input_tensor``, one-dimensional, and write this rank's part to ``output_tensor``."""
-        is_average, reduce_dtype = op == torch.distributed.ReduceOp.AVG, self._policy.wire
-        scale = self._scale_source.loss_scale_on(input_tensor.device)
+        is_average, reduce_dtype = op == torch.distributed.ReduceOp.AVG, self._policy.reduce_dtype
+        scale = self._scale_source.loss_scale_for(input_tensor.device)
         is_sum = is_average or op == torch.distributed.ReduceOp.SUM
         if reduce_dtype is torch.float32 or input_tensor.dtype is not torch.float32 or not is_sum:
             self.before(output_tensor, input_tensor, group, op, False)
@@ -144,7 +144,10 @@ def send_in_16_bits(
         if type(group._all_gather_comm).__name__ == "DefaultAllGather":
             module.set_custom_all_gather(LowPrecisionAllGather(group, policy.compute, kept))
             _correct_dtypes(group)
-        if policy.wire is not torch.float32 and type(group._reduce_scatter_comm).__name__ == "DefaultReduceScatter":
+        if (
+            policy.reduce_dtype is not torch.float32
+            and type(group._reduce_scatter_comm).__name__ == "DefaultReduceScatter"
+        ):
             module.set_custom_reduce_scatter(ScaledReduceScatter(group, policy, scale_source))
 
 

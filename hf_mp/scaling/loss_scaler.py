@@ -123,7 +123,7 @@ class LossScaler(Generic[Rule]):
         changed, self._state = state.scale != self._state.scale, state
         if changed:
             for user in self.users:
-                user.before_next_scale()
+                user.freeze_scale_factors()
             # In place: CUDA graphs and kernels refer to these tensors.
             for tensors in self._tensors.values():
                 tensors.scale.fill_(state.scale)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
-from hf_mp.borders import add_leaf_borders, leaf_edges, outside_of
+from hf_mp.borders import add_leaf_borders, leaf_edges, original_of
 from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.calls import Mode
 from hf_mp.casting.dispatched import current_graph_task
@@ -105,7 +105,7 @@ class CustomBackward:
         autocast = self.forward.autocast
         if (running := state.forward) is not None and running.autocast is autocast:
             return
-        # Entered since by custom_bwd, or as it was where the function was applied: an FP32 island.
+        # Entered since by custom_bwd, or as it was where the function was applied: an autocast-disabled region.
         inner = active_autocast() or self._mode
         self.has_recomputed = True
         stack = ExitStack()
@@ -130,7 +130,7 @@ class CustomBackward:
 
     def autocast_for(self, enabled: bool) -> Mode | None:
         autocast: Mode = self.forward.autocast
-        return autocast if enabled else autocast.island()
+        return autocast if enabled else autocast.nested_autocast()
 
     # Nested backwards
 
@@ -205,7 +205,7 @@ class CustomBackward:
 
     def check_written_gradient(self, tensor: Tensor, *, is_scaled: bool) -> None:
         """Raise a RuntimeError for a write to ``tensor.grad`` that would be lost, or leave a scaled gradient."""
-        if outside_of(tensor) is not tensor:
+        if original_of(tensor) is not tensor:
             raise RuntimeError(
                 f"the backward of {self.name} wrote .grad of a weight while it recomputed, when the module holds an "
                 "alias of the weight: call backward() in the place of torch.autograd.grad, or return the gradient as "

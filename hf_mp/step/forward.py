@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_mp.borders import output_border
+from hf_mp.borders import cast_to_output
 from hf_mp.casting.active import state
 from hf_mp.casting.deferred_output import DeferredOutput, can_be_deferred, may_stay_unread
 from hf_mp.casting.dispatched import current_graph_task, dispatched
@@ -36,7 +36,7 @@ class AttachedForward(ReplacedForward):
         super().__init__(module, name)
         self.runtime = runtime
         runtime.forwards.append(weakref.ref(self))
-        self.borders = runtime.weights.lasting_borders()
+        self.alias_cache = runtime.weights.alias_cache()
         counts_positions = runtime.policy.exact_generation and name == "forward"
         self.inner_forward = counting_positions(self) if counts_positions else self.original
         functools.update_wrapper(self, self.original, updated=())  # not the attributes of an attached forward below
@@ -65,9 +65,9 @@ class AttachedForward(ReplacedForward):
             weights = self.runtime.begin_forward(model, self)
         context = ForwardContext(self.runtime, weights)
         if weights is not None and weights.slots.has_grad:
-            hooks = [one.forward_began(self, args, kwargs) for one in self.runtime.observers]
+            hooks = [one.on_forward_begin(self, args, kwargs) for one in self.runtime.observers]
             context.output_hooks = [hook for hook in hooks if hook]
-        if weights is not None and weights.slots.has_borders:
+        if weights is not None and weights.slots.has_unscale_nodes:
             args, kwargs = apply_to_tensors(weights.external.alias_argument, (args, kwargs))
         return context, args, kwargs
 
@@ -80,7 +80,7 @@ class AttachedForward(ReplacedForward):
 
         def cross(output: Tensor) -> Tensor:
             wrap = DeferredOutput if may_defer and can_be_deferred(output) else None
-            crossed.append(output_border(output, scale_provider, wrap))
+            crossed.append(cast_to_output(output, scale_provider, wrap))
             return crossed[-1]
 
         outputs = apply_to_tensors(cross, outputs, objects=True)
@@ -115,7 +115,7 @@ class ForwardContext:
         self.autocast: AttachedAutocast = runtime.autocast if recomputes is None else recomputes.autocast
         autocast = self.autocast
         self.graph_task = current_graph_task()
-        self.began_without_grad = autocast.observer is None and not torch.is_grad_enabled()
+        self.began_without_grad = autocast.call_override is None and not torch.is_grad_enabled()
         self.lowers_caches = self.began_without_grad and autocast.lowers_attention()
         # FSDP and tensor parallelism, which keep no copies, fill slots while the forward runs.
         keeps_copies = weights is not None and runtime.weights.layout.keeps_copies
@@ -141,7 +141,7 @@ class ForwardContext:
         outer, state.forward = state.forward, self
         source.threads.append(ident)
         # Filled already if a backward inside of this forward recomputes a part of it, in any thread.
-        slots = nullcontext() if self.weights is None or self.weights.slots.are_filled else self.weights.slots
+        slots = nullcontext() if self.weights is None or self.weights.slots.is_active else self.weights.slots
         kernels = dispatched(self) if self.is_dispatched else nullcontext()
         try:
             with slots:

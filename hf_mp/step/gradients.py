@@ -1,4 +1,4 @@
-"""``GradientCheck``: which backwards run, what they left in the gradients, how an update clips it, and the verdict."""
+"""``GradientCheck``: the backwards that run, the gradients that they left, clipping, and the overflow status."""
 
 from __future__ import annotations
 
@@ -24,17 +24,22 @@ from hf_mp.scaling.rules import StepReport
 from hf_mp.step.profiling import profiled
 from hf_mp.weights.fused_adamw import Clipping
 from hf_mp.weights.outside_reads import as_stored
-from hf_mp.weights.source import WeightSource
+from hf_mp.weights.source import WeightStore
 
-_SKIP_BY_THEMSELVES = ("cuda",)  # devices whose fused optimizers skip on found_inf, so that the host need not wait
+_DEVICES_WITH_FOUND_INF = ("cuda",)  # devices whose fused optimizers skip on found_inf, so that the host need not wait
 
 NOT_ATTACHED = (
     "an optimizer that was not attached updates the weights of an attached model: its steps are taken even when "
     "gradients overflow, and the loss scale stays as it is. Call attach_optimizer(optimizer), or hf_mp.detach(model)"
 )
+WRITTEN_BETWEEN_BACKWARDS = (
+    "weights of an attached model were written between two backwards, and no optimizer stepped: the gradients of the "
+    "first backward count for no step. If these writes are an update, they are made even when gradients overflow: "
+    "update by an optimizer that attach_optimizer(optimizer) was called with"
+)
 
 
-class Backwards:
+class ActiveBackwards:
     """The backwards under way that began at an output of the model, so that their gradients are scaled."""
 
     def __init__(self) -> None:
@@ -47,7 +52,7 @@ class Backwards:
         nested = None if task in self.open else self.nested.get(task)
         return bool(self.open) if nested is None else nested.is_scaled
 
-    def enter(self, on_ended: Callable[[], None]) -> bool:
+    def register_backward(self, on_ended: Callable[[], None]) -> bool:
         """A gradient enters through an output; whether it is the first of its backward, which calls ``on_ended``."""
         task = torch._C._current_graph_task_id()
         if task in self.nested and self.nested[task].within.has_recomputed:
@@ -77,7 +82,7 @@ class Backwards:
 
 
 @dataclass(frozen=True)
-class Measured:
+class GradientMeasurement:
     """What was measured of the gradients when a backward ended, before anyone clips them."""
 
     largest: Tensor  # magnitude, unscaled; FP32 of shape ()
@@ -96,7 +101,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class OverflowStatus:
     """What the gradients of one optimizer are like, on their device: the host has read nothing before :meth:`read`."""
 
     parameters: Sequence[nn.Parameter]
@@ -104,13 +109,13 @@ class Verdict:
     # Their largest magnitude and, if it was measured, that of the backwards since the last step, before anyone clipped.
     # FP32, of shape (1,) or (2,): the host reads both at once.
     numbers: Tensor
-    arrival: Any = None  # the event after which they are on the host; None if they are there, or stay on the device
+    copy_event: Any = None  # the event after which they are on the host; None if they are there, or stay on the device
 
     @property
     def may_stay_on_device(self) -> bool:
         """Whether reading would stall the host though the device can skip the step; several processes have to agree."""
         kind = self.numbers.device.type
-        if kind not in _SKIP_BY_THEMSELVES or is_distributed():
+        if kind not in _DEVICES_WITH_FOUND_INF or is_distributed():
             return False
         # torch sends found_inf to parameters of the host as well, and reads it there before it has come.
         return all([getattr(gradient, f"is_{kind}") for gradient in self.gradients])  # a third of device.type's time
@@ -120,31 +125,31 @@ class Verdict:
         largest = self.numbers[0]
         return torch.logical_not(largest < SQUARES_BELOW, out=torch.empty_like(largest))  # two kernels
 
-    def sent_to_host(self) -> Verdict:
-        """This verdict, its numbers on their way to the host; :meth:`read` waits for them and no later kernel.
+    def to_host(self) -> OverflowStatus:
+        """This status, its numbers on their way to the host; :meth:`read` waits for them and no later kernel.
 
         Holds no gradients, so that they may be freed: those of a device that takes ``found_inf`` are not read again.
         """
         device = self.numbers.device
         numbers = self.numbers.to("cpu", non_blocking=True)  # into pinned memory
-        arrival = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        return Verdict((), (), numbers, arrival)
+        copy_event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        return OverflowStatus((), (), numbers, copy_event)
 
     def read(self) -> tuple[bool, float | None]:
         """Whether the gradients overflow, and the largest magnitude of the backward: one read of the device.
 
         2**64 or more counts as an overflow: its square, Adam's second moment, would stay inf for good.
         """
-        if self.arrival is not None:
-            self.arrival.synchronize()
+        if self.copy_event is not None:
+            self.copy_event.synchronize()
         largest, *measured = self.numbers.tolist()
         return not largest < SQUARES_BELOW, measured[0] if measured else None
 
 
 class GradientCheck:
-    """Measures the gradients, for the loss scale when a backward ends and for the verdict when an optimizer steps.
+    """Measures the gradients: for the loss scale when a backward ends, for the overflow status when an optimizer steps.
 
-    Twice, because somebody may clip or write gradients in between; with ``measures_norm`` the verdict trusts what was
+    Twice, because somebody may clip or write gradients in between; with ``measures_norm`` the status trusts what was
     measured when the backward ended.
 
     Args:
@@ -160,7 +165,7 @@ class GradientCheck:
     def __init__(
         self,
         on_ended: Callable[[Tensor | None], None],
-        weights: WeightSource,
+        weights: WeightStore,
         ranks: Ranks,
         parameters: Callable[[], Sequence[nn.Parameter]],
         *,
@@ -169,12 +174,14 @@ class GradientCheck:
         self._on_ended, self._weights, self._ranks, self.parameters = on_ended, weights, ranks, parameters
         self.measures_norm = measures_norm
         self.is_scaled = False  # whether the loss is scaled: not before a model is attached
-        self.backwards = Backwards()
-        self.compares_gradients = False  # whether measured_of() is asked without measures_norm, as healing does
+        self.backwards = ActiveBackwards()
+        self.compares_gradients = (
+            False  # whether measurement_if_unchanged() is asked without measures_norm, as healing does
+        )
         self._losses: list[Tensor | None] = []  # of the backwards since the last step, as the model computed them
         self._versions: dict[int, int] = {}  # of the weights, at the end of the last backward
         self._warned: set[str] = set()
-        self.forget()
+        self.reset_step()
 
     def warn_once(self, message: str) -> None:
         """Warn of ``message`` unless that was done before."""
@@ -182,36 +189,36 @@ class GradientCheck:
             self._warned.add(message)
             warn_caller(message)
 
-    def forget(self) -> None:
+    def reset_step(self) -> None:
         """Begin anew: the gradients were used, or thrown away."""
         self._largest: Tensor | None = None  # of the unscaled gradients since the last step
-        self._measured: Measured | None = None  # when the last backward ended
+        self._measured: GradientMeasurement | None = None  # when the last backward ended
         self.clipping: Clipping | None = None  # what the next update will scale down
         self.is_used_by_attached = False  # whether an optimizer that is attached to another model has used them
 
     # Backward
 
-    def gradient_entered(self, loss: Tensor | None) -> None:
+    def on_output_gradient(self, loss: Tensor | None) -> None:
         """A gradient enters the model through an output: the one place where a backward is known to begin.
 
         ``loss`` is that output as the model computed it, if it is a scalar.
         """
-        if self.backwards.enter(self._backward_ended):
+        if self.backwards.register_backward(self._backward_ended):
             if self._largest is not None:
-                self._look_for_other_optimizers()
+                self._reset_if_stepped_elsewhere()
             if self._largest is None:
                 self._losses = []
         self._losses.append(loss)
 
-    def _look_for_other_optimizers(self) -> None:
+    def _reset_if_stepped_elsewhere(self) -> None:
         """Forget what was measured before if another optimizer has used it, or somebody has thrown it away."""
         parameters = self.parameters()
         versions = _versions_of(parameters)
         is_used = any(versions.get(weight, seen) != seen for weight, seen in self._versions.items())
-        if is_used and not self.is_used_by_attached:
-            self.warn_once(NOT_ATTACHED)
+        if is_used and not self.is_used_by_attached and NOT_ATTACHED not in self._warned:
+            self.warn_once(WRITTEN_BETWEEN_BACKWARDS)
         if is_used or not self.gradients(parameters):
-            self.forget()
+            self.reset_step()
 
     def _backward_ended(self) -> None:
         largest = None
@@ -244,11 +251,11 @@ class GradientCheck:
         # A DTensor's version counter knows nothing of writes into its shard, and an inference tensor has none.
         is_known = is_final and all([type(one) is Tensor and not one.is_inference() for one in gradients])
         versions = {id(one): (weakref.ref(one), one._version) for one in gradients} if is_known else {}
-        self._measured, self.clipping = Measured(largest, norm, versions), None
+        self._measured, self.clipping = GradientMeasurement(largest, norm, versions), None
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         return largest
 
-    def measured_of(self, gradients: Sequence[Tensor]) -> Measured | None:
+    def measurement_if_unchanged(self, gradients: Sequence[Tensor]) -> GradientMeasurement | None:
         """What was measured when the last backward ended, if ``gradients`` are still what it left."""
         measured = self._measured
         return measured if measured is not None and measured.is_of(gradients) else None
@@ -257,10 +264,10 @@ class GradientCheck:
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """The global 2-norm as the backward left it, bit for bit ``get_total_norm``'s; None where it is not known."""
-        measured = self.measured_of(self.gradients(parameters))
+        measured = self.measurement_if_unchanged(self.gradients(parameters))
         return None if measured is None else measured.norm
 
-    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    def defer_clipping(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
         """Have the next update scale all gradients down to ``max_norm``, from :meth:`norm`; ``inf`` leaves them alone.
 
         Until then gradients stay as they are: a kernel multiplies as it reads them, else torch does before the step.
@@ -270,10 +277,10 @@ class GradientCheck:
             return  # torch would multiply them by 1
         self.clipping = Clipping(parameters, max_norm, norm)
         if is_known and not norm.isfinite() and all_finite(local_parts(self.gradients(parameters))):
-            self.clip_now()  # finite gradients of a norm beyond FP32: to 0, and the step is taken, as by torch
+            self.apply_clipping()  # finite gradients of a norm beyond FP32: to 0, and the step is taken, as by torch
             self._measured = None
 
-    def clip_now(self) -> None:
+    def apply_clipping(self) -> None:
         """Scale the gradients down where that was left to the update, for an optimizer that reads them itself."""
         clipping, self.clipping = self.clipping, None
         if clipping is not None:
@@ -281,29 +288,29 @@ class GradientCheck:
 
     # Step
 
-    def verdict(self, parameters: Sequence[nn.Parameter]) -> Verdict:
+    def overflow_status(self, parameters: Sequence[nn.Parameter]) -> OverflowStatus:
         """What the gradients of ``parameters``, an optimizer's, are like now."""
         gradients = self.gradients(parameters)
-        measured = self.measured_of(gradients) if self.measures_norm else None
+        measured = self.measurement_if_unchanged(gradients) if self.measures_norm else None
         largest = largest_magnitude(local_parts(gradients)) if measured is None else measured.largest
         so_far = self._largest
         numbers = largest[None] if so_far is None else torch.stack([largest, so_far.to(largest.device)])
-        return Verdict(parameters, gradients, numbers)
+        return OverflowStatus(parameters, gradients, numbers)
 
     def overflows(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether gradients of ``parameters`` overflow now; reads the device, and is a collective call of all ranks."""
-        overflow, _ = self.verdict(parameters).read()
+        overflow, _ = self.overflow_status(parameters).read()
         return self._ranks.agree(StepReport(overflow), parameters).overflow
 
     def losses_are_finite(self) -> bool:
         """Whether the losses since the last step are finite: inf and NaN in a loss are there at any loss scale."""
         return all_finite([loss for loss in self._losses if loss is not None])
 
-    def agreed_report(self, verdict: Verdict | StepReport) -> StepReport:
+    def all_ranks_report(self, status: OverflowStatus | StepReport) -> StepReport:
         """The report on which all processes that train the parameters agree: a collective call if there are several."""
-        if isinstance(verdict, StepReport):
-            return verdict
-        overflow, largest = verdict.read()
+        if isinstance(status, StepReport):
+            return status
+        overflow, largest = status.read()
         is_elsewhere = largest is not None and not overflow and not math.isfinite(largest) and self.is_scaled
         if is_elsewhere and all_finite(local_parts(self.gradients(self.parameters()))):  # else another optimizer has it
             self.warn_once(
@@ -313,7 +320,7 @@ class GradientCheck:
         # Without loss scaling there is no headroom to tell of.
         is_known = self.is_scaled and not overflow and not is_elsewhere
         is_of_scale = not overflow or self.losses_are_finite()
-        return self._ranks.agree(StepReport(overflow, largest if is_known else None, is_of_scale), verdict.parameters)
+        return self._ranks.agree(StepReport(overflow, largest if is_known else None, is_of_scale), status.parameters)
 
 
 def _versions_of(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
@@ -336,7 +343,7 @@ def largest_unscaled_magnitude(found: Iterable[tuple[Tensor, Tensor | None]]) ->
     return torch.stack([first, *[one.to(first.device) for one in others]]).max() if others else first
 
 
-def names_of_overflowing(weights: WeightSource, model: nn.Module | None) -> list[str]:
+def names_of_overflowing(weights: WeightStore, model: nn.Module | None) -> list[str]:
     """The parameters whose gradients make a step be skipped, by name."""
     named = () if model is None else model.named_parameters()
     # One read of the device for each parameter: only the error that ends a training asks.

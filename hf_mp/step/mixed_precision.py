@@ -100,10 +100,10 @@ class MixedPrecision(StepRuntime):
         self.offload = offload
         self.remedies: dict[str, str] = {}
         self._methods: tuple[str, ...] = ()  # attached besides ``forward``
-        self.is_of_session = False  # whether a Trainer's session made it: then its next one takes the model over
-        self.uses_up_gradients = free_gradients == "backward"
-        self.control_by(controller_for(FREE_GRADIENTS, free_gradients, self, max_grad_norm))
-        self.control_by(controller_for(ON_OVERFLOW, on_overflow, self))
+        self.made_by_trainer = False  # whether a Trainer's session made it: then its next one takes the model over
+        self.updates_in_backward = free_gradients == "backward"
+        self.set_controller(controller_for(FREE_GRADIENTS, free_gradients, self, max_grad_norm))
+        self.set_controller(controller_for(ON_OVERFLOW, on_overflow, self))
         # A library may put its own forward over the attached one; detach() then finds the runtime here.
         RUNTIMES.add(self)
         self.scaler.users.add(self)
@@ -130,18 +130,18 @@ class MixedPrecision(StepRuntime):
         methods_of(model, methods)
         self._methods = tuple(methods)
         try:
-            self._take_model(model)
+            self._bind_model(model)
             install_replacements(model, self._tables)  # before FSDP is told which weights travel in FP32
-            self.spread(list(model.parameters()), parallelism)
-            self.weights.layout.make_masters(model)
+            self.adopt_sharding(list(model.parameters()), parallelism)
+            self.weights.layout.prepare_weights(model)
             self.wrap_forwards()
         except BaseException:
             self.detach()
             raise
         return model
 
-    def control_by(self, controller: StepController | None) -> None:
-        """Let ``controller`` overrule the verdicts on steps, and observe the steps; None changes nothing."""
+    def set_controller(self, controller: StepController | None) -> None:
+        """Let ``controller`` replace the reports of steps, and observe the steps; None changes nothing."""
         if controller is not None:
             self.controller = controller
             self.observers.append(controller)
@@ -150,7 +150,7 @@ class MixedPrecision(StepRuntime):
         """Add rules by module, which are saved as ``remedies``; raises ValueError for a name that matches no module."""
         # Raises for names that match no module; then nothing else has changed.
         self.autocast.add_rules(rules if self.model else {}, self.model)
-        self.weights.learn_anew(self.autocast.lowers, self.autocast.ruled())
+        self.weights.reset_uses(self.autocast.is_lower_precision, self.autocast.modules_with_rules())
         self.rules, self.remedies = {**self.rules, **rules}, {**self.remedies, **rules}
         self.stats = replace(self.stats, remedies=tuple(f"{name}: {rule}" for name, rule in self.remedies.items()))
 
@@ -204,7 +204,7 @@ class MixedPrecision(StepRuntime):
             remove_replacements(model)
         STEP_HOOK.discard(self)
         for observer in self.observers:
-            observer.detached()
+            observer.on_detach()
         if self._patches is not None:
             self._patches()
 

@@ -15,39 +15,39 @@ from hf_mp.scaling.rules import StepReport
 class StepObserver:
     """Looks on while an attached model trains, in ``MixedPrecision.observers``; every method is a no-op here."""
 
-    def take_optimizer(self, optimizer: Any) -> None:
+    def on_attach_optimizer(self, optimizer: Any) -> None:
         """``optimizer``, which will be stepped, is attached; raises a ValueError for one that cannot be observed."""
 
-    def forward_began(
+    def on_forward_begin(
         self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[Any], None] | None:
         """A forward with grad of ``forward`` (an :class:`AttachedForward`) begins; may return a function of outputs."""
 
-    def gradient_entered(self, node: Any, gradient: Tensor) -> None:
+    def on_output_gradient(self, node: Any, gradient: Tensor) -> None:
         """A gradient, scaled, enters through ``node``, an output border's; nothing of the model's backward has run."""
 
-    def backward_ended(self, largest: Tensor | None) -> None:
+    def on_backward_end(self, largest: Tensor | None) -> None:
         """A backward has ended, with this largest unscaled magnitude (not read yet); None where not measured."""
 
-    def stepped(self, report: StepReport) -> None:
+    def on_step_finished(self, report: StepReport) -> None:
         """An optimizer step was taken or skipped; the scaler has not counted it yet."""
 
-    def last_words(self) -> str:
+    def overflow_advice(self) -> str:
         """What to do, and why, for the message of a :class:`LossScaleError`."""
         return ""
 
-    def detached(self) -> None:
+    def on_detach(self) -> None:
         """The model is an ordinary one again."""
 
 
 class StepController(StepObserver):
-    """Looks on as well, and may give another verdict on a step: ``MixedPrecision.controller``."""
+    """Looks on as well, and may replace the report of a step: ``MixedPrecision.controller``."""
 
-    def own_report(self) -> StepReport | None:
-        """The verdict on a step whose gradients were used already; None where there are gradients to look at."""
+    def report_from_backward(self) -> StepReport | None:
+        """The report of a step whose gradients were used already; None where there are gradients to look at."""
 
-    def overflowed(self, optimizer: Any) -> StepReport | None:
-        """A step is about to be skipped; the verdict on gradients put in the place of those that overflowed, if any."""
+    def handle_overflow(self, optimizer: Any) -> StepReport | None:
+        """A step is about to be skipped; the report on gradients put in the place of those that overflowed, if any."""
 
 
 # The controller of each MixedPrecision(on_overflow=...), by module and class; its argument is the runtime.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from hf_mp.borders import accumulating
+from hf_mp.borders import accumulating_edges
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, norm_of
 from hf_mp.model_walk import optimizer_parameters
 from hf_mp.scaling.rules import StepReport
@@ -67,10 +67,10 @@ class OptimizerInBackward(StepController):
         self._optimizer: Any = None  # a MasterWeightOptimizer
         # Where the gradients of parameters are complete, and our hooks there. Nobody else may hold these nodes, and a
         # hook goes with its node; a node keeps its parameter alive, so these are let go of at the next forward.
-        self._watched: list[tuple[Any, RemovableHandle]] = []
+        self._hook_handles: list[tuple[Any, RemovableHandle]] = []
         self._backward: _Backward | None = None
 
-    def take_optimizer(self, optimizer: Any) -> None:
+    def on_attach_optimizer(self, optimizer: Any) -> None:
         """The optimizer to update with; a ValueError for a second one, or one that looks at all parameters at once."""
         if self._optimizer is not None and self._optimizer is not optimizer:
             raise ValueError("free_gradients='backward' works with one optimizer: give it all parameters as groups")
@@ -82,7 +82,7 @@ class OptimizerInBackward(StepController):
             )
         self._optimizer = optimizer
 
-    def forward_began(self, forward: Any, args: Any, kwargs: Any) -> None:
+    def on_forward_begin(self, forward: Any, args: Any, kwargs: Any) -> None:
         """Watch the parameters' nodes in the graph, again where autograd has made a node anew (``model.to``)."""
         self._is_scaled, parameters = forward.runtime.check.is_scaled, list(forward.runtime.model.parameters())
         if any(p.requires_grad and p.is_floating_point() and not isinstance(p, SplitParameter) for p in parameters):
@@ -90,27 +90,27 @@ class OptimizerInBackward(StepController):
                 "free_gradients='backward' needs every trainable parameter in 16 bits, and weights of normalizations "
                 "with running statistics (BatchNorm) are FP32: use free_gradients='step', or freeze them"
             )
-        self._watch(parameters)
+        self._register_hooks(parameters)
 
-    def _watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        for _, handle in self._watched:
+    def _register_hooks(self, parameters: Iterable[nn.Parameter]) -> None:
+        for _, handle in self._hook_handles:
             handle.remove()
         # The nodes that accumulate: a hook on a parameter itself would make gradients FP32, and runs once a use.
         split = [p for p in parameters if isinstance(p, SplitParameter) and p.requires_grad]
         nodes = [(get_gradient_edge(parameter).node, weakref.ref(parameter)) for parameter in split]
-        self._watched = [(node, node.register_hook(partial(self._complete, of))) for node, of in nodes]
+        self._hook_handles = [(node, node.register_hook(partial(self._complete, of))) for node, of in nodes]
 
-    def detached(self) -> None:
-        self._watch([])
+    def on_detach(self) -> None:
+        self._register_hooks([])
         self._optimizer, self._backward = None, None
 
-    def gradient_entered(self, node: Any, gradient: Tensor) -> None:
+    def on_output_gradient(self, node: Any, gradient: Tensor) -> None:
         """Measure the gradients in a first pass where that is needed, before anything of the model's backward runs."""
         if self._optimizer is None:
             return
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True needs free_gradients='step': 'backward' leaves no gradients")
-        if accumulating(node, [0]):  # not in torch.autograd.grad, which leaves no gradients behind
+        if accumulating_edges(node, [0]):  # not in torch.autograd.grad, which leaves no gradients behind
             self._begin(GradientEdge(*node.next_functions[0]), gradient, node.value)
 
     def _begin(self, edge: GradientEdge, gradient: Tensor, value: Tensor | None) -> None:
@@ -154,7 +154,7 @@ class OptimizerInBackward(StepController):
             if math.isfinite(self.max_grad_norm):
                 backward.clip_factor = clip_factor(norm, self.max_grad_norm)
         if backward.largest is not None:
-            self._runtime.backward_ended(backward.largest)
+            self._runtime.on_backward_end(backward.largest)
         if not all_finite(found, SQUARES_BELOW):
             backward.phase = "discard"
 
@@ -200,7 +200,7 @@ class OptimizerInBackward(StepController):
             multiply_gradients([parameter], backward.clip_factor)
         self._optimizer.step_on([parameter])
 
-    def own_report(self) -> StepReport | None:
+    def report_from_backward(self) -> StepReport | None:
         """What the gradients of the last backward were like; None without a backward since the last step."""
         backward = self._backward
         if backward is None:
@@ -210,5 +210,5 @@ class OptimizerInBackward(StepController):
         largest = backward.largest.item() if is_known else None  # type: ignore[union-attr]
         return StepReport(overflow, largest, not overflow or self._runtime.check.losses_are_finite())
 
-    def stepped(self, report: StepReport) -> None:
+    def on_step_finished(self, report: StepReport) -> None:
         self._backward = None

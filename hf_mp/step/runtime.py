@@ -32,7 +32,7 @@ from hf_mp.ranks.parallelism import (
 from hf_mp.scaling.loss_scaler import Iteration, LossScaler
 from hf_mp.scaling.rules import PrecisionStats, StepReport
 from hf_mp.step.custom_backward import BACKWARD_PATCHES
-from hf_mp.step.gradients import GradientCheck, Verdict, names_of_overflowing
+from hf_mp.step.gradients import GradientCheck, OverflowStatus, names_of_overflowing
 from hf_mp.step.observers import StepController, StepObserver
 from hf_mp.step.scale_provider import LossScaleProvider
 from hf_mp.step.unattached import STEP_HOOK
@@ -40,7 +40,7 @@ from hf_mp.weights.alias_patches import ALIAS_PATCHES
 from hf_mp.weights.attachable import rules_for
 from hf_mp.weights.attached_autocast import AttachedAutocast
 from hf_mp.weights.forward_weights import ForwardWeights
-from hf_mp.weights.source import WeightLayout, WeightSource, make_layout
+from hf_mp.weights.source import WeightLayout, WeightStore, make_layout
 
 
 class StepRuntime:
@@ -66,10 +66,10 @@ class StepRuntime:
     ) -> None:
         self.policy, self.scaler, self.rules, self._tables = policy, scaler, rules, tables
         self.scale_provider = LossScaleProvider(self)
-        self.weights = WeightSource(layout or make_layout(policy, offload), self.scale_provider)
+        self.weights = WeightStore(layout or make_layout(policy, offload), self.scale_provider)
         self.ranks = Ranks(self._settings)
         self.check = GradientCheck(
-            self.backward_ended,
+            self.on_backward_end,
             self.weights,
             self.ranks,
             self._parameters_to_check,
@@ -77,7 +77,7 @@ class StepRuntime:
         )
         self._max_grad_norm, self.grad_norm = max_grad_norm, None if max_grad_norm is None else torch.zeros(())
         # Whether gradients are used in the backward: nobody clips or reduces them afterwards.
-        self.uses_up_gradients = False
+        self.updates_in_backward = False
         self.observers: list[StepObserver] = []
         self.controller: StepController | None = None
         self.forwards: list[weakref.ref[Any]] = []  # each AttachedForward
@@ -114,7 +114,7 @@ class StepRuntime:
     def stats(self, stats: PrecisionStats) -> None:
         self._stats = stats
 
-    def _take_model(self, model: nn.Module) -> None:
+    def _bind_model(self, model: nn.Module) -> None:
         # The model holds the runtime by its forward: held strongly here, the pair would wait for the garbage collector.
         self._model = weakref.ref(model)
         self.autocast, self.check.is_scaled = self._make_autocast(model), self.scaler.is_scaling
@@ -127,7 +127,7 @@ class StepRuntime:
         autocast = AttachedAutocast(self.policy.compute, model=model, rules=rules, tables=self._tables)
         if self.policy.exact_generation:
             autocast.sum_in_fp64()
-        self.weights.learn_anew(autocast.lowers, autocast.ruled())
+        self.weights.reset_uses(autocast.is_lower_precision, autocast.modules_with_rules())
         return autocast
 
     # Forward
@@ -138,28 +138,28 @@ class StepRuntime:
         None in a transform of functorch.
         """
         if self._patches is None:  # a deep copy: by now all of its modules are there
-            self._take_model(model)
+            self._bind_model(model)
         self._forwards_with_grad += torch.is_grad_enabled()
         parallelism = parallelism_of(model)  # DDP or FSDP may have come after attach()
         if parallelism is not ALONE:
             self.ranks.note_forward(model, parallelism)
-            self.spread(list(model.parameters()), parallelism)
+            self.adopt_sharding(list(model.parameters()), parallelism)
         # Borders are autograd functions without rules for torch.func, which has no public way to ask whether it is at
         # work.
         if torch._C._are_functorch_transforms_active():
             return None
         if torch.is_grad_enabled():
-            self.weights.refuse_other_threads()  # here: autograd's own threads recompute what was checkpointed
+            self.weights.check_single_thread()  # here: autograd's own threads recompute what was checkpointed
         # DDP takes a parameter for ready as soon as the border that it shares has run.
-        shares_borders = not self.uses_up_gradients and parallelism.ddp is None
+        groups_weights = not self.updates_in_backward and parallelism.ddp is None
         holds_copies = self.autocast.is_compile_used()
-        return self.weights.for_forward(model, forward, self.check.is_scaled, shares_borders, holds_copies)
+        return self.weights.prepare_forward(model, forward, self.check.is_scaled, groups_weights, holds_copies)
 
-    def spread(self, parameters: Sequence[Tensor], parallelism: Parallelism) -> None:
+    def adopt_sharding(self, parameters: Sequence[Tensor], parallelism: Parallelism) -> None:
         """Follow how ``parameters``, of the model or of its optimizer, are spread over processes now."""
         if parallelism is not ALONE:  # DDP and meshes may be of one process
             self.ranks.compare(mesh_groups(parameters))
-            self.weights.spread(self.model, parameters, parallelism, self.autocast.fp32_modules)
+            self.weights.adopt_sharding(self.model, parameters, parallelism, self.autocast.fp32_modules)
 
     def _settings(self) -> str:
         """What must match on all ranks that train one model."""
@@ -177,20 +177,20 @@ class StepRuntime:
             attached = [guard.optimizer for guard in self.guards]
             self._reported &= {id(one) for one in attached if self.check.gradients(optimizer_parameters(one))}
 
-    def backward_ended(self, largest: Tensor | None) -> None:
-        """Tell the observers; ``largest`` as for :meth:`StepObserver.backward_ended`."""
+    def on_backward_end(self, largest: Tensor | None) -> None:
+        """Tell the observers; ``largest`` as for :meth:`StepObserver.on_backward_end`."""
         for observer in self.observers:
-            observer.backward_ended(largest)
+            observer.on_backward_end(largest)
 
     # Step
 
-    def verdict(self, optimizer: Optimizer) -> Verdict | StepReport:
+    def clip_and_check(self, optimizer: Optimizer) -> OverflowStatus | StepReport:
         """Before an update: clip and judge the gradients of ``optimizer``.
 
         The controller's report if the backward has used them already.
         """
         self.scaler.finish_pending_step()  # where no backward has done so since the last step
-        if self.controller is not None and (report := self.controller.own_report()) is not None:
+        if self.controller is not None and (report := self.controller.report_from_backward()) is not None:
             return report
         model, parameters = self.model, optimizer_parameters(optimizer)
         self._warn_without_forward(optimizer, parameters)
@@ -198,13 +198,13 @@ class StepRuntime:
         if model is not None and parallelism is not ALONE:
             if parallelism.fsdp:
                 check_updates(optimizer, model)
-            self.spread(parameters, parallelism)
+            self.adopt_sharding(parameters, parallelism)
         if self._max_grad_norm is not None:
             self.grad_norm = self.clip_grad_norm(optimizer, parameters, self._max_grad_norm)
             if self.grad_norm is None:  # written since, or of a part of the model
                 self.grad_norm = get_total_norm([one.grad for one in parameters if one.grad is not None])
-                self.check.clip(parameters, self._max_grad_norm, self.grad_norm)
-        return self.check.verdict(parameters)
+                self.check.defer_clipping(parameters, self._max_grad_norm, self.grad_norm)
+        return self.check.overflow_status(parameters)
 
     def _warn_without_forward(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         """Warn if there are gradients, but no attached forward ran since the last step of ``optimizer``."""
@@ -229,12 +229,12 @@ class StepRuntime:
         # A lean layout has the gradients still scaled in 16 bits, where nobody else can clip them.
         norm = self.weights.layout.clip_grad_norm(optimizer_parameters(optimizer), max_norm)
         if norm is None and (norm := self.check.norm(parameters)) is not None:
-            self.check.clip(parameters, max_norm, norm)
+            self.check.defer_clipping(parameters, max_norm, norm)
         return norm
 
-    def before_next_scale(self) -> None:
+    def freeze_scale_factors(self) -> None:
         """The scaler is about to change S: gradients that are kept scaled keep the S that they have."""
-        self.weights.layout.before_next_scale(self.check.parameters)
+        self.weights.layout.freeze_scale_factors(self.check.parameters)
 
     def finish_step(self, optimizer: Optimizer, report: StepReport, *, was_skipped: bool) -> None:
         """Take in that a step of ``optimizer`` was applied or skipped; sets the next loss scale.
@@ -243,7 +243,7 @@ class StepRuntime:
         """
         if report.overflow:
             report = self._new_overflow(optimizer, report)
-        self.check.forget()
+        self.check.reset_step()
         self._step_was_skipped = was_skipped
         key = id(self), id(optimizer)  # a scaler may be that of several models
         iteration = self.scaler.iteration_of(key)
@@ -253,10 +253,10 @@ class StepRuntime:
         self._iteration, self._stats_before = iteration, self._stats
         used_scale = self.scaler.get_scale()
         for observer in self.observers:
-            observer.stepped(report)
+            observer.on_step_finished(report)
         nonfinite = partial(names_of_overflowing, self.weights, self.model)
         try:
-            self.scaler.update_scale(report, nonfinite, self._last_words, optimizer=key)
+            self.scaler.update_scale(report, nonfinite, self._overflow_advice, optimizer=key)
         finally:
             # Also for the step that ends the training, so that the log has its numbers.
             together = StepReport.of_all(iteration.reports.values())
@@ -275,8 +275,8 @@ class StepRuntime:
         self._reported |= {id(one) for one in others if self.check.overflows(optimizer_parameters(one))}
         return report
 
-    def _last_words(self) -> str:
-        return "\n".join(words for observer in self.observers if (words := observer.last_words()))
+    def _overflow_advice(self) -> str:
+        return "\n".join(words for observer in self.observers if (words := observer.overflow_advice()))
 
     def copy_for(self, memo: dict[int, Any]) -> StepRuntime:
         """The runtime of a deep copy of the model."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from hf_mp.borders import accumulating
+from hf_mp.borders import accumulating_edges
 from hf_mp.casting.active import state
 from hf_mp.casting.dispatched import current_graph_task
 
@@ -25,15 +25,15 @@ class LossScaleProvider:
         self._runtime, self.scaler = runtime, runtime.scaler
 
     @property
-    def uses_up_gradients(self) -> bool:
+    def updates_in_backward(self) -> bool:
         """Whether each gradient is used within the backward, before DDP can reduce it."""
-        return self._runtime.uses_up_gradients
+        return self._runtime.updates_in_backward
 
-    def loss_scale_on(self, device: torch.device) -> Tensor | None:
+    def loss_scale_for(self, device: torch.device) -> Tensor | None:
         self.scaler.finish_pending_step()  # its overflow status may be unread, and sets this S
         return self.scaler.scale_and_inverse(device).scale if self._runtime.check.is_scaled else None
 
-    def inverse_scale_on(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
+    def inverse_scale_for(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
         check = self._runtime.check
         if not check.is_scaled:
             return None
@@ -49,7 +49,7 @@ class LossScaleProvider:
         is_recomputing = forward is not None and forward.autocast is autocast and forward.is_recomputing
         if backwards.open and not is_recomputing:
             return self.scaler.scale_and_inverse(device).inverse
-        if accumulating(node, places):
+        if accumulating_edges(node, places):
             check.warn_once(
                 "gradients reached the parameters of an attached model, but none came in through its outputs, so the "
                 "loss scale was not applied and small ones may be lost. The loss was computed from a tensor that "
@@ -58,17 +58,17 @@ class LossScaleProvider:
             )
         return None
 
-    def gradient_entered(self, node: Any, gradient: Tensor) -> None:
+    def on_output_gradient(self, node: Any, gradient: Tensor) -> None:
         self._runtime.begin_iteration()
         check, observers = self._runtime.check, self._runtime.observers
         is_needed = check.is_scaled or check.measures_norm or observers
         if is_needed or profiler._is_profiler_enabled:  # the profiler shows the backward
-            check.gradient_entered(getattr(node, "value", None))  # none where a second derivative begins
+            check.on_output_gradient(getattr(node, "value", None))  # none where a second derivative begins
         for observer in observers:
-            observer.gradient_entered(node, gradient)
+            observer.on_output_gradient(node, gradient)
 
-    def keep_scaled(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
+    def take_scaled_gradients(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
         layout = self._runtime.weights.layout
         if layout.keeps_scaled_gradients:
-            weights = {place: node.outside[place] for place in accumulating(node, uses)}
-            layout.keep_scaled_gradients(weights, uses, inverse)
+            weights = {place: node.outside[place] for place in accumulating_edges(node, uses)}
+            layout.store_scaled_gradients(weights, uses, inverse)

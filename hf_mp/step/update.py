@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_mp.integrations.accelerated import as_accelerated, tell_accelerate
+from hf_mp.integrations.accelerated import as_accelerated, patch_accelerate_skip_flag
 from hf_mp.model_walk import optimizer_parameters
 from hf_mp.ranks.parallelism import parallelism_of
 from hf_mp.scaling.rules import StepReport
-from hf_mp.step.gradients import Verdict
+from hf_mp.step.gradients import OverflowStatus
 from hf_mp.step.profiling import profiled
 from hf_mp.step.runtime import StepRuntime
 from hf_mp.weights.attachable import check_optimizer
-from hf_mp.weights.fused_adamw import KeptUpdates, can_skip, skipping
+from hf_mp.weights.fused_adamw import UpdateCache, can_skip_on_device, with_found_inf
 
 if TYPE_CHECKING:
     # Of Any as well: the result replaces a variable of the user's own class, such as AdamW.
@@ -36,7 +36,7 @@ _SUPPORTS_SCALING = "_step_supports_amp_scaling"
 
 
 class _StepWasSkipped:
-    """``Optimizer.step_was_skipped`` after a step that its device decides: waits for the verdict when it is asked.
+    """``Optimizer.step_was_skipped`` after a step that its device decides: waits for the check when it is asked.
 
     A descriptor without ``__set__``, so that the guard's attribute of the optimizer itself wins. It lies on torch's
     class while one of its users is attached.
@@ -72,11 +72,13 @@ class StepGuard:
         self.optimizer = optimizer
         self.runtimes: list[StepRuntime] = []  # of the models whose parameters it has
         self._before = {name: vars(optimizer)[name] for name in ("step", _SUPPORTS_SCALING) if name in vars(optimizer)}
-        self._unguarded, self._replaced_step = optimizer.step, self._before.get("step")
-        self._updates = KeptUpdates()
+        self._original_step, self._replaced_step = optimizer.step, self._before.get("step")
+        self._updates = UpdateCache()
 
         # A plain function bound to the optimizer: torch's LR schedulers look at ``step.__func__``.
-        @functools.wraps(getattr(self._unguarded, "__func__", self._unguarded))  # a scheduler made before: a function
+        @functools.wraps(
+            getattr(self._original_step, "__func__", self._original_step)
+        )  # a scheduler made before: a function
         def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
             return self._step(closure)
 
@@ -87,59 +89,65 @@ class StepGuard:
         self._guarded = types.MethodType(step, optimizer)
         optimizer.step = self._guarded
         optimizer.step_was_skipped = False
-        self._told = tell_accelerate(optimizer)
-        self._answered: weakref.finalize[..., Any] | None = None
+        self._accelerate_patch = patch_accelerate_skip_flag(optimizer)
+        self._skip_flag_finalizer: weakref.finalize[..., Any] | None = None
         # torch.amp.GradScaler leaves unscaling to such an optimizer, and tells it by attributes: so it is noticed.
         setattr(optimizer, _SUPPORTS_SCALING, True)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        """Verdict, update, next loss scale; returns the loss of ``closure``."""
+        """Check, update, next loss scale; returns the loss of ``closure``."""
         optimizer, runtimes = self.optimizer, list(self.runtimes)
         if not runtimes:
-            return self._unguarded() if closure is None else self._unguarded(closure)
+            return self._original_step() if closure is None else self._original_step(closure)
         _check_step(optimizer, runtimes)
-        self._told = self._told or tell_accelerate(optimizer)  # it may have been imported since
+        self._accelerate_patch = self._accelerate_patch or patch_accelerate_skip_flag(
+            optimizer
+        )  # it may have been imported since
         loss = None if closure is None else torch.enable_grad()(closure)()
-        with profiled("verdict"):
-            verdicts = [runtime.verdict(optimizer) for runtime in runtimes]
-        only = verdicts[0] if len(runtimes) == 1 else None
-        if isinstance(only, Verdict) and only.may_stay_on_device and can_skip(optimizer, self._replaced_step):
-            self._update_unless(only, runtimes[0])  # the device decides, so that the host need not wait
+        with profiled("gradient check"):
+            results = [runtime.clip_and_check(optimizer) for runtime in runtimes]
+        only = results[0] if len(runtimes) == 1 else None
+        if (
+            isinstance(only, OverflowStatus)
+            and only.may_stay_on_device
+            and can_skip_on_device(optimizer, self._replaced_step)
+        ):
+            self._step_with_found_inf(only, runtimes[0])  # the device decides, so that the host need not wait
         else:
-            self._finish(runtimes, verdicts)
+            self._finish_step(runtimes, results)
         return loss
 
-    def _update_unless(self, verdict: Verdict, runtime: StepRuntime) -> None:
-        """Queue an update that the device skips; the host reads the verdict when somebody asks what became of it.
+    def _step_with_found_inf(self, status: OverflowStatus, runtime: StepRuntime) -> None:
+        """Queue an update that the device skips; the host reads ``found_inf`` when somebody asks what became of it.
 
         That is at the latest when the next backward begins, which needs the next S.
         """
-        sent = verdict.sent_to_host()
+        sent = status.to_host()
         optimizer = self.optimizer
-        self._update([runtime], verdict.found_inf())
-        take_in = functools.partial(self._finish, [runtime], [sent], is_queued=True)
+        self._update([runtime], status.found_inf())
+        take_in = functools.partial(self._finish_step, [runtime], [sent], is_queued=True)
         if runtime.observers or runtime.scaler.skips_once_too_often():  # both must hear of an overflow at once
             take_in()
         else:
-            if self._answered is None:
+            if self._skip_flag_finalizer is None:
                 _STEP_WAS_SKIPPED.count(1)
-                self._answered = weakref.finalize(optimizer, _STEP_WAS_SKIPPED.count, -1)
+                self._skip_flag_finalizer = weakref.finalize(optimizer, _STEP_WAS_SKIPPED.count, -1)
             # The descriptor at torch's class answers only where the optimizer itself has no such attribute.
             vars(optimizer).pop("step_was_skipped", None)
             runtime.scaler.defer_step(take_in)
         # Lean gradients are read by the kernels that were queued, and nobody else needs them.
-        if hasattr(optimizer, "free_gradients") and not vars(optimizer).get("step_was_skipped"):
-            optimizer.free_gradients()
+        if hasattr(optimizer, "release_gradients") and not vars(optimizer).get("step_was_skipped"):
+            optimizer.release_gradients()
 
-    def _finish(
-        self, runtimes: list[StepRuntime], verdicts: Sequence[Verdict | StepReport], *, is_queued: bool = False
+    def _finish_step(
+        self, runtimes: list[StepRuntime], results: Sequence[OverflowStatus | StepReport], *, is_queued: bool = False
     ) -> None:
-        """Read the verdicts, skip the update or make it, unless that was done, and set the next loss scale."""
+        """Read the results of the check, skip the update or make it unless that was done, set the next loss scale."""
         optimizer = self.optimizer
-        with profiled("read of the verdict"):
-            reports = [one.check.agreed_report(verdict) for one, verdict in zip(runtimes, verdicts, strict=True)]
+        with profiled("found_inf to host"):
+            reports = [one.check.all_ranks_report(result) for one, result in zip(runtimes, results, strict=True)]
         if len(runtimes) == 1 and reports[0].overflow and (controller := runtimes[0].controller) is not None:
-            again = controller.overflowed(optimizer)  # which may run the forwards of one model again
+            again = controller.handle_overflow(optimizer)  # which may run the forwards of one model again
             if again is not None:
                 reports, is_queued = [again], False
         optimizer.step_was_skipped = was_skipped = any([report.overflow for report in reports])
@@ -152,13 +160,13 @@ class StepGuard:
         """Write masters and working copies; nothing where ``found_inf``, FP32 of shape (), is there and not 0."""
         given = self._replaced_step, self._updates, runtimes[0].check.clipping, found_inf
         with profiled("update"):
-            if len(runtimes) == 1 and runtimes[0].weights.update(self.optimizer, *given):
+            if len(runtimes) == 1 and runtimes[0].weights.try_fused_update(self.optimizer, *given):
                 return
             checks = [runtime.check for runtime in runtimes if runtime.check.clipping is not None]
             for check in checks[:1]:  # each of several models has the norm of all gradients of the optimizer: one clips
-                check.clip_now()
-            with nullcontext() if found_inf is None else skipping(self.optimizer, found_inf):
-                self._unguarded()
+                check.apply_clipping()
+            with nullcontext() if found_inf is None else with_found_inf(self.optimizer, found_inf):
+                self._original_step()
             for runtime in runtimes:
                 runtime.weights.layout.refresh_working_copies(self.optimizer)
 
@@ -167,7 +175,7 @@ class StepGuard:
         self.runtimes.remove(runtime)
         if self.runtimes:
             return
-        for end in filter(None, (self._told, self._answered)):
+        for end in filter(None, (self._accelerate_patch, self._skip_flag_finalizer)):
             end()
         state = vars(self.optimizer)
         state.pop("step_was_skipped", None)
@@ -188,10 +196,10 @@ def guard_steps(optimizer: Any, runtime: StepRuntime) -> AttachedOptimizer:
         accelerated.optimizer = guard_steps(accelerated.optimizer, runtime)
         return optimizer
     check_optimizer(optimizer, runtime.model)
-    runtime.spread(optimizer_parameters(optimizer), parallelism_of(runtime.model))
-    optimizer = runtime.weights.take_optimizer(optimizer)
+    runtime.adopt_sharding(optimizer_parameters(optimizer), parallelism_of(runtime.model))
+    optimizer = runtime.weights.wrap_optimizer(optimizer)
     for observer in runtime.observers:
-        observer.take_optimizer(optimizer)
+        observer.on_attach_optimizer(optimizer)
     # A copied optimizer has the guard of the one that it was copied from.
     guard = getattr(optimizer.step, "hf_mp_guard", None)
     if guard is None or not guard.runtimes or guard.optimizer is not optimizer:

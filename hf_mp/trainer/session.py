@@ -20,8 +20,8 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer import SCALER_NAME
 from transformers.utils import logging
 
+from hf_mp.diagnostics.contract.record import ContractRecorder
 from hf_mp.diagnostics.contract.table import PrecisionContract
-from hf_mp.diagnostics.contract.watch import ContractWatch
 from hf_mp.diagnostics.lost_updates import check_training
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.rules import PrecisionStats
@@ -34,7 +34,7 @@ from hf_mp.trainer.relative_steps import report_rates_without_gradients
 from hf_mp.trainer.reporting import end_recording, show_contract, start_recording, warn_of_skipped_steps
 from hf_mp.trainer.settings import OF_MIXED, SAVE_DTYPES, SessionSettings
 from hf_mp.weights.attachable import runtimes_of
-from hf_mp.weights.source import make_reading_layout
+from hf_mp.weights.source import make_inference_layout
 
 if TYPE_CHECKING:  # imported only if an option needs it
     from hf_mp.diagnostics.overflow_report import OverflowReport
@@ -64,7 +64,7 @@ class TrainerSession(TrainerCallback):
         self.overflow_reports: list[OverflowReport] = []
         self.recorder: PrecisionRecorder | None = None
         self.contract: PrecisionContract | None = None
-        self._contract_recorder: ContractWatch | None = None  # until the end of the first step
+        self._contract_recorder: ContractRecorder | None = None  # until the end of the first step
         self._original_dtypes: dict[str, torch.dtype] = {}  # by name, before the model was attached
         self._model: weakref.ref[nn.Module] | None = None
         self._trainer: Callable[[], Any] = lambda: None  # weak reference
@@ -94,7 +94,7 @@ class TrainerSession(TrainerCallback):
         if self.runtime.model is None:
             detach_sessions(model)
             self.runtime.attach(model)
-            self.runtime.is_of_session = True
+            self.runtime.made_by_trainer = True
         self.runtime.check.measures_norm = measures_norm
         self._add_observers(self.runtime, model)
         self.recorder = start_recording(self.runtime, self.settings, self.args)
@@ -129,9 +129,9 @@ class TrainerSession(TrainerCallback):
         # Some trainers use the policy model as its own reference.
         if self.runtime is not None and model is not None and model is not self.runtime.model:
             detach_sessions(model)
-            self._attach_for_inference(model, self._at_detach, trained_alone=False)
+            self._attach_for_inference(model, self._at_detach, only_trainable=False)
 
-    def _attach_for_inference(self, model: nn.Module, at_end: ExitStack, *, trained_alone: bool) -> None:
+    def _attach_for_inference(self, model: nn.Module, at_end: ExitStack, *, only_trainable: bool) -> None:
         """Attach ``model``, which is not trained, until ``at_end``."""
         settings = self.settings
         policy = replace(settings.policy, loss_scale=None)
@@ -140,12 +140,12 @@ class TrainerSession(TrainerCallback):
             policy,
             tables=settings.tables,
             rules=rules,
-            layout=make_reading_layout(settings.policy, trained_alone=trained_alone),
+            layout=make_inference_layout(settings.policy, only_trainable=only_trainable),
         )
         runtime.attach(model)
         at_end.callback(runtime.detach)
         self._set_head_to_fp32(model, at_end)
-        runtime.is_of_session = True
+        runtime.made_by_trainer = True
 
     def _set_head_to_fp32(self, model: nn.Module, at_end: ExitStack) -> None:
         if self.settings.policy.fp32_head:
@@ -159,12 +159,12 @@ class TrainerSession(TrainerCallback):
 
     def record_contract(self, model: nn.Module | None) -> None:
         """Record the precision contract of the first step of the run, also with FP32."""
-        self._stop_contract_recorder()
+        self._stop_recording_contract()
         if self.settings.precision_contract and model is not None:
-            self._contract_recorder = ContractWatch(model)
+            self._contract_recorder = ContractRecorder(model)
             self._contract_recorder.start()
 
-    def _stop_contract_recorder(self) -> None:
+    def _stop_recording_contract(self) -> None:
         recorder, self._contract_recorder = self._contract_recorder, None
         if recorder is not None:
             recorder.close()
@@ -189,7 +189,7 @@ class TrainerSession(TrainerCallback):
         if runtime is None:
             return None
         # The optimizer step in backward has clipped and freed them.
-        if runtime.uses_up_gradients:
+        if runtime.updates_in_backward:
             return runtime.grad_norm
         return runtime.clip_grad_norm(optimizer, list(model.parameters()), max_norm)
 
@@ -239,7 +239,7 @@ class TrainerSession(TrainerCallback):
         if recorder is None or (self.runtime is not None and self.runtime.step_was_skipped):
             return
         self.contract = recorder.contract(optimizer, self.saved_dtypes)
-        self._stop_contract_recorder()
+        self._stop_recording_contract()
         risks = check_training(recorder.model, optimizer).advice if self.contract.lacks_masters else ""
         show_contract(self.contract, risks, self.settings, self.args, self.recorder)
 
@@ -256,7 +256,7 @@ class TrainerSession(TrainerCallback):
         """Run ``model`` in autocast in this context; between runs it gets no master weights."""
         with ExitStack() as at_end:
             if self.runtime is not None and not _runtimes_of(model):
-                self._attach_for_inference(model, at_end, trained_alone=True)
+                self._attach_for_inference(model, at_end, only_trainable=True)
             yield
 
     # Checkpoints
@@ -304,7 +304,7 @@ class TrainerSession(TrainerCallback):
     def detach(self) -> None:
         """Make the models ordinary FP32 models; the runtime keeps its loss scale and statistics."""
         self._at_detach.close()
-        self._stop_contract_recorder()
+        self._stop_recording_contract()
         if self.runtime is not None:
             self.runtime.detach()
 
@@ -333,4 +333,4 @@ def detach_sessions(model: nn.Module) -> None:
 
 def _runtimes_of(model: nn.Module) -> list[MixedPrecision]:
     # Not those of user code: attaching such a model a second time raises.
-    return [runtime for runtime in runtimes_of(model) if runtime.is_of_session]
+    return [runtime for runtime in runtimes_of(model) if runtime.made_by_trainer]

@@ -190,7 +190,7 @@ class SessionSettings(PrecisionOptions):
         # FSDP2 shards of a lean model are FP32, too. In the default layout the optimizer has the parameters of the
         # model, as accelerate requires.
         if policy.is_lean and fsdp_version(args) == 2:
-            policy = replace(policy, params=torch.float32, reduce=policy.wire)
+            policy = replace(policy, params=torch.float32, reduce=policy.reduce_dtype)
         return MixedPrecision(
             policy,
             loss_scaler=self.make_scaler(),

@@ -146,7 +146,7 @@ class MixedPrecisionTrainer(SessionProperties, CrashSafe):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if grad_norm is None and self.mixed_precision is not None:
             # The optimizer step in backward has freed the gradients.
-            if self.mixed_precision.uses_up_gradients:
+            if self.mixed_precision.updates_in_backward:
                 return None
             grad_norm = self.session.clip_grad_norm(model, cast(Optimizer, self.optimizer), math.inf)
         return super()._get_grad_norm(model, grad_norm)

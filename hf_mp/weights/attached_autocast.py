@@ -57,11 +57,11 @@ class AttachedAutocast(autocast):
         """The weights of :attr:`forward`."""
         return None if (forward := self.forward) is None else forward.weights
 
-    def lowers(self, op: Callable[..., Any] | None) -> bool:
+    def is_lower_precision(self, op: Callable[..., Any] | None) -> bool:
         """Whether ``op`` runs in 16 bits."""
         return op is not None and (entry := self._plan.get(op)) is not None and entry.rule is CastRule.LOWER_PRECISION
 
-    def ruled(self) -> Iterator[nn.Module]:
+    def modules_with_rules(self) -> Iterator[nn.Module]:
         """The modules for whose weights a rule decides: a rule about an op for its module, others for all inside."""
         for module, rule in self._ruled_modules:
             yield from [module] if rule.functions else module.modules()
@@ -83,7 +83,7 @@ class AttachedAutocast(autocast):
 
     def may_be_dispatched(self) -> bool:
         """Whether kernels can make the calls that are in tables of a forward that begins now."""
-        if self.observer is not None or self.has_rules or self._has_scripts:
+        if self.call_override is not None or self.has_rules or self._has_scripts:
             return False
         return not self.is_compile_used() and self._has_kernels
 
@@ -119,7 +119,7 @@ class AttachedAutocast(autocast):
         """What to do with a call of ``func`` in the forward that runs."""
         entry = self._plan.get(func, AS_GIVEN)
         if entry.rule not in ALWAYS_HELD and state.active[-1] is not self:
-            entry = self.in_island(entry)
+            entry = self.plan_for_nested(entry)
         forward = self.forward
         if forward is not None and forward.began_without_grad and torch.is_grad_enabled() and func not in _NOT_A_USE:
             return entry._replace(handler=functools.partial(_with_gradients, entry.handler))
@@ -146,7 +146,7 @@ class AttachedAutocast(autocast):
         if is_dynamo_compiling():
             return super().__torch_function__(func, types, args, kwargs)
         entry = self.planned(func)
-        make = self.apply if self.observer is None or entry.rule is CastRule.COMPOSITE else self.observer
+        make = self.apply if self.call_override is None or entry.rule is CastRule.COMPOSITE else self.call_override
         return make(entry, func, args, kwargs or {})
 
     def apply(
@@ -163,7 +163,7 @@ class AttachedAutocast(autocast):
         with undispatched():
             return super().apply(entry, func, args, kwargs)
 
-    def in_island(self, entry: PlannedCall) -> PlannedCall:
+    def plan_for_nested(self, entry: PlannedCall) -> PlannedCall:
         # In compiled code a 16-bit weight may meet an FP32 activation.
         return _IN_ISLAND if entry.rule is CastRule.LOWER_PRECISION else AS_GIVEN
 

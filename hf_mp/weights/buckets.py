@@ -16,7 +16,7 @@ from hf_mp.ranks.wire import ScaleSource, sum_parts
 from hf_mp.weights.split_parameter import SplitParameter, has_gradient
 
 
-class Buckets:
+class SplitGradientCommHook:
     """The hook of one DDP. Buckets of split parameters come and go in 16 bits, scaled; buckets of others stay FP32.
 
     Gradients are summed in FP32 where they arrive: each rank sums its part of a bucket, and sends the average to the
@@ -42,7 +42,7 @@ class Buckets:
         """The average of ``bucket`` over the ranks: the hook."""
         values = bucket.buffer()
         scale_source = self._scale_source()
-        factor = None if scale_source is None else scale_source.loss_scale_on(values.device)
+        factor = None if scale_source is None else scale_source.loss_scale_for(values.device)
         inverse = (
             None
             if scale_source is None or factor is None
@@ -51,23 +51,23 @@ class Buckets:
         # Gradients lie next to .grad until here: the bucket that DDP brings has nothing of them yet.
         for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if isinstance(parameter, SplitParameter):
-                parameter.put_gradient_into(part, factor, inverse)
-        with self._in_turn(values.device):
+                parameter.copy_gradient_to_bucket(part, factor, inverse)
+        with self._communication_stream(values.device):
             # A split parameter's gradient is scaled already.
-            self._average(values, None if values.dtype is self._policy.wire else factor)
+            self._average(values, None if values.dtype is self._policy.reduce_dtype else factor)
             is_indexed = values.device.index is not None  # no CPU is
             done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[values.device] if is_indexed else None)
             done.set_result(values)
         return done
 
-    def hand_out(self, parameters: Iterable[Tensor]) -> None:
+    def collect_reduced_gradients(self, parameters: Iterable[Tensor]) -> None:
         """After a backward: have split ``parameters`` keep the ``.grad`` that DDP has left, which is still scaled."""
         scale_source = self._scale_source()
         for parameter in parameters:
             if scale_source is not None and isinstance(parameter, SplitParameter):
-                is_scaled = scale_source.loss_scale_on(parameter.device) is not None
+                is_scaled = scale_source.loss_scale_for(parameter.device) is not None
                 inverse = scale_source.scaler.scale_and_inverse(parameter.device).inverse if is_scaled else None
-                parameter.take_from_bucket(inverse)
+                parameter.take_reduced_gradient(inverse)
 
     def mark_accumulated(self) -> None:
         """Have DDP find a ``.grad`` of the parameters that have a gradient from before this backward.
@@ -81,7 +81,7 @@ class Buckets:
                 if (parameter := known()) is not None and has_gradient(parameter):
                     parameter.mark_used()
 
-    def _in_turn(self, device: torch.device) -> Any:
+    def _communication_stream(self, device: torch.device) -> Any:
         """A context to communicate in: the backward does not wait, and every rank keeps the order of its buckets."""
         if device.type == "cpu":
             return contextlib.nullcontext()
@@ -92,18 +92,18 @@ class Buckets:
 
     def _average(self, values: Tensor, factor: Tensor | None) -> None:
         """Average ``values`` over the ranks in place; multiplied by ``factor`` (None for 1) only while they travel."""
-        ranks, distributed, wire = self._group.size(), torch.distributed, self._policy.wire
-        if wire is torch.float32:
+        ranks, distributed, dtype = self._group.size(), torch.distributed, self._policy.reduce_dtype
+        if dtype is torch.float32:
             sums = values.float()
             distributed.all_reduce(sums, group=self._group)
             values.copy_(sums.div_(ranks))
             return
-        sent = values.new_zeros(-(-values.numel() // ranks) * ranks, dtype=wire)
+        sent = values.new_zeros(-(-values.numel() // ranks) * ranks, dtype=dtype)
         sent[: values.numel()].copy_(values if factor is None else values * factor)
         part = torch.empty(sent.numel() // ranks, dtype=torch.float32, device=sent.device)
         sum_parts(part, sent, self._group)
         single = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-        single(sent, part.div_(ranks).to(wire), group=self._group)
+        single(sent, part.div_(ranks).to(dtype), group=self._group)
         values.copy_(sent[: values.numel()])
         if factor is not None:
             values.div_(factor)
@@ -112,7 +112,7 @@ class Buckets:
 def _check_reduction(split: Iterable[SplitParameter], policy: PrecisionPolicy, scale_source: ScaleSource) -> None:
     """Raise a ValueError for what a lean layout cannot do on several processes."""
     name, usual = f"precision={str(policy)!r}", str(policy).removesuffix("-lean")
-    if scale_source.uses_up_gradients:
+    if scale_source.updates_in_backward:
         raise ValueError(
             f"free_gradients='backward' updates before DistributedDataParallel reduces gradients: leave it out, or use "
             f"{name} on one process without DistributedDataParallel"

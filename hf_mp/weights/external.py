@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_mp.borders import add_late_borders, is_of_model, leads_inside, output_border
+from hf_mp.borders import add_unscale_hooks, cast_to_output, is_of_model, reaches_forward
 from hf_mp.weights.slots import WeightSlots
 
 _MOST_FORWARDS = 1000  # whose nodes are remembered: the record must not grow with the training
@@ -110,7 +110,7 @@ class ExternalTensors:
                     "forward() changed a leaf tensor that requires a gradient in place, and torch has no gradient of "
                     "that: pass a clone"
                 )
-            changed.append(output_border(alias, self._slots.scale_provider, None))
+            changed.append(cast_to_output(alias, self._slots.scale_provider, None))
             # Nodes of the forward may have saved the alias, which shares the version counter.
             with torch.autograd._unsafe_preserve_version_counter(tensor):
                 tensor.copy_(changed[-1])
@@ -137,11 +137,11 @@ class ExternalTensors:
         if node is None:
             return self._recompute_inputs is not None and id(tensor) not in self._recompute_inputs
         is_older = node._sequence_nr() < self.first_node and not self._is_of_earlier_forward(node)
-        return is_older and not leads_inside(node, self.first_node, self._known_external)
+        return is_older and not reaches_forward(node, self.first_node, self._known_external)
 
     def add_unscale_hooks(self, results: Sequence[Tensor]) -> bool:
         """Unscale at each edge of the graph of ``results`` to an external tensor. Returns whether there was one."""
-        return add_late_borders(results, self._slots.scale_provider, self.first_node, self._is_of_earlier_forward)
+        return add_unscale_hooks(results, self._slots.scale_provider, self.first_node, self._is_of_earlier_forward)
 
     def record_nodes(self) -> None:
         """Record the nodes of this forward, which has ended."""

@@ -18,7 +18,7 @@ from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, Room, adamw_, is_sm
 from hf_mp.kernels.registry import VARIABLE, kernel_for
 from hf_mp.kernels.tensors import is_on_host, is_ordinary, traits_of
 from hf_mp.model_walk import optimizer_parameters
-from hf_mp.weights.split_parameter import SplitParameter, current_remainders, gradient_and_factor
+from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, updated_remainders
 from hf_mp.weights.working_copies import WorkingCopies
 
 
@@ -67,7 +67,7 @@ class _Batch(NamedTuple):
         return None if kernel is None or len(given) < len(found) else kernel(given, self.counts)
 
 
-class KeptUpdates:
+class UpdateCache:
     """What the steps of one optimizer share: room for those of a CPU, and on a GPU the kernel's tables of its tensors.
 
     A step looks where they are; only where something has changed does it ask whether the kernel can take them.
@@ -90,7 +90,7 @@ class KeptUpdates:
 
 
 def fused_step_split(
-    optimizer: Optimizer, parameters: list[nn.Parameter], updates: KeptUpdates, found_inf: Tensor | None = None
+    optimizer: Optimizer, parameters: list[nn.Parameter], updates: UpdateCache, found_inf: Tensor | None = None
 ) -> set[int]:
     """Update those split ``parameters`` whose step a kernel can take in the place of ``optimizer``.
 
@@ -129,7 +129,7 @@ def fused_step_split(
 
 def _update_split(
     optimizer: Optimizer,
-    updates: KeptUpdates,
+    updates: UpdateCache,
     settings: AdamWSettings,
     found_inf: Tensor | None,
     factor: Tensor | None,
@@ -143,7 +143,7 @@ def _update_split(
             return set()
         adamw_([tensors for _, tensors in found], settings, factor, found_inf, updates.room)
         parameters = [parameter for parameter, _ in found]
-    elif update := updates.of(_Batch(optimizer, parameters, [len(batch)], gradients, current_remainders(parameters))):
+    elif update := updates.of(_Batch(optimizer, parameters, [len(batch)], gradients, updated_remainders(parameters))):
         update(gradients, [settings], factor, found_inf)
     else:
         return set()  # the optimizer itself steps what no kernel takes
@@ -154,7 +154,7 @@ def _update_split(
     return set(map(id, parameters))
 
 
-def can_skip(optimizer: Optimizer, replaced_step: Callable[..., Any] | None) -> bool:
+def can_skip_on_device(optimizer: Optimizer, replaced_step: Callable[..., Any] | None) -> bool:
     """Whether the step of ``optimizer`` skips by itself where its ``found_inf`` is 1, and nobody hears of a step.
 
     ``replaced_step`` is what stood in the place of its class's ``step`` before it was guarded. Of a
@@ -170,7 +170,7 @@ def can_skip(optimizer: Optimizer, replaced_step: Callable[..., Any] | None) -> 
 
 
 @contextlib.contextmanager
-def skipping(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
+def with_found_inf(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
     """A context in which the step of ``optimizer`` does nothing where ``found_inf`` is 1."""
     optimizer.found_inf = found_inf  # as torch.amp.GradScaler tells it
     try:
@@ -179,18 +179,18 @@ def skipping(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
         del optimizer.found_inf
 
 
-def fused_step_whole(
+def try_fused_step_whole(
     optimizer: Optimizer,
     replaced_step: Callable[..., Any] | None,
     copies: WorkingCopies,
-    updates: KeptUpdates,
+    updates: UpdateCache,
     clipping: Clipping | None = None,
     found_inf: Tensor | None = None,
 ) -> bool:
     """Update FP32 parameters and their working copies in one launch, where the Triton kernel is used for all of them.
 
     The kernel clips the gradients as it reads them, and writes nothing where ``found_inf``, FP32 of shape (), is not 0.
-    ``replaced_step`` as for :func:`can_skip`. False: no parameter was written.
+    ``replaced_step`` as for :func:`can_skip_on_device`. False: no parameter was written.
     """
     stepping: list[Any] = [parameter for parameter in optimizer_parameters(optimizer) if parameter.grad is not None]
     if kernel_for("adamw", stepping[:1]) is None:  # on a CPU the first one answers for all
@@ -253,7 +253,7 @@ def _tensors_of(
     """What an update needs of ``parameter``, with its working ``copy``; None where the optimizer steps itself."""
     weight: Any
     if isinstance(parameter, SplitParameter):
-        weight = None, *parameter.halves()
+        weight = None, *parameter.read_halves()
     elif parameter.dtype is torch.float32:
         is_stale = copy is not None and copy.shape != parameter.shape  # of what `parameter.data` was before
         weight = parameter, None if is_stale else copy

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_mp.borders import BorderUse
+from hf_mp.borders import AliasSetUse
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.ranks.parallelism import fsdp_modules, is_dtensor
 from hf_mp.weights.external import ExternalTensors
@@ -32,7 +32,7 @@ class GatheredSlots(WeightSlots):
         self._handles = list[RemovableHandle]()
         self._gathered = list[ParameterSlot]()  # whose weights have aliases
         # The base class has it from an alias set; here each forward makes its own aliases.
-        self.border_use = BorderUse((), self.scale_provider)
+        self.alias_set_use = AliasSetUse((), self.scale_provider)
         # Whether ops compute with DTensors, which are there all the time: nothing is gathered.
         self._computes_on_shards = isinstance(self.layout, TensorParallelLayout)
 
@@ -60,7 +60,7 @@ class GatheredSlots(WeightSlots):
                 if slot.weight.dtype in LOWER_PRECISION_DTYPES and slot.weight.requires_grad:
                     slot.weight.grad_dtype = torch.float32  # what leaves through the border
             if self._computes_on_shards:  # Transformers < 5.23 sums a norm's .grad as soon as its backward has run
-                self.shares_borders = False
+                self.groups_weights = False
             new = [slot.weight for slot in slots if slot.has_copy and id(slot.weight) not in self.aliases]
             copies = self.layout.working_copies(new)
             self._gathered += slots

@@ -16,7 +16,7 @@ from hf_mp.model_walk import model_parameters, optimizer_parameters, widen_buffe
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import Parallelism, is_dtensor
 from hf_mp.ranks.wire import ScaleSource
-from hf_mp.weights.buckets import Buckets
+from hf_mp.weights.buckets import SplitGradientCommHook
 from hf_mp.weights.working_copies import WorkingCopies
 
 
@@ -28,17 +28,19 @@ class WeightLayout:
     """
 
     keeps_copies = True  # whether a working copy outlives its use
-    keeps_scaled_gradients = False  # whether to ask keep_scaled_gradients()
+    keeps_scaled_gradients = False  # whether to ask store_scaled_gradients()
     offload: str | None = None  # what is in host memory: "optimizer" or "all"
 
     def __init__(self, policy: PrecisionPolicy) -> None:
         self.policy = policy
         self.copies = WorkingCopies(policy.compute)
         self._masters: set[int] = set()  # the trained parameters at the last forward, by identity
-        self._joined: weakref.WeakKeyDictionary[nn.Module, Buckets] = weakref.WeakKeyDictionary()
+        self._comm_hook_by_ddp: weakref.WeakKeyDictionary[nn.Module, SplitGradientCommHook] = (
+            weakref.WeakKeyDictionary()
+        )
 
     @torch.no_grad()
-    def make_masters(self, model: nn.Module) -> None:
+    def prepare_weights(self, model: nn.Module) -> None:
         """Before a forward with grad: give trainable parameters of ``model`` FP32 masters where they have none."""
         trained = [parameter for parameter in model_parameters(model) if parameter.requires_grad]
         narrow = [parameter for parameter in trained if parameter.dtype in LOWER_PRECISION_DTYPES]
@@ -58,14 +60,14 @@ class WeightLayout:
         """By the identity of FP32 masters among ``weights``, what products read in their places, without grad."""
         return self.copies.get_all(weights)
 
-    def take_over_communication(
+    def register_communication(
         self, model: nn.Module, parallelism: Parallelism, scale_source: ScaleSource, in_fp32: Sequence[nn.Module]
     ) -> None:
         """Take over the communication of ``model``; weights of the modules ``in_fp32`` are not rounded."""
-        ddp, has_buckets = parallelism.ddp, self.keeps_scaled_gradients or self.policy.wire is not torch.float32
+        ddp, has_buckets = parallelism.ddp, self.keeps_scaled_gradients or self.policy.reduce_dtype is not torch.float32
         # Once for each DDP, of one process too: its first forward is the last moment before a bucket is reduced.
-        if has_buckets and ddp is not None and ddp not in self._joined:
-            self._joined[ddp] = Buckets(ddp, self.policy, scale_source)
+        if has_buckets and ddp is not None and ddp not in self._comm_hook_by_ddp:
+            self._comm_hook_by_ddp[ddp] = SplitGradientCommHook(ddp, self.policy, scale_source)
 
     def parameters_to_check(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
         """The parameters whose gradients a backward of ``model`` may leave, each once."""
@@ -75,7 +77,7 @@ class WeightLayout:
         """A context to run a forward in, which decides what autograd saves of the working copies."""
         return nullcontext()
 
-    def keep_scaled_gradients(
+    def store_scaled_gradients(
         self, weights: Mapping[int, Tensor], uses: dict[int, list[Tensor]], inverse: Tensor | None
     ) -> None:
         """Move gradients of ``weights`` out of ``uses``, both by place, and keep them scaled by 1/``inverse``."""
@@ -91,7 +93,7 @@ class WeightLayout:
         """
         return None
 
-    def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer to step from now on; a ValueError for one that cannot update these masters."""
         return optimizer
 
@@ -113,7 +115,7 @@ class WeightLayout:
         """Round all masters that have working copies again."""
         self.copies.refresh()
 
-    def before_next_scale(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
+    def freeze_scale_factors(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
         """Called before the loss scale changes: gradients that are still scaled keep the scale that they have."""
 
     def restore(self, model: nn.Module | None) -> None:

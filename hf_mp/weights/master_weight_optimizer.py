@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp._warnings import warn_caller
-from hf_mp.casting.watched import seen, watch
+from hf_mp.casting.watched import track_data_writes, version_and_address
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.gradient_scan import norm_of, real_values, tensor_norm, total_norm
 from hf_mp.kernels.split import split
@@ -23,7 +23,7 @@ from hf_mp.kernels.tensors import is_on_host
 from hf_mp.model_walk import optimizer_parameters
 from hf_mp.weights.attachable import check_closure
 from hf_mp.weights.early_state import optimizers_in, state_to_fp32
-from hf_mp.weights.fused_adamw import KeptUpdates, clip_factor, fused_step_split, replaces_step, skipping
+from hf_mp.weights.fused_adamw import UpdateCache, clip_factor, fused_step_split, replaces_step, with_found_inf
 from hf_mp.weights.outside_reads import as_stored, on_stored_values
 from hf_mp.weights.split_parameter import (
     SplitParameter,
@@ -88,10 +88,10 @@ class MasterWeightOptimizer(Optimizer):
         # Before parameters become masters: torch would cast state to the 16 bits of what it belongs to.
         state_to_fp32(optimizer)
         self.optimizer = optimizer
-        # The FP32 master of each 16-bit parameter that is not split, and seen() of the parameter when the master was
-        # written; None for a master from a checkpoint.
+        # The FP32 master of each 16-bit parameter that is not split, and version_and_address() of the
+        # parameter when the master was written; None for a master from a checkpoint.
         self._masters: dict[nn.Parameter, tuple[Tensor, tuple[int, int, int] | None]] = {}
-        self._updates = KeptUpdates()
+        self._updates = UpdateCache()
         # Not Optimizer.__init__, which would make param_groups of its own: those are the wrapped one's.
         super().__setstate__({})  # hooks, and the step that calls them
         for name, value in vars(optimizer).items():
@@ -165,10 +165,10 @@ class MasterWeightOptimizer(Optimizer):
     def _whole(self, parameter: nn.Parameter) -> Tensor:
         """The FP32 master of a 16-bit parameter, with what was written into the parameter from outside."""
         if parameter not in self._masters:
-            watch(parameter)
-            self._masters[parameter] = parameter.float(), seen(parameter)
+            track_data_writes(parameter)
+            self._masters[parameter] = parameter.float(), version_and_address(parameter)
         master, when_written = self._masters[parameter]
-        if when_written != (now := seen(parameter)):
+        if when_written != (now := version_and_address(parameter)):
             master = _where_rounded(master.to(parameter.device), parameter.detach(), parameter.float())
             self._masters[parameter] = master, now
         return master
@@ -196,7 +196,7 @@ class MasterWeightOptimizer(Optimizer):
             self.optimizer.zero_grad(set_to_none=False)
 
     @on_stored_values
-    def free_gradients(self) -> None:
+    def release_gradients(self) -> None:
         """Free the gradients in a lean layout that a step with ``found_inf`` has kept."""
         for parameter in optimizer_parameters(self):
             if isinstance(parameter, SplitParameter):
@@ -233,7 +233,7 @@ class MasterWeightOptimizer(Optimizer):
             stepped = fused_step_split(self.optimizer, parameters, self._updates, found_inf)
             left = [p for p in parameters if id(p) not in stepped and has_gradient(p)]
         if left or not stepped:
-            with contextlib.nullcontext() if found_inf is None else skipping(self.optimizer, found_inf):
+            with contextlib.nullcontext() if found_inf is None else with_found_inf(self.optimizer, found_inf):
                 for bucket in self._buckets(left if stepped else parameters):
                     self._step_on(bucket, keeps_gradients=found_inf is not None)
 
@@ -280,7 +280,7 @@ class MasterWeightOptimizer(Optimizer):
                 parameter.write_fp32(master.detach())
             elif master is not parameter:
                 parameter.copy_(master)
-                self._masters[parameter] = master.detach(), seen(parameter)
+                self._masters[parameter] = master.detach(), version_and_address(parameter)
 
     def _buckets(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         """``parameters`` in parts to step one after the other; in one where the optimizer may look at all together."""
@@ -366,7 +366,7 @@ class MasterWeightOptimizer(Optimizer):
                 master, own = (one.to(parameter.device) for one in (master, self.master(parameter)))
                 parameter.write_fp32(_where_rounded(master, parameter.detach(), own))
             elif _needs_master(parameter):
-                watch(parameter)
+                track_data_writes(parameter)
                 self._masters[parameter] = master, None
 
 

@@ -36,7 +36,7 @@ def on_stored_values(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class OutsideReads:
+class ReadAsFP32:
     """The ``__torch_function__`` of a class whose values are read in FP32 where no autocast is active."""
 
     def __get__(self, tensor: Any, kind: type | None = None) -> Callable[..., Any]:
@@ -49,20 +49,20 @@ class StoredIn16Bits:
 
     __slots__ = ()  # so that a parameter can become one in place
     # A class attribute: an instance's own would not be asked, torch looks it up on the type.
-    __torch_function__: ClassVar[Any] = OutsideReads()
+    __torch_function__: ClassVar[Any] = ReadAsFP32()
     is_plain_in_graphs = True  # whether a compiled graph is given an ordinary tensor in its place
     owner: Any  # the split parameter
     remainder_bits: Tensor  # what is missing to FP32, of the shape of this tensor
 
-    def halves(self) -> Split:
+    def read_halves(self) -> Split:
         """Both halves of the FP32 value, to write to; then call the owner's ``note_written``."""
-        self.owner.take_in_outside_writes()
+        self.owner.reset_written_remainders()
         return Split(DATA.__get__(self), self.remainder_bits)
 
     @on_stored_values
     def fp32_value(self) -> Tensor:
         """The FP32 value as a new tensor, to change and give to :meth:`write_fp32`."""
-        working, remainder = self.halves()
+        working, remainder = self.read_halves()
         return merge(working, remainder.to(working.device))
 
     @on_stored_values
@@ -126,7 +126,7 @@ def read_in_fp32(
         targets, tensors = _targets(func, args, kwargs), list(tensors_in((args, kwargs)))
         # torch writes to no leaf that wants a gradient; what initializes switches grad off later.
         is_refused = getattr(func, "__module__", "") != "torch.nn.init" and any(map(_needs_graph, targets))
-        if _means_16_bits(tensors) or is_refused:
+        if _wants_stored_bits(tensors) or is_refused:
             for tensor in targets:
                 tensor.owner.take_snapshot()
             return func(*args, **kwargs)
@@ -148,7 +148,7 @@ def _call_on_values(
     return result
 
 
-def _means_16_bits(tensors: list[Tensor]) -> bool:
+def _wants_stored_bits(tensors: list[Tensor]) -> bool:
     """Whether split parameters are in the company of tensors of their own 16 bits, and of none that is wider."""
     split = [tensor for tensor in tensors if isinstance(tensor, StoredIn16Bits)]
     least = min([1, *[tensor.dim() for tensor in split]])  # numbers decide no dtype

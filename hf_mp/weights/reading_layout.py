@@ -15,7 +15,7 @@ from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.split_layout import trained_with_statistics
 
 
-class ReadingLayout(WeightLayout):
+class InferenceLayout(WeightLayout):
     """Gives, at equal weights, the values of a model that is trained under ``policy``, without its masters.
 
     Default layout: 16-bit weights of products stay as they are; others are FP32 until :meth:`restore`, so that what
@@ -23,17 +23,17 @@ class ReadingLayout(WeightLayout):
 
     Args:
         policy: whose values to give.
-        trained_alone: whether a lean layout leaves frozen weights in FP32, as in a model that is trained.
+        only_trainable: whether a lean layout leaves frozen weights in FP32, as in a model that is trained.
     """
 
-    def __init__(self, policy: PrecisionPolicy, *, trained_alone: bool = True) -> None:
+    def __init__(self, policy: PrecisionPolicy, *, only_trainable: bool = True) -> None:
         super().__init__(policy)
-        self._trained_alone = trained_alone
+        self._only_trainable = only_trainable
         # Each changed tensor and its own dtype; if it was rounded, also its own values and the version of the rounding.
         self._changed: list[tuple[Tensor, torch.dtype, Tensor | None, int]] = []
 
     @torch.no_grad()
-    def make_masters(self, model: nn.Module) -> None:
+    def prepare_weights(self, model: nn.Module) -> None:
         is_lean = self.policy.params is not torch.float32
         for tensor in model.buffers() if is_lean else _outside_of_products(model):
             if tensor.dtype in LOWER_PRECISION_DTYPES and not is_dtensor(tensor):
@@ -48,7 +48,7 @@ class ReadingLayout(WeightLayout):
         others = {torch.float32, *LOWER_PRECISION_DTYPES} - {self.policy.params}
         for parameter in model.parameters():
             # BatchNorm's weights stay FP32 in a lean layout, next to its statistics.
-            is_left = parameter in with_statistics or (self._trained_alone and not parameter.requires_grad)
+            is_left = parameter in with_statistics or (self._only_trainable and not parameter.requires_grad)
             if parameter.dtype in others and not is_left and not is_dtensor(parameter):
                 own, parameter.data = parameter.data, split(parameter.data.float(), self.policy.params).working
                 self._changed.append((parameter, own.dtype, own, parameter._version))

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_mp.borders import BorderUse, ScaleProvider, inward_borders, outside_of
-from hf_mp.casting.watched import watch
+from hf_mp.borders import AliasSetUse, ScaleProvider, original_of, unscaling_aliases
+from hf_mp.casting.watched import track_data_writes
 from hf_mp.kernels.native import native
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.working_copies import is_master
@@ -90,7 +90,7 @@ class AliasSet:
         self._with_copies, self._copies = with_copies, copies  # weights with working copies, and these
         self._in_slots = [value for _, value in filled if value.requires_grad]
         self.nodes = {value.grad_fn for value in self._in_slots}
-        self.use: weakref.ref[BorderUse] | None = None  # of the last forward
+        self.use: weakref.ref[AliasSetUse] | None = None  # of the last forward
         # The same look-up for the kernels in C++: a tensor without a copy is left to Python, which makes one.
         self.native_copies: Any = None if (module := native()) is None else module.Copies()
         for each in {id(each): each for each in aliases.values()}.values():
@@ -136,25 +136,25 @@ class WeightSlots:
     Args:
         layout: has the working copies.
         scale_provider: provides S and 1/S for the unscale nodes.
-        has_borders: whether weights without a working copy have an unscale node too.
-        shares_borders: whether several weights may have one unscale node.
+        has_unscale_nodes: whether weights without a working copy have an unscale node too.
+        groups_weights: whether several weights may have one unscale node.
         holds_copies: whether slots hold the working copies: compiled code cannot look them up.
     """
 
-    are_filled = False  # whether the forward runs
+    is_active = False  # whether the forward runs
 
     def __init__(
         self,
         layout: WeightLayout,
         scale_provider: ScaleProvider,
         *,
-        has_borders: bool,
-        shares_borders: bool,
+        has_unscale_nodes: bool,
+        groups_weights: bool,
         holds_copies: bool,
     ) -> None:
         self.layout, self.scale_provider = layout, scale_provider
         self.has_grad = torch.is_grad_enabled()
-        self.has_borders, self.shares_borders, self.holds_copies = has_borders, shares_borders, holds_copies
+        self.has_unscale_nodes, self.groups_weights, self.holds_copies = has_unscale_nodes, groups_weights, holds_copies
         # By the identity of the weight, of its alias and of its copy; external tensors too.
         self.aliases: dict[int, WeightAliases] = {}
         self._in_model = set[int]()  # identities of the weights of the model
@@ -176,8 +176,8 @@ class WeightSlots:
         self._in_model = aliases.weights
         if aliases.native_copies is not None:
             aliases.native_copies.validate()
-        self.border_use = BorderUse(aliases.nodes, self.scale_provider)
-        aliases.use = weakref.ref(self.border_use)
+        self.alias_set_use = AliasSetUse(aliases.nodes, self.scale_provider)
+        aliases.use = weakref.ref(self.alias_set_use)
 
     @property
     def native_copies(self) -> Any:
@@ -195,12 +195,12 @@ class WeightSlots:
         self._in_model = self._in_model | {id(slot.weight) for slot in slots}
         trained = {id(slot.weight): slot.weight for slot in slots if self.has_grad and slot.weight.requires_grad}
         new = [weight for weight in trained.values() if id(weight) not in self.aliases]  # FSDP fills a slot at a time
-        unscaled = [(one, copies.get(id(one))) for one in new if self.has_borders or id(one) in copies]
-        for weight in new if self.has_borders else ():
+        unscaled = [(one, copies.get(id(one))) for one in new if self.has_unscale_nodes or id(one) in copies]
+        for weight in new if self.has_unscale_nodes else ():
             # Before its memory is shared with an alias: a copy that is made later must hear of other views of it.
             if is_master(weight):
-                watch(weight)
-        for group in _node_groups(unscaled, None if self.shares_borders else 1):
+                track_data_writes(weight)
+        for group in _node_groups(unscaled, None if self.groups_weights else 1):
             self.alias_group(group)
         filled, placed = [], set[int]()
         for slot in slots:
@@ -221,7 +221,9 @@ class WeightSlots:
     def alias_group(self, pairs: _Pairs) -> WeightAliases:
         """Make one unscale node for several tensors and their working copies. Returns the aliases of the last one."""
         tensors, uncast_copies = zip(*pairs, strict=True)
-        aliases, copies = inward_borders(tensors, uncast_copies, self.scale_provider, with_aliases=self.has_borders)
+        aliases, copies = unscaling_aliases(
+            tensors, uncast_copies, self.scale_provider, with_aliases=self.has_unscale_nodes
+        )
         for each in map(WeightAliases, tensors, aliases, copies):
             # Dynamo traces plain tensors alone. DTensors and fake tensors keep their class.
             is_plain = type(each.alias) is Tensor and not self.holds_copies
@@ -261,7 +263,7 @@ class WeightSlots:
         made: Tensor | None = stored
         if self.has_grad and weight.requires_grad:
             with torch.enable_grad():
-                _, (made,) = inward_borders([weight], [stored], self.scale_provider, with_aliases=False)
+                _, (made,) = unscaling_aliases([weight], [stored], self.scale_provider, with_aliases=False)
         aliases = aliases._replace(copy=made)
         self._set(aliases)
         if self._alias_set is not None:
@@ -286,18 +288,18 @@ class WeightSlots:
     def original_of(self, tensor: Tensor) -> Tensor:
         """The weight or external tensor that ``tensor`` is an alias of; ``tensor`` itself if it is none."""
         aliases = self.aliases.get(id(tensor))
-        return outside_of(tensor) if aliases is None else aliases.weight
+        return original_of(tensor) if aliases is None else aliases.weight
 
     def hold(self, results: Sequence[Tensor]) -> None:
         """Keep other forwards from using the same aliases while the graph of ``results`` lives."""
         with torch._C.DisableTorchFunctionSubclass():  # a deferred output would be cast
             nodes: list[Any] = [node for result in results if (node := result.grad_fn) is not None]
         for node in nodes:
-            node.border_use = self.border_use
+            node.alias_set_use = self.alias_set_use
 
     def __enter__(self) -> None:
         """Fill the slots."""
-        self.are_filled = True
+        self.is_active = True
         for slot, value in self._filled:
             slot.module._parameters[slot.name] = value  # type: ignore[assignment]
         self._versions = [value._version for _, value in self._filled]  # a write in place raises it
@@ -310,7 +312,7 @@ class WeightSlots:
     @torch.no_grad()
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         """Restore the slots. A RuntimeError if a copy in a slot was written and its weight was not."""
-        self.are_filled = False
+        self.is_active = False
         written = None
         for version, (slot, value) in zip(self._versions, self._filled, strict=False):
             if value._version != version and not torch.equal(value, slot.weight.to(value.dtype)):

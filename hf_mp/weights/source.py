@@ -1,4 +1,4 @@
-"""``WeightSource``: the one owner of the weights of an attached model."""
+"""``WeightStore``: the one owner of the weights of an attached model."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_mp.casting.watched import unwatch
+from hf_mp.casting.watched import untrack_data_writes
 from hf_mp.model_walk import Walk
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import Parallelism, is_dtensor
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.external import ExternalTensors, ForwardNodes
 from hf_mp.weights.forward_weights import ForwardWeights
-from hf_mp.weights.fused_adamw import Clipping, KeptUpdates, fused_step_whole
+from hf_mp.weights.fused_adamw import Clipping, UpdateCache, try_fused_step_whole
 from hf_mp.weights.gathered_weights import GatheredSlots
 from hf_mp.weights.layout import WeightLayout
-from hf_mp.weights.reading_layout import ReadingLayout
+from hf_mp.weights.reading_layout import InferenceLayout
 from hf_mp.weights.slots import AliasSet, WeightSlots
 from hf_mp.weights.split_layout import SplitLayout
-from hf_mp.weights.spread_layouts import TensorParallelLayout, TransientLayout
+from hf_mp.weights.spread_layouts import ShardedLayout, TensorParallelLayout
 from hf_mp.weights.weight_uses import WeightUses
 
-_MOST_SETS = 4  # kept for the forwards of one kind: so many in one backward cost no new borders
+_MAX_ALIAS_SETS = 4  # kept for the forwards of one kind: so many in one backward cost no new borders
 
 
-class LastingBorders:
+class AliasCache:
     """Borders that are kept from forward to forward: made when a weight of the model comes or changes.
 
     A border shares memory and version counter with what it brings in and saves no tensors, so it serves one forward
@@ -44,31 +44,31 @@ class LastingBorders:
     def __init__(self) -> None:
         self.walk: Any = None  # the Walk over the model, for which they were made
         self.has_masters = False  # whether trained weights have had FP32 masters since
-        self.by_kind: dict[Hashable, list[AliasSet]] = {}
+        self.by_key: dict[Hashable, list[AliasSet]] = {}
 
 
 class Entry(Protocol):
     """The attached forward of the model or of a part of it."""
 
-    borders: LastingBorders
+    alias_cache: AliasCache
 
 
-class WeightSource:
+class WeightStore:
     """Owns, for each weight of one model: its FP32 master, its working copy, its border, and what lies in its slot.
 
-    ``layout`` stores masters and copies, ``uses`` finds the weights of lower-precision ops. :meth:`for_forward` returns
-    the weights of a forward; :meth:`restore` leaves ordinary parameters.
+    ``layout`` stores masters and copies, ``uses`` finds the weights of lower-precision ops. :meth:`prepare_forward`
+    returns the weights of a forward; :meth:`restore` leaves ordinary parameters.
     """
 
     def __init__(self, layout: WeightLayout, scale_provider: Any) -> None:
         self.layout, self.scale_provider = layout, scale_provider
         self.uses = WeightUses(lambda op: False)
         self._intercepts_by_key: dict[Hashable, bool] = {}  # of ForwardWeights
-        self._borders: Callable[[], LastingBorders | None] = lambda: None  # a weak reference
+        self._alias_cache: Callable[[], AliasCache | None] = lambda: None  # a weak reference
         self._nodes = ForwardNodes()
         self.threads: list[int] = []  # identifiers, one for each forward that runs
 
-    def refuse_other_threads(self) -> None:
+    def check_single_thread(self) -> None:
         """Raise a RuntimeError if another thread runs a forward of the model: its weights are in the modules."""
         if set(self.threads) - {threading.get_ident()}:
             raise RuntimeError(
@@ -77,51 +77,55 @@ class WeightSource:
                 "copy.deepcopy of the model"
             )
 
-    def learn_anew(self, lowers: Callable[[Callable[..., Any] | None], bool], ruled: Iterable[nn.Module]) -> None:
-        """Forget the uses of weights: autocast ``lowers`` other ops, or rules hold for other modules (``ruled``)."""
-        self.uses = WeightUses(lowers, ruled)
+    def reset_uses(
+        self,
+        is_lower_precision: Callable[[Callable[..., Any] | None], bool],
+        modules_with_rules: Iterable[nn.Module],
+    ) -> None:
+        """Forget the uses of weights: autocast casts other ops to 16 bits, or rules hold for other modules."""
+        self.uses = WeightUses(is_lower_precision, modules_with_rules)
         self._intercepts_by_key.clear()
-        self.forget_borders()
+        self.clear_alias_cache()
 
-    def lasting_borders(self) -> LastingBorders:
+    def alias_cache(self) -> AliasCache:
         """The borders that the attached forwards of the model hold; new ones where nobody holds any."""
-        borders = self._borders()
-        if borders is None:
-            borders = LastingBorders()
-            self._borders = weakref.ref(borders)
-        return borders
+        cache = self._alias_cache()
+        if cache is None:
+            cache = AliasCache()
+            self._alias_cache = weakref.ref(cache)
+        return cache
 
-    def forget_borders(self) -> None:
+    def clear_alias_cache(self) -> None:
         """Let go of all borders that are kept."""
-        if (borders := self._borders()) is not None:
-            borders.walk = None
-            borders.by_kind.clear()
+        if (cache := self._alias_cache()) is not None:
+            cache.walk = None
+            cache.by_key.clear()
 
-    def for_forward(
-        self, model: nn.Module, forward: Entry, is_scaled: bool, shares_borders: bool, holds_copies: bool
+    def prepare_forward(
+        self, model: nn.Module, forward: Entry, is_scaled: bool, groups_weights: bool, holds_copies: bool
     ) -> ForwardWeights:
         """The weights of ``forward``, which is about to run; masters are made first.
 
-        ``is_scaled``: whether the loss is; ``shares_borders``: whether several weights may have one unscale node;
+        ``is_scaled``: whether the loss is; ``groups_weights``: whether several weights may have one unscale node;
         ``holds_copies``: whether slots hold the working copies.
         """
-        has_grad, walk, borders = torch.is_grad_enabled(), Walk(model), forward.borders
-        if walk != borders.walk:
-            borders.by_kind.clear()
-            borders.walk, borders.has_masters = walk, False
-        if has_grad and not borders.has_masters:
-            self.layout.make_masters(model)
-            borders.by_kind.clear()
-            borders.walk, borders.has_masters = Walk(model), True
+        has_grad, walk, cache = torch.is_grad_enabled(), Walk(model), forward.alias_cache
+        if walk != cache.walk:
+            cache.by_key.clear()
+            cache.walk, cache.has_masters = walk, False
+        if has_grad and not cache.has_masters:
+            self.layout.prepare_weights(model)
+            cache.by_key.clear()
+            cache.walk, cache.has_masters = Walk(model), True
         settings = {
-            "has_borders": has_grad and (is_scaled or self.layout.keeps_scaled_gradients),
-            "shares_borders": shares_borders,
+            "has_unscale_nodes": has_grad and (is_scaled or self.layout.keeps_scaled_gradients),
+            "groups_weights": groups_weights,
             "holds_copies": holds_copies,
         }
         slots: WeightSlots
         if self.layout.keeps_copies:
             slots = WeightSlots(self.layout, self.scale_provider, **settings)
-            slots.use_alias_set(self._alias_set(model, slots, borders, (has_grad, *settings.values())))
+            slots.use_alias_set(self._alias_set(model, slots, cache, (has_grad, *settings.values())))
         else:
             slots = GatheredSlots(model, self.uses, self.layout, self.scale_provider, **settings)
         external = ExternalTensors(slots, self._nodes, is_scaled=has_grad and is_scaled)
@@ -129,25 +133,25 @@ class WeightSource:
             slots.external = external
         return ForwardWeights(slots, external, (id(forward), has_grad, model.training), self._intercepts_by_key)
 
-    def _alias_set(self, model: nn.Module, slots: WeightSlots, borders: LastingBorders, key: Hashable) -> AliasSet:
+    def _alias_set(self, model: nn.Module, slots: WeightSlots, cache: AliasCache, key: Hashable) -> AliasSet:
         """The aliases that a forward uses: a stored set that is free, or a new one."""
-        sets = borders.by_kind.setdefault(key, [])
+        sets = cache.by_key.setdefault(key, [])
         if not all([one.has_working_copies_of(self.layout) for one in sets]):
             # All of them: a node holds the AccumulateGrad of a weight, which torch keeps when a weight is resized.
-            borders.by_kind.clear()
-            sets = borders.by_kind[key] = []
+            cache.by_key.clear()
+            sets = cache.by_key[key] = []
         sets[:] = [one for one in sets if one.is_intact()]
         for one in sets:
             if one.is_free():
                 return one
         made = slots.make_alias_set(self.uses.find_slots(model))
         # A tensor that was computed is another in the next forward.
-        are_leaves = all([weight.is_leaf for weight in borders.walk.weights])
-        if are_leaves and len(sets) < _MOST_SETS:
+        are_leaves = all([weight.is_leaf for weight in cache.walk.weights])
+        if are_leaves and len(sets) < _MAX_ALIAS_SETS:
             sets.append(made)
         return made
 
-    def spread(
+    def adopt_sharding(
         self,
         model: nn.Module | None,
         parameters: Sequence[Tensor],
@@ -164,30 +168,31 @@ class WeightSource:
             self.layout.restore(model)  # a lean layout still has the parameters that FSDP2 does not shard
             self.layout = layout
         if model is not None:
-            layout.take_over_communication(model, parallelism, self.scale_provider, in_fp32)
+            layout.register_communication(model, parallelism, self.scale_provider, in_fp32)
 
     # Update
 
-    def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer to step from now on; its state becomes FP32, as the masters are."""
-        optimizer = self.layout.take_optimizer(optimizer)
+        optimizer = self.layout.wrap_optimizer(optimizer)
         state_to_fp32(optimizer)
         return optimizer
 
-    def update(
+    def try_fused_update(
         self,
         optimizer: Optimizer,
         replaced_step: Callable[..., Any] | None,
-        updates: KeptUpdates,
+        updates: UpdateCache,
         clipping: Clipping | None,
         found_inf: Tensor | None,
     ) -> bool:
-        """Write masters and working copies in one launch (:func:`fused_step_whole`); False: ``optimizer`` has to step.
+        """Write masters and working copies in one launch, by :func:`try_fused_step_whole`.
 
+        False: nothing was written, and ``optimizer`` has to step.
         The optimizer of a lean layout has a kernel of its own.
         """
         given = optimizer, replaced_step, self.layout.copies, updates, clipping, found_inf
-        return not self.layout.keeps_scaled_gradients and fused_step_whole(*given)
+        return not self.layout.keeps_scaled_gradients and try_fused_step_whole(*given)
 
     def copy_of(self, parameter: nn.Parameter) -> Tensor:
         """``parameter`` as the forward reads it, in 16 bits if it is floating; do not write to it.
@@ -201,9 +206,9 @@ class WeightSource:
 
     def restore(self, model: nn.Module | None) -> None:
         """Leave ordinary FP32 parameters, and no copy."""
-        self.forget_borders()
+        self.clear_alias_cache()
         for parameter in () if model is None else model.parameters():
-            unwatch(parameter)
+            untrack_data_writes(parameter)
         self.layout.restore(model)
 
 
@@ -215,15 +220,15 @@ def make_layout(policy: PrecisionPolicy, offload: str | None = None) -> WeightLa
     return SplitLayout(policy) if policy.is_lean else WeightLayout(policy)
 
 
-def make_reading_layout(policy: PrecisionPolicy, *, trained_alone: bool) -> WeightLayout:
-    """The layout of a model that is read and not trained, as :class:`ReadingLayout`."""
-    return ReadingLayout(policy, trained_alone=trained_alone)
+def make_inference_layout(policy: PrecisionPolicy, *, only_trainable: bool) -> WeightLayout:
+    """The layout of a model that is read and not trained, as :class:`InferenceLayout`."""
+    return InferenceLayout(policy, only_trainable=only_trainable)
 
 
 def _spread_layout(layout: WeightLayout, parameters: Iterable[Tensor], parallelism: Parallelism) -> WeightLayout:
     """The layout for ``parameters`` as they are sharded: ``layout`` itself where it can stay."""
     # Plain tensors need no other layout: DDP holds whole weights.
-    if isinstance(layout, TransientLayout) or not any(map(is_dtensor, parameters)):
+    if isinstance(layout, ShardedLayout) or not any(map(is_dtensor, parameters)):
         return layout
     policy = layout.policy
     if layout.offload is not None:
@@ -233,7 +238,7 @@ def _spread_layout(layout: WeightLayout, parameters: Iterable[Tensor], paralleli
         )
     if not parallelism.is_tensor_parallel:
         # For a lean model too: fully_shard has read its weights as FP32 values.
-        return TransientLayout(policy)
+        return ShardedLayout(policy)
     if policy.is_lean:
         raise ValueError(
             f"precision={str(policy)!r} needs whole weights, and this model is tensor parallel: use "

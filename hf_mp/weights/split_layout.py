@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hf_mp.casting.watched import WatchedParameter
+from hf_mp.casting.watched import DataTrackedParameter
 from hf_mp.kernels.tensors import takes_lists
 from hf_mp.model_walk import model_parameters, modules_of, widen_buffers
 from hf_mp.ranks.parallelism import Parallelism
@@ -28,14 +28,14 @@ from hf_mp.weights.outside_reads import on_stored_values
 from hf_mp.weights.split_parameter import (
     SplitParameter,
     check_splittable,
-    copy_gradient_factors,
+    copy_scale_factors,
     gradient_and_factor,
     make_split,
     put_masters_into_state_dict,
     unsplit,
 )
 
-_ORDINARY = (Tensor, nn.Parameter, WatchedParameter)
+_ORDINARY = (Tensor, nn.Parameter, DataTrackedParameter)
 
 
 class SplitLayout(WeightLayout):
@@ -46,7 +46,7 @@ class SplitLayout(WeightLayout):
 
     keeps_scaled_gradients = True
 
-    def make_masters(self, model: nn.Module) -> None:
+    def prepare_weights(self, model: nn.Module) -> None:
         """Split the trainable parameters of ``model`` that are not split yet."""
         if split_trainable_parameters(model, self.policy.params, self.split):
             self.copies.clear()  # of what was frozen before
@@ -57,7 +57,7 @@ class SplitLayout(WeightLayout):
         for parameter in parameters:
             make_split(parameter, self.policy.params)
 
-    def take_over_communication(
+    def register_communication(
         self, model: nn.Module, parallelism: Parallelism, scale_source: ScaleSource, in_fp32: Sequence[nn.Module]
     ) -> None:
         """As the base class. FSDP's shards need another layout, which is chosen before: here it is too late."""
@@ -66,28 +66,28 @@ class SplitLayout(WeightLayout):
                 f"precision={str(self.policy)!r} must know before the first forward that FSDP shards this "
                 f"{type(model).__name__}: call attach_optimizer earlier"
             )
-        super().take_over_communication(model, parallelism, scale_source, in_fp32)
+        super().register_communication(model, parallelism, scale_source, in_fp32)
 
     @on_stored_values
-    def keep_scaled_gradients(
+    def store_scaled_gradients(
         self, weights: Mapping[int, Tensor], uses: dict[int, list[Tensor]], inverse: Tensor | None
     ) -> None:
         """Keep gradients of split ``weights`` there, and remove them from ``uses``; autograd accumulates others."""
         # DDP's hook reduces its buckets, and copies a gradient into its bucket when autograd reports that it is ready.
-        beside_grad = bool(self._joined)
-        looks_for_unused = [buckets for buckets in self._joined.values() if buckets.looks_for_unused]
+        beside_grad = bool(self._comm_hook_by_ddp)
+        looks_for_unused = [buckets for buckets in self._comm_hook_by_ddp.values() if buckets.looks_for_unused]
         for buckets in looks_for_unused:
             buckets.mark_accumulated()
         split = [weight for weight in weights.values() if isinstance(weight, SplitParameter)]
         beside = [weakref.ref(weight) for weight in split] if split and takes_lists(split[0]) else []
         for place, weight in weights.items():
             if isinstance(weight, SplitParameter):
-                weight._beside = beside
+                weight._same_node_parameters = beside
                 # What is left, autograd accumulates, so that a hook sees it.
                 left = [
                     gradient
                     for gradient in uses.pop(place)
-                    if not weight.keep_scaled_gradient(gradient, inverse, beside_grad=beside_grad)
+                    if not weight.store_scaled_gradient(gradient, inverse, beside_grad=beside_grad)
                 ]
                 if left:
                     uses[place] = left
@@ -98,23 +98,23 @@ class SplitLayout(WeightLayout):
     def gradients_and_factors(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
         """As the base class; what DDP's buckets left in ``.grad`` is taken over first, still scaled."""
         parameters = list(parameters)
-        for buckets in self._joined.values():
-            buckets.hand_out(parameters)
+        for buckets in self._comm_hook_by_ddp.values():
+            buckets.collect_reduced_gradients(parameters)
         found = [gradient_and_factor(parameter) for parameter in parameters]
         return [(gradient, factor) for gradient, factor in found if gradient is not None]
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor | None:
         return clip_grad_norm_(parameters, max_norm)
 
-    def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         return optimizer if isinstance(optimizer, MasterWeightOptimizer) else MasterWeightOptimizer(optimizer)
 
     def refresh_working_copies(self, optimizer: Optimizer) -> None:
         pass  # the update has written both halves
 
     @on_stored_values
-    def before_next_scale(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
-        copy_gradient_factors(parameters())
+    def freeze_scale_factors(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
+        copy_scale_factors(parameters())
 
     def restore(self, model: nn.Module | None) -> None:
         super().restore(model)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_mp._warnings import warn_caller
 from hf_mp.casting.active import state as autocasts
-from hf_mp.casting.watched import WatchedParameter, let_optimizers_be_fast, unwatch
+from hf_mp.casting.watched import DataTrackedParameter, allow_foreach_optimizers, untrack_data_writes
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.split import REMAINDER_DTYPE, cache_blocks, merge, split
 from hf_mp.kernels.tensors import is_shared, version_of
@@ -52,9 +52,9 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
     has_optimizer: bool = False  # whether a MasterWeightOptimizer updates the master
     # A gradient, kept beside autograd's .grad: as backward left it, FP16/BF16, with what makes it true, FP32 of shape
     # (1,) or None for 1; or in FP32 and true, once it was read or added to.
-    _kept: tuple[Tensor, Tensor | None] | None = None
+    _scaled_gradient: tuple[Tensor, Tensor | None] | None = None
     # On a GPU the parameters whose gradients came through the same border, itself among them: made true together.
-    _beside: Sequence[weakref.ref[SplitParameter]] = ()
+    _same_node_parameters: Sequence[weakref.ref[SplitParameter]] = ()
     _version_seen: int
     _snapshot: Tensor | None = None
     _merged: tuple[weakref.ref[Tensor], int] | None = None  # the master value that a reader was given, and its version
@@ -73,9 +73,9 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
     @data.setter
     @on_stored_values
     def data(self, value: Tensor) -> None:
-        self.take_in_outside_writes()  # somebody may keep a view of what was here, to put it back
+        self.reset_written_remainders()  # somebody may keep a view of what was here, to put it back
         if isinstance(value, StoredIn16Bits) and value.dtype is self.dtype:
-            working, self.remainder_bits = value.halves()
+            working, self.remainder_bits = value.read_halves()
             DATA.__set__(self, working.as_subclass(Tensor))
             _mark_seen(self)
             _renew_snapshot(self)
@@ -112,21 +112,21 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
             if accumulated is not None and accumulated.dtype in LOWER_PRECISION_DTYPES:
                 accumulated = accumulated.to(torch.float32)
                 _GRAD.__set__(self, accumulated)
-            if self._kept is None:
+            if self._scaled_gradient is None:
                 return accumulated
-            kept, factor = self._kept
+            kept, factor = self._scaled_gradient
             if kept.dtype is not torch.float32:
-                is_alone = kept.is_sparse or not self._beside
-                kept = unscaled(kept, factor, like=self) if is_alone else _unscale_beside(self)
+                is_alone = kept.is_sparse or not self._same_node_parameters
+                kept = unscaled(kept, factor, like=self) if is_alone else _unscale_with_group(self)
             if accumulated is not None:
                 kept = accumulated.detach() + kept
                 _GRAD.__set__(self, None)
-            self._kept = kept, None
+            self._scaled_gradient = kept, None
         return kept
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        self._kept = None
+        self._scaled_gradient = None
         with as_stored():
             _GRAD.__set__(self, gradient)
 
@@ -137,12 +137,12 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
     @property
     def keeps_gradient(self) -> bool:
         """Whether there is a gradient beside autograd's ``.grad``."""
-        return self._kept is not None
+        return self._scaled_gradient is not None
 
     @property
     def gradient_dtypes(self) -> set[torch.dtype]:
         """The dtypes in which its gradient is stored; empty without one."""
-        stored = [_GRAD.__get__(self), None if self._kept is None else self._kept[0]]
+        stored = [_GRAD.__get__(self), None if self._scaled_gradient is None else self._scaled_gradient[0]]
         return {gradient.dtype for gradient in stored if gradient is not None}
 
     @property
@@ -150,7 +150,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         """Whether somebody's hook sees its gradients: then backward leaves true ones, in FP32."""
         return bool(self._backward_hooks or self._post_accumulate_grad_hooks)
 
-    def keep_scaled_gradient(
+    def store_scaled_gradient(
         self, gradient: Tensor, factor: Tensor | None = None, *, beside_grad: bool = False
     ) -> bool:
         """Keep a gradient that backward brings, still scaled; ``factor``, FP32 of shape (1,), unscales it (None for 1).
@@ -161,28 +161,28 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         # Hooks run where autograd accumulates: a gradient that is kept elsewhere would pass them by.
         if self.has_hooks or gradient.dtype not in LOWER_PRECISION_DTYPES:
             return False
-        if self._kept is None and _GRAD.__get__(self) is None:
-            self._kept = gradient, factor
+        if self._scaled_gradient is None and _GRAD.__get__(self) is None:
+            self._scaled_gradient = gradient, factor
             return True
         total = _add_unscaled(self.grad, gradient, factor, like=self)  # type: ignore[arg-type]
         # DDP fills .grad from its buckets in 16 bits, so an FP32 sum there would be refused.
         self.grad = None if beside_grad else total
-        self._kept = (total, None) if beside_grad else None
+        self._scaled_gradient = (total, None) if beside_grad else None
         return True
 
     def _is_scaled_by(self, factor: Tensor | None) -> bool:
         """Whether all of its gradient is as backward left it, dense, and ``factor`` makes it true."""
-        if self._kept is None or self._kept[1] is not factor or _GRAD.__get__(self) is not None:
+        if self._scaled_gradient is None or self._scaled_gradient[1] is not factor or _GRAD.__get__(self) is not None:
             return False
-        return self._kept[0].dtype in LOWER_PRECISION_DTYPES and not self._kept[0].is_sparse
+        return self._scaled_gradient[0].dtype in LOWER_PRECISION_DTYPES and not self._scaled_gradient[0].is_sparse
 
     @on_stored_values
-    def put_gradient_into(self, bucket: Tensor, factor: Tensor | None, inverse: Tensor | None) -> None:
+    def copy_gradient_to_bucket(self, bucket: Tensor, factor: Tensor | None, inverse: Tensor | None) -> None:
         """Write the gradient to ``bucket``, FP16/BF16, times ``factor`` (None for 1), and let go of it.
 
         A gradient that is scaled by ``factor`` already, and so has ``inverse`` as its own factor, is copied as it is.
         """
-        gradient, known = self._kept or (self.grad, None)
+        gradient, known = self._scaled_gradient or (self.grad, None)
         if gradient is None:
             return
         if known is not inverse or gradient.dtype is not bucket.dtype:
@@ -192,14 +192,14 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         self.grad = None
 
     @on_stored_values
-    def take_from_bucket(self, inverse: Tensor | None) -> None:
+    def take_reduced_gradient(self, inverse: Tensor | None) -> None:
         """Keep ``.grad`` as a gradient that ``inverse`` unscales, if DDP has left it there: in FP16/BF16."""
         gradient = _GRAD.__get__(self)
-        if self._kept is not None:
+        if self._scaled_gradient is not None:
             _GRAD.__set__(self, None)  # what mark_used() has put there
         elif gradient is not None and gradient.dtype in LOWER_PRECISION_DTYPES:
             self.grad = None
-            self._kept = gradient, inverse
+            self._scaled_gradient = gradient, inverse
 
     @on_stored_values
     def mark_used(self) -> None:
@@ -217,7 +217,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         """The FP32 master weight, for :func:`master_value`."""
         return self.fp32_value()
 
-    def take_in_outside_writes(self) -> None:
+    def reset_written_remainders(self) -> None:
         """Drop the remainder of what was written since the last look: writes from outside win."""
         version = version_of(self)
         if self._snapshot is not None:
@@ -231,7 +231,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
     def take_snapshot(self) -> None:
         """Notice, element by element, what is about to be written."""
         if self._snapshot is None:
-            self.take_in_outside_writes()
+            self.reset_written_remainders()
             self._snapshot = DATA.__get__(self).clone()
         self._merged = None
 
@@ -246,14 +246,14 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
 
     @on_stored_values
     def __repr__(self) -> str:  # type: ignore[override]
-        return WatchedParameter.__repr__(self)  # type: ignore[arg-type]
+        return DataTrackedParameter.__repr__(self)  # type: ignore[arg-type]
 
 
 # What a parameter becomes, by its class. The estimation of memory adds one for fake tensors.
 SPLIT_CLASSES: dict[type[Tensor], type[SplitParameter]] = {nn.Parameter: SplitParameter}
 
 
-def _noticed(name: str) -> Callable[..., Any]:
+def _with_snapshot(name: str) -> Callable[..., Any]:
     """The method ``name`` of a tensor, which writes in place, after a snapshot."""
     original = getattr(Tensor, name)
 
@@ -270,7 +270,7 @@ _NOT_WRITERS = {
     "requires_grad_", "share_memory_", "retain_grad_", "rename_", "__index__", "__int__", "__invert__", "__iter__"
 }  # fmt: skip
 for _name in filter(writes_in_place, set(dir(Tensor)) - {*_NOT_WRITERS, *vars(object), *vars(SplitParameter)}):
-    setattr(SplitParameter, _name, _noticed(_name))
+    setattr(SplitParameter, _name, _with_snapshot(_name))
 
 
 def make_split(parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -278,11 +278,11 @@ def make_split(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
     Its FP32 value stays its master.
     """
-    unwatch(parameter)
+    untrack_data_writes(parameter)
     halves = split(parameter.detach().float(), dtype)
     parameter.data = halves.working
     # torch.optim takes its multi-tensor path for exact types only, and lists no SplitParameter.
-    let_optimizers_be_fast(SplitParameter)
+    allow_foreach_optimizers(SplitParameter)
     # In place: the model, its optimizer and tied layers hold this very object.
     parameter.__class__ = SPLIT_CLASSES[type(parameter)]
     assert isinstance(parameter, SplitParameter)
@@ -294,7 +294,7 @@ def make_split(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 def check_splittable(parameters: Iterable[nn.Parameter]) -> None:
     """Raise ``TypeError`` for a subclass of ``nn.Parameter``."""
     for parameter in parameters:
-        if type(parameter) not in (*SPLIT_CLASSES, WatchedParameter):
+        if type(parameter) not in (*SPLIT_CLASSES, DataTrackedParameter):
             raise TypeError(
                 f"a {type(parameter).__name__} of shape {tuple(parameter.shape)} cannot be split into working copy and "
                 "remainder, only nn.Parameter itself: freeze it, or use the default layout"
@@ -315,7 +315,7 @@ def unsplit(parameter: SplitParameter) -> None:
 
 def master_value(parameter: SplitParameter) -> Tensor:
     """The FP32 master weight, of the parameter's shape: a new tensor, or one given before that is still true."""
-    parameter.take_in_outside_writes()
+    parameter.reset_written_remainders()
     if parameter._merged is not None:  # tied weights of one state dict stay one tensor
         given, version = parameter._merged[0](), parameter._merged[1]
         if given is not None and version_of(given) == version:
@@ -331,21 +331,25 @@ def master_sample(parameter: nn.Parameter, select: Callable[[Tensor], Tensor]) -
     """What ``select``, which picks elements by place, takes of the FP32 master weight of any parameter."""
     if not isinstance(parameter, SplitParameter):
         return select(parameter.detach()).to(torch.float32)
-    working, remainder = map(select, parameter.halves())
+    working, remainder = map(select, parameter.read_halves())
     return merge(working, remainder.to(working.device))
 
 
-def current_remainders(parameters: Iterable[SplitParameter]) -> list[Tensor]:
+def updated_remainders(parameters: Iterable[SplitParameter]) -> list[Tensor]:
     """The remainder of each of ``parameters``, after writes from outside were taken in."""
     for parameter in parameters:
-        parameter.take_in_outside_writes()
+        parameter.reset_written_remainders()
     return [parameter.remainder_bits for parameter in parameters]
 
 
 def gradient_and_factor(parameter: nn.Parameter) -> tuple[Tensor | None, Tensor | None]:
     """The gradient as backward left it, and the FP32 factor, of shape (1,), that makes it true; None for 1."""
-    if isinstance(parameter, SplitParameter) and parameter._kept is not None and _GRAD.__get__(parameter) is None:
-        return parameter._kept
+    if (
+        isinstance(parameter, SplitParameter)
+        and parameter._scaled_gradient is not None
+        and _GRAD.__get__(parameter) is None
+    ):
+        return parameter._scaled_gradient
     return parameter.grad, None
 
 
@@ -368,20 +372,20 @@ def unscaled(gradient: Tensor, factor: Tensor | None, *, like: Tensor) -> Tensor
 
 
 @torch.no_grad()
-def _unscale_beside(parameter: SplitParameter) -> Tensor:
+def _unscale_with_group(parameter: SplitParameter) -> Tensor:
     """Unscale the gradient that ``parameter`` keeps, and in the same two launches those that came by its border.
 
     Returns that of ``parameter``.
     """
-    _, factor = parameter._kept  # type: ignore[misc]
-    others = [one for known in parameter._beside if (one := known()) is not None and one is not parameter]
+    _, factor = parameter._scaled_gradient  # type: ignore[misc]
+    others = [one for known in parameter._same_node_parameters if (one := known()) is not None and one is not parameter]
     together: list[Any] = [parameter, *[one for one in others if one._is_scaled_by(factor)]]
-    true = [one._kept[0].new_empty_strided(one.shape, one.stride(), dtype=torch.float32) for one in together]
-    torch._foreach_copy_(true, [one._kept[0] for one in together])
+    true = [one._scaled_gradient[0].new_empty_strided(one.shape, one.stride(), dtype=torch.float32) for one in together]
+    torch._foreach_copy_(true, [one._scaled_gradient[0] for one in together])
     if factor is not None:
         torch._foreach_mul_(true, factor.squeeze())
     for one, its in zip(together, true, strict=True):
-        one._kept = its, None
+        one._scaled_gradient = its, None
     return true[0]
 
 
@@ -416,19 +420,19 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> No
         if gradient.dtype not in LOWER_PRECISION_DTYPES:
             gradient.mul_(products[shared].squeeze())
         elif isinstance(parameter, SplitParameter):
-            parameter._kept = gradient, products[shared]
+            parameter._scaled_gradient = gradient, products[shared]
         else:
             parameter.grad_dtype = None
             parameter.grad = unscaled(gradient, products[shared], like=parameter)
 
 
-def copy_gradient_factors(parameters: Iterable[nn.Parameter]) -> None:
+def copy_scale_factors(parameters: Iterable[nn.Parameter]) -> None:
     """Give gradients that are still scaled a copy of their factor: that tensor is about to follow the loss scale."""
     copy_of = functools.cache(torch.clone)  # so that parameters share them
     for parameter in parameters:
-        if isinstance(parameter, SplitParameter) and parameter._kept is not None:
-            gradient, factor = parameter._kept
-            parameter._kept = gradient, None if factor is None else copy_of(factor)
+        if isinstance(parameter, SplitParameter) and parameter._scaled_gradient is not None:
+            gradient, factor = parameter._scaled_gradient
+            parameter._scaled_gradient = gradient, None if factor is None else copy_of(factor)
 
 
 def put_masters_into_state_dict(

@@ -21,7 +21,7 @@ from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.working_copies import is_master
 
 
-class TransientCopies:
+class UncachedCopies:
     """Rounds a parameter anew at each use, and once more in backward in place of saving the rounding.
 
     FSDP2 shows a module's whole parameters only while it runs, and fills their memory again before backward without
@@ -37,7 +37,7 @@ class TransientCopies:
     def get(self, parameter: nn.Parameter) -> Tensor:
         """A new tensor: ``parameter`` as it is now, rounded to nearest.
 
-        While that lives, :meth:`not_saved` knows by its storage that it stands for ``parameter``.
+        While that lives, :meth:`recompute_copies` knows by its storage that it stands for ``parameter``.
         """
         copy = parameter.detach().to(self.dtype, copy=True)
         storage = copy.untyped_storage()
@@ -47,7 +47,7 @@ class TransientCopies:
         weakref.finalize(storage, self._transient.pop, storage._cdata)
         return copy
 
-    def not_saved(self) -> AbstractContextManager[None]:
+    def recompute_copies(self) -> AbstractContextManager[None]:
         """Have autograd save a parameter for a copy of it, unless other hooks are active (activations offloaded)."""
         if not torch.is_grad_enabled() or is_saving_elsewhere():
             return nullcontext()
@@ -75,20 +75,20 @@ class TransientCopies:
         return tensor
 
 
-class TransientLayout(WeightLayout):
+class ShardedLayout(WeightLayout):
     """FP32 masters whose memory something else manages (FSDP2): rounded at each use."""
 
     keeps_copies = False
 
     def __init__(self, policy: PrecisionPolicy) -> None:
         super().__init__(policy)
-        self._transient = TransientCopies(policy.compute)
+        self._transient = UncachedCopies(policy.compute)
 
     def working_copies(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
         """As the base class, rounded anew."""
         return {id(weight): self._transient.get(weight) for weight in weights if is_master(weight)}
 
-    def take_over_communication(
+    def register_communication(
         self, model: nn.Module, parallelism: Parallelism, scale_source: ScaleSource, in_fp32: Sequence[nn.Module]
     ) -> None:
         """Have FSDP2 gather weights and reduce gradients in 16 bits, but for the modules ``in_fp32``."""
@@ -105,7 +105,7 @@ class TransientLayout(WeightLayout):
         found = [*super().parameters_to_check(model, optimizers), *given]
         return list({id(parameter): parameter for parameter in found}.values())
 
-    def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """``optimizer`` itself; a ValueError for one of bitsandbytes, which updates no DTensors."""
         if type(optimizer).__module__.startswith("bitsandbytes."):
             raise ValueError(
@@ -115,10 +115,10 @@ class TransientLayout(WeightLayout):
         return optimizer
 
     def saving_for_backward(self) -> AbstractContextManager[None]:
-        return self._transient.not_saved()
+        return self._transient.recompute_copies()
 
 
-class TensorParallelLayout(TransientLayout):
+class TensorParallelLayout(ShardedLayout):
     """FP32 masters that are DTensors, whose shards the products compute with: rounded at each use.
 
     No copy is kept between forwards: a DTensor's version counter knows nothing of writes into its shard.
@@ -127,7 +127,7 @@ class TensorParallelLayout(TransientLayout):
     def working_copies(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
         return {id(weight): weight.detach().to(self.policy.compute) for weight in weights if is_master(weight)}
 
-    def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """``optimizer`` itself; a ValueError for ``fused`` or ``foreach`` over DTensors and plain tensors at once."""
         for group in optimizer.param_groups:
             if (group.get("fused") or group.get("foreach")) and len(set(map(is_dtensor, group["params"]))) > 1:
@@ -136,7 +136,7 @@ class TensorParallelLayout(TransientLayout):
                     "cannot: leave fused=True and foreach=True out (in the Trainer: optim='adamw_torch'), or give each "
                     "kind a group of its own"
                 )
-        return super().take_optimizer(optimizer)
+        return super().wrap_optimizer(optimizer)
 
     def saving_for_backward(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -10,7 +10,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from hf_mp.casting.watched import WatchedParameter, seen, unwatch, watch
+from hf_mp.casting.watched import DataTrackedParameter, track_data_writes, untrack_data_writes, version_and_address
 
 
 def is_master(weight: Tensor) -> TypeGuard[nn.Parameter]:
@@ -49,8 +49,8 @@ class WorkingCopies:
             entry = self._entries.get(id(weight))
             if (  # as nearly always, nobody has written it
                 entry is not None
-                and type(weight) is WatchedParameter
-                and not weight._data_was_out  # shape and device change by way of .data, or of the version
+                and type(weight) is DataTrackedParameter
+                and not weight._data_was_exposed  # shape and device change by way of .data, or of the version
                 and entry.seen[0] != -1
                 and entry.seen == (weight._version, weight.data_ptr(), weight._unseen_writes)
             ):
@@ -65,8 +65,8 @@ class WorkingCopies:
         if entry is None or entry.copy.shape != parameter.shape or entry.copy.device != parameter.device:
             return self._make(parameter).copy
         is_unwatched = type(parameter) is nn.Parameter  # again: another model that has it was detached
-        watch(parameter)
-        if entry.seen == (now := seen(parameter)) and now[0] != -1 and not is_unwatched:
+        track_data_writes(parameter)
+        if entry.seen == (now := version_and_address(parameter)) and now[0] != -1 and not is_unwatched:
             return entry.copy
         if entry.seen[:2] == now[:2] and now[0] != -1:
             _refresh_if_changed(entry, parameter)
@@ -105,7 +105,7 @@ class WorkingCopies:
         for parameter in parameters:
             if (entry := self._entries.get(id(parameter))) is None:
                 continue
-            if isinstance(parameter, WatchedParameter):
+            if isinstance(parameter, DataTrackedParameter):
                 parameter.note_unseen_write()
             else:
                 entry.seen = -1, 0, 0
@@ -126,19 +126,19 @@ class WorkingCopies:
         found = [(entry, p) for p in parameters if (entry := self._entries.get(id(p))) is not None]
         torch.autograd.graph.increment_version([*parameters, *[entry.copy for entry, _ in found]])
         for entry, parameter in found:
-            unseen = parameter._unseen_writes if type(parameter) is WatchedParameter else 0
-            entry.seen = parameter._version, parameter.data_ptr(), unseen  # seen(), inlined
+            unseen = parameter._unseen_writes if type(parameter) is DataTrackedParameter else 0
+            entry.seen = parameter._version, parameter.data_ptr(), unseen  # version_and_address(), inlined
 
     def clear(self) -> None:
         """Release all copies, and leave the parameters as ordinary ones."""
         for entry in list(self._entries.values()):
             if (parameter := entry.parameter()) is not None:
-                unwatch(parameter)
+                untrack_data_writes(parameter)
         self._entries.clear()
 
     def _make(self, parameter: nn.Parameter) -> _Entry:
         """Make the copy of ``parameter``, to be kept as long as the parameter lives."""
-        watch(parameter)
+        track_data_writes(parameter)
         key = id(parameter)
         entries = self._entries
 
@@ -151,7 +151,7 @@ class WorkingCopies:
         # be written and differentiated later, also if generate() is the first to ask.
         with torch.inference_mode(False):
             copy = parameter.detach().to(self.dtype, copy=True)
-        entry = _Entry(weakref.ref(parameter, release), copy, seen(parameter))
+        entry = _Entry(weakref.ref(parameter, release), copy, version_and_address(parameter))
         entries[key] = entry
         return entry
 
@@ -176,4 +176,4 @@ def _refresh(pairs: list[tuple[_Entry, nn.Parameter]]) -> None:
     if pairs:
         torch._foreach_copy_([entry.copy for entry, _ in pairs], [parameter for _, parameter in pairs])
     for entry, parameter in pairs:
-        entry.seen = seen(parameter)
+        entry.seen = version_and_address(parameter)

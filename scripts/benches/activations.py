@@ -21,12 +21,12 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from hf_mp.memory.batches import Inputs, make_batch
 from hf_mp.memory.command import quiet_libraries
-from hf_mp.memory.fake_tensors import STAND_IN
+from hf_mp.memory.fake_tensors import FAKE_GPU_DEVICE
 from hf_mp.memory.ledger import Category, Event, Phase
-from hf_mp.memory.models import find_config, replace_tensors, skeleton
+from hf_mp.memory.models import find_config, meta_model, replace_tensors
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.settings import make_settings
-from hf_mp.memory.training import fake_tensors, make_trainee, prepare_model, recording
+from hf_mp.memory.training import fake_tensors, make_training_setup, prepare_model, recording
 
 _KEPT = (Category.ACTIVATIONS, Category.LOGITS_AND_LOSS)
 CONTENDERS: dict[str, dict[str, Any]] = {
@@ -56,17 +56,17 @@ def take_step(name: str, *, fused: bool = False, chunks: bool = False, **setting
     if fused:  # by its configuration, GPT-2 has the same function as eight ops of Python
         config.activation_function = "gelu_pytorch_tanh"
     asked = make_settings(config, **settings)
-    planned = skeleton(config, "fp32")
+    planned = meta_model(config, "fp32")
     batch_of = Inputs.of(planned, asked.precision)
     if chunks:
         planned.forward = with_loss_in_chunks(planned)
     prepared = prepare_model(planned, asked)
-    recorder = MemoryRecorder(STAND_IN)
-    with fake_tensors(STAND_IN):
-        replace_tensors(prepared, STAND_IN)
-        trainee = make_trainee(prepared, asked, STAND_IN)
-        with recording(trainee, recorder) as profile_of:
-            profile = profile_of(make_batch(batch_of, asked, STAND_IN))
+    recorder = MemoryRecorder(FAKE_GPU_DEVICE)
+    with fake_tensors(FAKE_GPU_DEVICE):
+        replace_tensors(prepared, FAKE_GPU_DEVICE)
+        setup = make_training_setup(prepared, asked, FAKE_GPU_DEVICE)
+        with recording(setup, recorder) as profile_of:
+            profile = profile_of(make_batch(batch_of, asked, FAKE_GPU_DEVICE))
     kept = left_by_forward(recorder.ledger.events)
     return {
         "peak_bytes": profile.peak_bytes,

@@ -22,7 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 import hf_mp
 from hf_mp.diagnostics.contract.check import check_folder
-from hf_mp.diagnostics.contract.watch import ContractWatch
+from hf_mp.diagnostics.contract.record import ContractRecorder
 
 NAME = "show_contracts"
 
@@ -87,14 +87,14 @@ def run(precision: str, sizes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class Timed(ContractWatch):
+class Timed(ContractRecorder):
     """Adds up the time that it takes."""
 
     seconds = 0.0
 
-    def _ran(self, *given: Any) -> None:
+    def _record_forward(self, *given: Any) -> None:
         began = time.perf_counter()
-        super()._ran(*given)
+        super()._record_forward(*given)
         self.seconds += time.perf_counter() - began
 
 
@@ -105,15 +105,15 @@ def least_seconds(model: nn.Module, optimizer: Any, loss: Callable[[], Any], rou
     """
     taken = []
     for _ in range(rounds):
-        watch = Timed(model)
+        recorder = Timed(model)
         began = time.perf_counter()
-        watch.start()
-        watch.seconds += time.perf_counter() - began
+        recorder.start()
+        recorder.seconds += time.perf_counter() - began
         loss().backward()
         began = time.perf_counter()
-        watch.contract(optimizer)
-        watch.close()
-        taken.append(watch.seconds + time.perf_counter() - began)
+        recorder.contract(optimizer)
+        recorder.close()
+        taken.append(recorder.seconds + time.perf_counter() - began)
     return min(taken)
 
 

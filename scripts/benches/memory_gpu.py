@@ -90,7 +90,7 @@ def compare(
     }
 
 
-class AnswerAsIfAllWentWell(TorchDispatchMode):
+class FakeValueMode(TorchDispatchMode):
     """Gradients are finite and a norm is 1, where all memory reads 0."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,7 +107,7 @@ def kernels_that_compute_nothing() -> Iterator[None]:
     with (
         torch.backends.cudnn.flags(enabled=False),
         mock.patch.dict(os.environ, HF_MP_KERNELS="triton"),
-        AnswerAsIfAllWentWell(),
+        FakeValueMode(),
     ):
         torch.backends.cuda.enable_cudnn_sdp(False)
         try:

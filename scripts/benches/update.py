@@ -93,7 +93,7 @@ def our_step(workload: Workload, precision: str, make: MakeOptimizer) -> Step:
         parameters = list(model.parameters())
         for parameter, gradient in zip(parameters, given, strict=True):
             if isinstance(parameter, SplitParameter):
-                parameter.keep_scaled_gradient(gradient, inverse)
+                parameter.store_scaled_gradient(gradient, inverse)
             else:
                 parameter.grad = gradient
         runtime.check.measure(runtime.check.parameters())
@@ -102,7 +102,7 @@ def our_step(workload: Workload, precision: str, make: MakeOptimizer) -> Step:
         else:
             norm = runtime.check.norm(parameters)
             assert norm is not None
-            runtime.check.clip(parameters, 1.0, norm)
+            runtime.check.defer_clipping(parameters, 1.0, norm)
         optimizer.step()
 
     return step

@@ -10,7 +10,7 @@ from scale_provider import ScaleProvider
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_mp.borders import output_border
+from hf_mp.borders import cast_to_output
 from hf_mp.casting.deferred_output import DeferredOutput
 
 
@@ -56,7 +56,7 @@ def test_values_and_gradients_are_those_of_an_output_cast_at_once(use: Any, dtyp
     results = []
     for deferred in (False, True):
         leaf = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
-        output = output_border(leaf * 1, ScaleProvider(4.0), DeferredOutput if deferred else None)
+        output = cast_to_output(leaf * 1, ScaleProvider(4.0), DeferredOutput if deferred else None)
         assert isinstance(output, DeferredOutput) is deferred
         value = use(output)
         assert type(value) is Tensor
@@ -68,7 +68,7 @@ def test_values_and_gradients_are_those_of_an_output_cast_at_once(use: Any, dtyp
 
 
 def deferred_output() -> DeferredOutput:
-    output = output_border(torch.randn(4, 6).half().requires_grad_() * 1, ScaleProvider(4.0), DeferredOutput)
+    output = cast_to_output(torch.randn(4, 6).half().requires_grad_() * 1, ScaleProvider(4.0), DeferredOutput)
     assert isinstance(output, DeferredOutput)
     return output
 

@@ -7,7 +7,7 @@ from transformers import GPT2LMHeadModel
 
 from hf_mp.casting.explain import ExplainedOp, Explanation
 from hf_mp.casting.mode import active_autocast, autocast
-from hf_mp.casting.watching import WatchedCall, watching
+from hf_mp.casting.watching import WatchedCall, observe_calls
 from hf_mp.models import lm_losses
 from hf_mp.scaling.scalers import StaticLossScaler
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -63,7 +63,7 @@ def test_a_watched_call_has_its_module_and_its_name_in_the_tables_or_out_of_them
         seen.append((call.module, call.name))
         return call.make()
 
-    with watching({"block": block, "up": block.up}, mode, called), mode:
+    with observe_calls({"block": block, "up": block.up}, mode, called), mode:
         block(x)
     assert [found for found in seen if found[1]] == [("up", "linear"), ("block", "layer_norm"), ("block", "tanh")]
 
@@ -121,7 +121,7 @@ def test_an_attached_model_is_explained_as_it_runs(
         if e.rule != "unlisted" and e.op != "cross_entropy_loss"
     }
     assert [(e.inputs[0], e.outputs) for e in found.ops if e.op == "cross_entropy"] == [("bfloat16", ("float32",))]
-    assert runtime.autocast.observer is None
+    assert runtime.autocast.call_override is None
     gpt2(**batch).loss.backward()
     assert all(p.grad.dtype is FP32 for p in gpt2.parameters())
 

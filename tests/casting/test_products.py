@@ -11,7 +11,7 @@ from scale_provider import ScaleProvider
 from tiny import saved_tensors
 from torch import Tensor, nn
 
-from hf_mp.borders import inward_borders, output_border
+from hf_mp.borders import cast_to_output, unscaling_aliases
 from hf_mp.casting import cpu_handlers as handlers
 from hf_mp.casting import plans
 from hf_mp.casting.cpu import blockwise
@@ -34,7 +34,7 @@ every_dtype = pytest.mark.parametrize("dtype", ULPS, ids=str)
 
 def brought_in(weight: Tensor, rounded: Tensor, scale_provider: ScaleProvider) -> Tensor:
     """The working copy of a weight outside, as an attached model gives it to a product."""
-    _, (copy,) = inward_borders([weight], [rounded], scale_provider)
+    _, (copy,) = unscaling_aliases([weight], [rounded], scale_provider)
     assert copy is not None
     return copy
 
@@ -275,7 +275,7 @@ class TestParameters:
 
         def with_borders(*masters: Tensor) -> Tensor:
             weight, bias = (brought_in(master, master.detach().half(), scale_provider) for master in masters)
-            return output_border(multiply(x, weight, bias, transposed=False), scale_provider)
+            return cast_to_output(multiply(x, weight, bias, transposed=False), scale_provider)
 
         found = penalty(with_borders, masters)
         assert {gradient.dtype for gradient in found} == {FP32}

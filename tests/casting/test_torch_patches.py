@@ -101,7 +101,7 @@ with hf_mp.autocast():
     torch.nn.Linear(2, 2)(torch.ones(1, 2))
 assert len(after_step) == 1
 added = [[getattr(new, "__name__", str(new)) for new in one[length:]] for one, length in zip(lists, lengths)]
-assert added == [["WatchedParameter", "SplitParameter"], ["DispatchKey.AutocastIPU"]], added
+assert added == [["DataTrackedParameter", "SplitParameter"], ["DispatchKey.AutocastIPU"]], added
 assert len(optimizers._global_optimizer_pre_hooks) == hooks + 1
 """
 

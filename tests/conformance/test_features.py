@@ -243,7 +243,17 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("features")
 
 
-@pytest.mark.parametrize(("name", "contender"), covering(FEATURES, ["subclass", "callback"], together=1))
+def compiling_is_slow(cases: list[Any]) -> list[Any]:
+    """``cases`` of features, of which those that compile are marked ``slow``."""
+    slow = pytest.mark.slow
+    return [
+        pytest.param(*case.values, marks=(*case.marks, *[slow] * ("torch_compile" in case.values[0]))) for case in cases
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "contender"), compiling_is_slow(covering(FEATURES, ["subclass", "callback"], together=1))
+)
 def test_at_fp32_all_three_are_equal_bit_for_bit(name: str, contender: str, directory: Path) -> None:
     stock, ours = (run(name, who, "fp32", directory) for who in ("stock", contender))
     assert not same(stock.start, stock.end), "the run does not train"
@@ -251,7 +261,7 @@ def test_at_fp32_all_three_are_equal_bit_for_bit(name: str, contender: str, dire
     assert ours.log == stock.log
 
 
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", compiling_is_slow(list(map(pytest.param, FEATURES))))
 def test_at_fp16_both_follow_the_stock_trainer(name: str, directory: Path) -> None:
     stock = run(name, "stock", "fp32", directory)
     subclass, callback = (run(name, contender, "fp16", directory) for contender in ("subclass", "callback"))

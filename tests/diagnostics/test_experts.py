@@ -122,6 +122,7 @@ def test_calibrate_finds_a_rule_for_the_experts_of_a_layer(kind: str, implementa
     assert model(input_ids=batch(), labels=batch()).loss.isfinite()
 
 
+@pytest.mark.slow
 def test_experts_of_a_compiled_model_are_looked_at_as_they_are_written_and_have_a_rule_that_holds() -> None:
     model = make("Mixtral")
     beyond_fp16(model.model.layers[1], 2)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_mp import MixedPrecision, StaticLossScaler, record_precision
 from hf_mp.diagnostics import magnitude_collector
-from hf_mp.diagnostics.contract.swamped import swamped
+from hf_mp.diagnostics.contract.lost_update_count import count_lost_updates
 from hf_mp.diagnostics.magnitude_collector import COMPILED
 from hf_mp.diagnostics.magnitudes import histogram
 from hf_mp.diagnostics.precision_recorder import PrecisionRecorder
@@ -165,14 +165,14 @@ def test_tied_weights_count_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
-def test_swamped_updates_are_those_of_all_masters(precision: str, tmp_path: Path) -> None:
+def test_lost_updates_are_those_of_all_masters(precision: str, tmp_path: Path) -> None:
     loop = Loop(tmp_path, precision, lr=3e-3)
     before = loop.masters()
     loop.backward(0)
     loop.step()
     after = loop.masters()
-    lost = [swamped(weight, after[name] - weight, torch.bfloat16) for name, weight in before.items()]
-    found = loop.found.swamped()
+    lost = [count_lost_updates(weight, after[name] - weight, torch.bfloat16) for name, weight in before.items()]
+    found = loop.found.lost_updates()
     assert found == tuple(map(sum, zip(*lost, strict=True))) and 0.05 < found.share < 1.0
 
 
@@ -194,7 +194,7 @@ def test_large_tensors_are_sampled_and_count_for_all_of_their_elements(tmp_path:
     assert row.stride > 1 and row.histogram.total <= 2**15
     total = loop.found.of(Kind.WEIGHTS, "0").total
     assert total == pytest.approx(512 * 512 + 512, rel=1e-3)
-    assert loop.found.swamped("0").updates > 0.5 * 512 * 512
+    assert loop.found.lost_updates("0").updates > 0.5 * 512 * 512
 
 
 # Compiled models

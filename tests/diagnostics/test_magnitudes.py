@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_mp.diagnostics.contract.swamped import swamped
+from hf_mp.diagnostics.contract.lost_update_count import count_lost_updates
 from hf_mp.diagnostics.magnitudes import Histogram, histogram, sample, sampling_stride
 from hf_mp.kernels.gradient_scan import real_values
 
@@ -98,22 +98,22 @@ def test_what_rounds_to_zero_in_fp16_is_lost_and_the_next_number_is_not() -> Non
 def test_shares_of_nothing_are_zero(values: list[float]) -> None:
     found = histogram(torch.tensor(values))
     assert found.share_underflowed() == 0.0
-    assert swamped(torch.tensor(values), torch.tensor(values), torch.float16).share == 0.0
+    assert count_lost_updates(torch.tensor(values), torch.tensor(values), torch.float16).share == 0.0
 
 
-# Swamped updates
+# Lost updates
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float16, 10), (torch.bfloat16, 7)], ids=str)
-def test_updates_up_to_half_a_unit_in_the_last_place_are_swamped(dtype: torch.dtype, bits: int) -> None:
+def test_updates_up_to_half_a_unit_in_the_last_place_are_lost(dtype: torch.dtype, bits: int) -> None:
     half = 2.0 ** -(bits + 1)  # ties go to even, which 1 is; below it, numbers lie half as far apart
     updates = torch.tensor([half, 1.01 * half, -half / 2, -1.01 * half / 2], dtype=torch.float64)
-    assert swamped(torch.ones(4), updates, dtype) == (2, 4)
+    assert count_lost_updates(torch.ones(4), updates, dtype) == (2, 4)
 
 
 def test_updates_that_are_zero_or_not_finite_do_not_count() -> None:
-    assert swamped(torch.ones(5), torch.tensor([0.0, NAN, INF, 1e-9, 1.0]), torch.float16) == (1, 2)
-    assert swamped(torch.tensor([NAN, 1e9, 1.0]), torch.full((3,), 1e-9), torch.float16) == (1, 1)
+    assert count_lost_updates(torch.ones(5), torch.tensor([0.0, NAN, INF, 1e-9, 1.0]), torch.float16) == (1, 2)
+    assert count_lost_updates(torch.tensor([NAN, 1e9, 1.0]), torch.full((3,), 1e-9), torch.float16) == (1, 1)
 
 
 # Samples

@@ -63,7 +63,7 @@ def state_of(model: nn.Module, optimizer: Any, runtime: hf_mp.MixedPrecision) ->
     generators = [torch.get_rng_state(), random.getstate(), np.random.get_state()]
     scaler = [runtime.scaler.state_dict(), asdict(runtime.stats)]
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
-    return {"all": [copied, versions, modes, momenta, generators, scaler, hooks, runtime.autocast.observer]}
+    return {"all": [copied, versions, modes, momenta, generators, scaler, hooks, runtime.autocast.call_override]}
 
 
 def same(left: Any, right: Any) -> bool:

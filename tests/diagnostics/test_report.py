@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import hf_mp
 from hf_mp.cli import app
 from hf_mp.diagnostics import report_charts as charts
-from hf_mp.diagnostics.contract.swamped import Swamped
+from hf_mp.diagnostics.contract.lost_update_count import LostUpdateCount
 from hf_mp.diagnostics.magnitudes import histogram
 from hf_mp.diagnostics.report import (
     OPEN_ROWS,
@@ -86,7 +86,7 @@ def test_the_page_tells_what_happened(page: str) -> None:
     assert "The loss is computed outside the model" in text and "Step 3" in text
     for kind in Kind:
         assert f"{kind.value} of all layers" in page or f"{kind.value} of all" in page
-    assert version("torch") in text and "Swamped updates" in text
+    assert version("torch") in text and "Lost updates" in text
     assert "Missing" not in text
 
 
@@ -108,7 +108,7 @@ def test_a_run_with_nothing_but_a_log_of_steps_has_a_page(tmp_path: Path) -> Non
 def many_layers(count: int) -> StepMagnitudes:
     found = histogram(torch.exp2(torch.randn(500, generator=torch.Generator().manual_seed(0)) * 4 - 20))
     tensors = [
-        TensorMagnitudes(kind, f"h.{layer}", "weight", 3, found, Swamped(count - layer, count))
+        TensorMagnitudes(kind, f"h.{layer}", "weight", 3, found, LostUpdateCount(count - layer, count))
         if kind is Kind.UPDATES
         else TensorMagnitudes(kind, f"h.{layer}", "weight", 3, found)
         for layer in range(count)
@@ -122,8 +122,8 @@ def test_too_many_layers_are_folded_and_counted(tmp_path: Path) -> None:
     assert Outline(page).open == []
     assert page.count(f"<summary>{150 - OPEN_ROWS} more layers</summary>") == len(Kind) + 1
     assert page.count("<code>h.149</code>") == len(Kind) + 1
-    swamped = page[page.index('id="updates"') :]  # those that lose most come first
-    assert swamped.index("<code>h.0</code>") < swamped.index("<code>h.1</code>")
+    lost = page[page.index('id="updates"') :]  # those that lose most come first
+    assert lost.index("<code>h.0</code>") < lost.index("<code>h.1</code>")
     assert page.count("times the loss scale</li>") == 2  # of the gradients' kinds alone
     assert len(page) < 2**20
 
@@ -134,7 +134,7 @@ def test_too_many_layers_are_folded_and_counted(tmp_path: Path) -> None:
 def test_findings_say_what_16_bits_would_lose(tmp_path: Path) -> None:
     values = torch.tensor([2.0**-26] * 3 + [1.0])
     gradient = TensorMagnitudes(Kind.WEIGHT_GRADIENTS, "a", "w", 1, histogram(values))
-    update = TensorMagnitudes(Kind.UPDATES, "a", "w", 1, histogram(values), Swamped(2, 4))
+    update = TensorMagnitudes(Kind.UPDATES, "a", "w", 1, histogram(values), LostUpdateCount(2, 4))
     step = StepMagnitudes(7, 1024.0, (gradient, update))
     steps = [StepRecord(1, 2.0, 3.0, False, ""), StepRecord(2, 4.0, None, True, "x")]
     assert findings(RunRecords(tmp_path, steps={record.step: record for record in steps}, magnitudes=step)) == [

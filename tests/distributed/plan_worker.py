@@ -24,7 +24,7 @@ from hf_mp.memory.batches import Inputs, make_batch
 from hf_mp.memory.parallel import CommunicationRecorder, make_mesh, shard
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.settings import make_settings
-from hf_mp.memory.training import make_trainee, prepare_model, recording
+from hf_mp.memory.training import make_training_setup, prepare_model, recording
 from hf_mp.ranks.parallelism import has_dtensors
 
 PRESETS = {**dict.fromkeys(("fsdp2", "hsdp", "ddp"), ("fp32", "fp16")), "tp": ("fp32", "fp16", "bf16")}
@@ -58,13 +58,13 @@ def count(folder: str, parallel: Any, kind: str, preset: str) -> dict[str, Any]:
         loaded.load_state_dict({name: p.detach().clone() for name, p in loaded.named_parameters()}, assign=True)
     inputs = Inputs.of(loaded, preset)
     model = shard(prepare_model(loaded, settings), make_mesh(settings))
-    trainee = make_trainee(model, settings, torch.device("cpu"))
+    setup = make_training_setup(model, settings, torch.device("cpu"))
     communication = CommunicationRecorder(NODE_SIZE)
     if parallel == "ddp":
-        trainee.forward = DistributedDataParallel(model)
+        setup.forward = DistributedDataParallel(model)
     with LettingGo():
         cpu = torch.device("cpu")
-        with recording(trainee, MemoryRecorder(cpu), communication) as profile_of:
+        with recording(setup, MemoryRecorder(cpu), communication) as profile_of:
             profile = profile_of(make_batch(inputs, settings, cpu))
     return {"collectives": communication.collectives(), "peak_bytes": profile.peak_bytes}
 

@@ -18,6 +18,7 @@ if not hasattr(DistributedConfig, "efsdp_size"):
 sys.path.insert(0, str(Path(__file__).parent))
 import experts_worker
 
+pytestmark = pytest.mark.slow
 Results = list[dict[str, Any]]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tiny import same_by_name
 
+pytestmark = pytest.mark.slow
 Results = list[dict[str, Any]]
 
 

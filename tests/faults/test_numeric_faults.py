@@ -32,5 +32,5 @@ def test_training_that_cannot_go_on_stops_with_its_state_as_before(precision: st
 
 
 def test_without_the_guard_they_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MixedPrecision, "verdict", lambda self, optimizer: StepReport(False))
+    monkeypatch.setattr(MixedPrecision, "clip_and_check", lambda self, optimizer: StepReport(False))
     assert "skipped=False" in run_segment(50, 25)["lost"]

@@ -552,7 +552,7 @@ class TestLaunches:
 
     @pytest.fixture(autouse=True)
     def as_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("hf_mp.step.gradients._SKIP_BY_THEMSELVES", (DEVICE,))
+        monkeypatch.setattr("hf_mp.step.gradients._DEVICES_WITH_FOUND_INF", (DEVICE,))
         for module in ("step.gradients", "weights.fused_adamw"):
             monkeypatch.setattr(f"hf_mp.{module}.is_on_host", lambda tensor: False)
 

@@ -14,19 +14,19 @@ from transformers import GPT2Config
 import hf_mp
 from hf_mp.kernels.nested import tensors_in
 from hf_mp.memory import training
-from hf_mp.memory.fake_tensors import STAND_IN, AnswerAsIfAllWentWell
+from hf_mp.memory.fake_tensors import FAKE_GPU_DEVICE, FakeValueMode
 
 CONFIG = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=101, n_positions=16, bos_token_id=0, eos_token_id=0)
 SEEN: Counter[torch.dtype] = Counter()
 
 
-class RefusesFP64(AnswerAsIfAllWentWell):
+class RefusesFP64(FakeValueMode):
     """What MPS says of an FP64 tensor, whoever makes one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in tensors_in((args, kwargs, result)):
-            if tensor.device.type == STAND_IN.type:
+            if tensor.device.type == FAKE_GPU_DEVICE.type:
                 SEEN[tensor.dtype] += 1
                 if tensor.dtype is torch.float64:
                     raise TypeError(f"{func} on a device that has no FP64")
@@ -36,7 +36,7 @@ class RefusesFP64(AnswerAsIfAllWentWell):
 @pytest.fixture(autouse=True)
 def without_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
     SEEN.clear()
-    monkeypatch.setattr(training, "AnswerAsIfAllWentWell", RefusesFP64)
+    monkeypatch.setattr(training, "FakeValueMode", RefusesFP64)
 
 
 @pytest.mark.parametrize(

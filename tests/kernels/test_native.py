@@ -79,6 +79,7 @@ def test_they_are_compiled_once(
     assert capsys.readouterr().err.count("hf_mp compiles its casts in C++") == 1
 
 
+@pytest.mark.slow
 def test_two_processes_compile_once(compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.VARIABLE, "1")
     calls = use_compiler(monkeypatch, tmp_path, f'sleep 2; cp {compiled} "$made"')

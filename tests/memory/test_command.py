@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import hf_mp
 from hf_mp import cli
-from hf_mp.memory.fitting import LargestBatch
+from hf_mp.memory.largest_batch import LargestBatch
 from hf_mp.memory.precisions import SHOWN_PRESETS, TRAINING_PRESETS
 
 STEP = {"batch_size": 2, "seq_len": 32}

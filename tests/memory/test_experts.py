@@ -16,7 +16,7 @@ from hf_mp.casting.experts import has_stacked_experts
 from hf_mp.memory import measuring, training
 from hf_mp.memory.footprint import memory_footprint
 from hf_mp.memory.ledger import Category
-from hf_mp.memory.models import skeleton
+from hf_mp.memory.models import meta_model
 from hf_mp.memory.precisions import TRAINING_PRESETS
 from hf_mp.memory.settings import make_settings
 
@@ -74,7 +74,7 @@ def test_every_routing_takes_the_memory_that_is_predicted(
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_leave_experts_in_16_bits(kind: str) -> None:
     settings = make_settings(small(kind), "nf4-lora", **STEP)
-    prepared = training.prepare_model(skeleton(small(kind), "nf4"), settings)
+    prepared = training.prepare_model(meta_model(small(kind), "nf4"), settings)
     experts = [p for module in prepared.modules() if has_stacked_experts(module) for p in module.parameters()]
     assert experts and {weight.dtype for weight in experts} == {torch.float16}
     assert not any(weight.requires_grad for weight in experts)
@@ -110,10 +110,10 @@ LONG = [pytest.mark.exhaustive, pytest.mark.timeout(900)]  # adapters of 61 laye
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=LONG if kind == "DeepseekV3" else []) for kind in PUBLISHED])
 def test_published_sizes_are_predicted(kind: str) -> None:
-    assert skeleton(published(kind), "fp32").num_parameters() == PUBLISHED[kind][1]
+    assert meta_model(published(kind), "fp32").num_parameters() == PUBLISHED[kind][1]
     full = hf_mp.estimate_training_memory(published(kind), "bf16", batch_size=1, seq_len=512)
     assert full.peak_bytes > 16 * PUBLISHED[kind][1]
     adapters = hf_mp.estimate_training_memory(published(kind), "nf4-lora", batch_size=1, seq_len=512)
-    loaded = memory_footprint(skeleton(published(kind), "nf4"), as_if_loaded=True).total_bytes
+    loaded = memory_footprint(meta_model(published(kind), "nf4"), as_if_loaded=True).total_bytes
     frozen = adapters.bytes_by_category[Category.FROZEN_WEIGHTS]
     assert frozen < 1.1 * loaded  # embeddings are cast to FP32; experts in FP32 would nearly double it

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_mp.memory.fake_tensors import STAND_IN, AnswerAsIfAllWentWell, kernels_of_a_gpu
+from hf_mp.memory.fake_tensors import FAKE_GPU_DEVICE, FakeValueMode, kernels_of_a_gpu
 
 FP16 = torch.float16
 
 
 @pytest.fixture(autouse=True)
 def fake() -> Iterator[None]:
-    with FakeTensorMode(), AnswerAsIfAllWentWell():
+    with FakeTensorMode(), FakeValueMode():
         yield
 
 
@@ -121,9 +121,10 @@ FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_e
 def test_attention_runs_in_the_kernel_of_a_gpu(
     dtype: torch.dtype, width: int, value_width: int, mask: torch.dtype | None, kernel: str
 ) -> None:
-    query, key = (torch.empty(2, 4, 6, width, dtype=dtype, device=STAND_IN, requires_grad=True) for _ in range(2))
-    value = torch.empty(2, 4, 6, value_width, dtype=dtype, device=STAND_IN)
-    bias = None if mask is None else torch.empty(6, 6, dtype=mask, device=STAND_IN)
+    query = torch.empty(2, 4, 6, width, dtype=dtype, device=FAKE_GPU_DEVICE, requires_grad=True)
+    key = torch.empty_like(query, requires_grad=True)
+    value = torch.empty(2, 4, 6, value_width, dtype=dtype, device=FAKE_GPU_DEVICE)
+    bias = None if mask is None else torch.empty(6, 6, dtype=mask, device=FAKE_GPU_DEVICE)
     with kernels_of_a_gpu(), Called() as called:
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
     assert {FLASH, EFFICIENT} & called.arguments.keys() == {kernel}
@@ -135,7 +136,7 @@ def test_attention_runs_in_the_kernel_of_a_gpu(
 
 
 def test_only_the_flash_kernel_shares_heads_and_only_gradients_need_sums() -> None:
-    query, key = (torch.empty(2, heads, 6, 16, device=STAND_IN) for heads in (4, 2))
+    query, key = (torch.empty(2, heads, 6, 16, device=FAKE_GPU_DEVICE) for heads in (4, 2))
     with kernels_of_a_gpu(), Called() as called:
         assert F.scaled_dot_product_attention(query, key, key, enable_gqa=True).shape == (2, 4, 6, 16)
         assert EFFICIENT not in called.arguments
@@ -144,7 +145,7 @@ def test_only_the_flash_kernel_shares_heads_and_only_gradients_need_sums() -> No
 
 
 def test_dropout_saves_a_mask_of_bytes_in_training_alone() -> None:
-    x = torch.empty(4, requires_grad=True, device=STAND_IN)
+    x = torch.empty(4, requires_grad=True, device=FAKE_GPU_DEVICE)
     with kernels_of_a_gpu():
         assert "NativeDropout" in type(F.dropout(x, 0.5).grad_fn).__name__
         assert F.dropout(x, 0.5, training=False) is x and F.dropout(x, 0.0) is x
@@ -153,8 +154,8 @@ def test_dropout_saves_a_mask_of_bytes_in_training_alone() -> None:
 def test_an_island_of_autocast_can_be_made() -> None:
     is_available = torch.amp.autocast_mode.is_autocast_available
     with kernels_of_a_gpu():
-        found = [torch.amp.autocast_mode.is_autocast_available(name) for name in (STAND_IN.type, "cpu", "fpga")]
-    assert found == [True, True, False] and not is_available(STAND_IN.type)
+        found = [torch.amp.autocast_mode.is_autocast_available(name) for name in (FAKE_GPU_DEVICE.type, "cpu", "fpga")]
+    assert found == [True, True, False] and not is_available(FAKE_GPU_DEVICE.type)
 
 
 def test_int8_finds_no_outliers() -> None:

@@ -42,7 +42,7 @@ from transformers import (
 import hf_mp
 from hf_mp.memory.footprint import memory_footprint, tensors_of
 from hf_mp.memory.ledger import Category
-from hf_mp.memory.models import skeleton
+from hf_mp.memory.models import meta_model
 
 SIZES: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
 IMAGES: dict[str, Any] = dict(**SIZES, image_size=32, patch_size=8)
@@ -185,7 +185,7 @@ def test_a_quantized_model_with_adapters(tmp_path: Any) -> None:
 @pytest.mark.parametrize("precision", ["int8", "nf4"])
 def test_a_given_model_is_quantized_as_its_configuration_is(precision: str, tmp_path: Any) -> None:
     model = small_gpt2()
-    planned = memory_footprint(skeleton(model, precision), as_if_loaded=True)
+    planned = memory_footprint(meta_model(model, precision), as_if_loaded=True)
     model.save_pretrained(tmp_path)
     assert planned.by_kind == memory_footprint(hf_mp.load(tmp_path, precision)).by_kind
     assert estimate(model, f"{precision}-lora").peak_bytes == estimate(model.config, f"{precision}-lora").peak_bytes

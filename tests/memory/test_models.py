@@ -21,7 +21,7 @@ import hf_mp
 from hf_mp.cli import app
 from hf_mp.memory import models, precisions
 from hf_mp.memory.footprint import Kind, memory_footprint
-from hf_mp.memory.models import find_config, model_class, skeleton
+from hf_mp.memory.models import find_config, meta_model, model_class
 
 from .conftest import SMALL, storages_of
 
@@ -48,7 +48,7 @@ def no_network(monkeypatch):
 
 @pytest.mark.parametrize("name", list(SIZES))
 def test_built_in_models_need_no_network_and_have_the_published_sizes(name, no_network):
-    assert skeleton(find_config(name), "fp32").num_parameters() == SIZES[name]
+    assert meta_model(find_config(name), "fp32").num_parameters() == SIZES[name]
     assert no_network == []
 
 
@@ -60,7 +60,7 @@ def test_a_directory_wins_over_a_built_in_name_and_a_config_file_is_enough(tmp_p
 
 def test_a_given_configuration_is_left_as_it_is(gpt2_config):
     before = gpt2_config.to_dict()
-    skeleton(gpt2_config, "int8")
+    meta_model(gpt2_config, "int8")
     hf_mp.estimate_training_memory(gpt2_config, "fp32")
     assert gpt2_config.to_dict() == before
 
@@ -146,7 +146,7 @@ def saved(request, tmp_path_factory):
     """A GPT-2 of two layers, and GPT-2 124M: its folder, its configuration, elements, and elements of linear layers."""
     path = tmp_path_factory.mktemp("gpt2")
     config = gpt2_of(*request.param, path)
-    return path, config, skeleton(config, "fp32").num_parameters(), 12 * 768 * 768 * config.n_layer
+    return path, config, meta_model(config, "fp32").num_parameters(), 12 * 768 * 768 * config.n_layer
 
 
 @pytest.mark.parametrize("precision", list(precisions.PRECISIONS))
@@ -168,7 +168,7 @@ def test_every_byte_of_a_loaded_model_is_planned_and_counted(saved, precision):
     assert footprint.by_kind.get("quantization state", 0) == state
     assert footprint.total_bytes == storages_of(model) == weights + state
     assert footprint.transformers_bytes == model.get_memory_footprint() == weights
-    planned = memory_footprint(skeleton(config, precision), as_if_loaded=True)
+    planned = memory_footprint(meta_model(config, precision), as_if_loaded=True)
     facts = [
         sorted((row.name, row.kind, row.dtype, row.shape, row.counted_bytes) for row in found.rows)
         for found in (planned, footprint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from covering import covering
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
@@ -29,12 +30,16 @@ def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "WINDOW_BYTES", MIB)
 
 
-@pytest.mark.parametrize("precision", ["bf16-lean", "fp16-lean"])
 @pytest.mark.parametrize(
-    ("offload", "micro_batches", "on_host", "gradients"),
-    [("optimizer", 1, 10, 2), ("optimizer", 2, 10, 4), ("all", 1, 12, 0), ("all", 2, 14, 0)],
+    ("precision", "case"),
+    covering(
+        ["bf16-lean", "fp16-lean"],
+        [("optimizer", 1, 10, 2), ("optimizer", 2, 10, 4), ("all", 1, 12, 0), ("all", 2, 14, 0)],
+        together=1,
+    ),
 )
-def test_bytes_of_a_parameter(precision: str, offload: str, micro_batches: int, on_host: int, gradients: int) -> None:
+def test_bytes_of_a_parameter(precision: str, case: tuple[str, int, int, int]) -> None:
+    offload, micro_batches, on_host, gradients = case
     found = hf_mp.estimate_training_memory(
         where_weights_dominate(), precision, offload=offload, accumulation_steps=micro_batches, **STEP
     )

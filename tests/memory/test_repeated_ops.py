@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_mp.memory import fake_tensors
-from hf_mp.memory.fake_tensors import AnswerAsIfAllWentWell
+from hf_mp.memory.fake_tensors import FakeValueMode
 from hf_mp.memory.training import estimate_training_memory
 
 from .conftest import CONFIGS
@@ -35,7 +35,7 @@ class Reached(TorchDispatchMode):
 
 @pytest.fixture
 def reached() -> Iterator[Reached]:
-    with Reached() as reached, AnswerAsIfAllWentWell():
+    with Reached() as reached, FakeValueMode():
         yield reached
 
 

@@ -164,20 +164,20 @@ def test_the_recorder_agrees_with_torchs_own_tracker():
 
     config = CONFIGS["gpt2-4"]()
     ours = estimate(device="cpu")
-    planned = training.skeleton(config, "fp32")
+    planned = training.meta_model(config, "fp32")
     cpu = torch.device("cpu")
     settings = make_settings(config, "fp32", **STEP)
     prepared = training.prepare_model(planned, settings)
     with FakeTensorMode(allow_non_fake_inputs=True):
         training.replace_tensors(prepared, cpu)
-        trainee = training.make_trainee(prepared, settings, cpu)
+        setup = training.make_training_setup(prepared, settings, cpu)
         batch = make_batch(Inputs.of(planned, "fp32"), settings, cpu)
         tracker = MemTracker()
-        tracker.track_external(trainee.model, trainee.optimizer, *batch.values())
+        tracker.track_external(setup.model, setup.optimizer, *batch.values())
         with tracker:
             for _ in range(2):
-                training.train_one_step(trainee, batch)
-                trainee.optimizer.zero_grad()
+                training.train_one_step(setup, batch)
+                setup.optimizer.zero_grad()
                 tracker.reset_mod_stats()
     peak = next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"]
     assert ours.peak_bytes == peak
@@ -194,7 +194,7 @@ def test_one_model_takes_the_steps_of_all_batches(monkeypatch):
     take = training.train_one_step
     monkeypatch.setattr(training, "train_one_step", lambda one, *rest: taken.append(one) or take(one, *rest))
     config = CONFIGS["gpt2-4"]()
-    with training.step_of(config, "fp16", batch_size=1, seq_len=64) as predict:
+    with training.memory_predictor(config, "fp16", batch_size=1, seq_len=64) as predict:
         peaks = {size: predict(size).peak_bytes for size in (1, 8, 3)}
     assert len(taken) == 4 and len(set(map(id, taken))) == 1  # the first of all steps makes the optimizer's state
     assert peaks == {
@@ -206,7 +206,7 @@ def test_one_model_takes_the_steps_of_all_batches(monkeypatch):
 
 
 def elements(model="gpt2-4"):
-    return training.skeleton(CONFIGS[model](), "fp32").num_parameters()
+    return training.meta_model(CONFIGS[model](), "fp32").num_parameters()
 
 
 @pytest.mark.parametrize(

@@ -15,19 +15,20 @@ from tiny import Dispatched, assert_true, attached, gradients_of
 from torch import Tensor, nn
 
 from hf_mp import borders
-from hf_mp.borders import inward_borders, output_border
+from hf_mp.borders import cast_to_output, unscaling_aliases
 from hf_mp.step.mixed_precision import MixedPrecision
 
 SCALE = 2.0**20
 
 
 def parameter_border(parameter: Tensor, copy: Tensor | None, scale_provider: ScaleProvider) -> Tensor:
-    (inside,), (rounded,) = inward_borders([parameter], [copy], scale_provider)
+    (inside,), (rounded,) = unscaling_aliases([parameter], [copy], scale_provider)
     return inside if rounded is None else rounded
 
 
 def test_a_torch_without_an_order_of_nodes_costs_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(borders, "_has_order", functools.cache(borders._has_order.__wrapped__))
+    for name in ("_can_order_nodes", "_warn_without_order"):
+        monkeypatch.setattr(borders, name, functools.cache(getattr(borders, name).__wrapped__))
     monkeypatch.setattr(torch._C, "_FunctionBase", object)
     weight = torch.ones(3, requires_grad=True)
     with pytest.warns(UserWarning, match="this torch cannot order autograd nodes") as caught:
@@ -39,7 +40,7 @@ def test_a_torch_without_an_order_of_nodes_costs_one_warning(monkeypatch: pytest
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_an_output_leaves_in_fp32_and_its_gradient_enters_scaled_in_its_own_dtype(dtype: torch.dtype) -> None:
     x = torch.tensor([1.0, -2.0], dtype=dtype, requires_grad=True)
-    y = output_border(x, ScaleProvider(4.0))
+    y = cast_to_output(x, ScaleProvider(4.0))
     y.backward(torch.tensor([3.0, 5.0]))
     assert y.dtype is torch.float32 and y.tolist() == [1.0, -2.0]
     assert x.grad is not None and x.grad.dtype is dtype and x.grad.tolist() == [12.0, 20.0]
@@ -48,7 +49,7 @@ def test_an_output_leaves_in_fp32_and_its_gradient_enters_scaled_in_its_own_dtyp
 def test_the_gradient_is_scaled_before_it_is_rounded_to_fp16() -> None:
     tiny = 2.0**-30  # zero in FP16
     x = torch.ones(1, dtype=torch.float16, requires_grad=True)
-    output_border(x, ScaleProvider()).backward(torch.tensor([tiny]))
+    cast_to_output(x, ScaleProvider()).backward(torch.tensor([tiny]))
     assert x.grad is not None and x.grad.item() == tiny * SCALE
 
 
@@ -68,18 +69,18 @@ def test_a_parameter_used_in_fp32_is_unscaled_once_per_use() -> None:
         parameter_border(parameter, None, ScaleProvider(4.0)) * 3
         + parameter_border(parameter, None, ScaleProvider(4.0)) * 5
     )
-    output_border(loss, ScaleProvider(4.0)).sum().backward()
+    cast_to_output(loss, ScaleProvider(4.0)).sum().backward()
     assert parameter.grad is not None and parameter.grad.item() == 8.0
 
 
 def test_an_input_that_wants_a_gradient_gets_the_true_one() -> None:
     x = torch.tensor([3.0], requires_grad=True)
-    output_border(parameter_border(x, None, ScaleProvider()) ** 2, ScaleProvider()).backward()
+    cast_to_output(parameter_border(x, None, ScaleProvider()) ** 2, ScaleProvider()).backward()
     assert x.grad is not None and x.grad.item() == 6.0
 
 
 class Unscaled(ScaleProvider):
-    def inverse_scale_on(self, *given: Any) -> None:  # type: ignore[override]
+    def inverse_scale_for(self, *given: Any) -> None:  # type: ignore[override]
         return None
 
 
@@ -98,7 +99,7 @@ def test_what_leaves_by_one_border_leaves_in_few_launches(
     def leave(takes: bool) -> tuple[list[Any], list[str]]:
         monkeypatch.setattr(borders, "takes_lists", lambda tensor: takes)
         outside = [nn.Parameter(weight.clone()) for weight in weights]
-        inside, rounded = inward_borders(outside, [one.detach().to(dtype) for one in outside], scale_provider)
+        inside, rounded = unscaling_aliases(outside, [one.detach().to(dtype) for one in outside], scale_provider)
         with OpLog() as log:  # some are used as copies alone, two in FP32 as well
             torch.autograd.backward([*rounded, *inside[3:]], [one.clone() for one in given])  # type: ignore[list-item]
         return [one.grad for one in outside], [op.removeprefix("aten.").partition(".")[0] for op in log.ops]
@@ -120,7 +121,7 @@ def test_what_two_uses_leave_is_summed_in_fp32_without_a_second_fp32_tensor(dtyp
     by_copy, by_alias = special.repeat(9), special.repeat_interleave(9)
     by_alias[by_alias.abs() == least] = 2e-39  # a subnormal FP32 number
     scale_provider, outside = ScaleProvider(2.0**20), nn.Parameter(torch.ones(81))
-    (alias,), (rounded,) = inward_borders([outside], [outside.detach().to(dtype)], scale_provider)
+    (alias,), (rounded,) = unscaling_aliases([outside], [outside.detach().to(dtype)], scale_provider)
     with OpLog() as log:
         torch.autograd.backward([alias, rounded], [by_alias, by_copy.to(dtype)])
     expected = by_alias * 2.0**-20 + by_copy.to(dtype).float() * 2.0**-20
@@ -134,7 +135,7 @@ def test_an_output_may_be_changed_in_place_and_used_inside_too() -> None:
     inside = parameter_border(x, None, ScaleProvider(8.0))
     logits = inside * 2
     loss = (logits**2).sum()
-    out_logits, out_loss = output_border(logits, ScaleProvider(8.0)), output_border(loss, ScaleProvider(8.0))
+    out_logits, out_loss = cast_to_output(logits, ScaleProvider(8.0)), cast_to_output(loss, ScaleProvider(8.0))
     out_loss *= 10  # as the Trainer does
     (out_loss + out_logits.sum()).backward()
     assert x.grad is not None and x.grad.item() == 10 * 8 * 3 + 2
@@ -142,9 +143,9 @@ def test_an_output_may_be_changed_in_place_and_used_inside_too() -> None:
 
 
 def test_integers_and_fp64_keep_their_dtype_and_fp64_gradients_are_scaled() -> None:
-    assert output_border(torch.tensor([1]), ScaleProvider()).dtype is torch.int64
+    assert cast_to_output(torch.tensor([1]), ScaleProvider()).dtype is torch.int64
     x = torch.tensor([1.0], dtype=torch.float64, requires_grad=True)
-    y = output_border(x, ScaleProvider(4.0))
+    y = cast_to_output(x, ScaleProvider(4.0))
     y.backward(torch.ones(1, dtype=torch.float64))
     assert y.dtype is torch.float64 and x.grad is not None and x.grad.item() == 4.0
 
@@ -153,12 +154,12 @@ def test_nothing_is_recorded_without_grad() -> None:
     parameter = nn.Parameter(torch.ones(1))
     with torch.no_grad():
         assert not parameter_border(parameter, None, ScaleProvider()).requires_grad
-        assert not output_border(parameter.half(), ScaleProvider()).requires_grad
+        assert not cast_to_output(parameter.half(), ScaleProvider()).requires_grad
 
 
 def test_the_scale_at_the_time_of_backward_counts() -> None:
     x, factor = torch.ones(1, requires_grad=True), ScaleProvider(2.0)
-    y = output_border(x, factor)
+    y = cast_to_output(x, factor)
     factor.value.fill_(8.0)
     y.backward()
     assert x.grad is not None and x.grad.item() == 8.0 and factor.entering == [8.0]
@@ -217,7 +218,7 @@ def test_a_lean_model_has_frozen_parts_in_torch_script_alone() -> None:
 
 def test_gradients_leave_as_soon_as_they_are_complete() -> None:
     weights = [torch.randn(4, 4, requires_grad=True) for _ in range(3)]
-    insides = [inward_borders([weight], [None], ScaleProvider())[0][0] for weight in weights]
+    insides = [unscaling_aliases([weight], [None], ScaleProvider())[0][0] for weight in weights]
     x = torch.randn(2, 4)
     arrived: list[str] = []
     for number, weight in enumerate(weights):

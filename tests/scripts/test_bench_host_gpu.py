@@ -52,6 +52,7 @@ def measured(tmp_path: Path, **options: object) -> dict:
     return json.loads((tmp_path / "bench_host_gpu.json").read_text())["result"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
 def test_parts_ratios_and_launches_are_stored(tmp_path: Path) -> None:
     result = measured(tmp_path, rounds=3)
@@ -67,6 +68,7 @@ def test_parts_ratios_and_launches_are_stored(tmp_path: Path) -> None:
     assert len(result["commit"]) >= 7
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
 def test_compiled_steps_are_compared_with_compiled_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.compile", lambda model, backend: model)

@@ -247,6 +247,7 @@ def test_the_contract_of_a_stock_training_loses_updates_and_ours_does_not(run):
     assert 0 < result["seconds_to_take"]["1,000 tensors"] < 1.0 and 0 < result["checked"]["seconds"] < 5.0
 
 
+@pytest.mark.slow
 def test_a_model_saved_in_bf16_learns_with_ours_as_if_loaded_in_fp32(run):
     result = run("loading", "compare_loading", scale="small", steps=8, learning_rate=1e-4, evaluations=2)
     rows = list(result["contenders"].values())
@@ -264,6 +265,7 @@ def test_mixtures_of_experts_are_trained_in_each_way(run, monkeypatch):
     assert row["losses"]["FP32"] == [row["fp32"]] and all(off < 0.02 for off in row["off"].values())
 
 
+@pytest.mark.slow
 def test_the_memory_command_is_timed(run, monkeypatch):
     tiny = MixtralConfig(**TINY_MIXTRAL, architectures=["MixtralForCausalLM"])
     monkeypatch.setattr(memory_command, "COMMANDS", {"tiny": ("tiny", tiny, "--train --precision fp16")})

@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from _results import ROOT
 from hf_mp.policy import mixed_presets
 
 
+@pytest.mark.slow
 def test_a_step_is_reported_by_preset_and_part(tmp_path: Path) -> None:
     # In a process of its own: what other tests have left in this one makes more calls.
     command = [sys.executable, str(ROOT / "scripts" / "bench.py"), "trace", "--output-dir", str(tmp_path)]

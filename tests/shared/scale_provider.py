@@ -16,14 +16,14 @@ class ScaleProvider:
         self.value = torch.tensor([value])
         self.entering: list[float] = []
 
-    def loss_scale_on(self, device: torch.device) -> Tensor:
+    def loss_scale_for(self, device: torch.device) -> Tensor:
         return self.value
 
-    def inverse_scale_on(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor:
+    def inverse_scale_for(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor:
         return 1.0 / self.value
 
-    def gradient_entered(self, node: Any, gradient: Tensor) -> None:
+    def on_output_gradient(self, node: Any, gradient: Tensor) -> None:
         self.entering.append(gradient.sum().item())
 
-    def keep_scaled(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
+    def take_scaled_gradients(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
         pass

@@ -148,6 +148,31 @@ def test_training_without_a_guard_is_warned_of_once(gpt2: GPT2LMHeadModel, batch
     assert "/hf_mp/" not in told.filename and "/torch/" not in told.filename  # but at the line of the loop
 
 
+def test_a_perturbation_between_two_backwards_is_not_taken_for_an_optimizer(
+    gpt2: GPT2LMHeadModel, batch: Batch
+) -> None:
+    """Sharpness-aware minimization (arXiv 2010.01412, algorithm 1) moves the weights for its second backward."""
+    runtime = MixedPrecision("fp16")
+    runtime.attach(gpt2)
+    optimizer = SGD(gpt2.parameters(), lr=0.1)
+    runtime.attach_optimizer(optimizer)
+    with pytest.warns(UserWarning, match="were written between two backwards, and no optimizer stepped") as caught:
+        for _ in range(3):
+            gpt2(**batch).loss.backward()
+            perturbations = [0.01 * parameter.grad for parameter in gpt2.parameters()]
+            with torch.no_grad():
+                torch._foreach_add_(list(gpt2.parameters()), perturbations)
+            optimizer.zero_grad()
+            loss = gpt2(**batch).loss
+            loss.backward()
+            with torch.no_grad():
+                torch._foreach_sub_(list(gpt2.parameters()), perturbations)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len([one for one in caught if "no optimizer stepped" in str(one.message)]) == 1
+    assert not [one for one in caught if "was not attached" in str(one.message)]
+
+
 @pytest.mark.parametrize("runs_first", [False, True])
 @pytest.mark.parametrize("part", ["", "transformer.ln_f"])
 def test_masters_that_were_cast_to_16_bits_are_told_of(

@@ -77,7 +77,7 @@ def test_scales_and_skips_are_those_of_torchs_scaler(
     plan: list[tuple[tuple[int, ...], int | None]], precision: str, defers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if defers:  # as on a GPU: the device decides whether the fused optimizer skips
-        monkeypatch.setattr("hf_mp.step.gradients._SKIP_BY_THEMSELVES", ("cpu",))
+        monkeypatch.setattr("hf_mp.step.gradients._DEVICES_WITH_FOUND_INF", ("cpu",))
     theirs, scaler = Parts(3, is_shared=False), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     their_optimizers = [sgd(theirs.parameters_of(one)) for one in range(3)]
     ours = hf_mp.DynamicLossScaler(init_scale=2.0**10, growth_interval=3)

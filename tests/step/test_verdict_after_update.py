@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import hf_mp
 from hf_mp.kernels import adamw
 from hf_mp.scaling.rules import PrecisionStats, StepReport
-from hf_mp.step.gradients import Verdict
+from hf_mp.step.gradients import OverflowStatus
 from hf_mp.step.observers import StepObserver
 from hf_mp.weights import fused_adamw
 from hf_mp.weights.fused_adamw import _tensors_of as tensors_of
@@ -46,7 +46,7 @@ def without_being_seen(split_into: Callable[..., None]) -> Callable[..., None]:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for a CPU's values as it would for a GPU's, and lean updates are those of a kernel."""
-    monkeypatch.setattr("hf_mp.step.gradients._SKIP_BY_THEMSELVES", ("cpu",))
+    monkeypatch.setattr("hf_mp.step.gradients._DEVICES_WITH_FOUND_INF", ("cpu",))
     monkeypatch.setattr(adamw_references, "split_into", without_being_seen(adamw_references.split_into))
     monkeypatch.setattr(fused_adamw, "kernel_for", lambda name, tensors: None if is_master(tensors[0]) else launched_of)
 
@@ -170,16 +170,16 @@ def test_threads_that_ask_at_once_are_all_told_of_the_last_step(monkeypatch: pyt
     model, optimizer = prepared(fused)
     backward(model, 0, math.inf)
     optimizer.step()
-    runtime, read, is_read = runtime_of(model), Verdict.read, threading.Event()
+    runtime, read, is_read = runtime_of(model), OverflowStatus.read, threading.Event()
 
-    def late(verdict: Verdict) -> Any:
+    def late(status: OverflowStatus) -> Any:
         is_read.set()
         time.sleep(0.1)  # as a host that waits for its device, and lets other threads run
-        return read(verdict)
+        return read(status)
 
-    monkeypatch.setattr(Verdict, "read", late)
+    monkeypatch.setattr(OverflowStatus, "read", late)
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(runtime.scale_provider.loss_scale_on, torch.device("cpu"))
+        first = pool.submit(runtime.scale_provider.loss_scale_for, torch.device("cpu"))
         is_read.wait(10)
         second = runtime.scaler.get_scale()
     scale = first.result()
@@ -225,7 +225,7 @@ def test_an_observer_hears_of_each_step_at_once() -> None:
     heard: list[bool] = []
 
     class Observer(StepObserver):
-        def stepped(self, report: StepReport) -> None:
+        def on_step_finished(self, report: StepReport) -> None:
             heard.append(report.overflow)
 
     runtime_of(model).observers.append(Observer())
@@ -285,8 +285,8 @@ def test_an_optimizer_that_cannot_skip_waits(kind: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("devices", [("cpu", "cpu"), ("cpu", "meta")])
 def test_a_step_of_gradients_on_two_devices_is_read_first(devices: tuple[str, str]) -> None:
     given = [torch.zeros(2, device=device) for device in devices]
-    verdict = Verdict((), given, torch.zeros(1))
-    assert verdict.may_stay_on_device is (devices[1] == "cpu")
+    status = OverflowStatus((), given, torch.zeros(1))
+    assert status.may_stay_on_device is (devices[1] == "cpu")
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -14,7 +14,7 @@ from torch.optim import Adam, AdamW, Optimizer
 import hf_mp
 from hf_mp.weights import fused_adamw
 from hf_mp.weights import master_weight_optimizer as module
-from hf_mp.weights.fused_adamw import KeptUpdates, fused_step_split, fused_step_whole
+from hf_mp.weights.fused_adamw import UpdateCache, fused_step_split, try_fused_step_whole
 from hf_mp.weights.working_copies import WorkingCopies
 
 DTYPES = [torch.float16, torch.bfloat16]
@@ -85,7 +85,7 @@ def test_what_the_kernel_does_not_compute_is_left_to_the_optimizer(make: Any) ->
     optimizer = masters_around(make(weights), "split")
     for weight in weights:
         weight.grad = torch.ones(weight.shape)
-    assert not fused_step_split(optimizer.optimizer, weights, KeptUpdates())
+    assert not fused_step_split(optimizer.optimizer, weights, UpdateCache())
     assert all(weight.grad is not None for weight in weights)
 
 
@@ -95,7 +95,7 @@ def test_what_is_not_contiguous_is_read_by_its_shape(what: str) -> None:
     for given in (values, values.contiguous()):
         weight = nn.Parameter(torch.ones(3, 4).half())
         optimizer = masters_around(AdamW([weight], lr=1e-2, fused=True), "split")
-        weight.keep_scaled_gradient(given.half() if what == "gradient" else torch.ones(3, 4).half())  # type: ignore[attr-defined]
+        weight.store_scaled_gradient(given.half() if what == "gradient" else torch.ones(3, 4).half())  # type: ignore[attr-defined]
         optimizer.step()
         if what == "moments":
             state = optimizer.state_dict()  # as of a parameter that lies channels last
@@ -115,7 +115,7 @@ def test_on_a_cpu_an_optimizer_of_fp32_parameters_steps_by_itself(
     weight = nn.Parameter(torch.ones(3))
     optimizer = AdamW([weight], fused=True)
     weight.grad = torch.ones(3)
-    assert not fused_step_whole(optimizer, None, WorkingCopies(torch.float16), KeptUpdates())
+    assert not try_fused_step_whole(optimizer, None, WorkingCopies(torch.float16), UpdateCache())
     assert not optimizer.state and torch.equal(weight.detach(), torch.ones(3))
 
 
@@ -131,7 +131,7 @@ def test_a_parameter_that_does_not_step_decides_nothing(monkeypatch: pytest.Monk
         return kernel if all(tensor.is_contiguous() for tensor in tensors) else None
 
     monkeypatch.setattr(fused_adamw, "kernel_for", kernel_for)
-    assert fused_step_whole(AdamW([frozen, weight], fused=True), None, WorkingCopies(torch.float16), KeptUpdates())
+    assert try_fused_step_whole(AdamW([frozen, weight], fused=True), None, WorkingCopies(torch.float16), UpdateCache())
     assert stepped == [1]
 
 

@@ -42,8 +42,8 @@ def attached(precision: str) -> Model:
     return model
 
 
-def forget_borders(model: Any) -> None:
-    model.forward.runtime.weights.forget_borders()
+def clear_alias_cache(model: Any) -> None:
+    model.forward.runtime.weights.clear_alias_cache()
 
 
 @every_preset
@@ -99,7 +99,7 @@ def test_a_graph_without_a_backward_keeps_its_borders_while_it_lives(precision: 
 @every_preset
 def test_a_retained_graph_keeps_its_borders(precision: str) -> None:
     model, fresh = attached(precision), attached(precision)
-    fresh.do = forget_borders
+    fresh.do = clear_alias_cache
     for each in (model, fresh):
         loss = each(X).square().sum()
         loss.backward(retain_graph=True)
@@ -115,7 +115,7 @@ def test_many_forwards_in_one_backward_are_those_of_fresh_borders(precision: str
         return copies(p.grad for p in model.parameters())
 
     kept, fresh = attached(precision), attached(precision)
-    fresh.do = forget_borders
+    fresh.do = clear_alias_cache
     assert same(gradients(kept), gradients(fresh))
     assert len(set(kept.borders)) == len(set(fresh.borders)) == 7
 
@@ -189,7 +189,7 @@ def test_a_forward_that_raises_gives_its_borders_back(precision: str) -> None:
 @every_preset
 def test_gradients_of_accumulated_backwards_are_those_of_a_loop(precision: str) -> None:
     model, other = attached(precision), attached(precision)
-    other.do = forget_borders
+    other.do = clear_alias_cache
     for factor in (1, 2, 3):
         F.mse_loss(model(factor * X), X).backward()
         F.mse_loss(other(factor * X), X).backward()

@@ -369,10 +369,10 @@ def test_clipping_does_not_outlive_the_gradients_it_clipped() -> None:
     wrapper = masters_around(SGD(ours, lr=1.0), "split")
     assert isinstance(parameter, SplitParameter)
     for drop in (wrapper.zero_grad, lambda: setattr(parameter, "grad", None)):
-        parameter.keep_scaled_gradient(torch.full((4,), 100.0).half())
+        parameter.store_scaled_gradient(torch.full((4,), 100.0).half())
         wrapper.clip_grad_norm_(1.0)
         drop()  # as after a skipped step
-    parameter.keep_scaled_gradient(torch.full((4,), 0.5).half())
+    parameter.store_scaled_gradient(torch.full((4,), 0.5).half())
     wrapper.step()
     assert torch.equal(wrapper.master(parameter), torch.full((4,), 0.5))
 

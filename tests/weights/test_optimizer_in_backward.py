@@ -311,7 +311,7 @@ class TestTrainer:
         settings = {"max_grad_norm": max_grad_norm}
         found = self.train(tmp_path, precision, free_gradients="backward", **settings)
         expected = self.train(tmp_path, precision, **settings)
-        assert found.mixed_precision is not None and found.mixed_precision.uses_up_gradients
+        assert found.mixed_precision is not None and found.mixed_precision.updates_in_backward
         is_measured = max_grad_norm > 0.0
         for ours, theirs in zip(found.state.log_history[:-1], expected.state.log_history[:-1], strict=True):
             if not is_measured:

@@ -8,7 +8,7 @@ from tiny import copies, same
 from torch import nn
 
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.weights.reading_layout import ReadingLayout
+from hf_mp.weights.reading_layout import InferenceLayout
 
 FP16, FP32 = torch.float16, torch.float32
 # By policy: of the embedding, of the product's weight and bias, of the norm's weight and statistics; None is its own.
@@ -25,8 +25,8 @@ def dtypes(model: nn.Sequential) -> list[torch.dtype]:
 def test_what_is_read_and_what_is_left(dtype: torch.dtype, policy: str) -> None:
     model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.BatchNorm1d(8)).to(dtype)
     model.register_buffer("nothing", None)
-    before, layout = copies(model.state_dict().values()), ReadingLayout(PrecisionPolicy.parse(policy))
-    layout.make_masters(model)
+    before, layout = copies(model.state_dict().values()), InferenceLayout(PrecisionPolicy.parse(policy))
+    layout.prepare_weights(model)
     assert dtypes(model) == [one or dtype for one in INSIDE[policy]]
     with torch.no_grad():
         model[1].weight[0, 0] = 3.0  # as a reference does that follows its policy
@@ -45,8 +45,8 @@ def test_what_is_read_and_what_is_left(dtype: torch.dtype, policy: str) -> None:
     assert torch.equal(model[1].bias, kept)
 
 
-@pytest.mark.parametrize("trained_alone", [True, False])
-def test_frozen_weights_of_a_lean_layout(trained_alone: bool) -> None:
+@pytest.mark.parametrize("only_trainable", [True, False])
+def test_frozen_weights_of_a_lean_layout(only_trainable: bool) -> None:
     model = nn.Linear(4, 4).requires_grad_(False)
-    ReadingLayout(PrecisionPolicy.parse("fp16-lean"), trained_alone=trained_alone).make_masters(model)
-    assert model.weight.dtype is (FP32 if trained_alone else FP16)
+    InferenceLayout(PrecisionPolicy.parse("fp16-lean"), only_trainable=only_trainable).prepare_weights(model)
+    assert model.weight.dtype is (FP32 if only_trainable else FP16)

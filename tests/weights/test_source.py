@@ -1,4 +1,4 @@
-"""``WeightSource``: the owner of an attached model's weights."""
+"""``WeightStore``: the owner of an attached model's weights."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_no_copy_and_no_border_is_left_of_a_detached_model() -> None:
     runtime.attach(model)
     for _ in range(2):
         model(torch.rand(2, 8)).sum().backward()
-    borders = runtime.weights.lasting_borders()
-    assert len(runtime.weights.layout.copies) and borders.walk is not None and any(borders.by_kind.values())
+    cache = runtime.weights.alias_cache()
+    assert len(runtime.weights.layout.copies) and cache.walk is not None and any(cache.by_key.values())
     runtime.detach()
-    assert not len(runtime.weights.layout.copies) and borders.walk is None and not borders.by_kind
+    assert not len(runtime.weights.layout.copies) and cache.walk is None and not cache.by_key
     assert type(model.layer.weight) is nn.Parameter and model.layer.weight.grad_fn is None

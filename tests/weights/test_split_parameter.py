@@ -91,7 +91,7 @@ def test_initialized_anew_it_has_the_values_of_fp32(init: Callable[[Tensor], Ten
 def test_unsplit_gives_an_ordinary_fp32_parameter_back() -> None:
     value = values()
     parameter: Any = made(value)
-    parameter.keep_scaled_gradient(torch.full((4, 3), 2.0, dtype=torch.float16))
+    parameter.store_scaled_gradient(torch.full((4, 3), 2.0, dtype=torch.float16))
     unsplit(parameter)
     assert type(parameter) is nn.Parameter and vars(parameter) == {}
     assert torch.equal(parameter.detach(), value) and parameter.dtype is torch.float32
@@ -462,7 +462,7 @@ def test_a_true_gradient_lies_in_memory_as_its_parameter(shape: tuple[int, ...])
     """torch's fused optimizers read by position, so that a transposed gradient would update the wrong elements."""
     parameter = made(values(*shape))
     gradient = values(*shape).half()
-    assert parameter.keep_scaled_gradient(gradient.transpose(0, 1).contiguous().transpose(0, 1))
+    assert parameter.store_scaled_gradient(gradient.transpose(0, 1).contiguous().transpose(0, 1))
     assert parameter.grad is not None and parameter.grad.stride() == parameter.stride()
     assert torch.equal(parameter.grad, gradient.float())
 
@@ -480,7 +480,7 @@ def test_the_first_reader_of_a_gradient_has_all_of_its_border_made_true(
         model, _ = hf_mp.prepare(model, torch.optim.AdamW(model.parameters()), precision)
         model(torch.randn(2, 4)).square().sum().backward()
         model[0].weight.grad.mul_(2.0)
-        model[2].bias.keep_scaled_gradient(torch.ones(3, dtype=model[2].bias.dtype))  # added up in FP32
+        model[2].bias.store_scaled_gradient(torch.ones(3, dtype=model[2].bias.dtype))  # added up in FP32
         model[1].bias.grad = None
         states = [model[1].weight.grad.dtype, *[gradient_and_factor(one)[0] for one in model.parameters()]]
         return [one.grad for one in model.parameters() if one.grad is not None], states
@@ -524,7 +524,7 @@ def test_multiply_gradients(kind: str) -> None:
     if kind == "ordinary FP16":
         parameter.grad = gradient.clone()
     elif kind != "none":
-        parameter.keep_scaled_gradient(gradient)
+        parameter.store_scaled_gradient(gradient)
     if kind == "read":
         assert parameter.grad is not None
     multiply_gradients([parameter], factor)
@@ -538,5 +538,5 @@ def test_multiply_gradients(kind: str) -> None:
     torch.testing.assert_close(parameter.grad, gradient.float() * 0.3 * 0.3, rtol=1e-6, atol=0)
     parameter.grad = None
     if kind != "ordinary FP16":
-        parameter.keep_scaled_gradient(gradient)
+        parameter.store_scaled_gradient(gradient)
         assert torch.equal(parameter.grad, gradient.float())  # the factor went with the gradient

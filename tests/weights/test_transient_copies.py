@@ -13,8 +13,8 @@ from tiny import saved_tensors
 from torch import Tensor, nn
 
 import hf_mp
-from hf_mp.borders import inward_borders
-from hf_mp.weights.spread_layouts import TransientCopies
+from hf_mp.borders import unscaling_aliases
+from hf_mp.weights.spread_layouts import UncachedCopies
 from hf_mp.weights.working_copies import WorkingCopies
 
 USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -28,13 +28,13 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def inside(weight: nn.Parameter, copy: Tensor) -> Tensor:
     """A use of ``copy`` in the place of ``weight``."""
     runtime = hf_mp.MixedPrecision("bf16")
-    (_,), (rounded,) = inward_borders([weight], [copy], runtime.scale_provider)
+    (_,), (rounded,) = unscaling_aliases([weight], [copy], runtime.scale_provider)
     assert rounded is not None
     return rounded
 
 
 def gradients(
-    use: Callable[[Tensor, Tensor], Tensor], copies: TransientCopies | None, weight: nn.Parameter, x: Tensor
+    use: Callable[[Tensor, Tensor], Tensor], copies: UncachedCopies | None, weight: nn.Parameter, x: Tensor
 ) -> tuple[Tensor, Tensor]:
     x = x.detach().requires_grad_()
     if copies is None:
@@ -44,7 +44,7 @@ def gradients(
         memory = weakref.ref(copy.untyped_storage())
         rounded = inside(weight, copy)
         del copy  # a forward holds what the border gives, an alias of it
-        with copies.not_saved():
+        with copies.recompute_copies():
             y = use(x, rounded)
         del rounded
         assert memory() is None, "autograd holds the copy"
@@ -58,17 +58,17 @@ def gradients(
 def test_gradients_are_those_with_saved_copies(use: Callable[[Tensor, Tensor], Tensor]) -> None:
     weight, x = nn.Parameter(torch.randn(8, 8)), torch.randn(3, 8).bfloat16()
     for left, right in zip(
-        gradients(use, TransientCopies(torch.bfloat16), weight, x), gradients(use, None, weight, x), strict=True
+        gradients(use, UncachedCopies(torch.bfloat16), weight, x), gradients(use, None, weight, x), strict=True
     ):
         assert torch.equal(left, right)
 
 
 def test_backward_reads_the_parameter_as_it_is_then() -> None:
     # As FSDP does: memory freed after forward, filled again before backward, no version counter raised.
-    weight, copies = nn.Parameter(torch.randn(8, 8)), TransientCopies(torch.bfloat16)
+    weight, copies = nn.Parameter(torch.randn(8, 8)), UncachedCopies(torch.bfloat16)
     x = torch.randn(3, 8, dtype=torch.bfloat16, requires_grad=True)
     value, bytes_ = weight.detach().clone(), weight.nbytes
-    with copies.not_saved():
+    with copies.recompute_copies():
         y = F.linear(x, inside(weight, copies.get(weight)))
     weight.untyped_storage().resize_(0)
     weight.untyped_storage().resize_(bytes_)
@@ -81,7 +81,7 @@ def test_backward_reads_the_parameter_as_it_is_then() -> None:
 
 def test_a_tensor_changed_in_place_before_backward_is_still_an_error() -> None:
     x = torch.randn(3, requires_grad=True)
-    with TransientCopies(torch.float16).not_saved():
+    with UncachedCopies(torch.float16).recompute_copies():
         y = x.exp()
         z = y * y
     y.detach().add_(1)
@@ -90,19 +90,19 @@ def test_a_tensor_changed_in_place_before_backward_is_still_an_error() -> None:
 
 
 def test_hooks_of_others_stay_in_force() -> None:
-    weight, copies = nn.Parameter(torch.randn(8, 8)), TransientCopies(torch.float16)
+    weight, copies = nn.Parameter(torch.randn(8, 8)), UncachedCopies(torch.float16)
     x = torch.randn(3, 8, dtype=torch.float32, requires_grad=True)
-    with saved_tensors() as seen, copies.not_saved():
+    with saved_tensors() as seen, copies.recompute_copies():
         y = x * inside(weight, copies.get(weight))[:3]
     assert torch.float16 in {tensor.dtype for tensor in seen}
     y.sum().backward()
 
 
 def test_a_graph_that_is_never_run_backward_leaves_nothing() -> None:
-    weight, copies = nn.Parameter(torch.randn(8, 8)), TransientCopies(torch.float16)
+    weight, copies = nn.Parameter(torch.randn(8, 8)), UncachedCopies(torch.float16)
     gc.disable()  # a cycle would wait for it
     try:
-        with copies.not_saved():
+        with copies.recompute_copies():
             y = torch.softmax((torch.randn(3, 8) * inside(weight, copies.get(weight))[:3]).exp(), 0)
         alive = weakref.ref(y)
         del y

@@ -53,7 +53,7 @@ def test_a_write_reaches_the_parameter_and_its_copy(precision: str, write: str, 
     if kind != "no grad":
         found.sum().backward()
         assert (model.layer.weight.grad is None) == (kind == "frozen")
-    assert type(vars(model.layer)["_parameters"]["weight"]).__name__ == "WatchedParameter"
+    assert type(vars(model.layer)["_parameters"]["weight"]).__name__ == "DataTrackedParameter"
 
 
 @pytest.mark.parametrize("grad", [True, False])

@@ -11,7 +11,7 @@ from tiny import Using
 from torch import Tensor, nn
 from torch.optim import optimizer
 
-from hf_mp.casting.watched import WatchedParameter, unwatch, watch
+from hf_mp.casting.watched import DataTrackedParameter, track_data_writes, untrack_data_writes
 from hf_mp.weights.working_copies import WorkingCopies
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -24,7 +24,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def watched(*shape: int) -> nn.Parameter:
     parameter = nn.Parameter(random(*shape))
-    watch(parameter)
+    track_data_writes(parameter)
     return parameter
 
 
@@ -133,7 +133,7 @@ class TestTheCopyIsTheParameterRounded:
         """As ``load_state_dict(assign=True)`` and new layers bring them."""
         parameter, copies = nn.Parameter(random(3, 5).to(dtype)), WorkingCopies(FP16)
         check_current(copies, parameter)
-        assert type(parameter) is WatchedParameter  # from now on
+        assert type(parameter) is DataTrackedParameter  # from now on
         WRITERS[writer](parameter)
         check_current(copies, parameter)
 
@@ -175,7 +175,7 @@ class TestOneCopy:
 
     def test_is_released_with_its_parameter_which_it_does_not_keep_alive(self) -> None:
         module, other, copies = nn.Linear(3, 5, bias=False), watched(2), WorkingCopies(FP16)
-        watch(module.weight)
+        track_data_writes(module.weight)
         alive = [weakref.ref(module.weight), weakref.ref(copies.get(module.weight))]
         copies.get(other)
         del module
@@ -229,10 +229,10 @@ class TestWatching:
     def test_unwatched_it_is_as_before(self) -> None:
         parameter = nn.Parameter(random(3))
         parameter.note = "mine"  # type: ignore[attr-defined]
-        watch(parameter)
+        track_data_writes(parameter)
         parameter.sum().backward()
         parameter.data = random(3, seed=1)
-        unwatch(parameter)
+        untrack_data_writes(parameter)
         assert type(parameter) is nn.Parameter and parameter.__dict__ == {"note": "mine"}
         assert torch.equal(parameter.data, random(3, seed=1)) and torch.equal(parameter.grad, torch.ones(3))
 
@@ -240,13 +240,13 @@ class TestWatching:
         class Special(nn.Parameter):
             pass
 
-        for made, inside in ((nn.Parameter(random(3)), WatchedParameter), (Special(random(3)), Special)):
+        for made, inside in ((nn.Parameter(random(3)), DataTrackedParameter), (Special(random(3)), Special)):
             kind = type(made)
-            watch(made)
-            watch(made)
+            track_data_writes(made)
+            track_data_writes(made)
             assert type(made) is inside
-            unwatch(made)
-            unwatch(made)
+            untrack_data_writes(made)
+            untrack_data_writes(made)
             assert type(made) is kind
 
     def test_what_is_not_watched_is_not_compared_with_its_copy_at_each_use(
@@ -276,4 +276,4 @@ class TestWatching:
         loaded = pickle.load(file) if save is pickle.dump else torch.load(file, weights_only=False)
         assert type(loaded) is nn.Parameter and torch.equal(loaded, parameter)
         assert loaded.requires_grad is requires_grad and loaded.__dict__ == {"note": "mine"}
-        assert type(parameter) is WatchedParameter
+        assert type(parameter) is DataTrackedParameter

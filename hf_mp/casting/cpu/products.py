@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from hf_mp.borders import Behind, behind_border, scale_gradient
+from hf_mp.borders import GradientTarget, gradient_target, scale_gradient
 from hf_mp.casting.cpu.blockwise import blocks, blockwise_product
 from hf_mp.casting.cpu.upcast import is_dense, run_through_fp32
 from hf_mp.kernels.transforms import is_compiling_or_transforming
@@ -90,20 +90,26 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool
     if is_compiling_or_transforming():
         matrix = _transposed_if(weight, transposed)
         return F.linear(x, matrix, bias) if native else run_through_fp32(F.linear, (x, matrix, bias), {}, x.dtype)
-    factor = behind_border(weight)
+    factor = gradient_target(weight)
     return _Matmul.apply(x, factor.outside, bias, factor, transposed, native)
 
 
 class _Matmul(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, outside: Tensor, bias: Tensor | None, weight: Behind, transposed: bool, native: bool
+        ctx: Any,
+        x: Tensor,
+        outside: Tensor,
+        bias: Tensor | None,
+        weight: GradientTarget,
+        transposed: bool,
+        native: bool,
     ) -> Tensor:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight.inside if needs_x else None)
         ctx.shapes, ctx.dtype, ctx.scale_provider = (x.shape, outside.shape), outside.dtype, weight.scale_provider
-        # Read by add_late_borders(): this backward unscales the gradient of input 1.
-        ctx.border_at = () if weight.scale_provider is None or not needs_weight else (1,)
+        # Read by add_unscale_hooks(): this backward unscales the gradient of input 1.
+        ctx.unscaled_inputs = () if weight.scale_provider is None or not needs_weight else (1,)
         ctx.transposed, ctx.native = transposed, native
         matrix = _transposed_if(weight.inside, transposed)
         rows = x.reshape(-1, x.shape[-1])
@@ -129,7 +135,7 @@ class _Matmul(Function):
 
 def _weight_gradient(ctx: Any, gradient: Tensor, x: Tensor, matmul: Callable[..., Tensor]) -> Tensor:
     """Return the gradient of the external weight: rounded to 16 bits, then unscaled in its own dtype."""
-    inverse = ctx.scale_provider.inverse_scale_on(gradient.device, ctx, (1,)) if ctx.border_at else None
+    inverse = ctx.scale_provider.inverse_scale_for(gradient.device, ctx, (1,)) if ctx.unscaled_inputs else None
     if torch.is_grad_enabled():
         whole = _transposed_if(matmul(gradient.t(), x), ctx.transposed)
         return scale_gradient(whole, inverse, ctx.scale_provider).to(ctx.dtype)

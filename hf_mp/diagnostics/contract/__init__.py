@@ -1,6 +1,6 @@
-"""The precision contract: what a training stores, computes, sums and saves in which dtype, and what of it is risky.
+"""The precision contract: the dtypes in which a training stores, computes, reduces and saves, and their risks.
 
-``table`` is the contract as data and as text, ``watch`` takes it from tensors and from a step that runs. ``risks`` has
-a function for each risky state, ``swamped`` counts the updates that rounding drops, ``folders`` reads checkpoints by
-headers and samples, ``check`` finds the risks of a folder. torch is all that it needs.
+``table`` contains the data and its text. ``record`` reads the contract from a running training. ``risks`` has a
+function for each risky state, and ``lost_update_count`` counts updates that rounding drops. ``folders`` reads headers
+and samples of checkpoints, and ``check`` finds the risks of a folder. The package needs only torch.
 """

@@ -1,4 +1,4 @@
-"""``hf-mp check``: the risky states of a model or a checkpoint in a folder, and the way out of each."""
+"""Finds risky states of a model or a checkpoint in a folder, for ``hf-mp check``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_mp.diagnostics.contract.folders import evidence_of, read_folder
-from hf_mp.diagnostics.contract.risks import ASSUMED, Held, Risk, find_risks, mean
+from hf_mp.diagnostics.contract.risks import ASSUMED, Risk, TensorSample, find_risks, mean
 from hf_mp.dtypes import spell
 
 _ROLES = {"weights": "weights", "masters": "masters", "firsts": "first moments", "seconds": "second moments"}
@@ -17,17 +17,16 @@ _ROLES = {"weights": "weights", "masters": "masters", "firsts": "first moments",
 
 @dataclass(frozen=True)
 class FolderCheck:
-    """What :func:`check_folder` found; prints as lines.
+    """Result of :func:`check_folder`; prints as lines.
 
     Attributes:
-        path: of what was looked at: of a run, its newest checkpoint.
-        held: elements by role and dtype, as ``{"weights": {"bf16": 124439808}}``.
+        path: the checked folder; the newest checkpoint of a run.
+        held: number of elements by role and dtype, for example ``{"weights": {"bf16": 124439808}}``.
         risks: states that lose bits.
-        assumed_learning_rate: the learning rate at which updates of 16-bit weights were counted, if neither the caller
-            nor the folder gave one; else None.
-        norms: how many weights of norms there are.
-        norms_at_one: how many of them are 1 throughout, as they were initialized.
-        unchanged: the share of elements that are bit for bit the base's, by kind of module; empty without a base.
+        assumed_learning_rate: rate at which lost updates were counted; None if the caller or the folder gave one.
+        norms: number of norm weights.
+        norms_at_one: number of norm weights with all elements 1, their initial value.
+        unchanged: share of elements equal to the base, by kind of module; empty without a base.
     """
 
     path: str
@@ -52,9 +51,11 @@ class FolderCheck:
         if self.unchanged:
             lines.append("bit for bit as in the base, by samples:")
             lines += [f"  {share:7.2%} of {kind}" for kind, share in self.unchanged.items()]
+        if self.risks:
+            return "\n".join((*lines, *map(str, self.risks)))
         rate = self.assumed_learning_rate
-        none = "no risk was found" + (f" at learning rate {rate:g}, {ASSUMED}" if rate is not None else "")
-        return "\n".join((*lines, *(map(str, self.risks) if self.risks else [none])))
+        assumption = "" if rate is None else f" at learning rate {rate:g}, {ASSUMED}"
+        return "\n".join((*lines, f"no risk was found{assumption}"))
 
 
 def check_folder(
@@ -64,34 +65,33 @@ def check_folder(
     keeps_bits: bool = False,
     base: Path | None = None,
 ) -> FolderCheck:
-    """Find the risky states of a model or a checkpoint, by headers and samples; nothing of it is run.
+    """Find the risky states of a model or a checkpoint by headers and samples, without running code from it.
 
     Args:
-        path: a folder of a model, a run, or a checkpoint: a Trainer's, FSDP2's and other shards of
-            ``torch.distributed.checkpoint``, DeepSpeed's, or ours.
-        learning_rate: at which updates are lost or not; default: the checkpoint's, or 1e-5, usual in fine-tuning, for a
-            folder that has none.
-        keeps_bits: the optimizer rounds stochastically, which its state does not show.
-        base: a folder of what training began from; tells which weights never moved.
+        path: folder of a model, a run, or a checkpoint of a Trainer, ``torch.distributed.checkpoint`` (FSDP2),
+            DeepSpeed or hf_mp.
+        learning_rate: size of the updates; default: the checkpoint's, or 1e-5, usual in fine-tuning.
+        keeps_bits: whether the optimizer rounds stochastically, which is not in its state; default False.
+        base: folder of the model before training, to find weights that did not change; default None.
 
     Raises:
-        ValueError: where there are no weights, for a file that cannot be read, for a learning rate that is not
-            positive and finite, and for a base that has none of the weights.
+        ValueError: if there are no weights, a file cannot be read, the learning rate is not positive and finite, or no
+            weight is in the base.
     """
-    # Negated, so that NaN is refused as well.
+    # NaN fails this comparison, too.
     if learning_rate is not None and not 0.0 < learning_rate < math.inf:
         raise ValueError(f"a learning rate must be positive and finite, such as 1e-5, not {learning_rate}")
     folder = read_folder(path)
-    began_from = {} if base is None else read_folder(base).parts
-    evidence = evidence_of(folder, learning_rate, keeps_bits=keeps_bits, base=began_from)
-    held: dict[str, Counter[str]] = defaultdict(Counter)
-    for role, words in _ROLES.items():
+    base_parts = {} if base is None else read_folder(base).parts
+    evidence = evidence_of(folder, learning_rate, keeps_bits=keeps_bits, base=base_parts)
+    elements: dict[str, Counter[str]] = defaultdict(Counter)
+    for role, role_name in _ROLES.items():
         for one in getattr(evidence, role):
-            held[words][spell(one.dtype)] += one.elements
+            elements[role_name][spell(one.dtype)] += one.elements
     at_one = [bool((one.values == 1).all()) for one in evidence.weights if one.is_norm]
     return FolderCheck(
         str(folder.path),
-        dict(held),
+        dict(elements),
         find_risks(evidence),
         assumed_learning_rate=evidence.learning_rate if evidence.assumes_learning_rate else None,
         norms=len(at_one),
@@ -100,16 +100,21 @@ def check_folder(
     )
 
 
-def _unchanged(weights: Iterable[Held], path: Path, base: Path) -> dict[str, float]:
-    """The share of weights that are as in the base, by kind of module (``q_proj.weight``); the largest first."""
+def _unchanged(weights: Iterable[TensorSample], path: Path, base: Path) -> dict[str, float]:
+    """Return the share of elements equal to the base by kind of module (``q_proj.weight``), largest first.
+
+    Raises:
+        ValueError: if no weight was compared.
+    """
     shares: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for one in weights:
         if one.unchanged_share is not None:
-            kind = [word for word in one.name.split(".") if not word.isdecimal()][-2:]
+            kind = [part for part in one.name.split(".") if not part.isdecimal()][-2:]
             shares[".".join(kind)].append((one.elements, one.unchanged_share))
     if not shares:
         raise ValueError(
             f"no weight of {path} has the name and the size of one in {base}: pass the model that training began from. "
             "If shards of several ranks hold it, save it with save_pretrained first"
         )
-    return dict(sorted(((kind, mean(found)) for kind, found in shares.items()), key=lambda entry: -entry[1]))
+    means = {kind: mean(found) for kind, found in shares.items()}
+    return dict(sorted(means.items(), key=lambda entry: -entry[1]))

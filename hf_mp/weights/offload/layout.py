@@ -33,7 +33,7 @@ from hf_mp.weights.offload.parameter import (
 from hf_mp.weights.offload.streams import streams_of
 from hf_mp.weights.outside_reads import on_stored_values
 from hf_mp.weights.split_layout import SplitLayout
-from hf_mp.weights.split_parameter import copy_gradient_factors, make_split
+from hf_mp.weights.split_parameter import copy_scale_factors, make_split
 
 
 class OffloadLayout(SplitLayout):
@@ -57,8 +57,8 @@ class OffloadLayout(SplitLayout):
 
     # Attaching and detaching
 
-    def make_masters(self, model: nn.Module) -> None:
-        super().make_masters(model)
+    def prepare_weights(self, model: nn.Module) -> None:
+        super().prepare_weights(model)
         if self._moves_gradients:
             # The gradients of a tied weight are added up in FP32, in each backward.
             uses = Counter(id(one) for module in modules_of(model) for one in module._parameters.values())
@@ -87,7 +87,7 @@ class OffloadLayout(SplitLayout):
             offload(parameter, Place(transfers, its))  # type: ignore[arg-type]
             self._own.append(weakref.ref(parameter))  # type: ignore[arg-type]
 
-    def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         if isinstance(optimizer, OffloadedOptimizer):  # of a training before
             optimizer.use(self._transfers)
         else:
@@ -137,20 +137,20 @@ class OffloadLayout(SplitLayout):
         return super().saving_for_backward()
 
     @on_stored_values
-    def keep_scaled_gradients(
+    def store_scaled_gradients(
         self, weights: Mapping[int, Tensor], uses: dict[int, list[Tensor]], inverse: Tensor | None
     ) -> None:
-        super().keep_scaled_gradients(weights, uses, inverse)
-        if self._moves_gradients and not self._joined:
+        super().store_scaled_gradients(weights, uses, inverse)
+        if self._moves_gradients and not self._comm_hook_by_ddp:
             move_gradients(weights.values())
 
     @on_stored_values
     def gradients_and_factors(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
         """As the base class; for a gradient in host memory, its largest magnitude, which is all that a check reads."""
         parameters = list(parameters)
-        if self._moves_gradients and self._joined:  # DDP reduces gradients on the device
-            for buckets in self._joined.values():
-                buckets.hand_out(parameters)
+        if self._moves_gradients and self._comm_hook_by_ddp:  # DDP reduces gradients on the device
+            for buckets in self._comm_hook_by_ddp.values():
+                buckets.collect_reduced_gradients(parameters)
             move_gradients(parameters)
         held, others = held_gradients(parameters)
         return [*super().gradients_and_factors(others), *[(its.magnitude, its.factor) for its in held]]
@@ -159,12 +159,12 @@ class OffloadLayout(SplitLayout):
         return clip_grad_norm_(parameters, max_norm)
 
     @on_stored_values
-    def before_next_scale(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
+    def freeze_scale_factors(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
         held, others = held_gradients(parameters())
         copy_of = functools.cache(torch.clone)  # so that parameters share them
         for gradient in held:
             gradient.factor = None if gradient.factor is None else copy_of(gradient.factor)
-        copy_gradient_factors(others)
+        copy_scale_factors(others)
 
 
 def move_gradients(weights: Iterable[Tensor]) -> None:

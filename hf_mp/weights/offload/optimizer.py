@@ -175,7 +175,7 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
                 "host memory is that of the first device: move the model, then attach it"
             )
         for parameter in own:
-            parameter.take_in_outside_writes()
+            parameter.reset_written_remainders()
         self._plan()
         # The steps before this one, for pieces but the first of each parameter: the kernel counts for each piece.
         self._counts: dict[Piece, Tensor] = {}

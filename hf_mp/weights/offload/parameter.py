@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_mp.casting.watched import let_optimizers_be_fast
+from hf_mp.casting.watched import allow_foreach_optimizers
 from hf_mp.kernels.gradient_scan import norm_of, norm_of_parts, real_values, scan_part
 from hf_mp.kernels.split import REMAINDER_DTYPE, merge, split_into
 from hf_mp.kernels.tensors import is_on_host
@@ -131,18 +131,18 @@ class OffloadedParameter(SplitParameter):
             own.copy_(value)
 
     @property
-    def _kept(self) -> tuple[Tensor, Tensor | None] | None:
+    def _scaled_gradient(self) -> tuple[Tensor, Tensor | None] | None:
         held = self.place.held
-        return vars(self).get("_kept") if held is None else self.place.gradient(held)
+        return vars(self).get("_scaled_gradient") if held is None else self.place.gradient(held)
 
-    @_kept.setter
-    def _kept(self, kept: tuple[Tensor, Tensor | None] | None) -> None:
+    @_scaled_gradient.setter
+    def _scaled_gradient(self, kept: tuple[Tensor, Tensor | None] | None) -> None:
         self.place.held = None
-        vars(self)["_kept"] = kept
+        vars(self)["_scaled_gradient"] = kept
 
     @property
     def keeps_gradient(self) -> bool:
-        return self.place.held is not None or vars(self).get("_kept") is not None
+        return self.place.held is not None or vars(self).get("_scaled_gradient") is not None
 
     @property
     def grad(self) -> Tensor | None:
@@ -163,12 +163,12 @@ class OffloadedParameter(SplitParameter):
     def _bring_gradient(self) -> None:
         """Move the gradient to the device."""
         if self.place.held is not None:
-            self._kept = self._kept
+            self._scaled_gradient = self._scaled_gradient
 
-    def keep_scaled_gradient(self, *given: Any, **settings: Any) -> bool:
+    def store_scaled_gradient(self, *given: Any, **settings: Any) -> bool:
         self._bring_gradient()
         was_read = self.place.was_read
-        is_kept = super().keep_scaled_gradient(*given, **settings)
+        is_kept = super().store_scaled_gradient(*given, **settings)
         self.place.was_read = was_read  # a sum was made here
         return is_kept
 
@@ -178,12 +178,12 @@ class OffloadedParameter(SplitParameter):
     def move_gradient(self) -> None:
         """Move the gradient to host memory, if backward left it and no other code has read it, or has a hook on it."""
         with as_stored(), torch.no_grad():
-            kept, accumulated = vars(self).get("_kept"), _GRAD.__get__(self)
+            kept, accumulated = vars(self).get("_scaled_gradient"), _GRAD.__get__(self)
             if accumulated is not None:  # a sum in FP32
                 kept = (accumulated, None) if kept is None else None
             if kept is None or kept[0].is_sparse or self.place.was_read or self.has_hooks:
                 return
-            vars(self)["_kept"] = None
+            vars(self)["_scaled_gradient"] = None
             _GRAD.__set__(self, None)
             self.place.hold(*kept)
 
@@ -195,7 +195,7 @@ class OffloadedParameter(SplitParameter):
 def offload(parameter: SplitParameter, place: Place) -> None:
     """Move the remainder of ``parameter`` to ``place``, in place."""
     remainder = vars(parameter).pop("remainder_bits")
-    let_optimizers_be_fast(OffloadedParameter)
+    allow_foreach_optimizers(OffloadedParameter)
     parameter.__class__ = OffloadedParameter
     parameter.place = place  # type: ignore[attr-defined]
     parameter.remainder_bits = remainder
@@ -205,8 +205,8 @@ def bring_back(parameter: Any, device: torch.device) -> None:
     """Make ``parameter`` a split parameter again, with all that it has on ``device``."""
     move = lambda tensor: None if tensor is None else tensor.to(device)  # noqa: E731
     with as_stored(), torch.no_grad():
-        parameter.take_in_outside_writes()
-        kept, accumulated = tuple(map(move, parameter._kept or ())), move(_GRAD.__get__(parameter))
+        parameter.reset_written_remainders()
+        kept, accumulated = tuple(map(move, parameter._scaled_gradient or ())), move(_GRAD.__get__(parameter))
         working, remainder = move(DATA.__get__(parameter)), parameter.remainder_bits.to(device, copy=True)
         parameter.grad = None
         for name in ("place", "_snapshot"):
@@ -216,7 +216,7 @@ def bring_back(parameter: Any, device: torch.device) -> None:
         parameter.remainder_bits = remainder
         _GRAD.__set__(parameter, accumulated)
         if kept:
-            parameter._kept = kept
+            parameter._scaled_gradient = kept
         parameter.note_written()
 
 

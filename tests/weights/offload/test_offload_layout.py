@@ -269,7 +269,7 @@ def test_a_gradient_is_moved_as_soon_as_it_is_complete(monkeypatch: pytest.Monke
     parameters, stored_grad = list(run.model.parameters()), cast(Any, torch.Tensor.grad).__get__
 
     def count(gradient: torch.Tensor) -> None:
-        on_device = [p for p in parameters if vars(p).get("_kept") is not None or stored_grad(p) is not None]
+        on_device = [p for p in parameters if vars(p).get("_scaled_gradient") is not None or stored_grad(p) is not None]
         found.append((len(on_device), sum(p.place.held is not None for p in parameters)))
 
     # The gradient of what the embeddings give is nearly the last one of a backward.

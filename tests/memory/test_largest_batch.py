@@ -1,7 +1,7 @@
 import pytest
 
 import hf_mp
-from hf_mp.memory.fitting import LargestBatch, search_largest, ways_that_fit
+from hf_mp.memory.largest_batch import LargestBatch, search_largest, ways_that_fit
 from hf_mp.memory.training import estimate_training_memory
 
 from .conftest import CONFIGS
