@@ -17,13 +17,12 @@ from hf_mp.trainer.settings import PrecisionOptions, SessionSettings
 
 @dataclass
 class MixedPrecisionArguments(PrecisionOptions, TrainingArguments):
-    """``TrainingArguments`` plus precision; ``HfArgumentParser`` reads them from a command line or a YAML/JSON file.
+    """``TrainingArguments`` plus precision, for ``HfArgumentParser`` (command line, YAML, JSON) or code.
 
     Raises:
-        ValueError: for an unknown precision or loss scale, settings that the loss scaler does not have, and settings
-            that switch on another mixed precision (``fp16``, ``bf16``, ``ACCELERATE_MIXED_PRECISION``). Also from
-            ``train()`` of a Trainer that would ignore the precision: it is no :class:`MixedPrecisionTrainer` and has no
-            :class:`MixedPrecisionCallback`.
+        ValueError: for an unknown precision or loss scale, unknown loss scaler settings, and another mixed precision
+            (``fp16``, ``bf16``, ``ACCELERATE_MIXED_PRECISION``). Also from ``train()`` of a Trainer that ignores the
+            precision: it is no :class:`MixedPrecisionTrainer` and has no :class:`MixedPrecisionCallback`.
     """
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [  # type: ignore[misc]
@@ -32,17 +31,16 @@ class MixedPrecisionArguments(PrecisionOptions, TrainingArguments):
     ]
 
     def __post_init__(self) -> None:
-        # TrainingArguments are written as JSON, which has no torch.dtype.
+        # TrainingArguments are saved as JSON.
         if isinstance(self.precision, torch.dtype):
             self.precision = spell(self.precision)
         super().__post_init__()
         if not torch.accelerator.is_available():
-            # Without an accelerator torch pins nothing, and warns at each DataLoader.
+            # Without an accelerator, each DataLoader would only warn.
             self.dataloader_pin_memory = False
-        # All that a session would refuse is refused here, before a model is loaded.
+        # Raise the errors of a session here, before a model is loaded.
         settings = SessionSettings.of(self, {})
         if settings.policy.is_mixed:
-            # For its errors: wrong settings are refused before a model is loaded.
             settings.make_scaler()
         if self.free_gradients == "backward" and self.gradient_accumulation_steps > 1:
             raise ValueError(
@@ -54,14 +52,15 @@ class MixedPrecisionArguments(PrecisionOptions, TrainingArguments):
 
     @property
     def device(self) -> torch.device:
-        """The stock property. Every training reads it, so a Trainer that would ignore ``precision`` is stopped here."""
-        # A stock Trainer reads no precision and calls no hook of its arguments but this property, in each train().
+        """Stock property; raises a ValueError if the ``train()`` of a Trainer that ignores ``precision`` reads it."""
+        # It is the only property of the arguments that each train() of a stock Trainer reads.
         caller = sys._getframe(1).f_locals.get("self")
-        # The attribute is set late in Trainer.__init__, which reads the device before.
+        # Trainer.__init__ reads the device before it sets is_in_train.
         if isinstance(caller, Trainer) and getattr(caller, "is_in_train", False):
-            is_ours = any(isinstance(one, SessionProperties) for one in (caller, *caller.callback_handler.callbacks))
-            if not is_ours and self.precision_policy.is_mixed:
-                # train() has set it and does not end as usual: evaluate() would take the model for one in training.
+            users = (caller, *caller.callback_handler.callbacks)
+            reads_precision = any(isinstance(user, SessionProperties) for user in users)
+            if not reads_precision and self.precision_policy.is_mixed:
+                # train() does not reset it after an error, and evaluate() reads it.
                 caller.is_in_train = False
                 raise ValueError(
                     f"{type(caller).__name__} does not read precision={self.precision!r}, and would train in FP32: use "

@@ -1,10 +1,10 @@
-"""The loads of one Trainer: errors name the checkpoint, and values that would ruin the run are refused."""
+"""``CheckpointLoader``: wraps the load methods of a Trainer so that loaded state is checked."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from transformers import Trainer
@@ -14,7 +14,7 @@ from hf_mp.trainer.find_trainer import extend_method, resumed_checkpoint
 from hf_mp.trainer.model_loading import allowing_no_state
 from hf_mp.trainer.session import TrainerSession
 
-# By the Trainer's method: what it loads.
+# Loaded state by method of the Trainer.
 _LOADED = {
     "_load_rng_state": "the state of the random numbers",
     "_load_callback_state": "the state of the callbacks",
@@ -22,11 +22,9 @@ _LOADED = {
 
 
 class CheckpointLoader:
-    """Have what ``trainer`` loads from a checkpoint checked, from now on; all that is refused is a CheckpointError.
+    """Wraps the load methods of ``trainer``: invalid state raises a CheckpointError that names the checkpoint.
 
-    Args:
-        trainer: a stock Trainer, one of another library, or hf_mp's.
-        session: returns the session of the run; None for loads that are left to the Trainer alone.
+    ``session`` returns the session of the run, or None to leave a load to the Trainer.
     """
 
     def __init__(self, trainer: Trainer, session: Callable[[], TrainerSession | None]) -> None:
@@ -38,7 +36,7 @@ class CheckpointLoader:
     def _load(self, what: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._session() is None:
             return own(*args, **kwargs)
-        # The Trainer passes no path to the method that loads its callbacks.
+        # _load_callback_state() has no path argument.
         checkpoint = args[0] if args else resumed_checkpoint(self._trainer)
         with loaded_state.as_checkpoint_error(str(checkpoint), what):
             return own(*args, **kwargs)
@@ -48,6 +46,8 @@ class CheckpointLoader:
         if checkpoint is None:
             own(checkpoint)
             return
-        check = loaded_state.checking(checkpoint, trainer.optimizer, trainer.lr_scheduler)
-        with nullcontext() if self._session() is None else check, allowing_no_state(trainer, checkpoint):
+        check: AbstractContextManager[None] = nullcontext()
+        if self._session() is not None:
+            check = loaded_state.checking(checkpoint, trainer.optimizer, trainer.lr_scheduler)
+        with check, allowing_no_state(trainer, checkpoint):
             own(checkpoint)

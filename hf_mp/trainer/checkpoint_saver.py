@@ -1,4 +1,4 @@
-"""The saves of one Trainer: in place, marked until they have a manifest, taken back where they fail."""
+"""``CheckpointSaver``: wraps the save methods of a Trainer so that failed saves are removed."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ logger = logging.get_logger(__name__)
 
 
 class CheckpointSaver:
-    """Stands around the saves of ``trainer`` from now on.
+    """Wraps the save methods of ``trainer``, so that a checkpoint is either complete or removed.
 
-    Older checkpoints are removed, and anything is pushed to the hub, once the new one has its manifest. A save that
-    fails is taken back in all processes, and logged; with ``save_failure="stop"`` it ends the training. A run that is
-    resumed at its end takes no step. The best model is not loaded where it is damaged.
+    Older checkpoints are deleted, and the new one is pushed to the Hub, after its manifest is written. If a save fails
+    on any rank, it is removed and an error is logged, or training ends (``save_failure="stop"``). A run that is
+    resumed after its last step takes no further step. A damaged best model is not loaded.
 
     Args:
-        trainer: a stock Trainer, one of another library, or hf_mp's.
-        session: gives the session of the run; None for saves that are left to the Trainer alone.
-        lock: of a run's directory, held during each save.
+        trainer: any Trainer.
+        session: returns the session of the run, or None to leave a save to the Trainer.
+        lock: returns the lock of a directory, which is held during each save.
 
     Attributes:
         has_failed: whether the last save failed.
@@ -49,8 +49,8 @@ class CheckpointSaver:
     ) -> None:
         self.has_failed = False
         self._trainer, self._session, self._lock = trainer, session, lock
-        self._errors: list[BaseException] | None = None  # of the save in progress, in this process
-        # Transformers has no hook before a save, nor between its last file and the removal of older ones.
+        self._errors: list[BaseException] | None = None  # failed writes of the current save on this rank
+        # Transformers has no callback before a save, and none before older checkpoints are removed.
         extend_method(trainer, "_save_checkpoint", self._save)
         extend_method(trainer, "save_model", self._save_model)
         extend_method(trainer, "_push_from_checkpoint", self._push)
@@ -59,8 +59,9 @@ class CheckpointSaver:
         extend_method(trainer, "_finalize_training", self._finalize_training)
 
     def _save(self, own: Callable[..., None], model: Any, trial: Any, *more: Any) -> None:
-        """Save a checkpoint, whole or not at all, in the place of the Trainer's ``own`` function; removes old ones."""
-        if (session := self._session()) is None:
+        """Replace ``own``, the original ``_save_checkpoint``. A collective call."""
+        session = self._session()
+        if session is None:
             own(model, trial, *more)
             return
         state, args = self._trainer.state, self._trainer.args
@@ -70,18 +71,16 @@ class CheckpointSaver:
         self.has_failed, self._errors = True, errors
         try:
             with ExitStack() as at_end:
-                # Each part is begun when the one before it went well in every process.
+                # Each part runs only if no earlier one failed on any rank.
                 self.has_failed = not (
                     self._run_part(lambda: self._begin(checkpoint, at_end), args.should_save)
                     and self._run_part(lambda: own(model, trial, *more))
                     and self._run_part(lambda: self._complete(checkpoint, session), args.should_save)
                 )
-                # Under the lock: a run that clears the directory up would meet what is being removed. The stock save
-                # could remove none, with no limit while it ran.
+                # `own` removed no checkpoints: _save_model() has set the limit to None.
                 if args.should_save and not self.has_failed:
                     unfinished_marker.rotate(checkpoint.parent, limit, state.best_model_checkpoint)
         finally:
-            # The limit comes back also where a save raises, such as on Ctrl-C.
             self._errors, args.save_total_limit = None, limit
         if self.has_failed:
             state.best_model_checkpoint = best_before
@@ -103,7 +102,7 @@ class CheckpointSaver:
         unfinished_marker.complete(checkpoint, step=self._trainer.state.global_step, **about)
 
     def _run_part(self, part: Callable[[], None], is_mine: bool = True) -> bool:
-        """Do a part of a save, if it is this process's; whether all parts so far went well in every process."""
+        """Run ``part`` if ``is_mine``; return whether no part of this save failed on any rank. A collective call."""
         if is_mine:
             with self._recording_failures():
                 part()
@@ -111,34 +110,35 @@ class CheckpointSaver:
 
     @contextmanager
     def _recording_failures(self) -> Iterator[None]:
-        """A context that notes failed writes in ``_errors``, and lets other errors through."""
+        """Append failed writes to ``_errors`` instead of raising them."""
         assert self._errors is not None
         try:
             yield
         except BaseException as error:
-            # After a first failure another one of any kind is taken for its consequence.
-            if not (is_write_failure(error) or (self._errors and isinstance(error, Exception))):
+            # After a failed write, any exception is probably its consequence.
+            is_consequence = bool(self._errors) and isinstance(error, Exception)
+            if not (is_write_failure(error) or is_consequence):
                 raise
             self._errors.append(error)
 
     def _save_model(self, own: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Save the model by the Trainer's ``own`` function; as part of a checkpoint, note failures and raise none."""
+        """Replace ``Trainer.save_model``; failed writes of a checkpoint are recorded."""
         is_part = self._errors is not None and kwargs.get("_internal_call", False)
-        # After it, the stock save waits for all processes at a barrier: one that left here would hang the others.
+        # A rank that raises would not reach the barrier after this.
         with self._recording_failures() if is_part else nullcontext():
             own(*args, **kwargs)
         if is_part:
-            # The Trainer would remove older ones before this one has its manifest. Not sooner than here:
-            # training_args.bin, which is written along with the model, has to hold the limit that the user set.
+            # Do not remove older checkpoints before the manifest is written. training_args.bin, which contains the
+            # limit, is saved by now.
             self._trainer.args.save_total_limit = None
 
     def _push(self, own: Callable[..., None], checkpoint_folder: str) -> None:
-        if self._errors is None:  # else _save() pushes it once it is whole
+        if self._errors is None:  # otherwise _save() pushes the complete checkpoint
             own(checkpoint_folder)
 
     def _run_epoch(self, own: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         state = self._trainer.state
-        # The stock loop asks only after a step whether it is at its end: resumed there, it would take one step more.
+        # The Trainer checks max_steps only after a step.
         if self._session() is not None and 0 < state.max_steps <= state.global_step:
             self._trainer.control.should_training_stop = True
         else:
@@ -152,7 +152,7 @@ class CheckpointSaver:
         examined: inspection.Examination | None = None
         with raise_on_all_ranks():
             if self._trainer.args.should_save:
-                # The stock Trainer would go on with the last weights, and a warning.
+                # The stock Trainer only warns, and keeps the last weights.
                 if not checkpoint.is_dir():
                     raise CheckpointError(
                         f"{checkpoint}, the best checkpoint, is not there any more: the best model cannot be loaded "
@@ -165,7 +165,7 @@ class CheckpointSaver:
                 examined.check_again()
 
     def _finalize_training(self, own: Callable[..., Any], trial: Any, *more: Any) -> Any:
-        """End a training by the Trainer's ``own`` function; what that would remove is marked as unfinished first."""
+        """Replace ``own``, so that checkpoints are marked as unfinished before their removal."""
         args, state = self._trainer.args, self._trainer.state
         if self._session() is None or not args.should_save or args.save_total_limit != 1:
             return own(trial, *more)
@@ -179,7 +179,7 @@ class CheckpointSaver:
             try:
                 with self._lock(run_directory):
                     unfinished_marker.keep_only(Path(state.best_model_checkpoint), run_directory)
-            except CheckpointError as error:  # another run is saving there
+            except CheckpointError as error:  # another run holds the lock
                 logger.warning(f"checkpoints other than the best one stay in {run_directory} ({error})")
         return output
 
@@ -194,21 +194,21 @@ class CheckpointSaver:
 
 
 def max_over_ranks(number: int, trainer: Trainer) -> int:
-    """The largest of ``number`` over all processes."""
+    """Return the maximum of ``number`` over all ranks. A collective call."""
     if not is_distributed():
         return number
-    # On the device of the process group: NCCL takes no CPU tensors.
+    # NCCL does not support CPU tensors.
     tensor = torch.tensor([number], device=trainer.args.device)
     torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
     return int(tensor.item())
 
 
 def is_write_failure(error: BaseException) -> bool:
-    """Whether ``error`` comes from the disk, in the words of Python, safetensors, torch.save or its sharded form."""
+    """Return whether Python, safetensors, torch.save or torch.distributed.checkpoint failed to write a file."""
     if isinstance(error, RuntimeError):
-        said = ("inline_container", "PytorchStreamWriter", "iostream", "Parent directory")  # by torch.save
-        return any(part in str(error) for part in said)
-    shards: Any = getattr(error, "failures", None)  # of torch.distributed.checkpoint, by rank
-    if isinstance(shards, dict):
-        return any(is_write_failure(failure[0]) for failure in shards.values())
+        texts_of_torch_save = ("inline_container", "PytorchStreamWriter", "iostream", "Parent directory")
+        return any(text in str(error) for text in texts_of_torch_save)
+    failures: Any = getattr(error, "failures", None)  # of torch.distributed.checkpoint, by rank
+    if isinstance(failures, dict):
+        return any(is_write_failure(failure[0]) for failure in failures.values())
     return isinstance(error, (OSError, SafetensorError))

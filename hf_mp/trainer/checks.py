@@ -1,4 +1,4 @@
-"""What hf_mp refuses in a Trainer: its settings, its model, its optimizer. Each error names the way out."""
+"""Check settings, model and optimizer of a Trainer. All checks raise a ValueError that says what to change."""
 
 from __future__ import annotations
 
@@ -20,12 +20,8 @@ from hf_mp.ranks.parallelism import is_dtensor
 
 
 def check_no_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> None:
-    """Raise where ``args`` ask for another mixed precision than hf_mp's, or for something that it cannot work with.
-
-    Raises:
-        ValueError: naming the setting and the way out.
-    """
-    # accelerate would put an autocast of its own around hf_mp's, and scale the loss a second time.
+    """Raise if ``args`` or the environment set another mixed precision, or a setting that ``policy`` excludes."""
+    # accelerate would add its own autocast, and scale the loss a second time.
     for name in ("fp16", "bf16"):
         if getattr(args, name):
             raise ValueError(
@@ -45,8 +41,9 @@ def check_no_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -
 
 
 def _check_settings_supported(args: TrainingArguments, policy: PrecisionPolicy) -> None:
-    """Raise a ValueError for FSDP1, evaluation cast to 16 bits, DeepSpeed, and several GPUs in one process."""
-    if (version := fsdp_version(args)) not in (None, 2):
+    """Raise for FSDP1, 16-bit evaluation, DeepSpeed, and several GPUs in one process."""
+    version = fsdp_version(args)
+    if version not in (None, 2):
         raise ValueError(
             f"FSDP version {version} joins weights into flat parameters, which hf_mp cannot give 16-bit copies: use "
             "FSDP2 (fsdp_config={'version': 2}, or `accelerate launch --fsdp_version 2`)"
@@ -60,7 +57,7 @@ def _check_settings_supported(args: TrainingArguments, policy: PrecisionPolicy) 
             f"DeepSpeed brings its own FP16 optimizer, which hf_mp cannot work with: remove {setting}, or use the "
             "stock Trainer"
         )
-    # DataParallel copies modules in each forward, without the attributes that hf_mp has set on instances.
+    # DataParallel replicates modules without the instance attributes that hf_mp sets.
     if args.n_gpu > 1:
         raise ValueError(
             f"{args.n_gpu} GPUs in one process make the Trainer use DataParallel, whose replicas bypass mixed "
@@ -68,11 +65,11 @@ def _check_settings_supported(args: TrainingArguments, policy: PrecisionPolicy) 
         )
 
 
-_OF_BITSANDBYTES = re.compile("bnb|paged|lion_|ademamix|^(?!.*torch).*8bit")  # torchao's are adamw_torch_8bit
+_OF_BITSANDBYTES = re.compile("bnb|paged|lion_|ademamix|^(?!.*torch).*8bit")  # adamw_torch_8bit is torchao's
 
 
 def _check_optimizer(optim: str, args: TrainingArguments) -> None:
-    """Raise a ValueError for optimizers that update inside backward, and under FSDP2 for those of bitsandbytes."""
+    """Raise for optimizers that update inside backward, and under FSDP2 for those of bitsandbytes."""
     if optim.endswith("layerwise") or "lomo" in optim:
         raise ValueError(
             f"optim={optim!r} updates inside backward, where an overflow cannot be skipped: use optim='adamw_torch'"
@@ -85,7 +82,7 @@ def _check_optimizer(optim: str, args: TrainingArguments) -> None:
 
 
 def _check_processes_joined(args: TrainingArguments) -> None:
-    """Raise where a launcher started several processes and each would train by itself."""
+    """Raise if a launcher started several processes without a process group."""
     started = os.environ.get("WORLD_SIZE", "1")
     if started.isdecimal() and int(started) > 1 and args.parallel_mode is ParallelMode.NOT_PARALLEL:
         raise ValueError(
@@ -96,17 +93,16 @@ def _check_processes_joined(args: TrainingArguments) -> None:
 
 
 def fsdp_version(args: TrainingArguments) -> int | None:
-    """The version of FSDP that ``args`` or the launcher ask for; 0 for XLA's, None without FSDP."""
+    """Return the version of FSDP in ``args`` or the environment; 0 for XLA's, None if FSDP is off."""
     if args.fsdp:
         settings: Any = args.fsdp_config or {}
         default = settings.get("version", 1)
         return 0 if settings.get("xla") else int((args.fsdp_plugin_args or {}).get("fsdp_version", default))
-    # What the launcher was told is in the environment alone, not in the arguments.
     return int(os.environ.get("FSDP_VERSION", "1")) if parse_flag_from_env("ACCELERATE_USE_FSDP") else None
 
 
 def check_not_lean(policy: PrecisionPolicy) -> None:
-    """Raise for a policy that a callback cannot carry out."""
+    """Raise for a lean policy, which a callback does not support."""
     if policy.is_lean:
         usual = str(policy).replace("-lean", "")
         raise ValueError(
@@ -117,13 +113,13 @@ def check_not_lean(policy: PrecisionPolicy) -> None:
 
 
 def check_model_and_optimizer(model: nn.Module | None, optimizer: Optimizer | None, trainer: Trainer | None) -> None:
-    """Raise for a Trainer that hands its callbacks no model or no optimizer, or whose processes train alone."""
+    """Raise if a Trainer passes no model or optimizer to callbacks, or did not wrap its model for several ranks."""
     if model is None or optimizer is None:
         raise ValueError(
             "this Trainer does not hand its model and its optimizer to on_train_begin, so a step that overflows could "
             "not be skipped: use hf_mp.prepare(model, optimizer) where it makes them"
         )
-    # accelerate wraps a model when it prepares it: one that is bare among several processes was skipped.
+    # accelerate has not prepared the model if it is not wrapped.
     world_size = 1 if trainer is None or trainer.model_wrapped is not model else trainer.args.world_size
     if world_size > 1 and not any(map(is_dtensor, model.parameters())):
         raise ValueError(
@@ -133,7 +129,7 @@ def check_model_and_optimizer(model: nn.Module | None, optimizer: Optimizer | No
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise for a model whose forward cannot be reached, and for a quantized one with nothing to train."""
+    """Raise for wrappers that hide a forward, and for quantized models without trainable parameters."""
     name = type(model).__name__
     if hasattr(model, "_orig_mod") or isinstance(model, (DistributedDataParallel, torch.jit.ScriptModule)):
         raise ValueError(
@@ -154,7 +150,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_dtype_of_late_model(model: nn.Module, args: TrainingArguments, *, resumed: bool) -> None:
-    """Raise where FP32 masters come too late for a model that was made after the Trainer, in FP16 or BF16."""
+    """Raise for a 16-bit model that was created too late to get FP32 master weights."""
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in LOWER_PRECISION_DTYPES}
     if dtypes and (resumed or args.world_size > 1):
         reason = "loading the checkpoint rounded its FP32 weights" if resumed else "DDP has laid out its buckets"

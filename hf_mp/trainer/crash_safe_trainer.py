@@ -1,4 +1,4 @@
-"""``CrashSafe``: a Trainer that resumes from whole checkpoints only, and whose runs survive signals."""
+"""``CrashSafe``: a Trainer that resumes from complete checkpoints only, and saves one on a signal."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ logger = logging.get_logger(__name__)
 
 
 class CrashSafe(Trainer):
-    """Keeps the checkpoints of a Trainer, or of the base class that it is mixed into, as ``docs/checkpoints.md`` says.
+    """Saves and loads checkpoints of a Trainer as described in ``docs/checkpoints.md``. May be used as a mixin.
 
     Raises:
-        CheckpointError: from ``train``, where another run holds the output directory, no checkpoint can be resumed
-            from (:class:`NoCheckpointError`: there is none yet), it holds values that would ruin the run, another run
-            removed it while it was loaded, or one was not saved and ``save_failure="stop"``.
+        CheckpointError: from ``train``, if another run uses the output directory, no checkpoint can be loaded
+            (:class:`NoCheckpointError`: there is none), or a save failed with ``save_failure="stop"``.
         Preempted: from ``train``, after a signal and a checkpoint; a ``SystemExit``.
     """
 
@@ -41,7 +40,7 @@ class CrashSafe(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Without a lock of its own: train() holds that of the directory, and nobody else gets it.
+        # No lock for single saves: train() holds it.
         self._saves = CheckpointSaver(self, lambda: self.session, lock=nullcontext)
         CheckpointLoader(self, lambda: self.session)
         self._preemption = PreemptionCallback(partial(max_over_ranks, trainer=self))
@@ -50,69 +49,71 @@ class CrashSafe(Trainer):
         self.add_callback(self._resumption)
 
     def train(self, resume_from_checkpoint: resuming.Wanted = None, *args: Any, **kwargs: Any) -> Any:
-        """As the stock Trainer's, with the output directory locked and signals watched.
+        """Train as the stock Trainer, with a lock of the output directory and with signal handlers.
 
-        ``resume_from_checkpoint=True`` takes the newest checkpoint that is whole, and a warning says which ones were
-        passed over and why. So does the path of one that a kill left unfinished. A path is refused where that
-        checkpoint is damaged or could run code.
+        ``resume_from_checkpoint=True``, or the path of an unfinished checkpoint, loads the newest complete one; a
+        warning names newer ones and their problems. A path to a damaged or unsafe checkpoint raises.
         """
-        watch = self._preemption
+        preemption = self._preemption
         with ExitStack() as at_end:
             try:
-                # The lock before the signals: nothing is there to save yet while another run is waited for.
                 examined = self._begin(at_end, resume_from_checkpoint)
                 at_end.enter_context(self._resumption.loading(examined))
                 checkpoint = None if self._resumed_from is None else str(self._resumed_from)
                 if self.session.settings.handle_preemption:
-                    at_end.enter_context(watch.handling_signals())
+                    at_end.enter_context(preemption.handling_signals())
                 output = super().train(checkpoint, *args, **kwargs)
-                if not watch.requested and max_over_ranks(int(watch.received is not None), self):
-                    # A signal after the last step: saved as it is, unless the best weights have replaced the last ones.
-                    watch.requested = bool(self._last_checkpoint(save=not self.args.load_best_model_at_end))
-            except LossScaleError as error:  # which leaves weights and optimizer as after the last good step
+                if not preemption.requested and max_over_ranks(int(preemption.received is not None), self):
+                    # The signal came after the last step. The best weights may have replaced the last ones.
+                    preemption.requested = bool(self._last_checkpoint(save=not self.args.load_best_model_at_end))
+            except LossScaleError as error:  # weights and optimizer are those of the last taken step
                 self._keep_last_state(error)
                 raise
-        if watch.requested:
+        if preemption.requested:
             self._end_preempted()
-        # It came when the state of the last step was gone: it does what it would have done without us.
-        if watch.received is not None:
-            signal.raise_signal(getattr(signal, watch.received))
+        # No checkpoint could be saved: the signal has its default effect.
+        if preemption.received is not None:
+            signal.raise_signal(getattr(signal, preemption.received))
         return output
 
     def _begin(self, at_end: ExitStack, wanted: resuming.Wanted) -> inspection.Examination | None:
-        """Lock, clear up after a killed run, and find the checkpoint to resume from."""
+        """Lock the directory, remove unfinished checkpoints, and return the one to resume from."""
 
-        def lock_and_clear_up(run_directory: Path) -> None:
+        def lock_and_clean(run_directory: Path) -> None:
             at_end.enter_context(lock_directory(run_directory))
             resuming.remove_unfinished(run_directory, lock=nullcontext)
 
-        examined = resuming.choose_checkpoint(self.args, wanted, lock_and_clear_up)
+        examined = resuming.choose_checkpoint(self.args, wanted, lock_and_clean)
         self._resumed_from = None if examined is None else examined.checkpoint
         if examined is not None and self.args.should_save and not self.is_deepspeed_enabled:
             inspection.warn_of_missing_state(examined, self.args.world_size)
         return examined
 
     def _last_checkpoint(self, *, save: bool) -> Path | None:
-        """That of the last step; where it is not there, it is saved or None."""
-        step = Path(str(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        is_missing = max_over_ranks(int(not (step / MANIFEST_NAME).is_file()), self)
-        if is_missing and save:
-            assert self.model is not None
-            self._save_checkpoint(self.model, None)
-        return None if is_missing and not save else step
+        """Return the checkpoint of the last step. If it is missing, save it, or return None without ``save``."""
+        checkpoint = Path(str(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        is_missing = max_over_ranks(int(not (checkpoint / MANIFEST_NAME).is_file()), self)
+        if not is_missing:
+            return checkpoint
+        if not save:
+            return None
+        assert self.model is not None
+        self._save_checkpoint(self.model, None)
+        return checkpoint
 
     def _keep_last_state(self, error: LossScaleError) -> None:
-        """Save a checkpoint of the last good step, which ``error`` left in place; a note of it says where."""
-        if self.state.global_step:
-            try:
-                step = self._last_checkpoint(save=True)
-                if not self._saves.has_failed:
-                    error.add_note(f"The weights and the optimizer's state of the last good step are in {step}.")
-            except CheckpointError as failure:
-                error.add_note(str(failure))
+        """Save a checkpoint of the last taken step, and add its path to ``error``."""
+        if not self.state.global_step:
+            return
+        try:
+            checkpoint = self._last_checkpoint(save=True)
+            if not self._saves.has_failed:
+                error.add_note(f"The weights and the optimizer's state of the last good step are in {checkpoint}.")
+        except CheckpointError as failure:
+            error.add_note(str(failure))
 
     def _end_preempted(self) -> None:
-        """Raise ``Preempted`` after its checkpoint was saved; a CheckpointError if that failed."""
+        """Raise ``Preempted``, or a CheckpointError if its checkpoint was not saved."""
         step = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         name = self._preemption.received or "a signal to another process"
         if self._saves.has_failed:
@@ -126,7 +127,6 @@ class CrashSafe(Trainer):
 
     # Loading
 
-    # Transformers loads with strict=False and warnings: what does not fit is refused here, by name.
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         loaded = self.model if model is None else model
         assert loaded is not None

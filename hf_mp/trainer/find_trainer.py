@@ -1,4 +1,4 @@
-"""The Trainer that calls a callback, to which it gives neither itself nor its list of callbacks; what it gets wrong."""
+"""Find the Trainer that calls a callback, extend its methods, and work around its use of accelerate."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from transformers import Trainer, TrainerCallback
 
 
 def find_calling_trainer(callback: TrainerCallback) -> Trainer | None:
-    """Found where the call comes from; None where no Trainer with this callback calls."""
-    # Transformers hands a callback its arguments, state and model, but never the Trainer itself.
+    """Return the Trainer that is calling ``callback``, from the stack; None if there is none."""
+    # Transformers does not pass the Trainer to its callbacks.
     for variables in _callers():
         caller = variables.get("self")
         if isinstance(caller, Trainer) and callback in caller.callback_handler.callbacks:
@@ -26,24 +26,24 @@ def find_calling_trainer(callback: TrainerCallback) -> Trainer | None:
 
 
 def extend_method(trainer: Trainer, name: str, around: Callable[..., Any]) -> None:
-    """Have ``around`` run in the place of a method of ``trainer``, which is its first argument; once for each Trainer.
+    """Replace the method ``name`` of ``trainer`` by ``around(method, ...)``, unless this was done before.
 
-    Another function may extend the same method before or after.
+    Several functions may extend one method. It is set on the instance, for subclasses of other libraries.
     """
-    # On the instance, which reaches subclasses of other libraries too. Once, as a callback is called at each train().
     function = inspect.unwrap(getattr(around, "func", around))
-    by = f"{function.__module__}.{function.__qualname__}"
+    identity = f"{function.__module__}.{function.__qualname__}"
     own = getattr(trainer, name)
-    if by not in (extended_by := getattr(own, "_extended_by", ())):
+    extended_by = getattr(own, "_extended_by", ())
+    if identity not in extended_by:
         extended: Any = functools.wraps(own)(functools.partial(around, own))
-        extended._extended_by = (*extended_by, by)
+        extended._extended_by = (*extended_by, identity)
         vars(trainer)[name] = extended
 
 
 def resumed_checkpoint(trainer: Trainer | None) -> Path | None:
-    """What a training of ``trainer`` that begins is resumed from, which a callback is not told."""
+    """Return the checkpoint that the ``train()`` on the stack resumes from; None if there is none."""
     for variables in _callers() if trainer is not None else ():
-        # Trainer.train and its inner loop have it under this name, the inner one as a path also where True was given.
+        # Local variable of Trainer.train and of its inner loop, where True has been replaced by a path.
         checkpoint = variables.get("resume_from_checkpoint")
         if variables.get("self") is trainer and isinstance(checkpoint, (str, os.PathLike)):
             return Path(checkpoint)
@@ -51,15 +51,16 @@ def resumed_checkpoint(trainer: Trainer | None) -> Path | None:
 
 
 def norm_to_log(trainer: Trainer | None) -> Tensor | None:
-    """The norm of the gradients that a training of ``trainer``, which steps now, will log: its own tensor."""
+    """Return the tensor ``grad_norm`` of the training loop on the stack, which the Trainer logs."""
     for variables in _callers() if trainer is not None else ():
-        if variables.get("self") is trainer and isinstance(norm := variables.get("grad_norm"), Tensor):
+        norm = variables.get("grad_norm")
+        if variables.get("self") is trainer and isinstance(norm, Tensor):
             return norm
     return None
 
 
 def _callers() -> Iterator[dict[str, Any]]:
-    """The variables of each function that waits for this one, the innermost first."""
+    """Yield the local variables of each frame on the stack, the innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         yield frame.f_locals
@@ -67,30 +68,26 @@ def _callers() -> Iterator[dict[str, Any]]:
 
 
 def clear_prepared_mark(trainer: Trainer | None) -> None:
-    """Have a model that was prepared for an evaluation be wrapped when training begins.
+    """Remove accelerate's mark from a model that was prepared for an evaluation.
 
-    accelerate marks it as prepared and would leave it without DDP: each process would train alone.
+    ``prepare_model`` returns a marked model unchanged, so training would run without DDP.
     """
     if trainer is None or trainer.is_in_train or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return
-    # accelerate's prepare_model returns a model with this attribute as it is, without DDP around it.
     if trainer.model_wrapped is trainer.model:
         vars(trainer.model).pop("_is_accelerate_prepared", None)
 
 
 def check_regional_compile(trainer: Trainer | None) -> None:
-    """Raise where ``torch_compile=True`` compiles all of a model that FSDP2 shards, not its equal blocks one by one.
+    """Raise a ValueError if ``torch_compile=True`` compiles a whole FSDP2 model instead of its repeated blocks.
 
-    Dynamo cannot trace FSDP's gathering of parameters while an autocast in Python is active.
-
-    Raises:
-        ValueError: naming the ways out.
+    Dynamo cannot trace FSDP2's all-gather while an autocast in Python is active.
     """
     if trainer is None or not trainer.is_fsdp_enabled:
         return
     plugin, model = trainer.accelerator.state.dynamo_plugin, cast(Any, trainer.model)
-    by_blocks = plugin.use_regional_compilation and (model is None or has_repeated_blocks(model))
-    if plugin.backend is not DynamoBackend.NO and not by_blocks:
+    is_regional = plugin.use_regional_compilation and (model is None or has_repeated_blocks(model))
+    if plugin.backend is not DynamoBackend.NO and not is_regional:
         raise ValueError(
             f"torch_compile=True compiles all of {type(model).__name__}, which torch.compile cannot trace under FSDP2 "
             "once it is attached: set ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true, with which equal blocks are "

@@ -1,4 +1,4 @@
-"""``fp32_head=True`` where TRL multiplies by the head's weight itself, in the place of calling the module."""
+"""``fp32_head=True`` for TRL's fused head, which multiplies by the weight of the head without calling the module."""
 
 from __future__ import annotations
 
@@ -10,39 +10,36 @@ from torch import nn
 
 from hf_mp.step.forward import entry_points
 
-_MARK, _OPTION = "fused_lm_head", "cast_lm_head_to_fp32"  # of trl.trainer.utils.add_fused_lm_head
+_ARGUMENT, _OPTION = "fused_lm_head", "cast_lm_head_to_fp32"  # of trl.trainer.utils.add_fused_lm_head
 
 
 def set_fused_heads_to_fp32(model: nn.Module) -> Callable[[], None]:
-    """Switch on what TRL's fused head was made with or without: FP32, outside of autocast.
-
-    TRL makes it before training, also where its config has no such option (DPO, RLOO).
+    """Make TRL's fused heads in ``model`` compute in FP32, also if the config has no such option (DPO, RLOO).
 
     Returns:
-        What switches it back.
+        A function that restores them.
 
     Raises:
-        ValueError: for a fused head without that option.
+        ValueError: for a fused head without an FP32 option.
     """
-    before = [(cell, cell.cell_contents) for module in entry_points(model) for cell in _options(module)]
+    before = [(cell, cell.cell_contents) for module in entry_points(model) for cell in _option_cells(module)]
     for cell, _ in before:
         cell.cell_contents = True
 
-    def switch_back() -> None:
+    def restore() -> None:
         for cell, value in before:
             cell.cell_contents = value
 
-    return switch_back
+    return restore
 
 
-def _options(module: nn.Module) -> Iterator[CellType]:
-    """The variable of each fused forward among those that ``module`` has over its own."""
-    # TRL's function reads its option from a closure: there is no attribute to set. Others may have wrapped it since.
+def _option_cells(module: nn.Module) -> Iterator[CellType]:
+    """Yield the closure cell of the FP32 option of each fused forward in the chain of wrappers of ``module``."""
     forward: Any = module.__dict__.get("forward")
     while forward is not None:
         function = getattr(forward, "__func__", forward)
         code = getattr(function, "__code__", None)
-        if code is not None and _MARK in code.co_varnames:
+        if code is not None and _ARGUMENT in code.co_varnames:
             if _OPTION not in code.co_freevars:
                 raise ValueError(
                     "fp32_head=True: this version of TRL multiplies by the head's weight itself, and has no "

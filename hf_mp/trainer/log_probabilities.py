@@ -1,4 +1,4 @@
-"""``log_probability_gap``: how far the log-probabilities of training are from those of generation."""
+"""``log_probability_gap``: compares the log-probabilities of training with those of generation."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from torch import Tensor
 from hf_mp.diagnostics.step_snapshot import restoring_module_state
 from hf_mp.models.positions import positions_of
 
-IGNORED = -100  # of Transformers and torch: a label that does not count
+IGNORED = -100  # ignored label in Transformers and torch
 CLIP_RANGE = 0.2  # of the ratio in PPO and in TRL's GRPO
-_SEEN = ("input_ids", "attention_mask", "labels")  # by generation
+_SUPPORTED = ("input_ids", "attention_mask", "labels")  # tensors of a batch
 
 
 @dataclass(frozen=True)
 class LogProbabilityGap:
-    """How tokens' log-probabilities differ: log r = log-probability in training - log-probability in generation.
+    """Statistics of log r = log-probability in training - log-probability in generation, over tokens.
 
     Attributes:
-        tokens: number of tokens that were compared.
+        tokens: number of compared tokens.
         mean: mean magnitude of log r.
         rms: root mean square of log r.
         maximum: largest magnitude of log r.
         alpha, beta: least-squares fit of log r = alpha + beta * log-probability in generation; NaN if all of these
             log-probabilities are equal.
-        clipped_share: share of tokens whose ratio r lies outside of 1 - clip .. 1 + clip by this difference alone; NaN
-            if a difference is NaN.
+        clipped_share: share of tokens with a ratio r outside 1 - clip .. 1 + clip; NaN if a log r is NaN.
     """
 
     tokens: int
@@ -53,31 +52,28 @@ def log_probability_gap(
     clip: float = CLIP_RANGE,
     temperature: float = 1.0,
 ) -> LogProbabilityGap:
-    """Compare the log-probabilities of a policy's training forward with those that its generator computed.
+    """Compare the log-probabilities of a policy in a training forward with those in generation.
 
-    In reinforcement learning the difference acts as a wrong importance ratio: it clips or weights tokens because of
-    rounding alone (arXiv 2510.26788).
+    In reinforcement learning a difference acts as a wrong importance ratio (arXiv 2510.26788).
 
     Args:
         model: a causal model of Transformers, attached or not. It runs in evaluation mode, without dropout.
-        batch: ``input_ids`` of shape (B, T), and ``attention_mask`` where they are padded on the left. With ``labels``
-            of the same shape, tokens with a label (not -100) are compared: the training forward gets the whole batch
-            unchanged, TRL's ``fused_lm_head`` included, and generation gets the tokens one by one.
-        generated: log-probabilities of the last N tokens of ``input_ids``, of shape (B, N), as an inference engine
-            returned them; NaN for a token that does not count. Default None: the model itself generates.
-        new_tokens: number of tokens to sample after each prompt if ``batch`` has no ``labels``; default 32. They are
-            sampled one by one from the whole vocabulary, with a KV cache; the global random state is restored
-            afterwards.
+        batch: ``input_ids`` of shape (B, T), and ``attention_mask`` if they are padded on the left. With ``labels`` of
+            the same shape, tokens with a label other than -100 are compared, and the training forward gets the batch
+            unchanged (also TRL's ``fused_lm_head``).
+        generated: log-probabilities of the last N tokens of ``input_ids`` from an inference engine, of shape (B, N);
+            NaN for tokens to ignore. Default None: the model computes them, token by token.
+        new_tokens: number of tokens to sample after each prompt if ``batch`` has no ``labels``; default 32. The global
+            RNG state is restored.
         clip: half the range of the ratio in which PPO and GRPO do not clip; default 0.2.
-        temperature: the one by which TRL's ``fused_lm_head`` divides the logits; default 1.
+        temperature: divisor of the logits in TRL's ``fused_lm_head``; default 1.
 
     Returns:
         A :class:`LogProbabilityGap`.
 
     Raises:
-        ValueError: for ``new_tokens`` if nothing is sampled; for log-probabilities of another shape, and positive or
-            infinite ones; if no token counts; for a ``batch`` with labels of another shape, or with tensors that
-            generation does not read (images; ``position_ids`` other than the mask's, as packed sequences have).
+        ValueError: for ``new_tokens`` if nothing is sampled; positive or infinite log-probabilities; other shapes;
+            unsupported tensors in ``batch`` (images, ``position_ids`` of packed sequences); and no token to compare.
         TypeError: if ``generated`` is not a tensor.
     """
     if not isinstance(generated, Tensor | None):
@@ -92,24 +88,24 @@ def log_probability_gap(
     with restoring_module_state(model):
         model.eval()
         if generated is not None:
-            batch = _as_given(model, batch, generated)
+            batch = _label_generated(model, batch, generated)
         elif "labels" not in batch:
-            batch = _drawn(model, batch, new_tokens)
-        counts = _counted(batch)
-        first = int(counts.any(0).nonzero()[0])
-        trained = _trained(model, batch, first)
-        if generated is None:
-            # What TRL's fused head returns is divided by the temperature already.
-            again = _generated_again(model, batch, first, temperature if batch.get("fused_lm_head") else 1.0)
+            batch = _sample(model, batch, new_tokens)
+        is_compared = _find_compared_tokens(batch)
+        first = int(is_compared.any(0).nonzero()[0])
+        training = _compute_at_once(model, batch, first)
+        if generated is not None:
+            generation = generated[:, first - is_compared.shape[1] :]
         else:
-            again = generated[:, first - counts.shape[1] :]
-    counts = counts[:, first:]
-    before = again[counts].double()
-    return _compare(trained[counts].double() - before, before, clip)
+            # The fused head has divided the logits by the temperature.
+            generation = _compute_one_by_one(model, batch, first, temperature if batch.get("fused_lm_head") else 1.0)
+    is_compared = is_compared[:, first:]
+    reference = generation[is_compared].double()
+    return _compare(training[is_compared].double() - reference, reference, clip)
 
 
-def _as_given(model: Any, batch: Mapping[str, Tensor], generated: Tensor) -> dict[str, Tensor]:
-    """``batch`` with labels where ``generated`` has a log-probability; a ValueError where it cannot have any."""
+def _label_generated(model: Any, batch: Mapping[str, Tensor], generated: Tensor) -> dict[str, Tensor]:
+    """Return ``batch`` with labels for the tokens that have a log-probability in ``generated``."""
     ids = batch["input_ids"]
     rows, length = ids.shape
     if generated.dim() != 2 or len(generated) != rows or not 0 < generated.shape[1] < length:
@@ -124,11 +120,11 @@ def _as_given(model: Any, batch: Mapping[str, Tensor], generated: Tensor) -> dic
         )
     labels = torch.full_like(ids, IGNORED)
     labels[:, -generated.shape[1] :] = ids[:, -generated.shape[1] :].masked_fill(generated.isnan(), IGNORED)
-    return _labelled(model, ids, _mask(batch), labels)
+    return _make_batch(model, ids, _mask(batch), labels)
 
 
-def _drawn(model: Any, batch: Mapping[str, Tensor], new_tokens: int | None) -> dict[str, Tensor]:
-    """``batch`` continued by tokens that ``model`` draws, which are its labels."""
+def _sample(model: Any, batch: Mapping[str, Tensor], new_tokens: int | None) -> dict[str, Tensor]:
+    """Return ``batch`` continued by sampled tokens, which are its labels."""
     new_tokens = 32 if new_tokens is None else new_tokens
     prompt, mask = batch["input_ids"], _mask(batch)
     ids = model.generate(
@@ -137,20 +133,20 @@ def _drawn(model: Any, batch: Mapping[str, Tensor], new_tokens: int | None) -> d
         min_new_tokens=new_tokens,
         max_new_tokens=new_tokens,
         do_sample=True,
-        top_k=0,  # generate() would leave out all but the 50 likeliest tokens
+        top_k=0,  # the default of generate() is 50
         use_cache=True,
     )
     labels = ids.clone()
     labels[:, : prompt.shape[1]] = IGNORED
-    return _labelled(model, ids, torch.cat([mask, mask.new_ones(len(mask), new_tokens)], 1), labels)
+    return _make_batch(model, ids, torch.cat([mask, mask.new_ones(len(mask), new_tokens)], 1), labels)
 
 
-def _labelled(model: Any, ids: Tensor, mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+def _make_batch(model: Any, ids: Tensor, mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels, **_positions(model, mask)}
 
 
-def _trained(model: Any, batch: Mapping[str, Any], first: int) -> Tensor:
-    """The log-probabilities of the tokens from column ``first`` on, all computed at once."""
+def _compute_at_once(model: Any, batch: Mapping[str, Any], first: int) -> Tensor:
+    """Return the log-probabilities of the tokens from column ``first`` on, of shape (B, T - first)."""
     if batch.get("fused_lm_head"):
         log_probs: Tensor = model(**batch).log_probs
         return log_probs[:, first - 1 :]
@@ -159,21 +155,19 @@ def _trained(model: Any, batch: Mapping[str, Any], first: int) -> Tensor:
     return _of_chosen(logits[:, first - 1 : -1], batch["input_ids"][:, first:])
 
 
-def _counted(batch: Mapping[str, Any]) -> Tensor:
-    """Which tokens are compared, of the shape of ``labels``: those with one, but for the first of a row.
-
-    Raises:
-        ValueError: for labels of another shape, for tensors that generation does not see, and where no token counts.
-    """
+def _find_compared_tokens(batch: Mapping[str, Any]) -> Tensor:
+    """Return a bool tensor of the shape of ``labels``: True for tokens with a label, except in column 0."""
     ids, labels = batch["input_ids"], batch["labels"]
     if labels.shape != ids.shape:
         raise ValueError(
             f"labels have shape {tuple(labels.shape)}, and input_ids {tuple(ids.shape)}: one label for each token, "
             f"{IGNORED} where it does not count"
         )
-    others = [name for name, one in batch.items() if isinstance(one, Tensor) and one.dim() and name not in _SEEN]
+    others = [
+        name for name, value in batch.items() if isinstance(value, Tensor) and value.dim() and name not in _SUPPORTED
+    ]
     if "position_ids" in others:
-        # Those of generation, wherever there is no padding, are no others.
+        # Allowed if they equal those of generation, except for padding.
         mask = _mask(batch)
         if not ((batch["position_ids"] != positions_of(mask)) & (mask != 0)).any():
             others.remove("position_ids")
@@ -182,24 +176,23 @@ def _counted(batch: Mapping[str, Any]) -> Tensor:
             f"batch has {', '.join(others)}, which generation token by token does not take: unpack sequences that "
             "share a row (packing=False, padding_free=False); models of more than text are not measured"
         )
-    counts: Tensor = (labels != IGNORED) & (torch.arange(labels.shape[1], device=labels.device) > 0)
-    if not counts.any():
+    is_compared: Tensor = (labels != IGNORED) & (torch.arange(labels.shape[1], device=labels.device) > 0)
+    if not is_compared.any():
         raise ValueError(f"all labels are {IGNORED}, or all of generated is NaN: no token counts")
-    return counts
+    return is_compared
 
 
-def _generated_again(model: Any, batch: Mapping[str, Any], first: int, temperature: float) -> Tensor:
-    """The log-probabilities of the tokens from column ``first`` on, one by one with a cache, as ``generate()`` does."""
+def _compute_one_by_one(model: Any, batch: Mapping[str, Any], first: int, temperature: float) -> Tensor:
+    """Return the same as :func:`_compute_at_once`, token by token with a cache."""
     ids, mask = batch["input_ids"], _mask(batch)
     columns, cache, start = [], None, 0
-    # generate() has ones for all that follows the prompt, and hides padding on the left. Tokens behind the zeros on
-    # the right do not count.
+    # generate() masks padding on the left only. Tokens after padding on the right are not compared.
     mask = (mask.cumsum(-1) > 0).to(mask.dtype)
-    takes = _takes(model)
-    last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-    cache_name = "cache" if "cache" in takes else "past_key_values"  # before Transformers 5.24
+    parameters = _parameters_of_forward(model)
+    last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+    cache_name = "cache" if "cache" in parameters else "past_key_values"  # before Transformers 5.24
     for column in range(first, ids.shape[1]):
-        inputs = {cache_name: cache, **_positions(model, mask[:, :column], start), **last}
+        inputs = {cache_name: cache, **_positions(model, mask[:, :column], start), **last_only}
         output = model(input_ids=ids[:, start:column], attention_mask=mask[:, :column], use_cache=True, **inputs)
         cache, start, logits = output[cache_name], column, output.logits[:, -1:]
         columns.append(_of_chosen(logits.float() / temperature, ids[:, column : column + 1]))
@@ -212,12 +205,12 @@ def _mask(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _positions(model: Any, mask: Tensor, start: int = 0) -> dict[str, Tensor]:
-    takes_positions = "position_ids" in _takes(model)
+    takes_positions = "position_ids" in _parameters_of_forward(model)
     return {"position_ids": positions_of(mask)[:, start:]} if takes_positions else {}
 
 
-def _takes(model: Any) -> Mapping[str, Any]:
-    # PEFT's forward passes on what it does not name.
+def _parameters_of_forward(model: Any) -> Mapping[str, Any]:
+    # PEFT's forward has **kwargs.
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return inspect.signature(base.forward).parameters
 
@@ -226,15 +219,15 @@ def _of_chosen(logits: Tensor, chosen: Tensor) -> Tensor:
     return logits.float().log_softmax(-1).gather(-1, chosen[..., None]).squeeze(-1)
 
 
-def _compare(log_r: Tensor, before: Tensor, clip: float) -> LogProbabilityGap:
-    spread = before - before.mean()
-    beta = (spread * (log_r - log_r.mean())).sum() / spread.square().sum()  # 0 / 0 where all are equal
+def _compare(log_r: Tensor, reference: Tensor, clip: float) -> LogProbabilityGap:
+    centered = reference - reference.mean()
+    beta = (centered * (log_r - log_r.mean())).sum() / centered.square().sum()  # 0 / 0 if all are equal
     return LogProbabilityGap(
         tokens=len(log_r),
         mean=log_r.abs().mean().item(),
         rms=log_r.square().mean().sqrt().item(),
         maximum=log_r.abs().max().item(),
-        alpha=(log_r.mean() - beta * before.mean()).item(),
+        alpha=(log_r.mean() - beta * reference.mean()).item(),
         beta=beta.item(),
         clipped_share=(log_r.expm1().abs() > clip).double().where(~log_r.isnan(), math.nan).mean().item(),
     )

@@ -1,4 +1,4 @@
-"""Load the resumed or best model of a Trainer: restore each tensor, or raise an error that names the others."""
+"""Load the resumed or best model of a Trainer, and raise an error for tensors that are not loaded."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from hf_mp.trainer.checkpoints import loaded_state
 from hf_mp.trainer.checkpoints.saved_names import check_all_loaded, load_weights, require_all_loaded, weight_files
 from hf_mp.trainer.checkpoints.shards import gather_from_ranks, raise_on_all_ranks
 
-_STATE = "optimizer.state."  # before the name of a parameter and the name of its state, in shards
+_STATE = "optimizer.state."  # prefix of PARAMETER.KEY in shards
 
 
 def load_from_checkpoint(
     trainer: Trainer, own: Callable[..., None], checkpoint: str, model: nn.Module | None = None
 ) -> None:
-    """Load the model of ``checkpoint`` for ``own``, the method of ``trainer`` or of its library.
+    """Load the model of ``checkpoint``. ``own`` is the original ``_load_from_checkpoint``.
 
     Raises:
-        CheckpointError: naming what does not fit, and parameters that train and would stay as they are.
+        CheckpointError: for tensors that do not fit, and trainable parameters that were not loaded.
     """
     loaded: Any = trainer.model if model is None else model
-    # A library's own method may take the checkpoint alone.
+    # Methods of other libraries may have no `model` argument.
     _load(trainer, own, Path(checkpoint), loaded, (checkpoint,) if model is None else (checkpoint, model))
 
 
 def load_best_model(trainer: Trainer, own: Callable[..., None]) -> None:
-    """Load the best model of a run as :func:`load_from_checkpoint` loads the model of a checkpoint."""
+    """Load the best model of a run; see :func:`load_from_checkpoint`."""
     loaded: Any = trainer.model
     _load(trainer, own, Path(str(trainer.state.best_model_checkpoint)), loaded, ())
 
@@ -44,7 +44,7 @@ def load_best_model(trainer: Trainer, own: Callable[..., None]) -> None:
 def _load(
     trainer: Trainer, own: Callable[..., None], checkpoint: Path, model: nn.Module, arguments: tuple[Any, ...]
 ) -> None:
-    if trainer.is_deepspeed_enabled:  # FP32 alone: it loads strictly, and writes past the versions of parameters
+    if trainer.is_deepspeed_enabled:  # it loads strictly, and its writes change no version counter
         own(*arguments)
         return
     with loaded_state.as_checkpoint_error(checkpoint, "the model"), require_all_loaded(checkpoint, model):
@@ -58,17 +58,17 @@ def _load(
 
 
 def _reads_plain_files(trainer: Trainer, own: Any, model: nn.Module) -> bool:
-    """Whether ``own`` is the stock method, and reads the files of ``save_pretrained`` by the names of ``model``."""
+    """Return whether ``own`` is the stock method and would read files of ``save_pretrained``."""
     is_stock = getattr(own, "__func__", None) in (Trainer._load_from_checkpoint, Trainer._load_best_model)
-    is_spread = trainer.is_fsdp_enabled or is_sharded(model)
-    # A quantizer saves other tensors than those of the model.
-    return is_stock and not is_spread and getattr(model, "hf_quantizer", None) is None
+    has_shards = trainer.is_fsdp_enabled or is_sharded(model)
+    # Quantizers save other tensors than those of the model.
+    return is_stock and not has_shards and getattr(model, "hf_quantizer", None) is None
 
 
 def _check_fsdp_file(checkpoint: Path, model: nn.Module) -> None:
-    """Raise for parameters that train and are not in the one file of FSDP2's whole state; a collective call.
+    """Raise if trainable parameters are not in the file of FSDP2's full state. A collective call.
 
-    torch also writes the parameters that the file does not have, with their own values, so their versions change.
+    torch writes missing parameters with their own values, so their versions change too.
     """
     names = _names_in(checkpoint / f"{FSDP_MODEL_NAME}.bin")
     if names is not None:
@@ -78,15 +78,16 @@ def _check_fsdp_file(checkpoint: Path, model: nn.Module) -> None:
 
 @contextmanager
 def allowing_no_state(trainer: Trainer, checkpoint: str) -> Iterator[None]:
-    """Freeze, within the context, parameters that have no optimizer state in a checkpoint of FSDP2.
+    """Freeze parameters without optimizer state in a checkpoint of FSDP2, for which torch would raise.
 
-    A parameter that never gets a gradient has none, such as the head of Gemma 3's vision tower. torch raises for a
-    parameter that trains and has no state in the checkpoint.
+    A parameter that never had a gradient has no state, e.g. the head of Gemma 3's vision tower.
     """
     model: Any = trainer.model
     names = _names_with_state(Path(checkpoint)) if trainer.is_fsdp_enabled else None
-    named = [] if names is None else [(plain_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
-    without = [parameter for name, parameter in named if name not in (names or ())]
+    without: list[nn.Parameter] = []
+    if names is not None:
+        trained = [(plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
+        without = [parameter for name, parameter in trained if name not in names]
     try:
         for parameter in without:
             parameter.requires_grad_(False)
@@ -97,11 +98,9 @@ def allowing_no_state(trainer: Trainer, checkpoint: str) -> Iterator[None]:
 
 
 def _names_with_state(checkpoint: Path) -> set[str] | None:
-    """Return the names of the parameters with a state in an optimizer that accelerate saved; a collective call.
-
-    None if there is none, or if it is in another format.
-    """
-    if (names := _names_in(checkpoint / "optimizer.bin", "state")) is not None:
+    """Return the names of parameters with optimizer state; None for an unsupported format. A collective call."""
+    names = _names_in(checkpoint / "optimizer.bin", "state")
+    if names is not None:
         return names
     metadata = checkpoint / "optimizer_0" / ".metadata"
     if metadata.is_file():
@@ -109,11 +108,11 @@ def _names_with_state(checkpoint: Path) -> set[str] | None:
             stored = ShardMetadata(file).load().state_dict_metadata
         states = [name.removeprefix(_STATE) for name in stored if name.startswith(_STATE)]
         names = {name.rpartition(".")[0] for name in states}
-    return _of_any_process(names)
+    return _first_of_ranks(names)
 
 
 def _names_in(path: Path, *keys: str) -> set[str] | None:
-    """Return the names in a file of torch.save, under ``keys``; None if no process has it; a collective call."""
+    """Return the keys of the mapping under ``keys`` in a file of torch.save; None without a file. A collective call."""
     names: set[str] | None = None
     with raise_on_all_ranks():
         if path.is_file():
@@ -121,9 +120,8 @@ def _names_in(path: Path, *keys: str) -> set[str] | None:
             for key in keys:
                 found = found[key]
             names = set(found)
-    return _of_any_process(names)
+    return _first_of_ranks(names)
 
 
-def _of_any_process(names: set[str] | None) -> set[str] | None:
-    # Only the first process may have the file.
+def _first_of_ranks(names: set[str] | None) -> set[str] | None:
     return next((found for found in gather_from_ranks(names) if found is not None), None)

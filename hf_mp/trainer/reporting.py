@@ -1,4 +1,4 @@
-"""What a Trainer shows of its run's precision: the contract, the log of a recorder, the report."""
+"""Reports of a Trainer run: precision contract, precision log and HTML report, warning about skipped steps."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hf_mp.scaling.rules import PrecisionStats, scale_text
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.settings import Default, SessionSettings
 
-if TYPE_CHECKING:  # imported where something is recorded or explained
+if TYPE_CHECKING:  # imported only if an option needs it
     from hf_mp.diagnostics.overflow_report import OverflowReport
     from hf_mp.diagnostics.precision_recorder import PrecisionRecorder
 
 logger = logging.get_logger(__name__)
 
-# What decides the numbers of a run, and says nothing of the machine.
+# Arguments in the log: those that affect numerical results.
 _SETTINGS = """
     optim learning_rate weight_decay max_grad_norm lr_scheduler_type warmup_steps per_device_train_batch_size
     gradient_accumulation_steps gradient_checkpointing num_train_epochs max_steps seed torch_compile world_size
@@ -33,23 +33,25 @@ _SETTINGS = """
 def start_recording(
     runtime: MixedPrecision, settings: SessionSettings, args: TrainingArguments
 ) -> PrecisionRecorder | None:
-    """Have ``runtime`` recorded if that is asked for, on the first process alone; once for each runtime."""
-    # One log a run: the gradients are the same on every process when they are looked at.
+    """Start the recorder of ``runtime``, or return the one that it has; None if recording is off.
+
+    Only the first process records: when gradients are recorded, they are equal on all.
+    """
     if not (settings.histogram_steps or settings.precision_report) or args.process_index != 0:
         return None
     from hf_mp.diagnostics.precision_recorder import record_precision
 
-    said = {**args.to_dict(), "world_size": args.world_size}
+    values = {**args.to_dict(), "world_size": args.world_size}
     return record_precision(
         runtime,
         str(args.output_dir),
         histogram_steps=settings.histogram_steps,
-        settings={name: _for_json(said[name]) for name in _SETTINGS.split() if said.get(name) is not None},
+        settings={name: _for_json(values[name]) for name in _SETTINGS.split() if values.get(name) is not None},
     )
 
 
 def _for_json(value: Any) -> Any:
-    # JSON has no word for max_grad_norm=inf, which is a setting, nor for numbers of NumPy.
+    # JSON has neither inf (a valid max_grad_norm) nor NumPy numbers.
     is_plain = type(value) in (bool, int) or (type(value) is float and math.isfinite(value))
     return value if is_plain else str(value)
 
@@ -61,9 +63,9 @@ def show_contract(
     args: TrainingArguments,
     recorder: PrecisionRecorder | None,
 ) -> None:
-    """Print the contract of a run and its risks, and record it for the page; on the first process alone."""
+    """Print the contract of a run and its risks, and record it for the report; only on the first process."""
     if args.process_index == 0:
-        # tqdm writes it above the progress bar; print would tear the bar apart.
+        # tqdm.write() leaves the progress bar intact.
         headline = f"precision contract of this run: {_precision_of(settings)}"
         tqdm.write("\n".join(filter(None, (headline, str(contract), risks))))
         if recorder is not None:
@@ -71,30 +73,30 @@ def show_contract(
 
 
 def _precision_of(settings: SessionSettings) -> str:
-    """Return the precision of a run, and the rule that chose it if the script named none."""
+    """Describe the precision of a run, and whether it is the default."""
     is_default = isinstance(settings.precision, Default)
     return f"{settings.policy}{', the default on every machine' if is_default else ''}"
 
 
 def warn_of_skipped_steps(before: PrecisionStats, after: PrecisionStats, reports: Sequence[OverflowReport]) -> None:
-    """Warn if a run has skipped more than half of its steps: the Trainer ends it as a success."""
+    """Warn if a run has skipped more than half of its steps."""
     steps, skipped = after.steps - before.steps, after.skipped_steps - before.skipped_steps
     if 2 * skipped <= steps:
         return
     scale = scale_text(after.loss_scale)
-    way_out = f"The loss scale ({scale} now) had not found its level yet, or explain_overflows=False hid the reason."
+    advice = f"The loss scale ({scale} now) had not found its level yet, or explain_overflows=False hid the reason."
     if reports:
-        way_out = reports[-1].advice or DEFAULT_ADVICE
+        advice = reports[-1].advice or DEFAULT_ADVICE
     which = "all" if skipped == steps else "the others"
     taken = f"{steps - skipped} of {steps} steps were taken"
-    logger.warning(f"{taken}: {which} were skipped for inf or NaN in their gradients. {way_out}")
+    logger.warning(f"{taken}: {which} were skipped for inf or NaN in their gradients. {advice}")
 
 
 def end_recording(recorder: PrecisionRecorder, *, with_report: bool) -> None:
-    """Training has come to its end: write the page, if that was asked for."""
+    """End the log of a run, and write its HTML report if ``with_report``; a failed write is a warning."""
     recorder.end()
     if with_report:
         try:
             logger.info(f"the precision report of this run is {recorder.write_report()}")
-        except (OSError, ValueError) as error:  # the training is done: a page is no reason to lose its result
+        except (OSError, ValueError) as error:
             logger.warning(f"the precision report of this run could not be written: {error}")

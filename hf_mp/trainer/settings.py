@@ -1,4 +1,4 @@
-"""The options of a training in mixed precision: a Trainer's arguments have them, a callback takes them."""
+"""Options of a training in mixed precision, for ``MixedPrecisionArguments`` and ``MixedPrecisionCallback``."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from hf_mp.trainer.checks import fsdp_version
 SAVE_FAILURES = ("continue", "stop")
 SAVE_DTYPES = {"fp32": torch.float32, "original": None, **{e.name: e.dtype for e in LOWER_PRECISION_DTYPES.values()}}
 
-# What needs a loss that is scaled, or a model that is attached: without effect in FP32.
+# Options without effect in FP32.
 OF_MIXED = ("loss_scale", "loss_scaler_settings", "rules", "histogram_steps", "precision_report")
 
 
 class Default(str):
-    """A name that nobody chose, which gives way to what a Trainer's arguments say."""
+    """String that marks a default: a value in the arguments of the Trainer has priority."""
 
     __slots__ = ()
 
-    def __str__(self) -> str:  # argparse makes a string of each default
+    def __str__(self) -> str:  # argparse converts defaults with str()
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:  # training_args.bin is read with few classes allowed
+    def __reduce__(self) -> tuple[Any, ...]:  # training_args.bin is loaded with few classes allowed
         return str, (self[:],)
 
 
 DEFAULT_PRECISION = Default("fp16")
 
 
-# HfArgumentParser takes help and choices from the metadata of a field.
+# HfArgumentParser reads help and choices from the metadata of a field.
 def _option(default: Any, says: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": says, **more})
 
 
 @dataclass
 class PrecisionOptions:
-    """What may be said of a training in mixed precision, with its defaults; the help of each is what it means."""
+    """Options with their defaults; the ``help`` of each field describes it."""
 
     precision: str = _option(
         DEFAULT_PRECISION,
@@ -93,7 +93,7 @@ class PrecisionOptions:
         choices=SAVE_FAILURES,
     )
     handle_preemption: bool = _option(True, "On SIGTERM and SIGUSR1, save a checkpoint and exit with code 75.")
-    # On by default: good steps pay nothing for it, and the need for it shows only after the overflow.
+    # On by default: it costs nothing without an overflow.
     explain_overflows: bool = _option(
         True, "Replay the micro-batch of a skipped step and log which module made the first inf or NaN."
     )
@@ -124,17 +124,17 @@ class PrecisionOptions:
 
     @property
     def precision_policy(self) -> PrecisionPolicy:
-        """The policy that ``precision``, ``loss_scale`` and the switches name."""
+        """Policy of ``precision``, ``loss_scale`` and the switches."""
         policy = PrecisionPolicy.parse(self.precision, **{name: getattr(self, name) for name in SWITCHES})
         return policy if self.loss_scale is None else replace(policy, loss_scale=parse_loss_scale(self.loss_scale))
 
 
 @dataclass
 class SessionSettings(PrecisionOptions):
-    """What one Trainer does: its options, and what only code can give.
+    """Options of one Trainer, with those that only code can set.
 
     Raises:
-        ValueError: for an option outside of its values, and what healing cannot work with.
+        ValueError: for an invalid option, and options that healing does not support.
     """
 
     tables: TableName = "compact"
@@ -142,15 +142,18 @@ class SessionSettings(PrecisionOptions):
 
     @classmethod
     def of(cls, args: TrainingArguments | None, given: Mapping[str, Any]) -> SessionSettings:
-        """What is ``given``, else what ``args`` say (``MixedPrecisionArguments``), else the default.
+        """Merge options: those in ``given`` have priority over ``args``, if these are ``MixedPrecisionArguments``.
 
-        An option that is None is not given; a ``precision`` of None is an error.
+        None is ignored in ``given``, except for ``precision``, where it is an error.
         """
-        # Any TrainingArguments may be given: those of a stock script have none of our options.
-        is_said = isinstance(args, PrecisionOptions)
-        said = {entry.name: getattr(args, entry.name) for entry in fields(PrecisionOptions) if is_said}
-        given = {key: value for key, value in given.items() if value is not None or key == "precision"}
-        return cls(**{**said, **{key: value for key, value in given.items() if not isinstance(value, Default)}})
+        has_options = isinstance(args, PrecisionOptions)
+        in_args = {option.name: getattr(args, option.name) for option in fields(PrecisionOptions) if has_options}
+        chosen = {
+            key: value
+            for key, value in given.items()
+            if (value is not None or key == "precision") and not isinstance(value, Default)
+        }
+        return cls(**{**in_args, **chosen})
 
     def __post_init__(self) -> None:
         self.policy = self.precision_policy
@@ -165,9 +168,10 @@ class SessionSettings(PrecisionOptions):
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
 
     def make_scaler(self) -> LossScaler[Any]:
-        """A loss scaler; raises ValueError for settings that it does not have."""
+        """Return a new loss scaler; a ValueError for unknown settings."""
         settings: Any = self.loss_scaler_settings or {}
-        if self.policy.loss_scale is None and (names := ", ".join(sorted(settings.keys() - OF_ALL_SCALERS))):
+        if self.policy.loss_scale is None and not settings.keys() <= OF_ALL_SCALERS:
+            names = ", ".join(sorted(settings.keys() - OF_ALL_SCALERS))
             raise ValueError(
                 f"loss_scaler_settings ({names}) have no effect: precision={str(self.policy)!r} has no loss scale. "
                 "Leave them out, or add one: loss_scale='headroom' or 'dynamic'"
@@ -175,7 +179,7 @@ class SessionSettings(PrecisionOptions):
         return make_loss_scaler(self.policy.loss_scale, self.policy.compute, **settings)
 
     def make_runtime(self, args: TrainingArguments) -> MixedPrecision:
-        """A runtime for this policy; ``args`` say to what norm gradients are clipped inside backward."""
+        """Return a new runtime; ``args.max_grad_norm`` is the norm for updates in backward."""
         in_backward = self.free_gradients == "backward"
         policy = self.policy
         if self.offload is not None and fsdp_version(args) is not None:
@@ -183,8 +187,8 @@ class SessionSettings(PrecisionOptions):
                 f"offload={self.offload!r} needs whole weights on each process, and FSDP shards them: leave offload "
                 "out, or use DDP (no fsdp=)"
             )
-        # FSDP2's shards of a lean model are FP32, as those of the default layout: from the start in that layout, the
-        # optimizer holds the model's own parameters, which accelerate saves and loads.
+        # FSDP2 shards of a lean model are FP32, too. In the default layout the optimizer has the parameters of the
+        # model, as accelerate requires.
         if policy.is_lean and fsdp_version(args) == 2:
             policy = replace(policy, params=torch.float32, reduce=policy.reduce_dtype)
         return MixedPrecision(

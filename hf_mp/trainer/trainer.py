@@ -29,29 +29,25 @@ from hf_mp.trainer.settings import DEFAULT_PRECISION, SessionSettings
 class MixedPrecisionTrainer(SessionProperties, CrashSafe):
     """A ``Trainer`` in mixed precision, ``"fp16"`` by default; with ``"fp32"`` it is the stock Trainer, bit for bit.
 
-    The model is attached while ``train()`` runs. Afterwards it is an ordinary FP32 model, also after an error.
-    ``evaluate()`` and ``predict()`` run in autocast at any time, with the weights as they are. A reference model in the
-    attribute ``ref_model`` (TRL) runs in the same autocast during training. A checkpoint is either whole or marked as
-    unfinished (:class:`CrashSafe`).
+    The model, and a reference model in ``ref_model`` (TRL), are attached during ``train()``; after it, or an error,
+    they are ordinary FP32 models. ``evaluate()`` and ``predict()`` always run in autocast. Checkpoints are complete or
+    marked as unfinished (:class:`CrashSafe`).
 
-    It takes all arguments of ``Trainer``, and:
+    It accepts all arguments of ``Trainer``, and:
 
     Args:
-        precision: a preset, a spelled-out policy or a :class:`PrecisionPolicy`; default: what ``args`` say
-            (:class:`MixedPrecisionArguments`), else ``"fp16"`` on every machine.
-        tables: whose op lists autocast applies, as for :class:`hf_mp.MixedPrecision`; default ``"compact"``.
-        rules: your own rules by op and by module name, as for :class:`hf_mp.autocast`; default none.
-        offload: ``"optimizer"`` or ``"all"``, as for :class:`hf_mp.MixedPrecision`; default: what ``args`` say, else
-            None.
+        precision: a preset, a spelled-out policy or a :class:`PrecisionPolicy`; default: that of ``args``
+            (:class:`MixedPrecisionArguments`), else ``"fp16"``.
+        tables, rules: as for :class:`hf_mp.autocast`; default ``"compact"`` and none.
+        offload: as for :class:`hf_mp.MixedPrecision`; default: that of ``args``, else None.
 
     Attributes:
         session: the :class:`TrainerSession`, with the ``contract`` of the run.
 
     Raises:
-        ValueError: before anything is written, for an unknown precision, and for ``fp16=True``, ``bf16=True`` or
-            ``ACCELERATE_MIXED_PRECISION`` with a mixed precision. From ``train()``, for a model that cannot be
-            attached.
-        ScaleLeakError: from ``train()``, if gradients of its first backward change with the loss scale.
+        ValueError: for an unknown precision, and for ``fp16=True``, ``bf16=True`` or ``ACCELERATE_MIXED_PRECISION``.
+            From ``train()``, for a model that cannot be attached.
+        ScaleLeakError: from ``train()``, if gradients of its first backward depend on the loss scale.
     """
 
     session: TrainerSession
@@ -75,7 +71,7 @@ class MixedPrecisionTrainer(SessionProperties, CrashSafe):
         self.session = TrainerSession(settings, args)
         if positional:
             super().__init__(model, args, *positional, **named)
-        else:  # by name: the second parameter of TRL's DPOTrainer is the reference model
+        else:  # by keyword: the second parameter of TRL's DPOTrainer is the reference model
             super().__init__(model=model, args=args, **named)
         if policy.is_mixed:
             check_regional_compile(self)
@@ -85,42 +81,40 @@ class MixedPrecisionTrainer(SessionProperties, CrashSafe):
     # Begin and end
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As in the stock Trainer; the model and the optimizer are detached at its end."""
+        """Train as the stock Trainer; model and optimizer are detached at the end."""
         clear_prepared_mark(self)
         try:
             if has_process_group() and self.args.parallel_mode is ParallelMode.DISTRIBUTED:
-                # Before DDP is made, which broadcasts weights of different dtypes into an abort of gloo.
+                # Before DDP broadcasts the weights: with different dtypes, gloo aborts.
                 compare_settings(cast(Any, torch.distributed.group.WORLD), f"precision={self.precision_policy}")
             return super().train(*args, **kwargs)
         finally:
             self.session.end()
 
     def _attach(self) -> None:
-        """Begin the session of a training; decides when the norm of gradients is measured."""
-        # The norm is measured when the backward ends. A training_step or a callback of one's own may change gradients
-        # after that, through `.data` or NumPy, which raises no version counter: then it is measured at the step again.
-        writes_late = any(
-            type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
+        """Attach the model; the norm is measured at the end of backward if gradients cannot change later."""
+        # Custom code may write gradients through `.data` or NumPy, without a new version.
+        has_stock_step = type(self).training_step is Trainer.training_step
+        has_stock_callbacks = all(
+            type(callback).on_pre_optimizer_step is TrainerCallback.on_pre_optimizer_step
             for callback in self.callback_handler.callbacks
         )
-        is_stock = type(self).training_step is Trainer.training_step
-        self.session.begin(cast(nn.Module, self.model), measures_norm=is_stock and not writes_late)
+        self.session.begin(cast(nn.Module, self.model), measures_norm=has_stock_step and has_stock_callbacks)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        # train() makes the model anew where there is a model_init: one in FP16 would round the loaded FP32 weights.
+        # A 16-bit model of model_init would round the loaded FP32 weights.
         if self.is_in_train:
             self._attach()
-        self._restore_split()
+        self._detach_split_parameters()
         super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_best_model(self) -> None:
-        self._restore_split()
+        self._detach_split_parameters()
         super()._load_best_model()
 
-    def _restore_split(self) -> None:
+    def _detach_split_parameters(self) -> None:
         settings = self.session.settings
-        # PEFT's loader replaces FP16 parameters by new FP32 ones, and would take the stored halves for such. A model
-        # with offload is too large in FP32, but for adapters, and loads its weights one by one.
+        # PEFT's loader replaces split parameters by FP32 ones. A full model with offload may not fit in memory in FP32.
         is_large = settings.offload is not None and not hasattr(self.model, "peft_config")
         if settings.policy.is_lean and not self.is_fsdp_enabled and not is_large:
             self.session.detach()
@@ -128,19 +122,18 @@ class MixedPrecisionTrainer(SessionProperties, CrashSafe):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._attach()
         self.session.attach_reference_model(getattr(self, "ref_model", None))
-        self.session.watch_contract(cast(nn.Module, self.model))
+        self.session.record_contract(cast(nn.Module, self.model))
         self.session.begin_run(self)
         return super()._inner_training_loop(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
-        """As in the stock Trainer, over FP32 masters; a step with inf or NaN in its gradients is skipped."""
+        """Create the optimizer of FP32 master weights; its step is skipped on an overflow."""
         self._attach()
-        # super() gives accelerate's wrapper of the first training back in a second train().
         self.optimizer = self.session.attach_optimizer(super().create_optimizer(*args, **kwargs))
         return self.optimizer
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As in the stock Trainer, in autocast."""
+        """Evaluate in autocast."""
         with self.session.evaluating(cast(nn.Module, self.model)):
             return super().evaluation_loop(*args, **kwargs)
 
@@ -152,14 +145,14 @@ class MixedPrecisionTrainer(SessionProperties, CrashSafe):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if grad_norm is None and self.mixed_precision is not None:
-            # An update inside backward has left no gradient to look at.
+            # The optimizer step in backward has freed the gradients.
             if self.mixed_precision.updates_in_backward:
                 return None
             grad_norm = self.session.clip_grad_norm(model, cast(Optimizer, self.optimizer), math.inf)
         return super()._get_grad_norm(model, grad_norm)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As in the stock Trainer; training logs also have ``loss_scale`` and ``skipped_steps``."""
+        """Log as the stock Trainer, with ``loss_scale`` and ``skipped_steps`` in training logs."""
         super().log({**logs, **self.session.log_entries(logs)}, *args, **kwargs)
 
     # Checkpoints

@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 import hf_mp.trainer.checkpoints.unfinished_marker as unfinished_marker
 from hf_mp import CheckpointError, LossScaleError, MixedPrecisionArguments, Preempted
-from hf_mp.trainer import saves
+from hf_mp.trainer import checkpoint_saver
 from hf_mp.trainer.checkpoints import lock
 from hf_mp.trainer.checkpoints.inspection import find_problems, list_checkpoints
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, read_manifest
@@ -116,7 +116,7 @@ class Failing(TrainerCallback):
 def test_a_run_goes_on_after_a_save_that_failed(tmp_path: Path, number: int, trained: Trained) -> None:
     messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch, pytest.MonkeyPatch.context() as logged:
-        logged.setattr(saves.logger, "error", messages.append)
+        logged.setattr(checkpoint_saver.logger, "error", messages.append)
         trainer = make(tmp_path / "run", callbacks=[Failing(patch, 4, number)], save_total_limit=1)
         trainer.train()
     (message,) = messages
@@ -142,7 +142,7 @@ def test_an_error_of_the_program_is_no_failed_save(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize(("error", "is_failure"), [(OSError(errno.ENOSPC, "full"), True), (KeyError("ours"), False)])
 def test_a_full_disk_under_shards_is_a_failed_save(error: Exception, is_failure: bool) -> None:
-    assert saves.is_write_failure(CheckpointException("save", {1: (error, StackSummary())})) is is_failure
+    assert checkpoint_saver.is_write_failure(CheckpointException("save", {1: (error, StackSummary())})) is is_failure
 
 
 def test_an_unknown_answer_to_a_failed_save_is_refused(tmp_path: Path) -> None:

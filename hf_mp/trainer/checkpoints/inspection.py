@@ -28,7 +28,7 @@ logger = logging.get_logger(__name__)
 
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]{{0,17}})")  # \d would match non-ASCII digits
 _MARKERS = (UNFINISHED_NAME, "checkpoint-is-incomplete.txt")  # the second is of Transformers' JITCheckpointCallback
-# Takes a checkpoint and the entries of its manifest (None without a manifest); returns the problems.
+# (checkpoint, entries of its manifest or None) -> problems
 _Check = Callable[[Path, Mapping[str, FileEntry] | None], list[str]]
 
 
@@ -60,9 +60,9 @@ class Examination:
 
     Attributes:
         checkpoint: path.
-        problems: damage, or if there is none hazards; one line a file, empty if the checkpoint may be loaded.
-        manifest: entries of the manifest; None if there is none (stock Trainer).
-        sizes_bytes: size of each file by POSIX path in the checkpoint; empty if this process did not examine it.
+        problems: damage or hazards, one line a file; empty if the checkpoint may be loaded.
+        manifest: its entries; None if there is no manifest (stock Trainer).
+        sizes_bytes: of each file, by POSIX path in the checkpoint; empty if another process examined it.
     """
 
     checkpoint: Path
@@ -71,19 +71,19 @@ class Examination:
     sizes_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def missing_state(self, world_size: int) -> dict[str, str]:
-        """Return the missing files of the training state, and a description of the state in each."""
+        """Return the missing files of the training state, with the state in each."""
         ranks = [""] if world_size == 1 else [f"_{rank}" for rank in range(world_size)]
-        # The stock Trainer loads the first two only if both are there, and does not warn otherwise.
+        # The stock Trainer loads the first two only if both are there, without a warning.
         both = "the optimizer's state and the learning rate's schedule"
         states = {"optimizer.pt": both, "scheduler.pt": both}
         states |= {f"rng_state{rank}.pth": "random numbers" for rank in ranks}
-        # Sharded optimizers are in folders, and FSDP's full state in optimizer.bin.
+        # With FSDP, a folder or optimizer.bin.
         patterns = {"optimizer.pt": "optimizer*"}
         return {name: state for name, state in states.items() if not self._has(patterns.get(name, name))}
 
     @property
     def incomplete(self) -> list[str]:
-        """Reasons why this may be a partly removed checkpoint: no manifest, and missing training state."""
+        """Reason why this may be a partly removed checkpoint: no manifest, and missing training state."""
         if self.manifest is not None:
             return []
         patterns = {"optimizer.pt": "optimizer*", "scheduler.pt": "scheduler.pt", "rng_state.pth": "rng_state*.pth"}
@@ -94,7 +94,7 @@ class Examination:
         return any(fnmatchcase(name.partition("/")[0], pattern) for name in self.sizes_bytes)
 
     def check_again(self) -> None:
-        """Raise a CheckpointError if another run has removed or replaced a file since the examination."""
+        """Raise a CheckpointError if a file was removed or replaced since the examination."""
         if changed := self._find_changed():
             raise CheckpointError(
                 f"{self.checkpoint} was removed or replaced while it was loaded ({changed} is not what it was), and is "
@@ -119,8 +119,8 @@ class Examination:
 def examine(checkpoint: Path, check: _Check = _check_checkpoint) -> Examination:
     """Examine a checkpoint for damage and hazards; an OSError becomes a problem.
 
-    The default ``check`` is for a Trainer's checkpoint: it compares all files with the manifest. Without a manifest
-    (stock Trainer) it checks only the format of each file.
+    The default ``check`` compares all files of a Trainer's checkpoint with the manifest; without a manifest it checks
+    their formats.
     """
     # Before any file is read: reading a pipe does not end.
     if out_of_place := find_out_of_place(checkpoint):
@@ -147,8 +147,7 @@ def examine_named(checkpoint: Path) -> Examination:
     """Examine a checkpoint that the user has named.
 
     Raises:
-        CheckpointError: if it is missing, damaged or unsafe; or if it may be partly removed, and a complete one is
-            next to it.
+        CheckpointError: if it is missing, damaged or unsafe; or maybe partly removed, next to a complete one.
     """
     if not checkpoint.is_dir():
         raise CheckpointError(
@@ -167,7 +166,7 @@ def examine_named(checkpoint: Path) -> Examination:
 
 
 def _other_complete_checkpoint(checkpoint: Path) -> Path | None:
-    """Return the newest other checkpoint of the run if it has all training state; otherwise None."""
+    """Return the newest other checkpoint if it has all training state, else None."""
     others = [path for path in list_checkpoints(checkpoint.parent) if path != checkpoint]
     try:
         found, _ = choose_newest(checkpoint.parent, others)
@@ -177,7 +176,7 @@ def _other_complete_checkpoint(checkpoint: Path) -> Path | None:
 
 
 def examine_or_raise(checkpoint: Path) -> Examination:
-    """Examine a checkpoint, and raise a CheckpointError if it is damaged or unsafe."""
+    """Examine a checkpoint; a CheckpointError if it has problems."""
     examined = examine(checkpoint)
     if problems := examined.problems:
         has_manifest = (checkpoint / MANIFEST_NAME).is_file()
@@ -199,12 +198,12 @@ def warn_of_missing_state(examined: Examination, world_size: int) -> None:
 def choose_newest_whole(
     place: Path | str, checkpoints: Sequence[Path], check: Callable[[Path], Sequence[str]]
 ) -> tuple[Path, str]:
-    """Return the last of ``checkpoints`` without problems, and a warning that lists newer ones, or "".
+    """Return the last checkpoint for which ``check`` returns no problems, and a warning about newer ones or "".
 
-    ``place`` describes their directory in messages. ``check`` returns the problems of a checkpoint.
+    ``place`` describes their directory in messages.
 
     Raises:
-        NoCheckpointError: if ``checkpoints`` is empty.
+        NoCheckpointError: if there is none.
         CheckpointError: if all have problems.
     """
     passed_over = ""
@@ -245,7 +244,7 @@ def choose_newest(place: Path | str, checkpoints: Sequence[Path]) -> tuple[Exami
 
 
 def name_newest_complete(run_directory: Path) -> str:
-    """Return a clause for messages that names the newest complete checkpoint of a run."""
+    """Return a clause that names the newest complete checkpoint of a run."""
     try:
         newest, _ = choose_newest(run_directory, list_checkpoints(run_directory))
     except CheckpointError:

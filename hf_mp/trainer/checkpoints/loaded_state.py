@@ -1,7 +1,4 @@
-"""Check loaded state: shapes and types of optimizer and scheduler state, finite weights and moments.
-
-Each check raises a CheckpointError that names the value.
-"""
+"""Check loaded weights, optimizer and scheduler state. Each check raises a CheckpointError that names the value."""
 
 from __future__ import annotations
 
@@ -23,15 +20,15 @@ from hf_mp.trainer.checkpoints.manifest import CheckpointError
 
 logger = logging.get_logger(__name__)
 
-_MAX_LINE_CHARACTERS = 300  # in an error message of another library, which may quote the state
+_MAX_LINE_CHARACTERS = 300  # messages of other libraries may quote the state
 # State of the shape of its parameter.
 _LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
-# Steps, and means of squares and of absolute values, in torch, Transformers' Adafactor and bitsandbytes.
+# Steps, and means of squares or absolute values, in torch, Transformers and bitsandbytes.
 _NOT_NEGATIVE = {
     *("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "exp_inf", "row_var", "col_var", "variance"),
     *("exp_avg_sq_row", "exp_avg_sq_col", "RMS", "absmax1", "absmax2", "step"),
 }
-# Settings of optimizers and schedulers.
+
 _DECAYS = {"betas", "beta1", "beta2"}
 _RATES = {"lr", "initial_lr", "base_lrs", "_last_lr"}
 _FROM_ZERO = _DECAYS | _RATES | {"eps", "weight_decay", "momentum", "last_epoch", "_step_count", "T_max", "step"}
@@ -53,7 +50,7 @@ def as_checkpoint_error(checkpoint: str | Path, what: str) -> Iterator[None]:
 
 
 def _shorten(error: Exception) -> str:
-    """Return the first two lines of the message of ``error``, and the number of the others."""
+    """Return the first two lines of a message, and the number of others."""
     lines = [line.strip()[:_MAX_LINE_CHARACTERS].rstrip(".") for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -70,11 +67,7 @@ def check_parameters(checkpoint: str | Path, model: nn.Module) -> None:
 
 @contextmanager
 def checking(checkpoint: str | Path, optimizer: Any, schedule: Any = None) -> Iterator[None]:
-    """Check the state that is loaded into an optimizer and a scheduler in this context.
-
-    Raises:
-        CheckpointError: at its end, as :func:`check_optimizer`, and for settings of the scheduler.
-    """
+    """Check the state loaded in this context, as :func:`check_optimizer`, and the settings of the scheduler."""
     before = {} if schedule is None else dict(schedule.state_dict())
     with as_checkpoint_error(checkpoint, "the state of the optimizer or the scheduler"):
         with _checking_types(checkpoint, optimizer):
@@ -114,12 +107,7 @@ def innermost(optimizer: Any) -> Any:
 
 
 def check_optimizer(checkpoint: str | Path, optimizer: Any) -> None:
-    """Check the loaded settings and state of an optimizer.
-
-    Raises:
-        CheckpointError: for another type or shape, inf, NaN, a negative step or second moment, a decay of 1, and
-            missing parts of the state.
-    """
+    """Check settings and state for types, shapes, inf, NaN, negative steps and second moments, and missing parts."""
     for group in optimizer.param_groups:
         _check_settings(checkpoint, "the optimizer", group, getattr(optimizer, "defaults", {}))
     not_negative = _NOT_NEGATIVE | ({"sum"} if isinstance(innermost(optimizer), Adagrad) else set())
@@ -162,10 +150,7 @@ def _wrong_type(name: str, value: Any) -> str | None:
 
 
 def _check_state_present(checkpoint: str | Path, optimizer: Any) -> None:
-    """Raise if torch's optimizer has only a part of the state of a parameter; warn of parameters without state.
-
-    A parameter that never had a gradient has no state, e.g. an expert without tokens.
-    """
+    """Raise if a part of a parameter's state is missing; warn if all of it is, as for an expert without tokens."""
     if not type(innermost(optimizer)).__module__.startswith("torch.optim"):
         return
     without: list[tuple[int, ...]] = []
@@ -208,7 +193,7 @@ def _check_settings(checkpoint: str | Path, what: str, loaded: Mapping[str, Any]
 
 
 def wrong_setting(name: str, value: Any, own: Any) -> str | None:
-    """Describe the error in a loaded setting, compared with the ``own`` value of this run; None if it is valid."""
+    """Describe the error in a loaded setting, compared with the ``own`` value; None if it is valid."""
     if isinstance(own, bool):
         return None if value is None or isinstance(value, bool) else f"is {value!r:.100}, neither True nor False"
     found, expected = _numbers_in(value), _numbers_in(own)
@@ -232,7 +217,7 @@ def wrong_setting(name: str, value: Any, own: Any) -> str | None:
 
 
 def _numbers_in(value: Any) -> list[float] | None:
-    """Return the numbers in ``value``, a number or a sequence in which None is skipped; None for other values."""
+    """Return the numbers in a number or a sequence, without None; None for other values."""
     parts = [part for part in value if part is not None] if isinstance(value, (list, tuple)) else [value]
     return [float(part) for part in parts] if all(map(_is_number, parts)) else None
 

@@ -13,8 +13,8 @@ from hf_mp.trainer.checkpoints.manifest import CheckpointError
 
 logger = logging.get_logger(__name__)
 
-LOCK_NAME = "_hf_mp.lock"  # the Trainer does not push names with a leading underscore
-# DataLoader workers inherit the lock of a killed run, and check every 5 s whether their parent is alive.
+LOCK_NAME = "_hf_mp.lock"  # the Trainer does not push names with an underscore
+# DataLoader workers inherit the lock, and check every 5 s whether their parent was killed.
 ORPHAN_SECONDS = 15.0
 
 
@@ -39,7 +39,7 @@ def lock_directory(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # Remove the file while the lock is held: a waiting process then retries with a new file (filelock >= 3.24).
+        # While the lock is held: a waiting process retries with a new file (filelock >= 3.24).
         if lock.is_locked and not isinstance(lock, SoftFileLock):
             with contextlib.suppress(OSError):  # Windows does not remove open files
                 (directory / LOCK_NAME).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Weights and buffers of a model by name, as tensors to save in shards; weights are FP32 masters."""
+"""FP32 weights and buffers of a model by name, to save in shards."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors to save by ``model/NAME``, tied ones once; and this name for each key of the state dict.
+    """Return the tensors by ``model/NAME``, tied ones once; and this name for each key of the state dict.
 
     Raises:
         CheckpointError: for a state dict with other values than tensors.
     """
     inner = _unwrapped(model)
     named = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
-    # state_dict() returns new tensors, so ties are found by the identity of the parameters.
+    # state_dict() returns new tensors, so identities are those of the parameters.
     identities = {name: id(tensor) for name, tensor in named}
     tensors: dict[str, Tensor] = {}
     saved_names: dict[str, str] = {}
@@ -62,7 +62,7 @@ def check_same_weights(tensors: Mapping[str, Tensor], layout: Mapping[str, Any])
 
 @torch.no_grad()
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], saved_names: Mapping[str, str]) -> None:
-    """Load into ``model`` the results of :func:`model_tensors`, after they were filled from a checkpoint."""
+    """Load the results of :func:`model_tensors`, filled from a checkpoint, into ``model``."""
     _unwrapped(model).load_state_dict({key: tensors[name] for key, name in saved_names.items()})
 
 

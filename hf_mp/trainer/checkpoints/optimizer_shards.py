@@ -1,7 +1,7 @@
 """State of an optimizer by parameter name: tensors to save in shards, other values as JSON.
 
-The saved state is independent of the number of ranks, the weight layout and the wrapper of the optimizer. torch's
-``get_state_dict`` is not used, because it takes an optimizer step to create the state that it loads into.
+It is independent of the number of ranks, the weight layout and wrappers. torch's ``get_state_dict`` is not used,
+because it takes an optimizer step to create the state that it loads into.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ def extract_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[di
     ``names`` are the parameters of the model by name.
 
     Raises:
-        CheckpointError: for state that cannot be split over other ranks, FP32 masters in a
-            :class:`hf_mp.MasterWeightOptimizer` that is not attached, and parameters of another model.
+        CheckpointError: for state that cannot be split over other ranks, and masters that are not in the model.
     """
     groups = _names_by_group(optimizer, names)
     if optimizer.state_dict().get("masters"):
@@ -62,10 +61,7 @@ def allocate_state(
 ) -> dict[str, Tensor]:
     """Return empty tensors to load a state of :func:`extract_state` into, on the meshes of this run.
 
-    Args:
-        optimizer, names: as for :func:`extract_state`.
-        layout: metadata of the saved tensors.
-        plain: other values of the saved state.
+    ``layout`` is the metadata of the saved tensors, ``plain`` the other saved values.
 
     Raises:
         CheckpointError: for another optimizer, other parameters or other groups.
@@ -102,7 +98,7 @@ def allocate_state(
 
 
 def _offloaded_state(optimizer: Any) -> Mapping[nn.Parameter, Mapping[str, Any]]:
-    """Return the state in host memory of an optimizer with offload, by parameter and key; empty without offload."""
+    """Return the offloaded state of an optimizer by parameter and key."""
     while optimizer is not None and "rooms" not in vars(optimizer):
         optimizer = vars(optimizer).get("optimizer")
     return {} if optimizer is None else optimizer.rooms
@@ -111,7 +107,7 @@ def _offloaded_state(optimizer: Any) -> Mapping[nn.Parameter, Mapping[str, Any]]
 def load_state(
     optimizer: Any, names: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], plain: Mapping[str, Any]
 ) -> None:
-    """Load ``plain`` and the ``tensors`` of :func:`allocate_state`, after they were filled, into ``optimizer``."""
+    """Load ``plain`` and the filled ``tensors`` of :func:`allocate_state` into ``optimizer``."""
     entries: dict[str, dict[str, Any]] = {name: dict(values) for name, values in plain["values"].items()}
     for name, tensor in tensors.items():
         parameter, key = _parameter_and_key(name)
@@ -133,7 +129,7 @@ def _parameter_and_key(name: str) -> tuple[str, str]:
 
 
 def _names_by_group(optimizer: Any, names: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """Return the names of the parameters in each group; a CheckpointError for a parameter of another model."""
+    """Return the names of the parameters in each group."""
     name_of = {id(parameter): name for name, parameter in names.items()}
     for number, group in enumerate(optimizer.param_groups):
         if unknown := [p for p in group["params"] if id(p) not in name_of]:
@@ -145,7 +141,7 @@ def _names_by_group(optimizer: Any, names: Mapping[str, nn.Parameter]) -> list[l
 
 
 def _to_save(name: str, like: Any, key: str, value: Any) -> Tensor:
-    """Return the state ``value`` as a tensor that any number of ranks can load: a DTensor if its parameter is one."""
+    """Return the state ``value`` as a tensor that any number of ranks can load."""
     if hasattr(part := local_part(value), "__tensor_flatten__"):
         raise CheckpointError(
             f"{key} of {name} is a {type(part).__name__}, which safetensors does not know: use bitsandbytes' 8-bit "

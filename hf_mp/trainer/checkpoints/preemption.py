@@ -1,7 +1,7 @@
 """Save a checkpoint and end the run on SIGTERM (spot machines, schedulers) or SIGUSR1 (batch systems).
 
-Transformers' ``enable_jit_checkpoint`` handles SIGTERM only, waits 3 s, and lets the program exit with code 0. It may
-save between backward and update; a resumed run then repeats a batch with other random numbers.
+Transformers' ``enable_jit_checkpoint`` handles SIGTERM only, waits 3 s, exits with code 0, and may save between
+backward and update: the resumed run repeats a batch with other random numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasa
 
 
 class Preempted(SystemExit):
-    """Raised by ``train()`` after it saved :attr:`checkpoint` because of a signal; the exit code is 75."""
+    """Raised after :attr:`checkpoint` was saved because of a signal; the exit code is 75."""
 
     def __init__(self, signal_name: str, checkpoint: str) -> None:
         super().__init__(PREEMPTED_EXIT_CODE)
@@ -38,13 +38,13 @@ class Preempted(SystemExit):
 class PreemptionCallback(TrainerCallback):
     """Saves and stops at the end of the step in which any process received one of :data:`SIGNALS`.
 
-    Later signals have no effect: torchrun may forward a signal that its workers have already received.
+    Later signals, which torchrun may forward, have no effect.
 
     Args:
-        max_over_ranks: returns the maximum of a number over all processes; a collective call.
+        max_over_ranks: returns the maximum of a number over all processes.
 
     Attributes:
-        received: name of the first signal of this process; None if there was none.
+        received: name of the first signal of this process, or None.
         requested: whether the run ends because of a signal to any process.
     """
 
@@ -55,7 +55,7 @@ class PreemptionCallback(TrainerCallback):
 
     @contextlib.contextmanager
     def handling_signals(self) -> Iterator[None]:
-        """Handle the signals for which the program has set no handler; only in the main thread, as Python requires."""
+        """Handle the signals for which the program has no handler; only in the main thread."""
         self.received, self.requested = None, False
         handled = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
         if threading.current_thread() is not threading.main_thread():
@@ -77,7 +77,7 @@ class PreemptionCallback(TrainerCallback):
                 os.write(2, f"{self.received}: saving a checkpoint after this step, then ending\n".encode())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Request a save and the end of training, without an evaluation, if a process received a signal."""
+        """Request a save and the end of training if any process received a signal."""
         if self._max_over_ranks(int(self.received is not None)):
             self.requested = True
             control.should_save = control.should_training_stop = True

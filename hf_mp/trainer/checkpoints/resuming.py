@@ -24,10 +24,10 @@ Wanted = str | os.PathLike[str] | bool | None  # type of train(resume_from_check
 class Resumption(TrainerCallback):
     """Checks before the first step that the resumed checkpoint was not changed while it was loaded.
 
-    The lock of the directory does not exclude this: other programs and some file systems ignore it.
+    The lock of the directory is not enough: other programs and some file systems ignore it.
 
     Attributes:
-        examined: the checkpoint when it was chosen; None if there is none, and after the first step began.
+        examined: the chosen checkpoint; None if there is none, and after the first step began.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Resumption(TrainerCallback):
 
     @contextmanager
     def loading(self, examined: inspection.Examination | None) -> Iterator[None]:
-        """Raise a CheckpointError instead of an error before the first step if the checkpoint was removed."""
+        """Convert an error before the first step to a CheckpointError if the checkpoint was removed."""
         self.examined = examined
         try:
             yield
@@ -47,7 +47,7 @@ class Resumption(TrainerCallback):
             self.examined = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Raise a CheckpointError on all ranks if the checkpoint was removed or replaced while it was loaded."""
+        """Raise a CheckpointError on all ranks if the checkpoint was removed or replaced."""
         examined, self.examined = self.examined, None
         if examined is not None:
             with raise_on_all_ranks():
@@ -61,12 +61,9 @@ def choose_checkpoint(
 
     Args:
         args: of the Trainer.
-        wanted: a path, or True for the newest complete checkpoint. If the path is unfinished, or another run removes
-            it, the newest complete checkpoint next to it is chosen.
-        clean_up: called with the directory of the run, in the processes that save.
-
-    Returns:
-        The examined checkpoint; in processes that do not save, with its path only.
+        wanted: a path, or True for the newest complete checkpoint, which also replaces a path that is unfinished or
+            removed by another run.
+        clean_up: called with the directory of the run in the processes that save; others do not examine checkpoints.
 
     Raises:
         CheckpointError: on all ranks, if the checkpoint is missing, damaged or unsafe.
@@ -75,7 +72,7 @@ def choose_checkpoint(
         own = [_choose(Path(str(args.output_dir)), wanted, clean_up)] if args.should_save else []
     own_paths = [None if examined is None else examined.checkpoint for examined in own]
     paths = [path for of_rank in gather_from_ranks(own_paths) for path in of_rank]
-    # With save_on_each_node each node has its directory. Choose the lowest step, which all nodes have.
+    # With save_on_each_node, only the lowest step is on all nodes.
     chosen = min(paths, key=lambda path: -1 if path is None else inspection.step_of(path) or 0)
     if chosen is None:
         return None
@@ -83,14 +80,14 @@ def choose_checkpoint(
 
 
 def _choose(run_directory: Path, wanted: Wanted, clean_up: Callable[[Path], None]) -> inspection.Examination | None:
-    """Return the checkpoint to resume from, after ``clean_up``; a CheckpointError if it is not complete."""
+    """Return the checkpoint to resume from, after ``clean_up``."""
     path = None if wanted is None or isinstance(wanted, bool) else Path(wanted)
     # Before clean_up(), which may remove it.
     was_there = path is not None and inspection.step_of(path) is not None and path.is_dir()
     was_unfinished = path is not None and was_there and unfinished_marker.is_unfinished(path)
     clean_up(run_directory)
     if wanted is True:
-        # Scripts search the error for this text of the stock Trainer.
+        # The text is that of the stock Trainer.
         return _newest_complete(f"output directory ({run_directory})", run_directory)
     if path is None:
         return None
@@ -120,7 +117,7 @@ def _newest_complete(place: Path | str, run_directory: Path, without: Path | Non
 
 
 def _modification_times(run_directory: Path) -> dict[Path, int]:
-    """Return the modification times of the checkpoint directories in nanoseconds, oldest step first."""
+    """Return the modification times of the checkpoints in ns, in ascending order of their steps."""
     times = {}
     for path in inspection.list_checkpoints(run_directory):
         with suppress(FileNotFoundError):  # removed since it was listed
@@ -131,8 +128,7 @@ def _modification_times(run_directory: Path) -> dict[Path, int]:
 def _choose_replacement(gone: Path, run_directory: Path, *, was_unfinished: bool) -> inspection.Examination | None:
     """Return the newest complete checkpoint next to ``gone``, which was unfinished or removed by another run.
 
-    None if ``gone`` was unfinished and the only checkpoint of ``run_directory``: training then starts from scratch. It
-    does not if ``gone`` is a checkpoint of another run, because the user chose its weights.
+    None, to start from scratch, if ``gone`` was unfinished and the only checkpoint of ``run_directory``.
     """
     others = [path for path in inspection.list_checkpoints(gone.parent) if path != gone]
     if was_unfinished and not others and gone.parent.resolve() == run_directory.resolve():
@@ -147,8 +143,7 @@ def _choose_replacement(gone: Path, run_directory: Path, *, was_unfinished: bool
 def find_best_checkpoint(resumed: Path, recorded: str | None) -> str | None:
     """Return the path of the best checkpoint next to ``resumed``; None, with a warning, if it is not there.
 
-    ``recorded`` is its path in ``trainer_state.json``, or None. Only the last component is used, because the run may
-    have been moved.
+    Only the name is taken from its ``recorded`` path: the run may have been moved.
     """
     if recorded is None:
         return None

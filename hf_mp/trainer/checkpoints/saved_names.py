@@ -30,7 +30,7 @@ logger = logging.get_logger(__name__)
 
 _MAX_NAMES = 4  # tensor names in a message
 _COMPILED = "_orig_mod"  # attribute of a compiled module with the original one
-# Transformers has no public API for this. If one of these is missing, only equal names are loaded.
+# Not public. If one of these is missing, only equal names are loaded.
 _mapping_of = getattr(conversion_mapping, "get_model_conversion_mapping", None)
 _convert_into = getattr(core_model_loading, "convert_and_load_state_dict_in_model", None)
 _settings_of_loading = getattr(modeling_utils, "LoadStateDictConfig", None)
@@ -52,11 +52,11 @@ def weight_files(checkpoint: Path) -> list[Path]:
 def load_weights(files: Sequence[Path], model: nn.Module) -> None:
     """Load a full model from its :func:`weight_files`, with the names of the model or of the Hub.
 
-    Warns of frozen parameters that are not in the files, and of tensors that the model does not have.
+    Warns of missing frozen parameters and of unexpected tensors.
 
     Raises:
-        CheckpointError: before anything is loaded, for other shapes and for trainable parameters and buffers that are
-            not in the files; for frozen parameters only if the files have unexpected tensors.
+        CheckpointError: before anything is loaded, for other shapes and for missing trainable parameters and buffers;
+            for missing frozen parameters only if there are unexpected tensors.
     """
     checkpoint = files[0].parent
     # save_pretrained() of a compiled model writes names with the prefix of the wrapper.
@@ -76,7 +76,7 @@ def load_weights(files: Sequence[Path], model: nn.Module) -> None:
 
 @contextmanager
 def require_all_loaded(checkpoint: Path | str, model: nn.Module) -> Iterator[None]:
-    """Raise a CheckpointError at the end of the context if a trainable parameter of ``model`` was not written."""
+    """Raise a CheckpointError at the end if a trainable parameter of ``model`` was not written."""
     before = {name: (p, _version_and_address(p)) for name, p in model.named_parameters() if p.requires_grad}
     yield
     after = dict(model.named_parameters())
@@ -88,7 +88,7 @@ def require_all_loaded(checkpoint: Path | str, model: nn.Module) -> Iterator[Non
 
 
 def check_all_loaded(not_loaded: Sequence[str], checkpoint: Path | str, model: nn.Module) -> None:
-    """Raise a CheckpointError if ``not_loaded``, the trainable parameters that were not loaded, is not empty."""
+    """Raise a CheckpointError if ``not_loaded``, names of trainable parameters, is not empty."""
     if not_loaded and not Path(checkpoint).is_dir():
         raise CheckpointError(
             f"{checkpoint} is not there for this process: save to a file system that all processes share, or with "
@@ -115,9 +115,8 @@ class _Match:
     """Tensors of a checkpoint by their names in the model.
 
     Attributes:
-        tensors: tensors, or slices of safetensors, which are read by ``[...]``.
-        missing: names of the model without a tensor.
-        unexpected: names of the checkpoint that the model does not have.
+        tensors: tensors, or slices of safetensors to read by ``[...]``.
+        missing, unexpected: names that only the model or only the checkpoint has.
         problems: messages about other shapes and failed conversions.
     """
 
@@ -128,12 +127,12 @@ class _Match:
 
     @property
     def errors(self) -> int:
-        """Number of differences; 0 if all tensors match."""
+        """Number of differences."""
         return len(self.missing) + len(self.unexpected) + len(self.problems)
 
 
 def _open(files: Sequence[Path], at_end: ExitStack) -> dict[str, Any]:
-    """Return all tensors of ``files`` by name; safetensors are read on use, before ``at_end`` closes the files."""
+    """Return all tensors of ``files`` by name; those of safetensors are read on use, until ``at_end``."""
     stored: dict[str, Any] = {}
     for path in files:
         if path.suffix == ".safetensors":
@@ -159,11 +158,11 @@ def _match(stored: Mapping[str, Any], model: nn.Module) -> _Match:
 
 
 def _conversions(model: nn.Module) -> Iterator[list[Any]]:
-    """Yield conversions from Hub names, the likeliest first. An empty list means equal names."""
+    """Yield conversions of Hub names, the likeliest first; an empty list means equal names."""
     if not (isinstance(model, PreTrainedModel) and _mapping_of and _convert_into and _settings_of_loading):
         yield []
         return
-    # save_pretrained() reverts the conversion of from_pretrained(), or this default for a model from a config.
+    # save_pretrained() reverts the conversion of from_pretrained(); without one, this default.
     used = getattr(model, "_weight_conversions", None)
     if used is None:
         used = [one for one in _mapping_of(model, add_legacy=False) if not isinstance(one, _PrefixChange)]
@@ -181,7 +180,7 @@ def _match_equal_names(stored: Mapping[str, Any], model: nn.Module) -> _Match:
 
 
 def _shape_problems(mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> list[str]:
-    """Return at most one message, for ``(name, saved shape, shape in the model)`` of each mismatched tensor."""
+    """Return at most one message; ``mismatched`` are a name, the saved shape and that in the model."""
     ordered = sorted(mismatched)
     if not ordered:
         return []
@@ -199,12 +198,12 @@ def _shape(value: Any) -> Iterable[int]:
 
 
 def _convert(stored: Mapping[str, Any], conversion: list[Any], model: nn.Module) -> _Match:
-    """Convert ``stored`` by Transformers' function, which replaces the parameters of the module it loads into."""
+    """Convert ``stored`` by Transformers' function, which replaces parameters: it loads into a copy of ``model``."""
     assert _convert_into is not None and _settings_of_loading is not None
     target = _MetaCopy(model)
     try:
         info, _ = _convert_into(target, dict(stored), _settings_of_loading(weight_mapping=conversion))
-    except (TypeError, AttributeError) as error:  # its signature may differ in another version of Transformers
+    except (TypeError, AttributeError) as error:  # another version of Transformers
         names = target.state_dict().keys()
         return _Match({}, set(names), set(stored), [f"Transformers does not convert them ({error})"])
     state = target.state_dict()
@@ -217,7 +216,7 @@ def _convert(stored: Mapping[str, Any], conversion: list[Any], model: nn.Module)
 
 
 class _MetaCopy(nn.Module):
-    """Module with the names, shapes and dtypes of a model on the meta device, to load tensors into."""
+    """Copy of a model's names, shapes and dtypes on the meta device."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -238,7 +237,7 @@ class _MetaCopy(nn.Module):
 
 
 def _without_expected(match: _Match, model: nn.Module) -> _Match:
-    """Return ``match`` without differences that are no error: tied weights, and names that the model class ignores."""
+    """Return ``match`` without the other names of tied weights, and names that the model class ignores."""
     names_by_tensor: dict[Any, set[str]] = {}
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     for name, tensor in named:
@@ -254,7 +253,7 @@ def _without_expected(match: _Match, model: nn.Module) -> _Match:
 
 
 def _check_complete(match: _Match, checkpoint: Path, model: nn.Module) -> None:
-    """Raise a CheckpointError if tensors of the model would not be loaded."""
+    """Raise a CheckpointError for problems and missing tensors."""
     frozen = {name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
     missing = match.missing if match.unexpected else match.missing - frozen
     problems = list(match.problems)

@@ -39,7 +39,7 @@ from hf_mp.trainer.checkpoints.untrusted import read_json
 
 SHARDS_FOLDER = "shards"
 STATE_FILE = "training_state.json"
-_PAIRS = "hf_mp.pairs"  # JSON: {_PAIRS: [[key, value], ...]} is a mapping with keys that are not strings
+_PAIRS = "hf_mp.pairs"  # {_PAIRS: [[key, value], ...]} is a mapping with other keys than strings
 
 
 def save_checkpoint(
@@ -52,22 +52,20 @@ def save_checkpoint(
 ) -> None:
     """Save model, optimizer and loss scale of a training loop; any number of processes can resume from it.
 
-    All processes call it. Each writes its own shards (safetensors), and the first one the other values (JSON) and, at
+    All processes call it. Each writes its shards (safetensors); the first one writes the other values (JSON) and, at
     the end, a manifest with size and checksum of each file. Until then the checkpoint is marked as unfinished, and an
-    older one of the same name is kept as a backup. Weights are saved in FP32: a checkpoint can be loaded in any weight
-    layout, with DDP, FSDP2 or neither.
+    older one of the same name is kept. Weights are FP32, for any weight layout, DDP or FSDP2.
 
     Args:
-        directory: of this checkpoint, e.g. ``f"run/checkpoint-{step}"``, on a file system that all processes share.
+        directory: e.g. ``f"run/checkpoint-{step}"``, on a file system that all processes share.
         model: attached; may be wrapped in DDP or by ``fully_shard``.
         optimizer: returned by ``hf_mp.prepare`` or ``attach_optimizer``.
         step: number of optimizer steps taken.
-        extra: further values of the first process, e.g. ``scheduler.state_dict()``; must be JSON. RNG states are not
-            saved.
+        extra: JSON values of the first process, e.g. ``scheduler.state_dict()``. RNG states are not saved.
 
     Raises:
-        CheckpointError: on all processes, with the rank and the reason, if a write fails, ``extra`` is not JSON, or
-            optimizer state cannot be split over other ranks. The earlier directory is unchanged.
+        CheckpointError: on all processes, if a write fails, ``extra`` is not JSON, or optimizer state cannot be split
+            over other ranks. The earlier directory is unchanged.
     """
     target = Path(directory).absolute()
     runtime = attached_runtime(model)
@@ -103,21 +101,20 @@ def load_checkpoint(
 ) -> tuple[int, dict[str, Any]]:
     """Load a checkpoint of :func:`save_checkpoint`, bit for bit, on any number of processes and in any weight layout.
 
-    All processes call it, after ``hf_mp.prepare`` (or ``attach`` and ``attach_optimizer``) and after wrapping. Each
-    first checks its part of the files against the manifest.
+    All processes call it, after ``hf_mp.prepare`` (or ``attach`` and ``attach_optimizer``) and after wrapping. Files
+    are compared with the manifest first.
 
     Args:
-        directory: a checkpoint, or the directory of a run: then the newest complete ``checkpoint-STEP`` is loaded, and
-            a warning names newer, incomplete ones.
+        directory: a checkpoint, or that of a run, to load the newest complete ``checkpoint-STEP``; a warning names
+            newer ones.
         model, optimizer: as for :func:`save_checkpoint`, with the same parameters in the same groups.
 
     Returns:
         The saved step and ``extra``.
 
     Raises:
-        NoCheckpointError: if the directory has no checkpoint.
-        CheckpointError: on all processes, for missing, truncated and unexpected files, weights of another model, and
-            inf or NaN.
+        NoCheckpointError: if there is no checkpoint.
+        CheckpointError: on all processes, for damaged or unexpected files, weights of another model, inf and NaN.
     """
     checkpoint = _find_checkpoint(Path(directory).absolute())
     runtime = attached_runtime(model)
@@ -165,11 +162,10 @@ def _to_json(values: Mapping[str, Any]) -> str:
 
 
 def _keys_to_pairs(value: Any) -> Any:
-    """Replace mappings with keys that JSON would convert to strings (milestones of a scheduler) by lists of pairs."""
+    """Replace mappings with keys that JSON would convert to strings (scheduler milestones) by pairs."""
     if isinstance(value, Mapping):
         pairs = [(key, _keys_to_pairs(one)) for key, one in value.items()]
         other_keys = [key for key in value if not isinstance(key, str)]
-        # json.dumps raises for keys of any other type.
         are_scalars = all(isinstance(key, (int, float, type(None))) for key in other_keys)
         return {_PAIRS: pairs} if (other_keys and are_scalars) or _PAIRS in value else dict(pairs)
     return [_keys_to_pairs(one) for one in value] if isinstance(value, (list, tuple)) else value
@@ -188,7 +184,7 @@ def _find_checkpoint(directory: Path) -> Path:
     with raise_on_all_ranks():
         own = _list_candidates(directory) if get_rank() == 0 else []
     candidates = sorted(gather_from_ranks(own)[0])
-    # The sort is stable: a backup stays before the checkpoint of its step, and has lower priority.
+    # A stable sort: a backup stays before the checkpoint of its step, with lower priority.
     candidates.sort(key=lambda path: inspection.step_of(path) or 0)
     chosen, warning = inspection.choose_newest_whole(
         directory, candidates, lambda checkpoint: merge_problems(inspection.find_problems(checkpoint, _find_problems))
@@ -213,12 +209,12 @@ def _list_candidates(directory: Path) -> list[Path]:
 
 
 def _find_problems(checkpoint: Path, files: Mapping[str, FileEntry] | None) -> list[str]:
-    """Return the reasons not to load a checkpoint. Each rank compares its part of the files with the manifest."""
+    """Return the problems of a checkpoint. Each rank compares its part of the files with the manifest."""
     if files is None:
         return [f"{MANIFEST_NAME} is missing: it was never finished, or is of another program"]
     if STATE_FILE not in files:
         return [f"{STATE_FILE} is missing: resume a Trainer's checkpoint with train(resume_from_checkpoint=...)"]
-    # torch reads all files in the folder, also those that are not in the manifest.
+    # torch reads all files in the folder.
     shards = {f"{SHARDS_FOLDER}/{path.name}" for path in (checkpoint / SHARDS_FOLDER).glob(f"*{SUFFIX}")}
     if unlisted := sorted(shards - files.keys()):
         return [f"{name} is not in the manifest: remove it" for name in unlisted]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 SUFFIX = ".safetensors"
-_FILE_BYTES = 2**30  # largest file with several tensors: torch builds each file in host memory
+_FILE_BYTES = 2**30  # largest file of several tensors: torch builds each in host memory
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileEntry]:
@@ -54,7 +54,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileE
 
 
 def _copy_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share memory with an earlier one (tables of 8-bit optimizers): safetensors rejects them."""
+    """Copy tensors that share memory (tables of 8-bit optimizers): safetensors rejects them."""
     addresses: set[int] = set()
     copied = {}
     for name, tensor in tensors.items():
@@ -82,12 +82,12 @@ def read_shard_metadata(folder: Path) -> dict[str, TensorStorageMetadata]:
     Raises:
         CheckpointError: for a tensor with missing elements.
     """
-    # Some builds of torch have no torch.distributed.checkpoint, so it is imported inside functions.
+    # Some builds of torch do not have this module.
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     metadata: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     for name, stored in metadata.items():
-        # dcp.load does not raise for missing elements; it leaves them unchanged.
+        # dcp.load leaves missing elements unchanged.
         elements = sum(chunk.sizes.numel() for chunk in stored.chunks)
         if elements != stored.size.numel():
             raise CheckpointError(
@@ -98,7 +98,7 @@ def read_shard_metadata(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill ``tensors`` (plain, or DTensors on any mesh) in place from the files in ``folder``. A collective call.
+    """Fill ``tensors`` (plain, or DTensors on any mesh) in place from ``folder``. A collective call.
 
     Raises:
         CheckpointError: on all ranks, for unreadable files and different sizes.
@@ -146,7 +146,7 @@ def raise_on_all_ranks() -> Iterator[None]:
 
 @contextmanager
 def _as_checkpoint_errors(folder: Path, failed: str) -> Iterator[None]:
-    """Convert torch's error to a CheckpointError, and suppress its warning about a single process."""
+    """Convert torch's error to a CheckpointError, and suppress its warning for a single process."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():

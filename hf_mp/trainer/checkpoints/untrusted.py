@@ -1,7 +1,7 @@
 """Find files of an untrusted checkpoint that could run code when loaded, or that refer outside its directory.
 
-Transformers loads most files with torch's restricted unpickler (``weights_only=True``). torch loads the sharded state
-of FSDP without it, so :func:`find_hazards` checks these files too. Memory use is not checked.
+Transformers loads most files with ``weights_only=True``, but torch loads the sharded state of FSDP without
+restrictions. Memory use is not checked.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_JSON_BYTES = 256 * 2**20  # a trainer_state.json with a million log entries 
 
 
 class Hazard(ValueError):
-    """Reason why a file must not be loaded, as a clause without its name."""
+    """Reason not to load a file, without its name."""
 
 
 def find_hazards(directory: Path) -> list[str]:
@@ -41,12 +41,12 @@ def find_hazards(directory: Path) -> list[str]:
 
 
 def find_out_of_place(directory: Path) -> list[str]:
-    """Return one line for each path that must not be opened: symlinks to other directories, pipes, devices."""
+    """Return one line for each symlink to another directory, pipe or device."""
     return find_in_files(directory, lambda path: _out_of_place(path, directory.resolve()))
 
 
 def find_in_files(directory: Path, check: Callable[[Path], str | None]) -> list[str]:
-    """Return a line for each file or folder symlink below ``directory`` for which ``check`` returns a reason."""
+    """Return a line for each file or folder symlink for which ``check`` returns a reason."""
     found = []
     for folder, folders, names in os.walk(directory):
         links = [name for name in folders if Path(folder, name).is_symlink()]
@@ -61,11 +61,7 @@ def find_in_files(directory: Path, check: Callable[[Path], str | None]) -> list[
 
 
 def read_json(path: Path, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
-    """Return the content of a JSON file; ``object_hook`` is an argument of ``json.loads``.
-
-    Raises:
-        Hazard: for a file that is too large, not JSON, or nested too deeply.
-    """
+    """Load a JSON file; a Hazard if it is too large, invalid, or nested too deeply."""
     if (size_bytes := path.stat().st_size) > MAX_JSON_BYTES:
         raise Hazard(f"has {size_bytes} bytes, more than any Trainer writes")
     try:
@@ -116,7 +112,7 @@ def _runs_code(names: Iterable[str]) -> Hazard:
 
 
 def _check_trainer_state(path: Path) -> None:
-    """Raise Hazard for entries of a wrong type, with which the Trainer would fail later."""
+    """Raise Hazard for entries of a wrong type."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise Hazard(f"is a {type(content).__name__}, not the state of a Trainer")

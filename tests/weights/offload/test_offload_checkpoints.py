@@ -12,7 +12,7 @@ import torch
 from offloading import OPTIMIZERS, Run, Step, differences, make_model, start
 
 import hf_mp
-from hf_mp.trainer.checkpoints import loops, optimizer_shards, shards
+from hf_mp.trainer.checkpoints import optimizer_shards, sharded_checkpoint, shards
 
 NAMES = ["fused AdamW", "SGD with momentum", "8-bit AdamW", "fused AdamW, amsgrad"]
 STEPS = [Step(2, 0.05), Step()]
@@ -91,8 +91,8 @@ def test_a_checkpoint_of_a_loop_is_read_into_the_slabs(
         again = start(OPTIMIZERS[name], "fp16-lean", offload)
         read: list[int] = []
         with monkeypatch.context() as patch:
-            noting = functools.partial(note_and_read, loops.read_shards, read)
-            patch.setattr(loops, "read_shards", noting)
+            noting = functools.partial(note_and_read, sharded_checkpoint.read_shards, read)
+            patch.setattr(sharded_checkpoint, "read_shards", noting)
             assert hf_mp.load_checkpoint(tmp_path / "c", again.model, again.optimizer)[0] == 2
         if offload is not None:
             assert rooms_of(again).keys() <= set(read)
