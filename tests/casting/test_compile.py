@@ -223,7 +223,7 @@ def convolution_net() -> Using:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("precision", ["fp16", "bf16-lean"])
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16-lean", marks=pytest.mark.slow)])
 def test_a_convolution_net_trains_compiled_as_eager(precision: str, backend: str) -> None:
     images, labels = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(0)), torch.arange(4)
 
@@ -342,7 +342,9 @@ class TestOneGraph:
 
         return torch.compile(model, backend=backend)
 
-    @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp16-lean"])
+    @pytest.mark.parametrize(
+        "precision", ["fp16", *(pytest.param(other, marks=pytest.mark.slow) for other in ("bf16", "fp16-lean"))]
+    )
     def test_a_transformers_model_with_its_base_model_is_one(self, precision: str) -> None:
         graphs: list[Any] = []
         model = tiny_llama().train()

@@ -88,8 +88,10 @@ def attached(use: Callable[[Weights, Tensor], Tensor], precision: str) -> Weight
 
 # The compiler takes no weight that an associative scan closes over.
 CASES = [
-    *((use, "params=fp32", compiled) for use in OPERATORS for compiled in (False, True)),
-    *((cond, "params=fp16", compiled) for compiled in (False, True)),
+    *((use, "params=fp32", True) for use in OPERATORS),
+    *(pytest.param(use, "params=fp32", False, marks=pytest.mark.slow) for use in OPERATORS),
+    pytest.param(cond, "params=fp16", False, marks=pytest.mark.slow),
+    (cond, "params=fp16", True),
     (associative_of_weight, "params=fp32", False),
 ]
 

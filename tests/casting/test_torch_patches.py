@@ -143,6 +143,7 @@ def test_the_table_stays_until_the_last_user_has_left(holder: types.SimpleNamesp
     assert seen == ["ours"] * 3 + ["original", "ours", "original"]
 
 
+@pytest.mark.slow
 def test_it_stays_for_compiled_code_that_enters_an_autocast() -> None:
     # In a process of its own: here other tests have compiled such code.
     code = """

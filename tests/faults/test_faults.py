@@ -33,12 +33,12 @@ two_cpus = pytest.param(3, 2, marks=[pytest.mark.slow, pytest.mark.skipif(
 
 
 # In the middle of a save, after which the script asks for the newest whole one, or names the last itself.
-@pytest.mark.parametrize(("seed", "ranks"), [(0, 1), (4, 1), (8, 1), two_cpus])
+@pytest.mark.parametrize(("seed", "ranks"), [(0, 1), pytest.param(4, 1, marks=pytest.mark.slow), (8, 1), two_cpus])
 def test_a_killed_run_goes_on_bit_for_bit(cases: Cases, seed: int, ranks: int) -> None:
     assert cases.kill(seed, ranks=ranks).lost is None
 
 
-@pytest.mark.parametrize("seed", [0, 4])
+@pytest.mark.parametrize("seed", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_killed_run_with_its_state_in_host_memory_goes_on_bit_for_bit(offload_cases: Cases, seed: int) -> None:
     assert offload_cases.kill(seed).lost is None
 

@@ -144,8 +144,7 @@ def test_adamw(sm: int, gradient: str, layout: str, aligned: str) -> None:
     assert "div.rn.f32" in ptx and "sqrt.rn.f32" in ptx
 
 
-@ON_EACH
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("sm", "dtype"), covering(ARCHITECTURES, DTYPES, together=1))
 def test_cross_entropy(dtype: str, sm: int) -> None:
     constants = {"CLASSES": 50257, "IGNORED": -100, "BLOCK": triton_cross_entropy.BLOCK}
     ptx = compiled(triton_cross_entropy.forward_kernel, LOSS[dtype], constants, sm, enable_fp_fusion=True)

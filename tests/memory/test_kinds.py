@@ -191,6 +191,7 @@ def test_a_given_model_is_quantized_as_its_configuration_is(precision: str, tmp_
     assert estimate(model, f"{precision}-lora").peak_bytes == estimate(model.config, f"{precision}-lora").peak_bytes
 
 
+@pytest.mark.slow
 def test_a_configuration_without_a_start_token_is_trained() -> None:
     config = T5Config(d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, vocab_size=100)
     config.decoder_start_token_id = None

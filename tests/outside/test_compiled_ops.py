@@ -114,6 +114,7 @@ def test_some_calls_of_ops_in_the_tables(backend: str) -> None:
         assert count > 10
 
 
+@pytest.mark.slow
 @BACKENDS
 def test_some_calls_of_functions(backend: str) -> None:
     every = functional_cases(samples=1, dtypes=(BF16,), variants=False, gradients=False)

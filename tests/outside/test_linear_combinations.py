@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import covering
 from tiny import Using, assert_true, attached, gradients_of
 from torch import Tensor, nn
 
@@ -45,8 +46,7 @@ def product_of(product: str, weight: str, bias: str | None) -> Using:
     return Using(use, first=nn.Linear(6, 6), weight=operand(weight, 4, 6), **parts)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize(("product", "precision"), covering(PRODUCTS, PRECISIONS, together=1))
 def test_gradients_are_those_of_fp32(product: str, precision: str) -> None:
     for weight, bias in itertools.product(KINDS, (*KINDS, None)):
         model = product_of(product, weight, bias)

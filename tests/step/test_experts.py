@@ -150,6 +150,7 @@ def test_a_router_that_is_a_linear_layer_runs_in_fp32() -> None:
 
 
 # A router with a bias; compiling is slow.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(k, marks=() if k == "GptOss" else pytest.mark.exhaustive) for k in KINDS],

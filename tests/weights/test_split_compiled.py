@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from tiny import Using, same, take_step
 from torch import Tensor, nn
 
@@ -36,8 +37,7 @@ def loss(model: Callable[[Tensor], Tensor]) -> Tensor:
     return model(IDS).square().mean()
 
 
-@pytest.mark.parametrize("precision", LEAN)
-@pytest.mark.parametrize("has_gradients", [False, True])
+@pytest.mark.parametrize(("precision", "has_gradients"), covering(LEAN, [False, True], together=1))
 def test_a_forward_without_grad_after_training(precision: str, has_gradients: bool) -> None:
     model, optimizer = prepared(precision)
     compiled = torch.compile(model, backend="aot_eager")  # torch's checks of a graph's inputs, and no code generation
@@ -70,7 +70,7 @@ def test_a_compiled_step_is_the_step(precision: str) -> None:
     assert same(runs[0].values(), runs[1].values())
 
 
-@pytest.mark.parametrize("precision", ["fp16", *LEAN])
+@pytest.mark.parametrize("precision", ["fp16", *(pytest.param(lean, marks=pytest.mark.slow) for lean in LEAN)])
 def test_a_whole_training_step_that_is_compiled(precision: str) -> None:
     runs = []
     for compiles in (False, True):
