@@ -32,7 +32,7 @@ from hf_mp.casting.dispatcher_kernels import current_graph_task
 from hf_mp.casting.plan_entry import Mode
 from hf_mp.casting.torch_patches import Patch, Patches, around
 from hf_mp.kernels.nested import tensors_in
-from hf_mp.scale_boundary import add_leaf_borders, leaf_edges, original_of
+from hf_mp.scale_boundary import add_leaf_unscale_hooks, leaf_edges, original_of
 from hf_mp.weights.alias_patches import DIFFERENTIATE_WEIGHTS
 from hf_mp.weights.attach_checks import RUNTIMES
 
@@ -147,7 +147,7 @@ class CustomBackward:
         if nested.is_scaled and accumulates and self.forward.weights is not None:
             # A weight may come in past its slot: by a closure, or as an attribute.
             is_external = self.forward.weights.external.is_external_leaf
-            add_leaf_borders(tensors, self.runtime.scale_provider, self._first_node, is_external)
+            add_leaf_unscale_hooks(tensors, self.runtime.scale_provider, self._first_node, is_external)
         # Known to every thread that the nested backward runs in, from its first node on.
         with torch._C.DisableTorchFunction():
             starts: set[Any] = {one.grad_fn if isinstance(one, Tensor) else one.node for one in outputs} - {None}
