@@ -40,7 +40,7 @@ class LossScaleProvider:
         backwards, task = check.backwards, current_graph_task()
         if task not in backwards.open and (nested := backwards.nested.get(task)) is not None:
             if nested.is_scaled and not nested.accumulates:
-                nested.within.note_returned(node, indices)
+                nested.within.record_returned(node, indices)
             if not nested.is_scaled or not nested.accumulates:
                 return None
             return self.scaler.scale_and_inverse(device).inverse

@@ -18,11 +18,10 @@ from hf_mp.weights.fp32_reads import on_stored_values
 class _StepHook:
     """Hook of all optimizers, registered while a model is attached.
 
-    It is needed because optimizers with ``fused=True`` and kernels of other libraries write weights without raising
-    their version counters.
+    Optimizers with ``fused=True`` and kernels of other libraries write weights without raising version counters.
 
-    If the garbage collector frees the last model, the hook stays until the next :meth:`add` or :meth:`discard`, because
-    torch may be iterating over its hooks at that moment.
+    If the garbage collector frees the last model, the hook stays until the next :meth:`add` or :meth:`discard`,
+    because torch may be iterating over its hooks.
     """
 
     def __init__(self) -> None:

@@ -56,10 +56,7 @@ def unscaled_gradients(function: _Function) -> _Function:
     def call(*args: Any) -> Any:
         backward = state.backward
         is_backward = isinstance(args[0], FunctionCtx) and isinstance(backward, CustomBackward)
-        if is_backward:
-            runtime = backward.runtime if backward.is_scaled else None  # type: ignore[union-attr]
-        else:
-            runtime = _runtime_of_hook(args, made_in)
+        runtime = _runtime_of_backward(backward) if is_backward else _runtime_of_hook(args, made_in)
         if runtime is None:
             return function(*args)
         inverse, scale = (functools.partial(_multiplied, runtime, is_inverse=one) for one in (True, False))
@@ -83,6 +80,10 @@ def _multiplied(runtime: StepRuntime, gradient: Tensor, *, is_inverse: bool) -> 
     factors = runtime.scaler.scale_and_inverse(gradient.device)
     factor = factors.inverse if is_inverse else factors.scale
     return scale_gradient(gradient, factor, runtime.scale_provider) if gradient.is_floating_point() else gradient
+
+
+def _runtime_of_backward(backward: Any) -> StepRuntime | None:
+    return backward.runtime if backward.is_scaled else None
 
 
 def _runtime_of_hook(args: tuple[Any, ...], made_in: Any) -> StepRuntime | None:
