@@ -110,9 +110,8 @@ def call_unchanged(mode: Mode, name: str, func: Callable[..., Any], args: Any, k
 
 UNCHANGED = PlanEntry(CastRule.UNLISTED, "", call_unchanged)  # for calls in no table
 
-WHOLE_CALLS = frozenset(
-    {call_unchanged, fp32, fp32_output}
-)  # handlers that make one call, which no mode needs to intercept
+# Handlers that make one call, which no mode needs to intercept.
+WHOLE_CALLS = frozenset({call_unchanged, fp32, fp32_output})
 
 _HANDLERS: dict[CastRule, Callable[..., Any]] = {
     CastRule.COMPOSITE: _run_decomposed,
