@@ -328,9 +328,8 @@ def reaches_forward(node: Any, first_node: int, known_external: set[Any]) -> boo
     ``first_node`` is the sequence number of the first node of the forward. ``known_external`` is a memo of nodes for
     which the result is False; this function fills it.
 
-    Sequence numbers are counted for each thread. A backward on a GPU runs in its own thread, so nodes that
-    ``torch.autograd.grad(create_graph=True)`` creates there during a forward have small numbers. But the graph of a
-    node that was created before the forward has no node of the forward.
+    The number of ``node`` itself does not decide, because threads count separately: on a GPU, nodes that
+    ``torch.autograd.grad(create_graph=True)`` creates during the forward have small numbers.
     """
     todo, seen = [node], {node}
     while todo:
@@ -358,8 +357,8 @@ def add_unscale_hooks(
     :func:`reaches_forward` is true of the node. Unscale nodes need no hook. Neither do the inputs in
     ``node.unscaled_inputs``: their gradients are unscaled through :class:`GradientTarget`.
 
-    torch makes a Python object for each node, which takes most of the time. So the C++ extension, if compiled, checks
-    first whether there is such an edge; in most graphs there is none.
+    Python objects of nodes take most of the time. So the C++ extension, if compiled, first checks whether there is such
+    an edge.
 
     Returns:
         Whether a hook was added.
@@ -406,7 +405,7 @@ def is_of_model(node: Any, scale_provider: ScaleProvider) -> bool:
     """Return whether a forward of the model of ``scale_provider`` created an autograd node.
 
     If so, its graph contains an unscale node or unscale hook of the model that is not below a model output. Sequence
-    numbers do not show it, because each thread counts its own.
+    numbers do not decide, because threads count separately.
     """
     todo, seen = [node], {node, None}
     for each in todo:  # the list grows
@@ -479,10 +478,7 @@ class GradientTarget(NamedTuple):
 
 
 def gradient_target(alias: Tensor) -> GradientTarget:
-    """Return the weight of a working copy.
-
-    An op that writes the unscaled gradient of the weight itself then makes no 16-bit gradient.
-    """
+    """Return the weight of a working copy, for an op that writes the unscaled gradient of the weight itself."""
     node: Any = alias.grad_fn
     if type(node) is not _UNSCALE_NODE or alias.output_nr < node.first_copy:
         return GradientTarget(alias, alias)

@@ -59,10 +59,10 @@ class CustomBackward:
     """Context manager around the backward of a custom autograd function in the graph of an attached model.
 
     Args:
-        forward: :class:`ForwardContext` of the forward that created its node.
-        mode: the innermost autocast at that moment: that of the model, or one inside it.
-        name: of the function, for errors.
-        gradients: the gradients that it receives; some may be None.
+        forward: :class:`ForwardContext` in which its node was created.
+        mode: the innermost autocast at that moment.
+        name: of the function.
+        gradients: received gradients, some None.
     """
 
     def __init__(self, forward: Any, mode: Mode | None, name: str, gradients: Iterable[Any]) -> None:
@@ -73,7 +73,7 @@ class CustomBackward:
         self._first_node = torch.autograd._get_sequence_nr()
         self._recomputations: list[tuple[object, ExitStack]] = []
         self._tasks: list[int] = []  # autograd's numbers of nested backwards
-        # By id: weights with scaled gradients returned by torch.autograd.grad, and the gradients that they had before.
+        # Weights with gradients from torch.autograd.grad, by id, and their `.grad` before.
         self._returned: dict[int, tuple[Tensor, list[tuple[int, int]]]] = {}
         self.has_recomputed = False
 
@@ -133,10 +133,7 @@ class CustomBackward:
     # Nested backwards
 
     def run(self, outputs: Sequence[Any], seeds: _Seeds, accumulates: bool, engine: Callable[[], Any]) -> Any:
-        """Run a nested backward by calling ``engine``.
-
-        It starts from ``outputs`` with the gradients ``seeds``. ``accumulates`` as in :class:`NestedBackward`.
-        """
+        """Run a nested backward from ``outputs`` with the gradients ``seeds``, by calling ``engine``."""
         nested = NestedBackward(self, self._is_scaled_run(outputs, seeds, accumulates), accumulates)
 
         def begin(*_: Any) -> None:
@@ -149,7 +146,7 @@ class CustomBackward:
             # Weights that were not read from their slots: from a closure or an attribute.
             is_external = self.forward.weights.external.is_external_leaf
             add_leaf_unscale_hooks(tensors, self.runtime.scale_provider, self._first_node, is_external)
-        # Registered by the first node that runs, in the thread of the nested backward.
+        # autograd's number of the nested backward is available in its nodes only.
         with torch._C.DisableTorchFunction():
             starts: set[Any] = {one.grad_fn if isinstance(one, Tensor) else one.node for one in outputs} - {None}
         handles = [node.register_prehook(begin) for node in starts]
@@ -162,10 +159,7 @@ class CustomBackward:
                 self._origins.leaves_scaled = nested.is_scaled
 
     def _is_scaled_run(self, outputs: Sequence[Any], seeds: _Seeds, accumulates: bool) -> bool:
-        """Return whether the gradients of a nested backward are multiplied by S.
-
-        A RuntimeError if that is unknown and they would be added to ``.grad``.
-        """
+        """Return whether gradients of a nested backward are scaled; a RuntimeError if unknown and accumulated."""
         origins = self._origins
         if origins is None or not self.is_scaled:
             return False
@@ -237,7 +231,7 @@ _OTHER = _Other()
 _ORIGIN = "_hf_mp_origin"
 _SCALED, _CONSTANT = "scaled", "constant"
 _numbers = itertools.count()
-# Functions with values independent of their arguments. Not empty and zeros, because kernels write to their results.
+# Not empty and zeros, because kernels write to their results.
 _MAKE_CONSTANTS = {
     *("ones", "ones_like", "new_ones", "full", "full_like", "new_full", "tensor", "as_tensor", "scalar_tensor"),
     *("arange", "eye", "linspace", "rand", "rand_like", "randn", "randn_like"),

@@ -98,8 +98,7 @@ class ForwardContext:
     """Context manager of one forward of an attached model, or of the recomputation of a part of it, in one thread.
 
     It fills the parameter slots, enters autocast, and sets ``state.forward`` (:mod:`hf_mp.casting.autocast_stack`) to
-    itself. Autocast, kernels, caches and the scale boundary read its attributes, those of
-    :class:`hf_mp.casting.plan_entry.Forward`.
+    itself. Readers of that use the attributes of :class:`hf_mp.casting.plan_entry.Forward`.
 
     Args:
         runtime: of the model.
@@ -189,7 +188,7 @@ def _callable_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def methods_of(model: nn.Module, names: Iterable[str]) -> list[tuple[nn.Module, str]]:
-    """Return ``(module, method name)`` for each of ``names``, such as ``"features"`` or ``"vision.features"``.
+    """Return ``(module, method name)`` for each of ``names``, as in ``"vision.features"``.
 
     Raises:
         TypeError: if ``names`` is a string.

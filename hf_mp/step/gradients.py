@@ -26,7 +26,7 @@ from hf_mp.weights.fp32_reads import as_stored
 from hf_mp.weights.fused_adamw import Clipping
 from hf_mp.weights.weight_store import WeightStore
 
-_DEVICES_WITH_FOUND_INF = ("cuda",)  # their fused optimizers skip on found_inf, so that the host need not wait
+_DEVICES_WITH_FOUND_INF = ("cuda",)  # their fused optimizers skip on found_inf
 
 NOT_ATTACHED = (
     "an optimizer that was not attached updates the weights of an attached model: its steps are taken even when "
@@ -63,7 +63,7 @@ class ActiveBackwards:
         is_first = task not in self.open
         if is_first:
             self.open.add(task)
-            span = profiled("backward")  # a backward that raises ends its span when this object is freed
+            span = profiled("backward")  # if the backward raises, freeing this object ends the span
             span.__enter__()
             # The callback queues another, to run after that of DDP, which waits for the all-reduce.
             queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -129,8 +129,8 @@ class OverflowStatus:
         device_type = self.numbers.device.type
         if device_type not in _DEVICES_WITH_FOUND_INF or is_distributed():
             return False
-        # For parameters on the host, torch copies found_inf there and reads it before the copy is complete.
-        # `is_cuda` takes a third of the time of `device.type`.
+        # For parameters on the host, torch reads found_inf before its copy is complete. `is_cuda` takes a third of the
+        # time of `device.type`.
         return all([getattr(gradient, f"is_{device_type}") for gradient in self.gradients])
 
     def found_inf(self) -> Tensor:
@@ -149,7 +149,7 @@ class OverflowStatus:
         return OverflowStatus((), (), numbers, copy_event)
 
     def read(self) -> tuple[bool, float | None]:
-        """Read the device once; return whether the gradients overflow, and the largest magnitude of the backwards.
+        """Return whether the gradients overflow, and the largest magnitude of the backwards. Synchronizes.
 
         2**64 and more count as an overflow, because the square would make Adam's second moment inf permanently.
         """
@@ -288,7 +288,7 @@ class GradientCheck:
             return  # the factor is 1
         self.clipping = Clipping(parameters, max_norm, norm)
         if can_read and not norm.isfinite() and all_finite(local_parts(self.gradients(parameters))):
-            # The norm of finite gradients exceeds FP32. As in torch, they become 0 and the step is applied.
+            # A norm beyond FP32 clips finite gradients to 0, as in torch.
             self.apply_clipping()
             self._measured = None
 
@@ -359,7 +359,7 @@ def largest_unscaled_magnitude(found: Iterable[tuple[Tensor, Tensor | None]]) ->
 def names_of_overflowing(weights: WeightStore, model: nn.Module | None) -> list[str]:
     """Return the names of the parameters with overflowing gradients, with the magnitude if it is finite."""
     named = () if model is None else model.named_parameters()
-    # Reads the device for each parameter: called only for the error that ends a training.
+    # Synchronizes for each parameter: only for the error that ends a training.
     gradients = {name: weights.layout.gradients_and_factors([one]) for name, one in named}
     largest = {name: largest_unscaled_magnitude(one).item() for name, one in gradients.items() if one}
     found = {name: value for name, value in largest.items() if not value < OVERFLOW_LIMIT}

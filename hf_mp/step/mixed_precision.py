@@ -40,8 +40,7 @@ STATE_VERSION = 1  # of state_dict()
 class MixedPrecision(StepRuntime):
     """Mixed precision for one model and its optimizers: autocast, FP32 masters, loss scaling (arXiv 1710.03740).
 
-    In the default layout the parameters are FP32 masters, and lower-precision ops read FP16/BF16 working copies. After
-    ``backward()``, ``.grad`` is FP32 and unscaled. :mod:`hf_mp.step` describes a step.
+    After ``backward()``, ``.grad`` is FP32 and unscaled. :mod:`hf_mp.step` describes a step.
 
     Args:
         policy: a :class:`PrecisionPolicy`, or an argument of :meth:`PrecisionPolicy.parse`; default ``"fp16"``.
@@ -128,14 +127,14 @@ class MixedPrecision(StepRuntime):
             return model
         if self.model is not None:
             raise ValueError("this MixedPrecision has a model already: detach() it, or make another one")
-        # All checks run before the model is changed.
         parallelism = detect_parallelism(model)
         check_attachable(model, parallelism, self.policy, is_scaled=self.scaler.is_scaling)
         methods_of(model, methods)
         self._methods = tuple(methods)
         try:
             self._bind_model(model)
-            install_replacements(model, self._tables)  # decides which weights FSDP communicates in FP32
+            # Before adopt_sharding(), which selects the weights that FSDP sends in FP32.
+            install_replacements(model, self._tables)
             self.adopt_sharding(list(model.parameters()), parallelism)
             self.weights.layout.prepare_weights(model)
             self.wrap_forwards()
@@ -152,7 +151,6 @@ class MixedPrecision(StepRuntime):
 
     def add_rules(self, rules: Mapping[str, str]) -> None:
         """Add rules by module, which are saved as ``remedies``; a ValueError for a name that matches no module."""
-        # First, because it raises.
         self.autocast.add_rules(rules if self.model else {}, self.model)
         self.weights.reset_uses(self.autocast.is_lower_precision, self.autocast.modules_with_rules())
         self.rules, self.remedies = {**self.rules, **rules}, {**self.remedies, **rules}
@@ -189,15 +187,14 @@ class MixedPrecision(StepRuntime):
     def refresh(self) -> None:
         """Update the working copies after a write to weights that hf_mp cannot detect.
 
-        Writes by torch functions, through ``parameter.data`` and by optimizers are detected. Call this before the next
-        forward after a write through NumPy, DLPack, a storage or C++ code
-        (``parameter.detach().numpy()[...] = value``).
+        Such writes are those through NumPy (``parameter.detach().numpy()[...] = value``), DLPack, a storage or C++
+        code. Writes by torch functions, through ``parameter.data`` and by optimizers are detected.
         """
         self.weights.layout.refresh()
 
     def detach(self) -> None:
         """Restore an ordinary FP32 model and its optimizers, without hooks, wrappers and copies."""
-        # In reverse order, because each forward restores the one that it replaced.
+        # In reverse order: each forward restores the one that it replaced.
         for forward in filter(None, [reference() for reference in reversed(self.forwards)]):
             forward.remove()
         self.scaler.finish_pending_step()

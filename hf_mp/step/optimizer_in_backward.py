@@ -3,9 +3,9 @@
 At most one gradient exists at a time (LOMO, Lv et al. 2023, arXiv 2306.09782, section 3.1). As in other steps, an
 overflow skips the whole step, and clipping uses the norm of this step's gradients.
 
-Both depend on the last gradient, after the first ones were used. So if the loss is scaled or gradients are clipped,
-backward runs twice inside ``loss.backward()``, as in LOMO: the first pass measures and frees each gradient, the second
-updates. Otherwise one pass runs. It starts only if the loss is finite, and raises at a gradient that overflows.
+Both need the last gradient before the first update. So if the loss is scaled or gradients are clipped, backward runs
+twice inside ``loss.backward()``, as in LOMO: the first pass measures and frees each gradient, the second updates.
+Otherwise one pass runs. It starts only if the loss is finite, and raises at a gradient that overflows.
 """
 
 from __future__ import annotations
@@ -113,10 +113,9 @@ class OptimizerInBackward(StepController):
             self._begin(GradientEdge(*node.next_functions[0]), gradient, node.value)
 
     def _begin(self, edge: GradientEdge, gradient: Tensor, value: Tensor | None) -> None:
-        """Begin a backward from the model output at ``edge``, and run the first pass if there are two.
+        """Begin a backward from a model output (``value`` if a scalar), and run the first pass if there are two.
 
-        ``gradient`` is that of the output, ``value`` the output if it is a scalar. A RuntimeError for a second backward
-        before the step, and with two passes for a second output.
+        A RuntimeError for a second backward before the step, and with two passes for a second output.
         """
         task = torch._C._current_graph_task_id()
         measures = self._is_scaled or self.max_grad_norm is not None
@@ -168,7 +167,7 @@ class OptimizerInBackward(StepController):
         if parameter is None or backward is None or not has_gradient(parameter):
             return
         if backward.phase != "measure" and id(parameter) not in backward.own:
-            return  # no optimizer has it: keep its gradient, which the second pass computes again
+            return  # no optimizer has it: its gradient stays
         if backward.phase != "discard":
             if parameter in backward.done:
                 raise RuntimeError(

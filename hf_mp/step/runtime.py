@@ -1,4 +1,4 @@
-"""``StepRuntime``: state of one attached model that forward, scale boundary, check and update share."""
+"""``StepRuntime``: state of one attached model, and the stages of its steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from hf_mp.weights.weight_store import WeightLayout, WeightStore, make_layout
 
 
 class StepRuntime:
-    """State of one model under a policy, and the stages of its steps.
+    """State that forward, scale boundary, check and update of one attached model share.
 
     Attributes:
         weights: masters, working copies and aliases of the model.
@@ -101,13 +101,13 @@ class StepRuntime:
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped. Synchronizes with the device if ``found_inf`` was not read yet."""
+        """Whether the last step was skipped. Synchronizes if ``found_inf`` was not read yet."""
         self.scaler.finish_pending_step()
         return self._step_was_skipped
 
     @property
     def stats(self) -> PrecisionStats:
-        """Statistics of the steps. May synchronize, as :attr:`step_was_skipped`."""
+        """Statistics of the run. May synchronize, as :attr:`step_was_skipped`."""
         self.scaler.finish_pending_step()
         return self._stats
 
@@ -173,7 +173,7 @@ class StepRuntime:
     def begin_iteration(self) -> None:
         """Let the next step change the loss scale. Called when a backward begins."""
         self.scaler.end_iteration()
-        if self._reported:  # of optimizers without gradients, the reported overflow is gone
+        if self._reported:  # freed gradients have no overflow
             attached = [guard.optimizer for guard in self.guards]
             self._reported &= {id(one) for one in attached if self.check.gradients(optimizer_parameters(one))}
 
@@ -190,7 +190,7 @@ class StepRuntime:
         Returns an :class:`OverflowStatus`, or the controller's :class:`StepReport` if the gradients were used during
         backward.
         """
-        self.scaler.finish_pending_step()  # if no backward ran since the last step
+        self.scaler.finish_pending_step()
         report = None if self.controller is None else self.controller.report_from_backward()
         if report is not None:
             return report
@@ -265,9 +265,9 @@ class StepRuntime:
             self._stats = self._stats.with_step(used_scale, self.scaler.get_scale(), together)
 
     def _new_overflow(self, optimizer: Optimizer, report: StepReport) -> StepReport:
-        """Return ``report``, changed to not lower the scale if another optimizer has reported this overflow.
+        """Return ``report``; if another optimizer has reported this overflow, so that it does not lower S again.
 
-        An optimizer that accumulates over more backwards reports the same overflow later, after the scale was lowered.
+        An optimizer that accumulates over more backwards reports the overflow later.
         """
         was_reported = id(optimizer) in self._reported
         self._reported.discard(id(optimizer))

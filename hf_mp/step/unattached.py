@@ -49,15 +49,15 @@ class _StepHook:
     @torch.compiler.disable  # a compiled step calls it outside its graph
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         guard = getattr(optimizer.step, "hf_mp_guard", None)
-        # A copied optimizer has the guard of the one that it was copied from.
+        # The step of a copied optimizer has the guard of its original.
         attached_to = [] if guard is None or guard.optimizer is not optimizer else guard.runtimes
         if len(self._runtimes) == len(attached_to) == 1:
-            return  # the common case: the only attached model is that of this optimizer
+            return  # the common case: this optimizer has the only attached model
         for runtime in tuple(self._runtimes):
             if runtime not in attached_to and (model := runtime.model) is not None:
                 _record_step(runtime, model, optimizer, is_guarded=bool(attached_to))
 
-    _stepped.is_internal = True  # hf_mp's own steps may omit it
+    _stepped.is_internal = True  # the fused update need not call it
 
 
 STEP_HOOK = _StepHook()

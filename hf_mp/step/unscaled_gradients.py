@@ -24,8 +24,8 @@ _current_node = getattr(torch._C, "_current_autograd_node", lambda: None)
 def unscaled_gradients(function: _Function) -> _Function:
     """Call ``function`` with unscaled FP32 gradients, and multiply the gradients that it returns by the loss scale.
 
-    In the graph of an attached model, gradients of activations are multiplied by the loss scale S. A function that is
-    linear in them needs no decorator. Any other does, for example one with a fixed bound::
+    In the graph of an attached model, gradients of activations are multiplied by the loss scale. A function that is not
+    linear in them needs this decorator::
 
         # in forward(), where the tensor is computed
         hidden.register_hook(hf_mp.unscaled_gradients(lambda gradient: gradient.clamp(-1, 1)))
@@ -35,8 +35,7 @@ def unscaled_gradients(function: _Function) -> _Function:
             @hf_mp.unscaled_gradients
             def backward(ctx, gradient): ...
 
-    If gradients are not scaled (in ``bf16``, without an attached model, outside the model's graph), the function
-    receives its arguments unchanged.
+    Unscaled gradients (``bf16``, no attached model, outside the model's graph) are passed unchanged.
 
     Args:
         function: a hook for ``Tensor.register_hook``, ``nn.Module.register_full_backward_hook`` or
@@ -87,9 +86,9 @@ def _runtime_of_backward(backward: Any) -> StepRuntime | None:
 
 
 def _runtime_of_hook(args: tuple[Any, ...], made_in: Any) -> StepRuntime | None:
-    """Return the runtime with the loss scale that multiplies the gradients ``args`` of a hook; None if unscaled.
+    """Return the runtime with the loss scale of the gradients ``args`` of a hook, or None if they are unscaled.
 
-    ``made_in`` is the :class:`ForwardContext` in which the hook was decorated, or None.
+    The hook was decorated in the :class:`ForwardContext` ``made_in``, or outside forwards if None.
     """
     runtimes = scaled_runtimes()
     if not runtimes:

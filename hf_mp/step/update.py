@@ -24,7 +24,7 @@ from hf_mp.weights.attach_checks import check_optimizer
 from hf_mp.weights.fused_adamw import UpdateCache, can_skip_on_device, with_found_inf
 
 if TYPE_CHECKING:
-    # Also a subclass of Any, so that it can be assigned to a variable of the user's class, for example AdamW.
+    # Also a subclass of Any, so that it can be assigned to a variable of the user's class.
     class AttachedOptimizer(Optimizer, Any):
         """An optimizer that is attached to a model: of the user's class, or a :class:`MasterWeightOptimizer`."""
 
@@ -76,14 +76,14 @@ class StepGuard:
         self._original_step, self._replaced_step = optimizer.step, self._before.get("step")
         self._updates = UpdateCache()
 
-        # A function bound to the optimizer, because torch's LR schedulers read ``step.__func__``. An LR scheduler made
-        # before may have replaced the original step by a function without ``__func__``.
+        # Bound to the optimizer, because torch's LR schedulers read ``step.__func__``. A step that an LR scheduler has
+        # replaced before may have no ``__func__``.
         @functools.wraps(getattr(self._original_step, "__func__", self._original_step))
         def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
             return self._step(closure)
 
         if getattr(optimizer, "keeps_masters", False):
-            # torch.compile reads the gradients of all parameters; its fake 16-bit parameters allow no FP32 gradient.
+            # torch.compile reads all gradients, and its fake 16-bit parameters allow no FP32 gradient.
             step = torch.compiler.disable(step)
         step.hf_mp_guard = self  # type: ignore[attr-defined]
         self._guarded = types.MethodType(step, optimizer)
@@ -91,7 +91,7 @@ class StepGuard:
         optimizer.step_was_skipped = False
         self._accelerate_patch = patch_accelerate_skip_flag(optimizer)
         self._skip_flag_finalizer: weakref.finalize[..., Any] | None = None
-        # With this attribute, a torch.amp.GradScaler sets `optimizer.found_inf`, by which _check_step() detects it.
+        # Makes torch.amp.GradScaler set `optimizer.found_inf`, which _check_step() detects.
         setattr(optimizer, _SUPPORTS_SCALING, True)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
@@ -166,7 +166,7 @@ class StepGuard:
             if len(runtimes) == 1 and runtimes[0].weights.try_fused_update(self.optimizer, *arguments):
                 return
             checks = [runtime.check for runtime in runtimes if runtime.check.clipping is not None]
-            # Of several models, each has the norm of all gradients of the optimizer. Only one clips.
+            # Each of several models has the norm of all gradients of the optimizer. Only one clips.
             for check in checks[:1]:
                 check.apply_clipping()
             with nullcontext() if found_inf is None else with_found_inf(self.optimizer, found_inf):
