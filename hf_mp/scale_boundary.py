@@ -1,12 +1,15 @@
-"""The borders of a scaled forward, where a gradient is multiplied by the loss scale S, or by 1/S.
+"""Autograd functions and hooks that multiply gradients by the loss scale S or by 1/S.
 
-Forward is the identity (up to the dtype) everywhere. In backward, a gradient that enters the model's graph through one
-of its outputs is multiplied by S, and one that leaves it, to a parameter or to any other tensor made outside, by 1/S.
-Outside, every gradient is FP32 and true; inside, every FP16 gradient is S times larger and so clear of underflow
-(Micikevicius et al. 2017, arXiv 1710.03740, section 3.2). S is that of the time of the backward.
+In forward, each function returns its input unchanged, except for the dtype. In backward:
 
-Others multiply by S or 1/S where a gradient crosses by another way: products on a CPU (``casting/cpu/matmul.py``),
-split parameters (``weights/split_parameter.py``), and what travels in 16 bits (``ranks/``).
+- :func:`cast_to_output` multiplies the gradient of a model output by S and casts it to the dtype of that output.
+- :func:`unscaling_aliases` multiplies the gradients of weights and arguments by 1/S and casts them to FP32.
+
+Between the two, gradients are S times their value, so that FP16 does not underflow (Micikevicius et al. 2017,
+arXiv 1710.03740, section 3.2). All other gradients are unscaled and FP32. S is read during backward.
+
+Three other modules multiply gradients by S or 1/S: ``casting/cpu/matmul.py`` (matmuls on a CPU),
+``weights/split_parameter.py`` and ``ranks/fsdp_communication.py``.
 """
 
 from __future__ import annotations
@@ -28,29 +31,32 @@ from hf_mp.kernels.tensors import supports_foreach
 
 
 class ScaleProvider(Protocol):
-    """Provides S and 1/S to the nodes at the scale boundary, and is notified of the gradients that enter a model."""
+    """Provides S and 1/S to the nodes at the scale boundary, which call it during backward.
+
+    ``node`` is an autograd node, ``indices`` are indices of its inputs. Factors are FP32 of shape (1,).
+    """
 
     def loss_scale_for(self, device: torch.device) -> Tensor | None:
-        """S, FP32 of shape (1,); None where nothing is scaled."""
+        """Return S, or None if gradients are not scaled."""
 
-    def inverse_scale_for(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
-        """1/S, FP32 of shape (1,), for gradients that ``node`` hands on by its inputs ``places``; None if unscaled."""
+    def inverse_scale_for(self, device: torch.device, node: Any, indices: Sequence[int]) -> Tensor | None:
+        """Return 1/S for the gradients of the inputs ``indices`` of ``node``, or None if they are not scaled."""
 
     def on_output_gradient(self, node: Any, gradient: Tensor) -> None:
-        """A gradient goes in through the autograd node ``node``, before anything of the model's backward runs."""
+        """Called when ``gradient``, scaled, reaches a model output, before any other node of the model runs."""
 
-    def take_scaled_gradients(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
-        """Remove from ``uses``, gradients that ``node`` hands on, by input, those that autograd must not accumulate.
+    def take_scaled_gradients(self, node: Any, gradients: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
+        """Remove from ``gradients`` those that autograd must not accumulate, and store them scaled.
 
-        They are still scaled; ``inverse`` unscales them.
+        ``gradients`` are those of the inputs of ``node``, by index; ``inverse`` unscales them.
         """
 
 
 class _ScaleGradient(Function):
-    """Multiply a gradient by a factor in FP32; its own backward is the identity.
+    """Multiplies a gradient by a factor in FP32. The backward is the identity, :class:`_PassGradient`.
 
-    What enters through the derivative of an unscaled gradient (a gradient penalty) then travels inside at S times its
-    value, as everything inside does, and leaves through a border once.
+    The gradient of a gradient penalty enters the scaled graph through this backward. The chain rule would multiply it
+    by 1/S. The identity makes it S times its value instead, like all gradients in that graph.
     """
 
     @staticmethod
@@ -65,7 +71,7 @@ class _ScaleGradient(Function):
 
 
 class _PassGradient(Function):
-    """The identity, whose backward is :class:`_ScaleGradient`: in a third derivative each is that of the other."""
+    """Identity. Its backward is :class:`_ScaleGradient`, for third derivatives."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, factor: Tensor, scale_provider: ScaleProvider) -> Tensor:
@@ -87,121 +93,136 @@ def scale_gradient(gradient: Tensor, factor: Tensor | None, scale_provider: Scal
         return gradient
     if torch.is_grad_enabled():  # create_graph=True
         return _ScaleGradient.apply(gradient, factor, scale_provider).reshape(gradient.shape)
-    if gradient.is_sparse or hasattr(gradient, "device_mesh"):  # a DTensor is multiplied with plain scalars alone
+    # A DTensor can be multiplied by a plain tensor of shape () only.
+    if gradient.is_sparse or hasattr(gradient, "device_mesh"):
         return gradient.to(torch.float32) * factor.squeeze()
     # FP16 times FP32 of shape (1,) is computed in FP32 and is FP32: one kernel.
     return (gradient * factor).reshape(gradient.shape)
 
 
 def accumulating_edges(node: Any, indices: Iterable[int]) -> list[int]:
-    """The ``indices`` of edges by which the backward of ``node`` fills ``.grad``; none in ``autograd.grad``."""
+    """Return those of ``indices``, of inputs of ``node``, with gradients that the running backward adds to ``.grad``.
+
+    The result is empty in ``torch.autograd.grad``.
+    """
     if torch.is_grad_enabled():  # create_graph=True
         return []
-    functions = node.next_functions  # made anew at each look
+    functions = node.next_functions  # a new tuple at each read
     try:
-        # The engine alone knows whether this is backward(), which fills .grad, or autograd.grad(), which does not.
+        # torch has no public API to distinguish backward() from autograd.grad().
         return [index for index in indices if torch._C._will_engine_execute_node(functions[index][0])]
-    except RuntimeError:  # how torch says that this is torch.autograd.grad
+    except RuntimeError:  # raised in torch.autograd.grad
         return []
 
 
-_GRAD_DTYPE = dict.fromkeys(LOWER_PRECISION_DTYPES, torch.float32)  # of the dtypes that change at a border
+# Dtype of the unscaled gradient, by dtype of the tensor; other dtypes are kept.
+_GRAD_DTYPE = dict.fromkeys(LOWER_PRECISION_DTYPES, torch.float32)
 
 
-# The largest gradient that is cast on a GPU together with others. Two calls for all move 8 bytes an element more than
-# one call for each, and for a larger gradient these bytes take longer than a launch.
+# Gradients with more elements are scaled by themselves on a GPU. Joining moves 8 bytes an element more, which takes
+# longer than the launch that it saves.
 _JOINED_ELEMENTS = 2**20
 
 
 class _UnscalingAliases(Function):
     @staticmethod
     def forward(
-        ctx: Any, scale_provider: ScaleProvider, copies: Sequence[Tensor | None], with_aliases: bool, *outside: Tensor
+        ctx: Any, scale_provider: ScaleProvider, copies: Sequence[Tensor | None], with_aliases: bool, *originals: Tensor
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.scale_provider, ctx.outside, ctx.use = scale_provider, outside, None
-        ctx.first_copy = len(outside) if with_aliases else 0
-        ctx.leads_to = list(range(ctx.first_copy))  # for each result, its place in `outside`
-        # Views cannot be written to in place: copies must not be, activations that come in may.
-        with torch._C.DisableTorchFunctionSubclass():  # plain tensors, whatever reads of a weight outside give
-            inside = [tensor.detach() for tensor in outside] if with_aliases else []
-            for place, copy in enumerate(copies):
+        ctx.scale_provider, ctx.originals, ctx.use = scale_provider, originals, None
+        ctx.first_copy = len(originals) if with_aliases else 0
+        ctx.original_index = list(range(ctx.first_copy))  # index of the original of each result
+        # Not views: the forward may write to an activation in place.
+        with torch._C.DisableTorchFunctionSubclass():  # of a split parameter, the stored 16 bits
+            results = [tensor.detach() for tensor in originals] if with_aliases else []
+            for index, copy in enumerate(copies):
                 if copy is not None:
-                    ctx.leads_to.append(place)
-                    inside.append(copy.detach())
-        return tuple(inside)
+                    ctx.original_index.append(index)
+                    results.append(copy.detach())
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.use is not None and (use := ctx.use()) is not None:
-            # Nothing public tells whether a backward retains its graph.
+            # torch has no public API for retain_graph.
             use.is_over = not torch._C._autograd._get_current_graph_task_keep_graph()
-        with torch._C.DisableTorchFunctionSubclass():  # weights are only looked at
-            return None, None, None, *_unscale_uses(ctx, gradients)
+        with torch._C.DisableTorchFunctionSubclass():  # only dtypes and devices of split parameters are read
+            return None, None, None, *_unscale_and_sum(ctx, gradients)
 
 
 _UNSCALE_NODE: Any = _UnscalingAliases._backward_cls  # the class of its nodes
 
 
-def _unscale_uses(ctx: Any, gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of tensors outside from those of their uses inside: each times 1/S in FP32, then summed."""
-    scale_provider, outside = ctx.scale_provider, ctx.outside
-    uses: dict[int, list[Tensor]] = {}  # for the place of a tensor outside, the gradients of what it is inside
-    for place, gradient in zip(ctx.leads_to, gradients, strict=True):
+def _unscale_and_sum(ctx: Any, gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Multiply the gradients of aliases and copies by 1/S in FP32, and sum those of the same original.
+
+    Returns one gradient for each of ``ctx.originals``: FP32 for an FP16/BF16 tensor, otherwise in its dtype; None
+    without a gradient.
+    """
+    scale_provider, originals = ctx.scale_provider, ctx.originals
+    by_original: dict[int, list[Tensor]] = {}
+    for index, gradient in zip(ctx.original_index, gradients, strict=True):
         if gradient is not None:
-            uses.setdefault(place, []).append(gradient)
-    factor = scale_provider.inverse_scale_for(outside[0].device, ctx, list(uses)) if uses else None
-    scale_provider.take_scaled_gradients(ctx, uses, factor)
-    found: list[Tensor | None] = [None] * len(outside)
-    products = _scale_gradients([each[0] for each in uses.values()], factor, scale_provider)
-    for (place, (_, *others)), product in zip(uses.items(), products, strict=True):
-        # Of an activation outside that is FP16, autograd rounds the gradient.
-        dtype = _GRAD_DTYPE.get(outside[place].dtype, outside[place].dtype)
-        total = product if product.dtype is dtype else product.to(dtype)
+            by_original.setdefault(index, []).append(gradient)
+    inverse = None
+    if by_original:
+        inverse = scale_provider.inverse_scale_for(originals[0].device, ctx, list(by_original))
+    scale_provider.take_scaled_gradients(ctx, by_original, inverse)
+    sums: list[Tensor | None] = [None] * len(originals)
+    unscaled = _scale_gradients([each[0] for each in by_original.values()], inverse, scale_provider)
+    for (index, (_, *others)), total in zip(by_original.items(), unscaled, strict=True):
+        # autograd rounds the FP32 gradient of an FP16/BF16 activation.
+        dtype = _GRAD_DTYPE.get(originals[index].dtype, originals[index].dtype)
+        total = total if total.dtype is dtype else total.to(dtype)
         for other in others:
-            # A product is nobody else's: one kernel adds to it, and makes no second FP32 tensor.
-            if factor is not None and not torch.is_grad_enabled() and _are_plain(total, other):
-                total.addcmul_(other, factor)
+            # A product with 1/S has no other reader, so one kernel multiplies and adds in place.
+            if inverse is not None and not torch.is_grad_enabled() and _are_plain(total, other):
+                total.addcmul_(other, inverse)
             else:
-                total = total + scale_gradient(other, factor, scale_provider)
-        found[place] = total
-    return found
+                total = total + scale_gradient(other, inverse, scale_provider)
+        sums[index] = total
+    return sums
 
 
 def _scale_gradients(gradients: list[Tensor], factor: Tensor | None, scale_provider: ScaleProvider) -> list[Tensor]:
-    """:func:`scale_gradient` of each, plain ones in few calls; on a GPU these are FP32 also without a factor."""
-    is_listed = len(gradients) > 1 and supports_foreach(gradients[0])
-    if factor is None and not is_listed:
+    """Call :func:`scale_gradient` for each, with few launches for plain gradients.
+
+    On a GPU, several plain gradients are cast to FP32 also if ``factor`` is None.
+    """
+    has_foreach = len(gradients) > 1 and supports_foreach(gradients[0])
+    if factor is None and not has_foreach:
         return gradients
     if len(gradients) < 2 or torch.is_grad_enabled() or not _are_plain(*gradients):
         return [scale_gradient(gradient, factor, scale_provider) for gradient in gradients]
-    if factor is not None and not is_listed:
+    if factor is not None and not has_foreach:
         return list(torch._foreach_mul(gradients, [factor] * len(gradients)))  # in FP32, as :func:`scale_gradient`
-    found, kinds = dict[int, Tensor](), dict[torch.dtype | None, list[int]]()
-    for place, gradient in enumerate(gradients):
-        is_large = factor is not None and gradient.numel() > _JOINED_ELEMENTS
-        kinds.setdefault(None if is_large else gradient.dtype, []).append(place)
-    for dtype, places in kinds.items():
-        found.update(zip(places, _products(dtype, [gradients[place] for place in places], factor), strict=True))
-    return [found[place] for place in range(len(gradients))]
+    scaled, by_dtype = dict[int, Tensor](), dict[torch.dtype, list[int]]()
+    for index, gradient in enumerate(gradients):
+        if factor is not None and gradient.numel() > _JOINED_ELEMENTS:
+            scaled[index] = gradient * factor
+        else:
+            by_dtype.setdefault(gradient.dtype, []).append(index)
+    for dtype, indices in by_dtype.items():
+        group = _scale_jointly(dtype, [gradients[index] for index in indices], factor)
+        scaled.update(zip(indices, group, strict=True))
+    return [scaled[index] for index in range(len(gradients))]
 
 
-def _products(dtype: torch.dtype | None, gradients: list[Tensor], factor: Tensor | None) -> Sequence[Tensor]:
-    """Plain gradients of ``dtype`` (None: one by one) times ``factor`` in FP32, on a GPU; as :func:`scale_gradient`."""
-    if dtype is None and factor is not None:
-        return [gradient * factor for gradient in gradients]
+def _scale_jointly(dtype: torch.dtype, gradients: list[Tensor], factor: Tensor | None) -> Sequence[Tensor]:
+    """Multiply plain gradients of ``dtype`` by ``factor`` in FP32 (None for 1) on a GPU, in at most two launches."""
     if dtype not in LOWER_PRECISION_DTYPES:
         return gradients if factor is None else torch._foreach_mul(gradients, factor.squeeze())
-    products = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
-    torch._foreach_copy_(products, gradients)
+    results = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
+    torch._foreach_copy_(results, gradients)
     if factor is not None:
-        torch._foreach_mul_(products, factor.squeeze())  # of shape (1,) it would take a launch for each
-    return products
+        torch._foreach_mul_(results, factor.squeeze())  # shape (1,) would take a launch for each
+    return results
 
 
 def _are_plain(*gradients: Tensor) -> bool:
-    """Whether multi-tensor calls, and sums in place, take all ``gradients``."""
-    # is_grads_batched=True gives batched tensors; a product with the factor, of shape (1,), has a dimension.
+    """Return whether multi-tensor calls and sums in place support all ``gradients``."""
+    # is_grads_batched=True passes batched tensors. A product of a 0-dimensional tensor with the factor has shape (1,).
     is_batched = torch._C._functorch.is_legacy_batchedtensor
     return all(
         [
@@ -211,14 +232,15 @@ def _are_plain(*gradients: Tensor) -> bool:
     )
 
 
-# Autograd runs what is ready in the order of these numbers, largest first. A border is made before the forward and
-# would come last: all 16-bit gradients would wait for the end of the backward. With AccumulateGrad's, none waits.
+# Autograd runs ready nodes in descending order of their sequence number. Unscale nodes are created before the forward,
+# so they would run last, and all 16-bit gradients would stay allocated until then. With the number of AccumulateGrad,
+# the largest, they run as soon as they are ready.
 _HIGHEST_PRIORITY = 2**64 - 1
 
 
 @functools.cache
 def _can_order_nodes() -> bool:
-    """Whether torch can order autograd nodes."""
+    """Return whether torch can order autograd nodes."""
     # torch has no public API for the order of nodes.
     return hasattr(torch._C._FunctionBase, "_set_sequence_nr")
 
@@ -232,221 +254,235 @@ def _warn_without_order() -> None:
 
 
 def unscaling_aliases(
-    outside: Sequence[Tensor],
+    originals: Sequence[Tensor],
     copies: Sequence[Tensor | None],
     scale_provider: ScaleProvider,
     *,
     with_aliases: bool = True,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Bring tensors of one device inside, in one autograd node for all of them; their gradients leave unscaled.
+    """Make aliases of tensors and of their copies, outputs of one unscale node.
 
-    Returns two lists in the order of ``outside``: aliases in the tensors' own dtypes (the tensors themselves, without
-    ``with_aliases``), and aliases of their FP16/BF16 copies, None where there is none. Without aliases there must be a
-    copy.
+    Args:
+        originals: tensors of one device.
+        copies: the FP16/BF16 copy of each, or None. Without aliases there must be a copy.
+        scale_provider: provides 1/S.
+        with_aliases: whether to make aliases of ``originals``.
+
+    Returns:
+        Two lists in the order of ``originals``: their aliases (the originals themselves if not ``with_aliases``), and
+        the aliases of ``copies`` (None for None).
     """
-    made = _UnscalingAliases.apply(scale_provider, copies, with_aliases, *outside)
-    # None where nothing wants a gradient.
-    if (node := made[0].grad_fn) is not None:
-        # It runs as soon as it is ready; reaches_forward() still needs its own number.
-        node.number = node._sequence_nr()
+    made = _UnscalingAliases.apply(scale_provider, copies, with_aliases, *originals)
+    if (node := made[0].grad_fn) is not None:  # None if no original requires a gradient
+        node.number = node._sequence_nr()  # for reaches_forward()
         if _can_order_nodes():
             node._set_sequence_nr(_HIGHEST_PRIORITY)
         else:
             _warn_without_order()
-    inside = iter(made)
-    aliases = [next(inside) for _ in outside] if with_aliases else list(outside)
-    return aliases, [None if copy is None else next(inside) for copy in copies]
+    results = iter(made)
+    aliases = [next(results) for _ in originals] if with_aliases else list(originals)
+    return aliases, [None if copy is None else next(results) for copy in copies]
 
 
 class AliasSetUse:
-    """One forward's use of inward borders, which other forwards use as well. The forward's graph holds it."""
+    """Use of a set of aliases by one forward. The graph of the forward holds it.
+
+    Attributes:
+        is_over: whether a backward has run through the unscale nodes without retaining the graph, so that another
+            forward may use the set.
+    """
 
     def __init__(self, nodes: Iterable[Any], scale_provider: ScaleProvider) -> None:
-        self.is_over = False  # whether a backward has gone through the borders, and retained no graph
+        self.is_over = False
         self.scale_provider = scale_provider
         for node in nodes:
             node.number, node.use = torch.autograd._get_sequence_nr(), weakref.ref(self)
-            # Whoever keeps the borders belongs to `scale_provider`, and no garbage collector sees what a node holds.
+            # A proxy: `scale_provider` holds the nodes, and the garbage collector cannot free a cycle through a node.
             node.scale_provider = weakref.proxy(scale_provider)
 
 
 class _UnscaleHook:
-    """Hook of an autograd node: a border on each of its edges ``places``, which lead outside."""
+    """Hook of an autograd node that unscales the gradients of its inputs ``indices``, which are external tensors."""
 
-    def __init__(self, node: Any, places: Iterable[int], scale_provider: ScaleProvider) -> None:
-        # What a ScaleProvider asks of a node: a hook that held its node would keep the graph for good.
+    def __init__(self, node: Any, indices: Iterable[int], scale_provider: ScaleProvider) -> None:
+        # Copy `next_functions` instead of storing `node`: a hook that references its node is never freed.
         self.scale_provider, self.next_functions = scale_provider, node.next_functions
-        self.outside = {place: getattr(self.next_functions[place][0], "variable", None) for place in places}
+        self.originals = {index: getattr(self.next_functions[index][0], "variable", None) for index in indices}
 
     def __call__(self, gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
-        found = list(gradients)
-        for place in self.outside:
-            if (gradient := gradients[place]) is not None:
-                inverse, uses = (
-                    self.scale_provider.inverse_scale_for(gradient.device, self, [place]),
-                    {place: [gradient]},
-                )
-                self.scale_provider.take_scaled_gradients(self, uses, inverse)
-                # autograd lets no hook change a dtype; of nearly all ops it is that of the tensor outside.
-                found[place] = (
-                    scale_gradient(gradient, inverse, self.scale_provider).to(gradient.dtype) if uses else None
-                )
-        return tuple(found)
+        results, provider = list(gradients), self.scale_provider
+        for index in self.originals:
+            gradient = gradients[index]
+            if gradient is None:
+                continue
+            inverse, not_taken = provider.inverse_scale_for(gradient.device, self, [index]), {index: [gradient]}
+            provider.take_scaled_gradients(self, not_taken, inverse)
+            # autograd allows a hook no other dtype. For nearly all ops it is that of the external tensor.
+            results[index] = scale_gradient(gradient, inverse, provider).to(gradient.dtype) if not_taken else None
+        return tuple(results)
 
 
-def reaches_forward(node: Any, first: int, known_external: set[Any]) -> bool:
-    """Whether the graph behind ``node`` reaches a node numbered ``first`` or higher; fills ``known_external`` if not.
+def reaches_forward(node: Any, first_node: int, known_external: set[Any]) -> bool:
+    """Return whether the graph below ``node`` has a node that the current forward created.
 
-    autograd numbers the nodes of each thread by themselves, and a backward on a GPU has its own thread: what
-    ``torch.autograd.grad(create_graph=True)`` makes there during a forward has small numbers. What was made before a
-    forward leads to nothing that the forward made.
+    ``first_node`` is the sequence number of the first node of the forward. ``known_external`` is a memo of nodes for
+    which the result is False; this function fills it.
+
+    The number of ``node`` itself does not decide, because threads count separately: on a GPU, nodes that
+    ``torch.autograd.grad(create_graph=True)`` creates during the forward have small numbers.
     """
     todo, seen = [node], {node}
     while todo:
-        for to, _ in todo.pop().next_functions:
-            if to is None or to in seen or to in known_external:
+        for child, _ in todo.pop().next_functions:
+            if child is None or child in seen or child in known_external:
                 continue
-            if first <= (to.number if type(to) is _UNSCALE_NODE else to._sequence_nr()) < _HIGHEST_PRIORITY:
+            number = child.number if type(child) is _UNSCALE_NODE else child._sequence_nr()
+            if first_node <= number < _HIGHEST_PRIORITY:
                 return True
-            seen.add(to)
-            todo.append(to)
+            seen.add(child)
+            todo.append(child)
     known_external |= seen
     return False
 
 
 def add_unscale_hooks(
-    results: Sequence[Tensor], scale_provider: ScaleProvider, first: int, was_made_by_forward: Callable[[Any], bool]
+    results: Sequence[Tensor],
+    scale_provider: ScaleProvider,
+    first_node: int,
+    was_made_by_forward: Callable[[Any], bool],
 ) -> bool:
     """Add an unscale hook at each edge of the graph of ``results`` to an external tensor.
 
-    That is an edge to a leaf, or to a node with a number below ``first``, unless ``was_made_by_forward`` or
-    :func:`reaches_forward` is true of the node. Unscale nodes need no hook, nor do the inputs that a node names in
-    ``unscaled_inputs``: their gradients are unscaled through :class:`GradientTarget`. Most of the time of this function
-    goes into the Python object that torch makes for each node; where C++ was compiled, it looks first, and nearly
-    always nothing is left to do.
+    That is an edge to a leaf, or to a node with a number below ``first_node``, unless ``was_made_by_forward`` or
+    :func:`reaches_forward` is true of the node. Unscale nodes need no hook. Neither do the inputs in
+    ``node.unscaled_inputs``: their gradients are unscaled through :class:`GradientTarget`.
+
+    Python objects of nodes take most of the time. So the C++ extension, if compiled, first checks whether there is such
+    an edge.
 
     Returns:
-        Whether there was such an edge.
+        Whether a hook was added.
     """
     if (module := native()) is not None and module.leaves_by_unscale_nodes(
-        results, first, _HIGHEST_PRIORITY, _UNSCALE_NODE
+        results, first_node, _HIGHEST_PRIORITY, _UNSCALE_NODE
     ):
         return False
-    with torch._C.DisableTorchFunctionSubclass():  # a loss that may stay unread
+    with torch._C.DisableTorchFunctionSubclass():  # to not cast a deferred output
         todo: list[Any] = [node for result in results if (node := result.grad_fn) is not None]
-    found = False
-    seen, outside = {None, *todo}, set[Any]()
-    for node in todo:  # which grows
-        places = []
-        for place, (to, _) in enumerate(node.next_functions):
-            if to in seen or type(to) is _UNSCALE_NODE:
+    has_added = False
+    seen, known_external = {None, *todo}, set[Any]()
+    for node in todo:  # the list grows
+        indices = []
+        for index, (child, _) in enumerate(node.next_functions):
+            if child in seen or type(child) is _UNSCALE_NODE:
                 continue
-            # AccumulateGrad has the largest number.
-            if (
-                first <= to._sequence_nr() < _HIGHEST_PRIORITY
-                or was_made_by_forward(to)
-                or reaches_forward(to, first, outside)
-            ):
-                seen.add(to)
-                todo.append(to)
-            elif place not in getattr(node, "unscaled_inputs", ()):
-                places.append(place)
-        found |= bool(places) and _add_unscale_hook(node, places, scale_provider)
-    return found
+            is_of_forward = (
+                first_node <= child._sequence_nr() < _HIGHEST_PRIORITY  # the number of AccumulateGrad
+                or was_made_by_forward(child)
+                or reaches_forward(child, first_node, known_external)
+            )
+            if is_of_forward:
+                seen.add(child)
+                todo.append(child)
+            elif index not in getattr(node, "unscaled_inputs", ()):
+                indices.append(index)
+        if indices:
+            has_added |= _add_unscale_hook(node, indices, scale_provider)
+    return has_added
 
 
-def _add_unscale_hook(node: Any, places: Sequence[int], scale_provider: ScaleProvider) -> bool:
-    """Put a border on the edges ``places`` of ``node``; False if it has them already, as of an earlier forward."""
-    if scale_provider in (bordered := node.metadata.setdefault(_UnscaleHook, [])):
+def _add_unscale_hook(node: Any, indices: Sequence[int], scale_provider: ScaleProvider) -> bool:
+    """Add an unscale hook for inputs of ``node``; return False if an earlier forward has added it."""
+    providers = node.metadata.setdefault(_UnscaleHook, [])
+    if scale_provider in providers:
         return False
-    bordered.append(scale_provider)
-    node.register_hook(_UnscaleHook(node, places, scale_provider))
+    providers.append(scale_provider)
+    node.register_hook(_UnscaleHook(node, indices, scale_provider))
     return True
 
 
 def is_of_model(node: Any, scale_provider: ScaleProvider) -> bool:
-    """Whether an autograd node was made inside a forward of the model of ``scale_provider``.
+    """Return whether a forward of the model of ``scale_provider`` created an autograd node.
 
-    Its graph leads to an inward border or a late border of the model, and not only through the outputs of a model.
-    Sequence numbers do not suffice: each thread counts its own.
+    If so, its graph contains an unscale node or unscale hook of the model that is not below a model output. Sequence
+    numbers do not decide, because threads count separately.
     """
-    todo, seen = [node], {None, node}
-    for each in todo:  # which grows
+    todo, seen = [node], {node, None}
+    for each in todo:  # the list grows
         if type(each) is _UNSCALE_NODE:
             if each.scale_provider == scale_provider:
                 return True
         elif scale_provider in each.metadata.get(_UnscaleHook, ()):
             return True
-        elif type(each) is not _OUTPUT:
-            new = [to for to, _ in each.next_functions if to not in seen]
+        elif type(each) is not _OUTPUT_NODE:
+            new = [child for child, _ in each.next_functions if child not in seen]
             seen.update(new)
             todo += new
     return False
 
 
-def leaf_edges(results: Iterable[Tensor], first: int) -> Iterator[tuple[Any, int, Tensor]]:
-    """The edges to leaves in the graph of ``results``, each as its node, the place in it, and the leaf.
+def leaf_edges(results: Iterable[Tensor], first_node: int) -> Iterator[tuple[Any, int, Tensor]]:
+    """Yield ``(node, input index, leaf)`` for each edge to a leaf in the graph of ``results``.
 
-    Nodes with a number below ``first`` are not followed, nor inward borders, nor the edges that a node names in
-    ``unscaled_inputs``.
+    Nodes with a number below ``first_node``, unscale nodes and the inputs in ``node.unscaled_inputs`` are skipped.
     """
     with torch._C.DisableTorchFunction():
         todo: list[Any] = [node for result in results if (node := result.grad_fn) is not None]
     seen = {None, *todo}
-    for node in todo:  # which grows
-        for place, (to, _) in enumerate(node.next_functions):
-            if to in seen or type(to) is _UNSCALE_NODE or place in getattr(node, "unscaled_inputs", ()):
+    for node in todo:  # the list grows
+        for index, (child, _) in enumerate(node.next_functions):
+            if child in seen or type(child) is _UNSCALE_NODE or index in getattr(node, "unscaled_inputs", ()):
                 continue
-            if (leaf := getattr(to, "variable", None)) is not None:
-                yield node, place, leaf
-            elif to._sequence_nr() >= first:
-                seen.add(to)
-                todo.append(to)
+            if (leaf := getattr(child, "variable", None)) is not None:
+                yield node, index, leaf
+            elif child._sequence_nr() >= first_node:
+                seen.add(child)
+                todo.append(child)
 
 
-def add_leaf_borders(
-    results: Iterable[Tensor], scale_provider: ScaleProvider, first: int, is_external: Callable[[Tensor], bool]
+def add_leaf_unscale_hooks(
+    results: Iterable[Tensor], scale_provider: ScaleProvider, first_node: int, is_external: Callable[[Tensor], bool]
 ) -> None:
-    """Put a border on each edge to a leaf that :func:`leaf_edges` finds, if it ``is_external``."""
-    places: dict[Any, list[int]] = {}
-    for node, place, leaf in leaf_edges(results, first):
+    """Add an unscale hook at each edge of :func:`leaf_edges` to a leaf for which ``is_external`` is true."""
+    indices: dict[Any, list[int]] = {}
+    for node, index, leaf in leaf_edges(results, first_node):
         if is_external(leaf):
-            places.setdefault(node, []).append(place)
-    for node, its in places.items():
-        _add_unscale_hook(node, its, scale_provider)
+            indices.setdefault(node, []).append(index)
+    for node, of_node in indices.items():
+        _add_unscale_hook(node, of_node, scale_provider)
 
 
-def is_in_graph(node: Any, first: int) -> bool:
-    """Whether an autograd node belongs to the graph of a forward, whose nodes have numbers from ``first`` on.
+def is_in_graph(node: Any, first_node: int) -> bool:
+    """Return whether ``node`` is in the graph of the forward with nodes from number ``first_node`` on.
 
-    An inward border does; a leaf does not.
+    True for an unscale node, False for a leaf.
     """
-    return type(node) is _UNSCALE_NODE or first <= node._sequence_nr() < _HIGHEST_PRIORITY
+    return type(node) is _UNSCALE_NODE or first_node <= node._sequence_nr() < _HIGHEST_PRIORITY
 
 
-def original_of(inside: Tensor) -> Tensor:
-    """The tensor of which ``inside`` is an alias or a copy, if an inward border made it; else ``inside``."""
-    node: Any = inside.grad_fn
-    return node.outside[node.leads_to[inside.output_nr]] if type(node) is _UNSCALE_NODE else inside
+def original_of(tensor: Tensor) -> Tensor:
+    """Return the original of an output of an unscale node; of any other tensor, the tensor."""
+    node: Any = tensor.grad_fn
+    return node.originals[node.original_index[tensor.output_nr]] if type(node) is _UNSCALE_NODE else tensor
 
 
 class GradientTarget(NamedTuple):
-    """A tensor inside, and the tensor that it is a working copy of: itself, if no inward border made it."""
+    """A weight and the tensor that a forward reads in its place.
 
-    inside: Tensor
-    outside: Tensor  # receives the gradient, in its own dtype
+    ``scale_provider`` is None if ``alias`` is no working copy of an unscale node; then ``alias is weight``.
+    """
+
+    alias: Tensor
+    weight: Tensor  # receives the gradient, in its own dtype
     scale_provider: ScaleProvider | None = None
 
 
-def gradient_target(inside: Tensor) -> GradientTarget:
-    """What lies behind the inward border that made ``inside``, if one did.
-
-    An op that writes the gradient of ``outside`` itself, times the inverse of S, needs no 16-bit gradient.
-    """
-    node: Any = inside.grad_fn
-    if type(node) is not _UNSCALE_NODE or inside.output_nr < node.first_copy:
-        return GradientTarget(inside, inside)
-    return GradientTarget(inside, original_of(inside), node.scale_provider)
+def gradient_target(alias: Tensor) -> GradientTarget:
+    """Return the weight of a working copy, for an op that writes the unscaled gradient of the weight itself."""
+    node: Any = alias.grad_fn
+    if type(node) is not _UNSCALE_NODE or alias.output_nr < node.first_copy:
+        return GradientTarget(alias, alias)
+    return GradientTarget(alias, original_of(alias), node.scale_provider)
 
 
 class _CastToOutput(Function):
@@ -462,23 +498,25 @@ class _CastToOutput(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        entering = scale_gradient(gradient, ctx.scale_provider.loss_scale_for(gradient.device), ctx.scale_provider).to(
-            ctx.dtype
-        )
-        ctx.scale_provider.on_output_gradient(ctx, entering)
-        return entering, None, None
+        scale = ctx.scale_provider.loss_scale_for(gradient.device)
+        scaled = scale_gradient(gradient, scale, ctx.scale_provider).to(ctx.dtype)
+        ctx.scale_provider.on_output_gradient(ctx, scaled)
+        return scaled, None, None
 
 
-_OUTPUT: Any = _CastToOutput._backward_cls  # the class of its nodes
+_OUTPUT_NODE: Any = _CastToOutput._backward_cls  # the class of its nodes
 
 
 def cast_to_output(
     output: Tensor, scale_provider: ScaleProvider | None, wrap: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """``output`` in FP32; its gradient is multiplied by the loss scale before it is cast to ``output``'s dtype.
+    """Cast a model output to FP32; in backward, multiply its gradient by S and cast it to the dtype of ``output``.
 
-    FP64 and complex outputs keep their dtype, with their gradient scaled all the same; integers pass unchanged.
-    ``wrap`` makes the FP32 tensor of ``output``; default: a copy. Without ``scale_provider`` there are no gradients.
+    Args:
+        output: a tensor of any dtype. FP64 and complex outputs keep their dtype, and their gradient is scaled.
+            Integers are returned unchanged.
+        scale_provider: provides S; None in a forward without gradients.
+        wrap: makes the FP32 tensor from ``output``; default: a copy.
     """
     if not (output.is_floating_point() or output.is_complex()):
         return output

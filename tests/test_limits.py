@@ -222,7 +222,7 @@ def test_what_is_written_into_the_state_dict_of_a_lean_model_is_lost() -> None:
     assert torch.equal(model.state_dict()["weight"], value)
 
 
-def test_torch_has_no_forward_mode_of_the_borders() -> None:
+def test_torch_has_no_forward_mode_of_unscale_nodes() -> None:
     model, _ = hf_mp.prepare(layer := nn.Linear(8, 8), torch.optim.SGD(layer.parameters()), "bf16")
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
         model(torch.autograd.forward_ad.make_dual(torch.ones(4, 8), torch.ones(4, 8)))

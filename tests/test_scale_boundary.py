@@ -21,7 +21,7 @@ from hf_mp.step.mixed_precision import MixedPrecision
 SCALE = 2.0**20
 
 
-def parameter_border(parameter: Tensor, copy: Tensor | None, scale_provider: ScaleProvider) -> Tensor:
+def parameter_alias(parameter: Tensor, copy: Tensor | None, scale_provider: ScaleProvider) -> Tensor:
     (inside,), (rounded,) = unscaling_aliases([parameter], [copy], scale_provider)
     return inside if rounded is None else rounded
 
@@ -33,7 +33,7 @@ def test_a_torch_without_an_order_of_nodes_costs_one_warning(monkeypatch: pytest
     weight = torch.ones(3, requires_grad=True)
     with pytest.warns(UserWarning, match="this torch cannot order autograd nodes") as caught:
         for _ in range(2):
-            parameter_border(weight, weight.detach().half(), ScaleProvider()).sum().backward()
+            parameter_alias(weight, weight.detach().half(), ScaleProvider()).sum().backward()
     assert len(caught) == 1 and weight.grad is not None
 
 
@@ -56,7 +56,7 @@ def test_the_gradient_is_scaled_before_it_is_rounded_to_fp16() -> None:
 def test_a_parameter_gets_its_gradient_in_fp32_unscaled() -> None:
     parameter = nn.Parameter(torch.tensor([1.0 + 2.0**-20]))
     copy = parameter.detach().half()
-    inside = parameter_border(parameter, copy, ScaleProvider())
+    inside = parameter_alias(parameter, copy, ScaleProvider())
     assert inside.dtype is torch.float16 and inside.data_ptr() == copy.data_ptr()
     inside.backward(torch.tensor([3.0], dtype=torch.float16))
     assert parameter.grad is not None and parameter.grad.dtype is torch.float32
@@ -66,8 +66,8 @@ def test_a_parameter_gets_its_gradient_in_fp32_unscaled() -> None:
 def test_a_parameter_used_in_fp32_is_unscaled_once_per_use() -> None:
     parameter = nn.Parameter(torch.tensor([2.0]))
     loss = (
-        parameter_border(parameter, None, ScaleProvider(4.0)) * 3
-        + parameter_border(parameter, None, ScaleProvider(4.0)) * 5
+        parameter_alias(parameter, None, ScaleProvider(4.0)) * 3
+        + parameter_alias(parameter, None, ScaleProvider(4.0)) * 5
     )
     cast_to_output(loss, ScaleProvider(4.0)).sum().backward()
     assert parameter.grad is not None and parameter.grad.item() == 8.0
@@ -75,7 +75,7 @@ def test_a_parameter_used_in_fp32_is_unscaled_once_per_use() -> None:
 
 def test_an_input_that_wants_a_gradient_gets_the_true_one() -> None:
     x = torch.tensor([3.0], requires_grad=True)
-    cast_to_output(parameter_border(x, None, ScaleProvider()) ** 2, ScaleProvider()).backward()
+    cast_to_output(parameter_alias(x, None, ScaleProvider()) ** 2, ScaleProvider()).backward()
     assert x.grad is not None and x.grad.item() == 6.0
 
 
@@ -88,7 +88,7 @@ class Unscaled(ScaleProvider):
     "scale_provider", [ScaleProvider(), ScaleProvider(3.0), Unscaled()], ids=["2**20", "3", "unscaled"]
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_what_leaves_by_one_border_leaves_in_few_launches(
+def test_gradients_of_one_unscale_node_are_unscaled_in_few_launches(
     dtype: torch.dtype, scale_provider: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU, bit for bit what leaves one by one; a large gradient is cast and multiplied in one pass."""
@@ -132,7 +132,7 @@ def test_what_two_uses_leave_is_summed_in_fp32_without_a_second_fp32_tensor(dtyp
 
 def test_an_output_may_be_changed_in_place_and_used_inside_too() -> None:
     x = torch.tensor([3.0], requires_grad=True)
-    inside = parameter_border(x, None, ScaleProvider(8.0))
+    inside = parameter_alias(x, None, ScaleProvider(8.0))
     logits = inside * 2
     loss = (logits**2).sum()
     out_logits, out_loss = cast_to_output(logits, ScaleProvider(8.0)), cast_to_output(loss, ScaleProvider(8.0))
@@ -153,7 +153,7 @@ def test_integers_and_fp64_keep_their_dtype_and_fp64_gradients_are_scaled() -> N
 def test_nothing_is_recorded_without_grad() -> None:
     parameter = nn.Parameter(torch.ones(1))
     with torch.no_grad():
-        assert not parameter_border(parameter, None, ScaleProvider()).requires_grad
+        assert not parameter_alias(parameter, None, ScaleProvider()).requires_grad
         assert not cast_to_output(parameter.half(), ScaleProvider()).requires_grad
 
 

@@ -79,9 +79,9 @@ def allow_foreach_optimizers(kind: type[nn.Parameter]) -> None:
 
 
 def track_data_writes(parameter: nn.Parameter) -> None:
-    """Notice writes through ``parameter.data`` from now on. Subclasses of ``nn.Parameter`` are left as they are."""
+    """Detect writes through ``parameter.data`` from now on. Subclasses of ``nn.Parameter`` stay unchanged."""
     if type(parameter) is nn.Parameter:
-        # torch.optim looks up the exact class of parameters before it takes a multi-tensor path.
+        # torch.optim checks the exact class of parameters before it uses multi-tensor kernels.
         allow_foreach_optimizers(DataTrackedParameter)
         parameter.__class__ = DataTrackedParameter
         # A parameter within a larger buffer is written through that, as FSDP does.
@@ -89,7 +89,7 @@ def track_data_writes(parameter: nn.Parameter) -> None:
 
 
 def untrack_data_writes(parameter: nn.Parameter) -> None:
-    """Make a watched parameter an ordinary ``nn.Parameter`` again."""
+    """Make a tracked parameter an ordinary ``nn.Parameter`` again."""
     if type(parameter) is DataTrackedParameter:
         for name in _OWN:
             parameter.__dict__.pop(name, None)

@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 from hf_mp._warnings import warn_caller
 from hf_mp.casting.autocast_stack import state
 from hf_mp.casting.compile_exclusion import uncompiled
-from hf_mp.casting.handlers import AS_GIVEN
+from hf_mp.casting.handlers import UNCHANGED
 from hf_mp.casting.native_plan import native_plan
 from hf_mp.casting.plan_entry import Forward, Plan
 from hf_mp.casting.tables import dispatcher_ops
@@ -170,7 +170,7 @@ def _kernel(call: Callable[..., Any], defaults: tuple[Any, ...]) -> Callable[...
 
     @uncompiled  # torch 2.11 would compile its frame when it compiles a block of the model
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        forward, autocast, entry = state.forward, None, AS_GIVEN
+        forward, autocast, entry = state.forward, None, UNCHANGED
         # A backward runs in the dtypes of its forward. If it runs inside a forward, its graph task differs.
         if forward is not None and forward.is_dispatched and forward.graph_task == current_graph_task():
             autocast = forward.autocast

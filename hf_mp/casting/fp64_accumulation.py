@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_mp.casting.cpu.upcast import run_through_fp32
-from hf_mp.casting.handlers import CASTABLE, as_given, cast_all
+from hf_mp.casting.handlers import CASTABLE, call_unchanged, cast_all
 from hf_mp.casting.plan_entry import Mode, Plan
 from hf_mp.casting.tables import OPS, CastRule, TableName
 from hf_mp.kernels.nested import map_tensors, tensors_in
@@ -49,7 +49,7 @@ def sum_in_fp64(
         # Operands are not rounded first, as in every call with `out`. Such calls (TRL's head) have no autograd.
         to_fp64 = functools.partial(map_tensors, lambda one: one.double() if one.dtype in CASTABLE else one)
         others = {key: to_fp64(value) for key, value in kwargs.items() if key != "out"}
-        return out.copy_(as_given(mode, name, func, tuple(map(to_fp64, args)), others))
+        return out.copy_(call_unchanged(mode, name, func, tuple(map(to_fp64, args)), others))
     if any(one.dtype is torch.float64 for one in tensors_in((args, kwargs))):
         return func(*args, **kwargs)
     args, kwargs = cast_all(mode, dtype, args, kwargs)

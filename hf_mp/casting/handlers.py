@@ -29,7 +29,7 @@ def _call_in_dtype(
     """Make a call with eligible tensors in ``dtype``, by default the mode's. Most calls need no cast."""
     # `out` has the caller's dtype, as under torch.autocast.
     if kwargs and kwargs.get("out") is not None:
-        return as_given(mode, name, func, args, kwargs)
+        return call_unchanged(mode, name, func, args, kwargs)
     dtype = mode.dtype if dtype is None else dtype
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
@@ -68,12 +68,12 @@ def fp32_output(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwar
     # The kernel reads 16 bits and accumulates in FP32. With the dtype of the result, the input needs no cast.
     first = args[0] if args else kwargs.get("input")
     if getattr(first, "dtype", None) not in _LOWER_PRECISION or kwargs.get("out") is not None:
-        return as_given(mode, name, func, args, kwargs)
+        return call_unchanged(mode, name, func, args, kwargs)
     while args and args[-1] is None:  # `softmax(x, -1, None)` passes no dtype by position
         args = args[:-1]
     if kwargs.get("dtype") is None and not any([isinstance(arg, torch.dtype) for arg in args]):
         kwargs = {**kwargs, "dtype": torch.float32}
-    return as_given(mode, name, func, args, kwargs)
+    return call_unchanged(mode, name, func, args, kwargs)
 
 
 def _has_fp32(value: Any) -> bool:
@@ -90,7 +90,7 @@ def promote_if_fp32(mode: Mode, name: str, func: Callable[..., Any], args: Any, 
     """Make a call of a region that ``mode`` does not cast: 16-bit weights are cast for FP32 activations."""
     if _has_fp32((args, kwargs)):
         return widest(mode, name, func, args, kwargs)
-    return as_given(mode, name, func, args, kwargs)
+    return call_unchanged(mode, name, func, args, kwargs)
 
 
 def _banned(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -101,20 +101,21 @@ def _run_decomposed(mode: Mode, name: str, func: Callable[..., Any], args: Any, 
     return mode.run_with_mode(COMPOSITES[func], args, kwargs)
 
 
-def as_given(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def call_unchanged(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a call without casts, in a form that torch.compile supports."""
     if is_dynamo_compiling() and func.__name__ in PYTHON_METHODS and isinstance(args[0], Tensor):
         return getattr(args[0], func.__name__)(*args[1:], **kwargs)
     return func(*args, **kwargs)
 
 
-AS_GIVEN = PlanEntry(CastRule.UNLISTED, "", as_given)  # for calls in no table
+UNCHANGED = PlanEntry(CastRule.UNLISTED, "", call_unchanged)  # for calls in no table
 
-WHOLE_CALLS = frozenset({as_given, fp32, fp32_output})  # handlers that make one call, which no mode needs to intercept
+# Handlers that make one call, which no mode needs to intercept.
+WHOLE_CALLS = frozenset({call_unchanged, fp32, fp32_output})
 
 _HANDLERS: dict[CastRule, Callable[..., Any]] = {
     CastRule.COMPOSITE: _run_decomposed,
-    CastRule.UNLISTED: as_given,
+    CastRule.UNLISTED: call_unchanged,
     CastRule.LOWER_PRECISION: lower_precision,
     CastRule.FP32: fp32,
     CastRule.FP32_OUTPUT: fp32_output,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.autocast_stack import active_autocast, state
-from hf_mp.casting.handlers import as_given
+from hf_mp.casting.handlers import call_unchanged
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.plan_entry import Plan, PlanEntry
 from hf_mp.casting.tables import CastRule
@@ -26,7 +26,7 @@ def _write_to_cache(mode: autocast, name: str, func: Callable[..., Any], args: A
     if len(args) == 4:
         cache, dim, index, source = args
         if source.dtype is mode.dtype and cache.dtype is torch.float32:
-            return as_given(mode, name, func, (cache, dim, index, source.float()), kwargs)
+            return call_unchanged(mode, name, func, (cache, dim, index, source.float()), kwargs)
     return func(*args, **kwargs)
 
 

@@ -26,7 +26,7 @@ from hf_mp.casting.data_tracking import (
 )
 from hf_mp.casting.dispatcher_kernels import sync_innermost
 from hf_mp.casting.fp64_accumulation import exact_plan
-from hf_mp.casting.handlers import AS_GIVEN, CASTABLE, WHOLE_CALLS, is_shape
+from hf_mp.casting.handlers import CASTABLE, UNCHANGED, WHOLE_CALLS, is_shape
 from hf_mp.casting.module_rules import ActiveRule, apply_rule
 from hf_mp.casting.plan_entry import PlanEntry
 from hf_mp.casting.plans import plan_for, with_rules
@@ -36,7 +36,7 @@ from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES, named_dtype
 from hf_mp.kernels.nested import map_tensors
 
-_WATCHABLE = (nn.Parameter, DataTrackedParameter)
+_TRACKABLE = (nn.Parameter, DataTrackedParameter)
 ALLOWED_DTYPES = (*LOWER_PRECISION_DTYPES, torch.float32)
 
 
@@ -45,14 +45,12 @@ ALWAYS_HELD = (CastRule.COMPOSITE, CastRule.UNLISTED)
 # Python functions that check for a mode, and the one op of the tables that each calls. _WITHOUT_OPS call none.
 _OP_OF_FUNCTION = {getattr(F, name): getattr(torch, name) for name in ("layer_norm", "group_norm", "rms_norm")}
 _OP_OF_FUNCTION[F.cross_entropy] = torch._C._nn.cross_entropy_loss
-_WITHOUT_OPS = dict.fromkeys((F.dropout, F.embedding, F.silu, F.relu), AS_GIVEN)
+_WITHOUT_OPS = dict.fromkeys((F.dropout, F.embedding, F.silu, F.relu), UNCHANGED)
 
 
 class _CachedCast(NamedTuple):
     source: Tensor
-    writes: tuple[
-        int, int, int
-    ]  # counters of the writes to the source when it was cast, as of watched.version_and_address()
+    writes: tuple[int, int, int]  # version_and_address() of the source when it was cast
     result: Tensor
 
 
@@ -101,7 +99,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     sums_in_fp64 = False
     installs_patches = True  # False if other code keeps them installed
     # Types of arguments that need no further check.
-    plain_types: ClassVar[frozenset[type]] = frozenset({type(None), Tensor, *_WATCHABLE})
+    plain_types: ClassVar[frozenset[type]] = frozenset({type(None), Tensor, *_TRACKABLE})
     explain: ClassVar[Any] = _Explain()
 
     def __init__(
@@ -130,7 +128,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             self._plan, self.has_op_rules = with_rules(self._plan, ops, dtype), bool(ops)
             self._add_module_rules(in_modules, model)
         self._casts: dict[tuple[int, torch.dtype, bool], _CachedCast] = {}
-        self._watched: list[nn.Parameter] = []  # by this autocast, while it is entered
+        self._tracked: list[nn.Parameter] = []  # by this autocast while it is active
         self._active_rules: list[ActiveRule] = []
         self.call_override: Callable[..., Any] | None = None  # makes each call instead of apply(); see observe_calls
 
@@ -184,8 +182,8 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             PATCHES.release()
         if self not in state.active:
             self._casts.clear()
-            while self._watched:
-                untrack_data_writes(self._watched.pop())
+            while self._tracked:
+                untrack_data_writes(self._tracked.pop())
             for rule in self._active_rules:
                 for handle in rule.handles:
                     handle.remove()
@@ -266,7 +264,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         # Runs for each torch call. Most are in no table, so one look-up decides.
-        entry, call_override, kwargs = self._plan.get(func, AS_GIVEN), self.call_override, kwargs or {}
+        entry, call_override, kwargs = self._plan.get(func, UNCHANGED), self.call_override, kwargs or {}
         if state.active[-1] is not self and entry.rule not in ALWAYS_HELD:
             entry = self.plan_for_nested(entry)
         if call_override is not None and entry.rule is not CastRule.COMPOSITE:
@@ -275,7 +273,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 
     def plan_for_nested(self, entry: PlanEntry) -> PlanEntry:
         """Return the plan entry for a call inside a nested autocast, which has cast the arguments."""
-        return AS_GIVEN
+        return UNCHANGED
 
     def apply(
         self, entry: PlanEntry, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -305,7 +303,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         found = value.dtype
         if found is dtype or found not in CASTABLE:
             return value
-        if type(value) not in _WATCHABLE or not (value.requires_grad and value.is_leaf and self.cache_enabled):
+        if type(value) not in _TRACKABLE or not (value.requires_grad and value.is_leaf and self.cache_enabled):
             return value.to(dtype)
         # The compiler merges equal casts of a graph.
         return value.to(dtype) if torch.compiler.is_compiling() else self._cast_once(cast(nn.Parameter, value), dtype)
@@ -324,8 +322,8 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         """
         if type(parameter) is nn.Parameter:
             track_data_writes(parameter)
-            self._watched.append(parameter)
-            _note_steps()
+            self._tracked.append(parameter)
+            _register_step_hook()
         # A forward with grad needs a cast made with grad, and a changed weight a new one.
         key, writes = (id(parameter), dtype, torch.is_grad_enabled()), version_and_address(parameter)
         cached = self._casts.get(key)
@@ -348,10 +346,10 @@ def _check_settings(dtype: Any, tables: str) -> None:
 
 
 @functools.cache
-def _note_steps() -> None:
-    """Have each optimizer's step end the casts of weights in the autocasts around it.
+def _register_step_hook() -> None:
+    """Clear the cached casts of active autocasts after each optimizer step.
 
-    Permanently: torch iterates over these hooks in each step, and autocasts end in any thread.
+    The hook is permanent: torch iterates over these hooks in each step, and autocasts end in any thread.
     """
     register_optimizer_step_post_hook(_forget_casts)
 

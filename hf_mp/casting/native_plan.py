@@ -12,13 +12,13 @@ from hf_mp.casting.cpu.attention import ATTENTION
 from hf_mp.casting.cpu.matmul import MIN_ELEMENTS
 from hf_mp.casting.cpu.upcast import SMALL_ELEMENTS
 from hf_mp.casting.cpu_handlers import native_attention, native_product, through_fp32
-from hf_mp.casting.handlers import AS_GIVEN, as_given, fp32, fp32_output, lower_precision, widest
+from hf_mp.casting.handlers import UNCHANGED, call_unchanged, fp32, fp32_output, lower_precision, widest
 from hf_mp.casting.plan_entry import Plan, PlanEntry
 from hf_mp.kernels.native import native
 
 # Handler -> C++ rule, and its variant if the first tensor of a call is on a CPU. All other handlers run in Python.
 _NATIVE_RULES: dict[Callable[..., Any], tuple[str, str]] = {
-    as_given: ("as_given", "same"),
+    call_unchanged: ("unchanged", "same"),
     lower_precision: ("lower_precision", "same"),
     native_product: ("lower_precision", "python_if_large"),
     native_attention: ("lower_precision", "python"),
@@ -42,7 +42,7 @@ def native_plan(calls: Mapping[OpOverload, Callable[..., Any]], plan: Plan, dtyp
     for op in [*calls][len(_with_kernels) :]:
         module.register_op(op.namespace, op._name.partition("::")[2], len(_with_kernels))
         _with_kernels.append(op)
-    rules = bytes(module.RULES[_native_rule(op, call, plan.get(call, AS_GIVEN))] for op, call in calls.items())
+    rules = bytes(module.RULES[_native_rule(op, call, plan.get(call, UNCHANGED))] for op, call in calls.items())
     return module.Plan(rules, dtype, MIN_ELEMENTS, SMALL_ELEMENTS)
 
 

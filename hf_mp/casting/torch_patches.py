@@ -113,14 +113,14 @@ def _enter_torch_autocast(original: Any, self: Any) -> Any:
     if not enter_disabled_region(self._enabled):
         return original(self)
     nested = active_autocast()
-    self.__dict__.setdefault("_hf_mp_islands", []).append(nested)
+    self.__dict__.setdefault("_hf_mp_nested", []).append(nested)
     return nested
 
 
 @around
 def _leave_torch_autocast(original: Any, self: Any, /, *exc_info: Any) -> Any:
-    islands = self.__dict__.get("_hf_mp_islands")
-    return islands.pop().__exit__(*exc_info) if islands else original(self, *exc_info)
+    nested = self.__dict__.get("_hf_mp_nested")
+    return nested.pop().__exit__(*exc_info) if nested else original(self, *exc_info)
 
 
 # No mode intercepts calls inside TorchScript, and its gradient formulas do not match casts in the dispatcher. Its
@@ -172,8 +172,8 @@ def _enter_traced_autocast(original: Any, self: Any, tx: Any) -> Any:
     from torch._dynamo.variables.base import VariableTracker
 
     enabled = VariableTracker.build(tx, bool(self.target_values[2]))
-    self._hf_mp_island = _trace(tx, enter_disabled_region, [enabled]).as_python_constant()
-    if not self._hf_mp_island:
+    self._hf_mp_nested_mode = _trace(tx, enter_disabled_region, [enabled]).as_python_constant()
+    if not self._hf_mp_nested_mode:
         return original(self, tx)
     # A graph that ends inside would exit torch's context instead: such a function is not compiled.
     tx.active_generic_context_managers.append(self)
@@ -182,7 +182,7 @@ def _enter_traced_autocast(original: Any, self: Any, tx: Any) -> Any:
 
 @around
 def _leave_traced_autocast(original: Any, self: Any, tx: Any, *args: Any) -> Any:
-    if not getattr(self, "_hf_mp_island", False):
+    if not getattr(self, "_hf_mp_nested_mode", False):
         return original(self, tx, *args)
     tx.active_generic_context_managers.pop()
     return _trace(tx, exit_disabled_region, [])

@@ -43,7 +43,7 @@ def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
     tensors = list(tensors)
     if (kernel := kernel_for("gradient_scan", tensors)) is not None:
         return kernel(tensors).largest
-    # FP32 first: it is what nearly all gradients are, and the call costs more than this look.
+    # FP32 first: nearly all gradients are FP32, and the call costs more than the check.
     values = [t if t.dtype is torch.float32 and t.layout is torch.strided else real_values(t) for t in tensors]
     values = [value for value in values if value.numel()]
     if not values:

@@ -24,7 +24,7 @@ using c10::IValue;
 // the Python kernels: a call is left to them with KEY excluded.
 constexpr auto KEY = DispatchKey::AutocastHPU, KEY_OF_PYTHON = DispatchKey::AutocastIPU;
 
-enum class Rule : uint8_t { python, as_given, lower_precision, fp32, fp32_output, widest };
+enum class Rule : uint8_t { python, unchanged, lower_precision, fp32, fp32_output, widest };
 
 // The byte of a rule has the Rule, and in its upper half the exception if the first tensor is on a CPU.
 enum class OnCpu : uint8_t { same, python, python_if_large, through_fp32 };
@@ -230,7 +230,7 @@ void register_op(const std::string& name_space, const std::string& name, size_t 
 
 // Whether all edges from the nodes of a forward, with sequence numbers from `first` on, to older nodes in the graph of
 // `results` lead to unscale nodes. False also for graphs that only Python can check: hf_mp/scale_boundary.py, add_unscale_hooks.
-bool leaves_by_unscale_nodes(const std::vector<Tensor>& results, uint64_t first, uint64_t at_once, py::handle border) {
+bool leaves_by_unscale_nodes(const std::vector<Tensor>& results, uint64_t first, uint64_t highest, py::handle unscale_node) {
   std::vector<torch::autograd::Node*> todo;
   std::unordered_set<torch::autograd::Node*> seen;
   auto add = [&](torch::autograd::Node* node) {
@@ -244,12 +244,12 @@ bool leaves_by_unscale_nodes(const std::vector<Tensor>& results, uint64_t first,
       torch::autograd::Node* to = edge.function.get();
       if (to == nullptr) continue;
       const uint64_t number = to->sequence_nr();
-      if (number >= first && number < at_once) {
+      if (number >= first && number < highest) {
         add(to);
         continue;
       }
       auto python = py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(edge.function));
-      if (!py::type::of(python).is(border)) return false;
+      if (!py::type::of(python).is(unscale_node)) return false;
     }
   }
   return true;
@@ -327,7 +327,7 @@ py::tuple traits(const py::sequence& tensors, py::handle parameter) {
 
 PYBIND11_MODULE(hf_mp_native, module) {
   // Bytes by the names of Rule and OnCpu, in the order of the enumerations.
-  const char* const rules[] = {"python", "as_given", "lower_precision", "fp32", "fp32_output", "widest"};
+  const char* const rules[] = {"python", "unchanged", "lower_precision", "fp32", "fp32_output", "widest"};
   const char* const on_cpu[] = {"same", "python", "python_if_large", "through_fp32"};
   py::dict bytes;
   for (size_t i = 0; i < std::size(rules); ++i) {

@@ -1,16 +1,14 @@
-"""The backward of a custom autograd function that recomputes a part of an attached model.
+"""Backwards of custom autograd functions that recompute a part of an attached model.
 
-Such a ``torch.autograd.Function`` (a reversible layer, a checkpoint of one's own) enables gradients in its backward,
-runs a part of the model again, and starts a backward of its own. The gradients that it receives are multiplied by the
-loss scale S, as all in the graph of a forward are, and so has to be all that it returns. Therefore:
+In its backward, such a ``torch.autograd.Function`` (a reversible layer, a custom checkpoint) enables gradients,
+recomputes a part of the model and runs a nested backward. The gradients that it receives and returns are multiplied by
+the loss scale S. Therefore:
 
-- While it has gradients enabled, it runs in the :class:`~hf_mp.step.forward.ForwardContext` of the forward that made
-  its node: with the same aliases of weights, and in autocast.
-- ``backward()`` in it, if it starts from the gradients that were received, leaves gradients in weights: these are
-  unscaled there, as those of the outer backward are.
-- If it starts from anything else (a loss of its own), its gradients are not scaled, and weights receive them as they
-  are. :class:`_Origins` tells the two apart.
-- ``torch.autograd.grad`` in it returns gradients as they are, also those of weights: the function returns them.
+- While it enables gradients, it runs in the :class:`~hf_mp.step.forward.ForwardContext` of the forward that created its
+  node: with the same aliases of weights, in autocast.
+- A nested ``backward()`` from the received gradients is scaled, and unscale nodes unscale its gradients of weights.
+- A nested ``backward()`` from another loss is neither. :class:`_Origins` distinguishes the two.
+- ``torch.autograd.grad`` returns gradients unchanged, also those of weights, because the function returns them.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from hf_mp.casting.dispatcher_kernels import current_graph_task
 from hf_mp.casting.plan_entry import Mode
 from hf_mp.casting.torch_patches import Patch, Patches, around
 from hf_mp.kernels.nested import tensors_in
-from hf_mp.scale_boundary import add_leaf_borders, leaf_edges, original_of
+from hf_mp.scale_boundary import add_leaf_unscale_hooks, leaf_edges, original_of
 from hf_mp.weights.alias_patches import DIFFERENTIATE_WEIGHTS
 from hf_mp.weights.attach_checks import RUNTIMES
 
@@ -49,7 +47,7 @@ class NestedBackward:
     Attributes:
         within: the custom backward.
         is_scaled: whether its gradients are multiplied by the loss scale.
-        accumulates: whether it leaves gradients in ``.grad``; False for ``torch.autograd.grad``.
+        accumulates: whether it adds gradients to ``.grad``; False for ``torch.autograd.grad``.
     """
 
     within: CustomBackward
@@ -58,13 +56,13 @@ class NestedBackward:
 
 
 class CustomBackward:
-    """The backward of a custom autograd function, made in a forward of an attached model: a context for one thread.
+    """Context manager around the backward of a custom autograd function in the graph of an attached model.
 
     Args:
-        forward: the forward that made its node.
-        mode: the innermost autocast there: that of the model, or one inside of it.
-        name: of the function, for errors.
-        gradients: those that it receives; None among them.
+        forward: :class:`ForwardContext` in which its node was created.
+        mode: the innermost autocast at that moment.
+        name: of the function.
+        gradients: received gradients, some None.
     """
 
     def __init__(self, forward: Any, mode: Mode | None, name: str, gradients: Iterable[Any]) -> None:
@@ -74,8 +72,8 @@ class CustomBackward:
         self._origins = _Origins(self, gradients) if self.is_scaled else None
         self._first_node = torch.autograd._get_sequence_nr()
         self._recomputations: list[tuple[object, ExitStack]] = []
-        self._tasks: list[int] = []  # of the nested backwards
-        # Weights, by identity, with the gradients that they had when torch.autograd.grad returned scaled ones of them.
+        self._tasks: list[int] = []  # autograd's numbers of nested backwards
+        # Weights with gradients from torch.autograd.grad, by id, and their `.grad` before.
         self._returned: dict[int, tuple[Tensor, list[tuple[int, int]]]] = {}
         self.has_recomputed = False
 
@@ -87,25 +85,25 @@ class CustomBackward:
 
     def __exit__(self, *raised: Any) -> None:
         try:
-            while self._recomputations:  # of an `enable_grad` that was entered by hand
+            while self._recomputations:  # of an `enable_grad` without exit
                 self._recomputations.pop()[1].__exit__(*raised)
             if self._origins is not None:
                 self._origins.__exit__(*raised)
         finally:
-            state.backward, self._origins = self._outer, None  # which holds this object
+            state.backward, self._origins = self._outer, None  # breaks a reference cycle
             for task in self._tasks:
                 self._check.backwards.nested.pop(task, None)
         if raised[0] is None:
-            self._refuse_written_gradients()
+            self._check_returned_weights()
 
     # Recomputation
 
     def begin_recomputation(self, by: object) -> None:
-        """Enter the forward, since ``by`` enables gradients, unless it is entered already."""
-        autocast = self.forward.autocast
-        if (running := state.forward) is not None and running.autocast is autocast:
+        """Enter the forward unless it runs already. Called when ``by``, a grad mode, enables gradients."""
+        autocast, running = self.forward.autocast, state.forward
+        if running is not None and running.autocast is autocast:
             return
-        # Entered since by custom_bwd, or as it was where the function was applied: an autocast-disabled region.
+        # An autocast entered by custom_bwd, or the one in which the function was applied.
         inner = active_autocast() or self._mode
         self.has_recomputed = True
         stack = ExitStack()
@@ -115,13 +113,13 @@ class CustomBackward:
         self._recomputations.append((by, stack))
 
     def end_recomputation(self, by: object, *raised: Any) -> None:
-        """Leave the forward that was entered for ``by``; None entered it otherwise."""
+        """Exit the forward if :meth:`begin_recomputation` entered it for ``by``."""
         if self._recomputations and self._recomputations[-1][0] is by:
             self._recomputations.pop()[1].__exit__(*raised)
 
     @contextmanager
     def unscaled(self) -> Iterator[None]:
-        """A context in which the gradients that were received are not scaled, and so are none of nested backwards."""
+        """Return a context manager in which received gradients are unscaled, so that nested backwards are too."""
         was_scaled, self.is_scaled = self.is_scaled, False
         try:
             yield
@@ -135,7 +133,7 @@ class CustomBackward:
     # Nested backwards
 
     def run(self, outputs: Sequence[Any], seeds: _Seeds, accumulates: bool, engine: Callable[[], Any]) -> Any:
-        """Run a nested backward by ``engine``, from ``outputs`` with ``seeds``."""
+        """Run a nested backward from ``outputs`` with the gradients ``seeds``, by calling ``engine``."""
         nested = NestedBackward(self, self._is_scaled_run(outputs, seeds, accumulates), accumulates)
 
         def begin(*_: Any) -> None:
@@ -145,10 +143,10 @@ class CustomBackward:
 
         tensors = [output for output in outputs if isinstance(output, Tensor)]
         if nested.is_scaled and accumulates and self.forward.weights is not None:
-            # A weight may come in past its slot: by a closure, or as an attribute.
+            # Weights that were not read from their slots: from a closure or an attribute.
             is_external = self.forward.weights.external.is_external_leaf
-            add_leaf_borders(tensors, self.runtime.scale_provider, self._first_node, is_external)
-        # Known to every thread that the nested backward runs in, from its first node on.
+            add_leaf_unscale_hooks(tensors, self.runtime.scale_provider, self._first_node, is_external)
+        # autograd's number of the nested backward is available in its nodes only.
         with torch._C.DisableTorchFunction():
             starts: set[Any] = {one.grad_fn if isinstance(one, Tensor) else one.node for one in outputs} - {None}
         handles = [node.register_prehook(begin) for node in starts]
@@ -161,15 +159,16 @@ class CustomBackward:
                 self._origins.leaves_scaled = nested.is_scaled
 
     def _is_scaled_run(self, outputs: Sequence[Any], seeds: _Seeds, accumulates: bool) -> bool:
-        """Whether the gradients of a nested backward are multiplied by S; a RuntimeError if they accumulate unknown."""
-        if (origins := self._origins) is None or not self.is_scaled:
+        """Return whether gradients of a nested backward are scaled; a RuntimeError if unknown and accumulated."""
+        origins = self._origins
+        if origins is None or not self.is_scaled:
             return False
-        powers, is_known = set[int](), True
+        powers, is_known = set[int](), True  # powers of S in the gradients
         for output, seed, is_implicit in zip(outputs, seeds, seeds.are_implicit, strict=True):
             if seed is None:  # the output needs no gradient
                 continue
             by_seed = not is_implicit and origins.is_scaled(seed)
-            powers.add(by_seed + origins.is_scaled(output))  # in a sum of products with the gradient, say
+            powers.add(by_seed + origins.is_scaled(output))  # an output may be a product with the gradient
             is_known &= is_implicit or by_seed or origins.is_constant(seed)
         if is_known and len(powers) == 1 and powers <= {0, 1}:
             return powers == {1}
@@ -181,22 +180,22 @@ class CustomBackward:
             )
         return True
 
-    def note_returned(self, node: Any, places: Iterable[int]) -> None:
-        """``torch.autograd.grad`` returns scaled gradients of weights: those to which ``node`` leads by ``places``."""
-        for place in places:
-            weight = getattr(node.next_functions[place][0], "variable", None)
+    def record_returned(self, node: Any, indices: Iterable[int]) -> None:
+        """Record the weights at inputs ``indices`` of ``node``, of which ``autograd.grad`` returns scaled gradients."""
+        for index in indices:
+            weight = getattr(node.next_functions[index][0], "variable", None)
             if weight is not None and id(weight) not in self._returned:
                 self._returned[id(weight)] = weight, self._gradients_of(weight)
 
     def _gradients_of(self, weight: Tensor) -> list[tuple[int, int]]:
         return [(id(one), one._version) for one in self._check.gradients([weight])]
 
-    def _refuse_written_gradients(self) -> None:
-        """Raise a RuntimeError if the backward has written gradients that ``torch.autograd.grad`` returned."""
+    def _check_returned_weights(self) -> None:
+        """Raise a RuntimeError if the backward wrote a gradient of ``torch.autograd.grad`` to ``.grad``."""
         if any([self._gradients_of(weight) != before for weight, before in self._returned.values()]):
-            self._refuse_scaled()
+            self._raise_for_scaled()
 
-    def _refuse_scaled(self) -> NoReturn:
+    def _raise_for_scaled(self) -> NoReturn:
         raise RuntimeError(
             f"the backward of {self.name} wrote .grad of a weight, with a gradient that is multiplied by the loss "
             "scale: return such gradients as those of the function's inputs, call backward() in the place of "
@@ -204,7 +203,7 @@ class CustomBackward:
         )
 
     def check_written_gradient(self, tensor: Tensor, *, is_scaled: bool) -> None:
-        """Raise a RuntimeError for a write to ``tensor.grad`` that would be lost, or leave a scaled gradient."""
+        """Raise a RuntimeError if a write to ``tensor.grad`` would be lost, or write a scaled gradient."""
         if original_of(tensor) is not tensor:
             raise RuntimeError(
                 f"the backward of {self.name} wrote .grad of a weight while it recomputed, when the module holds an "
@@ -213,11 +212,11 @@ class CustomBackward:
             )
         weights = self.forward.weights
         if is_scaled and weights is not None and weights.external.is_external_leaf(tensor):
-            self._refuse_scaled()
+            self._raise_for_scaled()
 
 
 class _Other:
-    """The backward of any other custom function: of torch, of hf_mp, or made outside of attached forwards."""
+    """Backward of any other custom function: of torch, of hf_mp, or created outside attached forwards."""
 
     forward = None
 
@@ -228,11 +227,11 @@ class _Other:
 _OTHER = _Other()
 
 
-# Where a tensor in a custom backward comes from, in an attribute of the tensor: with the number of that backward.
+# Attribute of a tensor in a custom backward: (number of that backward, _SCALED or _CONSTANT).
 _ORIGIN = "_hf_mp_origin"
 _SCALED, _CONSTANT = "scaled", "constant"
 _numbers = itertools.count()
-# Their values do not depend on those of their arguments. Others (empty, zeros) make buffers that kernels write into.
+# Not empty and zeros, because kernels write to their results.
 _MAKE_CONSTANTS = {
     *("ones", "ones_like", "new_ones", "full", "full_like", "new_full", "tensor", "as_tensor", "scalar_tensor"),
     *("arange", "eye", "linspace", "rand", "rand_like", "randn", "randn_like"),
@@ -243,15 +242,15 @@ _READ_GRADIENT, _SET_GRADIENT = _GRAD.__get__, _GRAD.__set__
 
 
 class _Origins(TorchFunctionMode):
-    """Marks the tensors of a custom backward that torch functions compute from the gradients that it received.
+    """Marks tensors in a custom backward that torch functions compute from the received gradients, or from constants.
 
-    And those that come from constants alone. What an extension or a kernel of one's own computes is not seen.
+    Results of extensions and custom kernels are not marked.
     """
 
     def __init__(self, backward: CustomBackward, gradients: Iterable[Any]) -> None:
         super().__init__()
         self._backward, self._number = backward, next(_numbers)
-        self.leaves_scaled = False  # whether the last nested backward left scaled gradients in leaves
+        self.leaves_scaled = False  # whether the last nested backward stored scaled gradients in leaves
         self._left_torch = False  # whether a number was read from a scaled tensor
         self._mark(gradients, _SCALED)
 
@@ -276,27 +275,28 @@ class _Origins(TorchFunctionMode):
             self._backward.check_written_gradient(args[0], is_scaled=self.is_scaled(args[1]))
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        given = [*tensors_in((args, kwargs))]
-        if any(map(self.is_scaled, given)) or (func == _READ_GRADIENT and self.leaves_scaled):
+        tensors = [*tensors_in((args, kwargs))]
+        if any(map(self.is_scaled, tensors)) or (func == _READ_GRADIENT and self.leaves_scaled):
             self._left_torch |= name in _LEAVE_TORCH
             self._mark(result, _SCALED)
-            if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-                self._mark(args[:1], _SCALED)  # written in place
-        elif name in _MAKE_CONSTANTS or (given and all(map(self.is_constant, given))):
+            is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+            if is_in_place:
+                self._mark(args[:1], _SCALED)
+        elif name in _MAKE_CONSTANTS or (tensors and all(map(self.is_constant, tensors))):
             self._mark(result, _CONSTANT)
         return result
 
 
-# What is changed in torch while a model is attached.
+# Patches of torch while a model is attached.
 
 
 class _Seeds(tuple[Any, ...]):
-    """The gradients that a nested backward starts from."""
+    """Gradients that a nested backward starts from."""
 
-    are_implicit: list[bool]  # whether each is the 1 of a loss
+    are_implicit: list[bool]  # whether torch made the gradient, 1 for a loss
 
 
-# Not Function.apply: people take `apply = Custom.apply` before a model is attached.
+# Not Function.apply, because user code stores `apply = Custom.apply` before a model is attached.
 @around
 def _make_node(original: Any, node: Any, /, *args: Any, **kwargs: Any) -> None:
     original(node, *args, **kwargs)
@@ -357,7 +357,7 @@ def _run_backward(original: Any, outputs: Sequence[Any], seeds: Any, /, *args: A
     if (backward := _running()) is not None:
         return backward.run(outputs, seeds, accumulates, lambda: original(outputs, seeds, *args, **kwargs))
     if accumulates and not all(seeds.are_implicit):
-        _refuse_in_hook([output for output in outputs if isinstance(output, Tensor)])
+        _check_backward_in_hook([output for output in outputs if isinstance(output, Tensor)])
     return original(outputs, seeds, *args, **kwargs)
 
 
@@ -367,8 +367,8 @@ def scaled_runtimes() -> list[Any]:
     return [one for one in RUNTIMES if one.check.is_scaled and one.check.backwards.are_scaled(task)]
 
 
-def _refuse_in_hook(outputs: Sequence[Tensor]) -> None:
-    """Raise a RuntimeError if a hook in a scaled backward runs one that leaves gradients in weights of that model."""
+def _check_backward_in_hook(outputs: Sequence[Tensor]) -> None:
+    """Raise a RuntimeError if a hook in a scaled backward runs another one that adds to ``.grad`` of that model."""
     models = [runtime.model for runtime in scaled_runtimes()]
     weights = {id(weight) for model in models if model is not None for weight in model.parameters()}
     if weights and any([id(leaf) in weights for _, _, leaf in leaf_edges(outputs, 0)]):
@@ -383,7 +383,7 @@ _SCALED_BY_S = "gradients of weights that a custom autograd function recomputes 
 
 BACKWARD_PATCHES = Patches(
     (
-        DIFFERENTIATE_WEIGHTS,  # of the same attribute as the last one: a table is taken off in reverse order
+        DIFFERENTIATE_WEIGHTS,  # patches the same attribute as the last entry; patches are removed in reverse order
         Patch(("torch.autograd.function:BackwardCFunction.__init__",), _make_node, _SCALED_BY_S),
         Patch(
             tuple(f"torch.autograd.function:BackwardCFunction.{name}" for name in ("apply", "apply_boxed")),

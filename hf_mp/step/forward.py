@@ -1,4 +1,4 @@
-"""The attached forward: the model's own, in autocast, with a border around every way in and out."""
+"""``AttachedForward``: runs the model's forward in autocast, between unscale nodes and scaled outputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hf_mp.weights.fp32_reads import as_stored
 
 
 class AttachedForward(ReplacedForward):
-    """Takes the place of ``model.forward`` while attached, or of another method that is called in its place."""
+    """Replaces ``model.forward``, or another method that the loop calls, while the model is attached."""
 
     def __init__(self, runtime: StepRuntime, module: nn.Module, name: str = "forward") -> None:
         super().__init__(module, name)
@@ -39,17 +39,17 @@ class AttachedForward(ReplacedForward):
         self.alias_cache = runtime.weights.alias_cache()
         counts_positions = runtime.policy.exact_generation and name == "forward"
         self.inner_forward = with_position_ids(self) if counts_positions else self.original
-        functools.update_wrapper(self, self.original, updated=())  # not the attributes of an attached forward below
+        functools.update_wrapper(self, self.original, updated=())  # without the attributes of a nested attached forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Nested in another attached forward, this one belongs to its graph: the borders are the outer one's.
+        # Inside another attached forward, this one is a part of its scaled graph.
         return self._run(args, kwargs) if state.forward is None else self.inner_forward(*args, **kwargs)
 
-    # torch.compile leaves this frame alone and compiles the model's own forward, in autocast, as one graph.
-    @disable_compile("hf_mp's borders are outside of the graph of an attached model: leave fullgraph=True out")
+    # torch.compile skips this frame and compiles the model's own forward, in autocast, as one graph.
+    @disable_compile("hf_mp scales gradients outside the graph of an attached model: leave fullgraph=True out")
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # The model was detached or is gone, and a library that has wrapped this forward still calls it.
-        if (model := self.runtime.model) is None:
+        model = self.runtime.model
+        if model is None:  # detached, but another library has wrapped this forward
             return self.original(*args, **kwargs)
         with profiled("forward"):
             context, args, kwargs = self._begin(model, args, kwargs)
@@ -60,7 +60,7 @@ class AttachedForward(ReplacedForward):
 
     @torch.compiler.disable
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[ForwardContext, Any, Any]:
-        """The context of a forward, and its arguments: an external tensor among them through a border."""
+        """Return the context of a forward, and its arguments with aliases of external tensors."""
         with as_stored():
             weights = self.runtime.begin_forward(model, self)
         context = ForwardContext(self.runtime, weights)
@@ -73,19 +73,19 @@ class AttachedForward(ReplacedForward):
 
     @torch.compiler.disable
     def _finish(self, context: ForwardContext, outputs: Any) -> Any:
-        """The outputs in FP32, each through its border. Not called if the forward raised."""
+        """Cast the outputs to FP32, add unscale hooks, and call the observers. Not called if the forward raised."""
         weights, may_defer = context.weights, can_defer_casts(outputs)
         scale_provider = self.runtime.scale_provider if weights is not None and weights.slots.has_grad else None
-        crossed: list[Tensor] = []
+        results: list[Tensor] = []
 
-        def cross(output: Tensor) -> Tensor:
+        def cast(output: Tensor) -> Tensor:
             wrap = DeferredOutput if may_defer and can_be_deferred(output) else None
-            crossed.append(cast_to_output(output, scale_provider, wrap))
-            return crossed[-1]
+            results.append(cast_to_output(output, scale_provider, wrap))
+            return results[-1]
 
-        outputs = apply_to_tensors(cross, outputs, objects=True)
+        outputs = apply_to_tensors(cast, outputs, objects=True)
         if weights is not None:
-            weights.finish(crossed)
+            weights.finish(results)
         for hook in context.output_hooks:
             hook(outputs)
         return outputs
@@ -95,34 +95,33 @@ class AttachedForward(ReplacedForward):
 
 
 class ForwardContext:
-    """One forward of an attached model, or the recomputation of a part of it: a context for one thread.
+    """Context manager of one forward of an attached model, or of the recomputation of a part of it, in one thread.
 
-    While it is entered, the weights are in their slots, autocast casts the calls, and ``state.forward``
-    (:mod:`hf_mp.casting.autocast_stack`) is this object, from which autocast, kernels, caches and the scale boundary
-    read its attributes: those of :class:`hf_mp.casting.plan_entry.Forward`.
+    It fills the parameter slots, enters autocast, and sets ``state.forward`` (:mod:`hf_mp.casting.autocast_stack`) to
+    itself. Readers of that use the attributes of :class:`hf_mp.casting.plan_entry.Forward`.
 
     Args:
         runtime: of the model.
-        weights: of the forward; None leaves the slots alone.
-        recomputes: the forward of which a part is recomputed; default None.
+        weights: of the forward; None leaves the slots unchanged.
+        recomputes: the forward with the recomputed part; default None.
     """
 
     def __init__(
         self, runtime: StepRuntime, weights: ForwardWeights | None, recomputes: ForwardContext | None = None
     ) -> None:
         self.runtime, self.weights, self.is_recomputing = runtime, weights, recomputes is not None
-        # A model that was attached anew, or that got other rules, has another autocast since.
+        # If the model was attached again, or rules were added, the runtime has another autocast now.
         self.autocast: AttachedAutocast = runtime.autocast if recomputes is None else recomputes.autocast
         autocast = self.autocast
         self.graph_task = current_graph_task()
         self.began_without_grad = autocast.call_override is None and not torch.is_grad_enabled()
         self.lowers_caches = self.began_without_grad and autocast.lowers_attention()
-        # FSDP and tensor parallelism, which keep no copies, fill slots while the forward runs.
+        # Sharded layouts, which store no copies, fill the slots while the forward runs.
         keeps_copies = weights is not None and runtime.weights.layout.keeps_copies
         self.is_dispatched = keeps_copies and autocast.may_be_dispatched()
         self.output_hooks: list[Callable[[Any], None]] = []  # of observers
 
-    # Its frames are Python's: the compiler has nothing to compile in what they call.
+    # Nothing in these methods can be compiled.
     @torch.compiler.disable
     def __enter__(self) -> ForwardContext:
         self._running = self._run()
@@ -137,62 +136,63 @@ class ForwardContext:
 
     @contextmanager
     def _run(self) -> Iterator[None]:
-        source, ident = self.runtime.weights, threading.get_ident()
+        store, ident = self.runtime.weights, threading.get_ident()
         outer, state.forward = state.forward, self
-        source.threads.append(ident)
-        # Filled already if a backward inside of this forward recomputes a part of it, in any thread.
+        store.threads.append(ident)
+        # Filled already if a backward inside this forward recomputes a part of it, maybe in another thread.
         slots = nullcontext() if self.weights is None or self.weights.slots.is_active else self.weights.slots
         kernels = kernels_enabled(self) if self.is_dispatched else nullcontext()
         try:
             with slots:
-                with source.layout.saving_for_backward(), kernels, self.autocast:
+                with store.layout.saving_for_backward(), kernels, self.autocast:
                     yield
                 if self.is_dispatched:
                     self.autocast.discard_compiled_frames()
         finally:
-            source.threads.remove(ident)
+            store.threads.remove(ident)
             state.forward = outer
 
     @contextmanager
     def for_recompute(self, args: tuple[Any, ...] | None) -> Iterator[None]:
-        """A context to recompute a part of this forward in, whose arguments are ``args`` (None: not known).
+        """Return a context manager, for any thread, that recomputes a part of this forward.
 
-        In any thread.
+        ``args`` are the arguments of that part, or None if they are unknown.
         """
-        numbered_anew = nullcontext() if self.weights is None else self.weights.external.recomputing(args)
-        with ForwardContext(self.runtime, self.weights, recomputes=self), numbered_anew:
+        recomputing = nullcontext() if self.weights is None else self.weights.external.recomputing(args)
+        with ForwardContext(self.runtime, self.weights, recomputes=self), recomputing:
             yield
 
 
 def entry_points(model: nn.Module) -> list[nn.Module]:
-    """The modules whose call is a forward of ``model``: itself, and Transformers models inside (PEFT calls those).
+    """Return the modules with a forward to attach: ``model`` and Transformers models inside it, which PEFT calls.
 
-    A container (``ModuleList``, ``ModuleDict``, a class without a ``forward``) cannot be called: its children are.
+    Of a container (``ModuleList``, ``ModuleDict``, a class without ``forward``), also its children.
     """
-    called = [m for m in _called(model) if m is not model]
+    called = [m for m in _callable_modules(model) if m is not model]
     transformers_models = sys.modules.get("transformers.modeling_utils")
     if transformers_models is not None:
         called += [m for m in model.modules() if m is not model and isinstance(m, transformers_models.PreTrainedModel)]
     return [model, *dict.fromkeys(called)]
 
 
-def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """``module``, or if it has no ``forward`` those inside that have."""
-    own = vars(module).get("forward")
-    in_class = getattr(type(module), "forward", None)  # a scripted module has none
-    if in_class is not nn.Module.forward or not (own is None or isinstance(own, ReplacedForward)):
+def _callable_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield ``module``, or if it has no ``forward``, the nearest modules inside it with one."""
+    in_instance = vars(module).get("forward")
+    in_class = getattr(type(module), "forward", None)  # None for a scripted module
+    is_by_user = in_instance is not None and not isinstance(in_instance, ReplacedForward)
+    if in_class is not nn.Module.forward or is_by_user:
         yield module
     else:
         for child in module.children():
-            yield from _called(child)
+            yield from _callable_modules(child)
 
 
 def methods_of(model: nn.Module, names: Iterable[str]) -> list[tuple[nn.Module, str]]:
-    """The methods of ``model`` with these names, each as its module and its name there.
+    """Return ``(module, method name)`` for each of ``names``, as in ``"vision.features"``.
 
     Raises:
         TypeError: if ``names`` is a string.
-        ValueError: for a name that is no method of the model or of a module inside (``"vision.features"``).
+        ValueError: for a name that is no method of the model or of a submodule, and for a generator.
     """
     if isinstance(names, str):
         raise TypeError(f"methods must be names in a list, not the string {names!r}: use methods=[{names!r}]")

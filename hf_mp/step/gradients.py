@@ -1,4 +1,4 @@
-"""``GradientCheck``: the backwards that run, the gradients that they left, clipping, and the overflow status."""
+"""``GradientCheck``: measures gradients after each backward, clips them, and detects an overflow before the update."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hf_mp.weights.fp32_reads import as_stored
 from hf_mp.weights.fused_adamw import Clipping
 from hf_mp.weights.weight_store import WeightStore
 
-_DEVICES_WITH_FOUND_INF = ("cuda",)  # devices whose fused optimizers skip on found_inf, so that the host need not wait
+_DEVICES_WITH_FOUND_INF = ("cuda",)  # their fused optimizers skip on found_inf
 
 NOT_ATTACHED = (
     "an optimizer that was not attached updates the weights of an attached model: its steps are taken even when "
@@ -40,20 +40,19 @@ WRITTEN_BETWEEN_BACKWARDS = (
 
 
 class ActiveBackwards:
-    """The backwards under way that began at an output of the model, so that their gradients are scaled."""
+    """Running backwards, by autograd's number: ``open`` began at a model output, ``nested`` in a custom backward."""
 
     def __init__(self) -> None:
-        self.open: set[int] = set()  # autograd's number of each
-        # By autograd's number, those that custom backwards run (:mod:`hf_mp.step.custom_backward`).
+        self.open: set[int] = set()
         self.nested: dict[int, Any] = {}
 
     def are_scaled(self, task: int) -> bool:
-        """Whether the gradients of the backward with this number, if it is of this model, are multiplied by S."""
+        """Return whether the gradients of the backward with number ``task`` are multiplied by S in this model."""
         nested = None if task in self.open else self.nested.get(task)
         return bool(self.open) if nested is None else nested.is_scaled
 
     def register_backward(self, on_ended: Callable[[], None]) -> bool:
-        """A gradient enters through an output; whether it is the first of its backward, which calls ``on_ended``."""
+        """Record the running backward, which calls ``on_ended`` at its end; return whether it was new."""
         task = torch._C._current_graph_task_id()
         if task in self.nested and self.nested[task].within.has_recomputed:
             raise RuntimeError(
@@ -64,9 +63,9 @@ class ActiveBackwards:
         is_first = task not in self.open
         if is_first:
             self.open.add(task)
-            span = profiled("backward")  # a backward that raises ends its span when this object is freed
+            span = profiled("backward")  # if the backward raises, freeing this object ends the span
             span.__enter__()
-            # Two callbacks deep: DDP queues its own after this one, and its all-reduce writes .grad until then.
+            # The callback queues another, to run after that of DDP, which waits for the all-reduce.
             queue = torch.autograd.Variable._execution_engine.queue_callback
             end = partial(self._end, task, span, on_ended)
             # autograd frees the callbacks of a backward that raises.
@@ -74,7 +73,7 @@ class ActiveBackwards:
             queue(partial(queue, end))
         return is_first
 
-    @uncompiled  # of a training step that is compiled, this would be compiled as a function of its own
+    @uncompiled  # otherwise a compiled training step compiles it separately
     def _end(self, task: int, span: AbstractContextManager[Any], on_ended: Callable[[], None]) -> None:
         span.__exit__(None, None, None)
         self.open.discard(task)
@@ -83,52 +82,66 @@ class ActiveBackwards:
 
 @dataclass(frozen=True)
 class GradientMeasurement:
-    """What was measured of the gradients when a backward ended, before anyone clips them."""
+    """Measurement of the gradients at the end of a backward, before clipping.
 
-    largest: Tensor  # magnitude, unscaled; FP32 of shape ()
-    norm: Tensor | None  # the global 2-norm, where it was asked for
-    # By identity, held weakly, for they may be freed early, with their versions; empty where a write would not be seen.
+    Attributes:
+        largest: largest unscaled magnitude, FP32 of shape ().
+        norm: global 2-norm, FP32 of shape (), or None.
+        gradients: weak references and version counters by ``id``; empty if writes do not raise version counters.
+    """
+
+    largest: Tensor
+    norm: Tensor | None
     gradients: Mapping[int, tuple[weakref.ref[Tensor], int]]
 
     def is_of(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether ``gradients`` are those measured, at least one, and unwritten since (``.data`` is not seen)."""
+        """Return whether ``gradients`` are those measured, and unwritten since, except through ``.data``."""
         measured, given = self.gradients, {id(gradient): gradient for gradient in gradients}
         if not measured or len(gradients) != len(measured) or measured.keys() != given.keys():
             return False
         return all(
-            given[key] is reference() and given[key]._version == seen for key, (reference, seen) in measured.items()
+            given[key] is reference() and given[key]._version == version
+            for key, (reference, version) in measured.items()
         )
 
 
 @dataclass(frozen=True)
 class OverflowStatus:
-    """What the gradients of one optimizer are like, on their device: the host has read nothing before :meth:`read`."""
+    """Overflow status of the gradients of one optimizer, as tensors on their device.
+
+    Only :meth:`read` synchronizes with the device.
+
+    Attributes:
+        parameters, gradients: those of the optimizer.
+        numbers: FP32 of shape (1,) or (2,): the largest magnitude of ``gradients`` and, if measured, that of the
+            backwards since the last step, before clipping.
+        copy_event: CUDA event after the copy of ``numbers`` to the host, or None.
+    """
 
     parameters: Sequence[nn.Parameter]
     gradients: Sequence[Tensor]
-    # Their largest magnitude and, if it was measured, that of the backwards since the last step, before anyone clipped.
-    # FP32, of shape (1,) or (2,): the host reads both at once.
     numbers: Tensor
-    copy_event: Any = None  # the event after which they are on the host; None if they are there, or stay on the device
+    copy_event: Any = None
 
     @property
     def may_stay_on_device(self) -> bool:
-        """Whether reading would stall the host though the device can skip the step; several processes have to agree."""
-        kind = self.numbers.device.type
-        if kind not in _DEVICES_WITH_FOUND_INF or is_distributed():
+        """Whether the device can skip the step without the host. Several processes need the status on the host."""
+        device_type = self.numbers.device.type
+        if device_type not in _DEVICES_WITH_FOUND_INF or is_distributed():
             return False
-        # torch sends found_inf to parameters of the host as well, and reads it there before it has come.
-        return all([getattr(gradient, f"is_{kind}") for gradient in self.gradients])  # a third of device.type's time
+        # For parameters on the host, torch reads found_inf before its copy is complete. `is_cuda` takes a third of the
+        # time of `device.type`.
+        return all([getattr(gradient, f"is_{device_type}") for gradient in self.gradients])
 
     def found_inf(self) -> Tensor:
-        """FP32 of shape (): 1 for an overflow, else 0."""
+        """Return 1 for an overflow, otherwise 0: FP32 of shape (), on the device."""
         largest = self.numbers[0]
-        return torch.logical_not(largest < OVERFLOW_LIMIT, out=torch.empty_like(largest))  # two kernels
+        return torch.logical_not(largest < OVERFLOW_LIMIT, out=torch.empty_like(largest))  # two kernels; also for NaN
 
     def to_host(self) -> OverflowStatus:
-        """This status, its numbers on their way to the host; :meth:`read` waits for them and no later kernel.
+        """Start copying the numbers to the host; :meth:`read` of the returned status waits for this copy only.
 
-        Holds no gradients, so that they may be freed: those of a device that takes ``found_inf`` are not read again.
+        The new status references no gradients, so that they can be freed.
         """
         device = self.numbers.device
         numbers = self.numbers.to("cpu", non_blocking=True)  # into pinned memory
@@ -136,9 +149,9 @@ class OverflowStatus:
         return OverflowStatus((), (), numbers, copy_event)
 
     def read(self) -> tuple[bool, float | None]:
-        """Whether the gradients overflow, and the largest magnitude of the backward: one read of the device.
+        """Return whether the gradients overflow, and the largest magnitude of the backwards. Synchronizes.
 
-        2**64 or more counts as an overflow: its square, Adam's second moment, would stay inf for good.
+        2**64 and more count as an overflow, because the square would make Adam's second moment inf permanently.
         """
         if self.copy_event is not None:
             self.copy_event.synchronize()
@@ -147,19 +160,21 @@ class OverflowStatus:
 
 
 class GradientCheck:
-    """Measures the gradients: for the loss scale when a backward ends, for the overflow status when an optimizer steps.
+    """Measures gradients at the end of a backward, for the loss scale, and before an update, for the overflow status.
 
-    Twice, because somebody may clip or write gradients in between; with ``measures_norm`` the status trusts what was
-    measured when the backward ended.
+    A loop may clip or write gradients in between.
 
     Args:
-        on_ended: called when a backward has ended, with the largest unscaled magnitude (None where not measured).
-        weights: whose gradients they are.
-        ranks: the processes that train along.
-        parameters: gives the parameters that a backward may leave gradients in.
-        measures_norm: whether the 2-norm is measured as well, for :meth:`norm`, and the step uses the values that were
-            measured. Default False: the step reads the gradients again, because a plain loop may have written them past
-            their version counters (``.data``, NumPy).
+        on_ended: called after a backward, with the largest unscaled magnitude on the device (None if not measured).
+        weights: of the model.
+        ranks: process groups that train the model.
+        parameters: returns the parameters with gradients from a backward.
+        measures_norm: whether to measure the 2-norm too, and to measure again before the update only if a version
+            counter has changed. Default False, because writes through ``.data`` and NumPy change none.
+
+    Attributes:
+        is_scaled: whether the loss is scaled; False until a model is attached.
+        compares_gradients: whether healing calls :meth:`measurement_if_unchanged`.
     """
 
     def __init__(
@@ -173,36 +188,30 @@ class GradientCheck:
     ) -> None:
         self._on_ended, self._weights, self._ranks, self.parameters = on_ended, weights, ranks, parameters
         self.measures_norm = measures_norm
-        self.is_scaled = False  # whether the loss is scaled: not before a model is attached
+        self.is_scaled = self.compares_gradients = False
         self.backwards = ActiveBackwards()
-        self.compares_gradients = (
-            False  # whether measurement_if_unchanged() is asked without measures_norm, as healing does
-        )
-        self._losses: list[Tensor | None] = []  # of the backwards since the last step, as the model computed them
-        self._versions: dict[int, int] = {}  # of the weights, at the end of the last backward
+        self._losses: list[Tensor | None] = []  # of the backwards since the last step, before the cast to FP32
+        self._versions: dict[int, int] = {}  # version counters of the weights at the end of the last backward
         self._warned: set[str] = set()
         self.reset_step()
 
     def warn_once(self, message: str) -> None:
-        """Warn of ``message`` unless that was done before."""
+        """Warn with ``message`` at the first call."""
         if message not in self._warned:
             self._warned.add(message)
             warn_caller(message)
 
     def reset_step(self) -> None:
-        """Begin anew: the gradients were used, or thrown away."""
-        self._largest: Tensor | None = None  # of the unscaled gradients since the last step
-        self._measured: GradientMeasurement | None = None  # when the last backward ended
-        self.clipping: Clipping | None = None  # what the next update will scale down
-        self.is_used_by_attached = False  # whether an optimizer that is attached to another model has used them
+        """Discard the measurements: the gradients were used or freed."""
+        self._largest: Tensor | None = None  # unscaled magnitude since the last step
+        self._measured: GradientMeasurement | None = None  # at the end of the last backward
+        self.clipping: Clipping | None = None  # deferred to the next update
+        self.is_used_by_attached = False  # whether an optimizer attached to another model has used the gradients
 
     # Backward
 
     def on_output_gradient(self, loss: Tensor | None) -> None:
-        """A gradient enters the model through an output: the one place where a backward is known to begin.
-
-        ``loss`` is that output as the model computed it, if it is a scalar.
-        """
+        """Register the running backward, which reaches a model output, and record ``loss``, the output if a scalar."""
         if self.backwards.register_backward(self._backward_ended):
             if self._largest is not None:
                 self._reset_if_stepped_elsewhere()
@@ -211,10 +220,10 @@ class GradientCheck:
         self._losses.append(loss)
 
     def _reset_if_stepped_elsewhere(self) -> None:
-        """Forget what was measured before if another optimizer has used it, or somebody has thrown it away."""
+        """Discard the measurements, with a warning, if weights were written since; also if gradients were freed."""
         parameters = self.parameters()
         versions = _versions_of(parameters)
-        is_used = any(versions.get(weight, seen) != seen for weight, seen in self._versions.items())
+        is_used = any(versions.get(weight, before) != before for weight, before in self._versions.items())
         if is_used and not self.is_used_by_attached and NOT_ATTACHED not in self._warned:
             self.warn_once(WRITTEN_BETWEEN_BACKWARDS)
         if is_used or not self.gradients(parameters):
@@ -230,12 +239,13 @@ class GradientCheck:
         self._on_ended(largest)
 
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """The gradients that ``parameters`` have, as backward left them."""
+        """Return the gradients of ``parameters`` as stored: in a lean layout scaled."""
         return [gradient for gradient, _ in self._weights.layout.gradients_and_factors(parameters)]
 
     def measure(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
-        """The largest magnitude of the gradients that a backward left; None for none (FSDP does not reduce yet)."""
-        if not (found := self._weights.layout.gradients_and_factors(parameters)):
+        """Measure the gradients after a backward; return the largest magnitude, or None before FSDP reduces them."""
+        found = self._weights.layout.gradients_and_factors(parameters)
+        if not found:
             return None
         gradients, norm = [gradient for gradient, _ in found], None
         are_dense_fp32 = self.measures_norm and all(
@@ -246,42 +256,44 @@ class GradientCheck:
             largest, norm = largest_magnitude_and_norm(gradients)
         else:
             largest = largest_unscaled_magnitude(found)
-        # A loop that reduces gradients itself writes them after its backward, and raises no version counter.
+        # Collective calls of a loop write gradients without raising version counters.
         is_final = (self.measures_norm or self.compares_gradients) and self._ranks.are_gradients_reduced(parameters)
-        # A DTensor's version counter knows nothing of writes into its shard, and an inference tensor has none.
-        is_known = is_final and all([type(one) is Tensor and not one.is_inference() for one in gradients])
-        versions = {id(one): (weakref.ref(one), one._version) for one in gradients} if is_known else {}
+        # Neither do writes to the shard of a DTensor. An inference tensor has no version counter.
+        has_versions = is_final and all([type(one) is Tensor and not one.is_inference() for one in gradients])
+        versions = {id(one): (weakref.ref(one), one._version) for one in gradients} if has_versions else {}
         self._measured, self.clipping = GradientMeasurement(largest, norm, versions), None
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         return largest
 
     def measurement_if_unchanged(self, gradients: Sequence[Tensor]) -> GradientMeasurement | None:
-        """What was measured when the last backward ended, if ``gradients`` are still what it left."""
+        """Return the measurement of the last backward, or None if ``gradients`` differ from those measured."""
         measured = self._measured
         return measured if measured is not None and measured.is_of(gradients) else None
 
     # Clipping
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
-        """The global 2-norm as the backward left it, bit for bit ``get_total_norm``'s; None where it is not known."""
+        """Return the 2-norm after the backward, with the bits of ``get_total_norm``; None if gradients have changed."""
         measured = self.measurement_if_unchanged(self.gradients(parameters))
         return None if measured is None else measured.norm
 
     def defer_clipping(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-        """Have the next update scale all gradients down to ``max_norm``, from :meth:`norm`; ``inf`` leaves them alone.
+        """Clip the gradients of ``parameters`` to the 2-norm ``max_norm`` in the next update.
 
-        Until then gradients stay as they are: a kernel multiplies as it reads them, else torch does before the step.
+        ``norm`` is their 2-norm, FP32 of shape (). With ``max_norm=inf`` nothing is clipped. The fused kernel
+        multiplies each gradient while it reads it; otherwise torch multiplies the gradients before the step.
         """
-        is_known = is_on_host(norm)  # for any other device the comparison would wait
-        if not math.isfinite(max_norm) or (is_known and max_norm / (norm + 1e-6) >= 1):
-            return  # torch would multiply them by 1
+        can_read = is_on_host(norm)  # reading another device would synchronize
+        if not math.isfinite(max_norm) or (can_read and max_norm / (norm + 1e-6) >= 1):
+            return  # the factor is 1
         self.clipping = Clipping(parameters, max_norm, norm)
-        if is_known and not norm.isfinite() and all_finite(local_parts(self.gradients(parameters))):
-            self.apply_clipping()  # finite gradients of a norm beyond FP32: to 0, and the step is taken, as by torch
+        if can_read and not norm.isfinite() and all_finite(local_parts(self.gradients(parameters))):
+            # A norm beyond FP32 clips finite gradients to 0, as in torch.
+            self.apply_clipping()
             self._measured = None
 
     def apply_clipping(self) -> None:
-        """Scale the gradients down where that was left to the update, for an optimizer that reads them itself."""
+        """Multiply the gradients by the deferred clip factor, for an optimizer that reads them itself."""
         clipping, self.clipping = self.clipping, None
         if clipping is not None:
             clip_grads_with_norm_(*clipping)
@@ -289,51 +301,50 @@ class GradientCheck:
     # Step
 
     def overflow_status(self, parameters: Sequence[nn.Parameter]) -> OverflowStatus:
-        """What the gradients of ``parameters``, an optimizer's, are like now."""
+        """Return the overflow status of the gradients of ``parameters``, those of an optimizer."""
         gradients = self.gradients(parameters)
         measured = self.measurement_if_unchanged(gradients) if self.measures_norm else None
         largest = largest_magnitude(local_parts(gradients)) if measured is None else measured.largest
-        so_far = self._largest
-        numbers = largest[None] if so_far is None else torch.stack([largest, so_far.to(largest.device)])
+        of_backwards = self._largest
+        numbers = largest[None] if of_backwards is None else torch.stack([largest, of_backwards.to(largest.device)])
         return OverflowStatus(parameters, gradients, numbers)
 
     def overflows(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether gradients of ``parameters`` overflow now; reads the device, and is a collective call of all ranks."""
+        """Return whether gradients of ``parameters`` overflow on any rank. A collective call that reads the device."""
         overflow, _ = self.overflow_status(parameters).read()
         return self._ranks.all_reduce_report(StepReport(overflow), parameters).overflow
 
     def losses_are_finite(self) -> bool:
-        """Whether the losses since the last step are finite: inf and NaN in a loss are there at any loss scale."""
+        """Return whether all losses since the last step are finite; no loss scale changes an inf or NaN in a loss."""
         return all_finite([loss for loss in self._losses if loss is not None])
 
     def all_ranks_report(self, status: OverflowStatus | StepReport) -> StepReport:
-        """The report on which all processes that train the parameters agree: a collective call if there are several."""
+        """Read ``status`` and return the report of all ranks (a collective call); return a StepReport unchanged."""
         if isinstance(status, StepReport):
             return status
         overflow, largest = status.read()
+        # inf or NaN was overwritten since the backward, or is in gradients of another optimizer.
         is_elsewhere = largest is not None and not overflow and not math.isfinite(largest) and self.is_scaled
-        if is_elsewhere and all_finite(local_parts(self.gradients(self.parameters()))):  # else another optimizer has it
+        if is_elsewhere and all_finite(local_parts(self.gradients(self.parameters()))):
             self.warn_once(
                 "gradients were inf or NaN when the backward ended, and are finite at optimizer.step(): the step is "
                 "taken with what is there now, and the loss scale does not learn of the overflow"
             )
-        # Without loss scaling there is no headroom to tell of.
-        is_known = self.is_scaled and not overflow and not is_elsewhere
+        has_headroom = self.is_scaled and not overflow and not is_elsewhere
         may_be_scale = not overflow or self.losses_are_finite()
-        return self._ranks.all_reduce_report(
-            StepReport(overflow, largest if is_known else None, may_be_scale), status.parameters
-        )
+        report = StepReport(overflow, largest if has_headroom else None, may_be_scale)
+        return self._ranks.all_reduce_report(report, status.parameters)
 
 
 def _versions_of(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
-    """The version counters of the trained ones of ``parameters``, by identity."""
+    """Return the version counters of trainable ``parameters`` by ``id``."""
     with as_stored():
         return {id(parameter): parameter._version for parameter in parameters if parameter.requires_grad}
 
 
 def largest_unscaled_magnitude(found: Iterable[tuple[Tensor, Tensor | None]]) -> Tensor:
-    """The largest magnitude of gradients, at least one, times their factors (None for 1), FP32 of shape ()."""
-    # A fused scan takes gradients of one factor together.
+    """Return the largest magnitude of at least one gradient times its factor (None for 1), FP32 of shape ()."""
+    # One scan for all gradients with the same factor.
     by_factor: dict[Tensor | None, list[Tensor]] = {}
     for gradient, factor in found:
         by_factor.setdefault(factor, []).append(gradient)
@@ -346,9 +357,9 @@ def largest_unscaled_magnitude(found: Iterable[tuple[Tensor, Tensor | None]]) ->
 
 
 def names_of_overflowing(weights: WeightStore, model: nn.Module | None) -> list[str]:
-    """The parameters whose gradients make a step be skipped, by name."""
+    """Return the names of the parameters with overflowing gradients, with the magnitude if it is finite."""
     named = () if model is None else model.named_parameters()
-    # One read of the device for each parameter: only the error that ends a training asks.
+    # Synchronizes for each parameter: only for the error that ends a training.
     gradients = {name: weights.layout.gradients_and_factors([one]) for name, one in named}
     largest = {name: largest_unscaled_magnitude(one).item() for name, one in gradients.items() if one}
     found = {name: value for name, value in largest.items() if not value < OVERFLOW_LIMIT}

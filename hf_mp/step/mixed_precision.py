@@ -1,4 +1,4 @@
-"""``MixedPrecision``: attaches a precision policy to a model and its optimizers, and detaches it again."""
+"""``MixedPrecision``: attaches a precision policy to a model and its optimizers, and detaches it."""
 
 from __future__ import annotations
 
@@ -40,34 +40,33 @@ STATE_VERSION = 1  # of state_dict()
 class MixedPrecision(StepRuntime):
     """Mixed precision for one model and its optimizers: autocast, FP32 masters, loss scaling (arXiv 1710.03740).
 
-    In the default layout the parameters become (or are) the FP32 masters; autocast reads FP16/BF16 working copies of
-    them; when ``backward()`` returns, ``.grad`` is FP32 and unscaled. :mod:`hf_mp.step` describes a step.
+    After ``backward()``, ``.grad`` is FP32 and unscaled. :mod:`hf_mp.step` describes a step.
 
     Args:
-        policy: a :class:`PrecisionPolicy` or what :meth:`PrecisionPolicy.parse` takes; default ``"fp16"``.
-        loss_scaler: the scaler to use instead of the one that the policy names.
+        policy: a :class:`PrecisionPolicy`, or an argument of :meth:`PrecisionPolicy.parse`; default ``"fp16"``.
+        loss_scaler: replaces the scaler of the policy.
         tables, rules: as for :class:`hf_mp.autocast`; default ``"compact"`` and none.
         free_gradients: when the lean layouts free a gradient: ``"step"`` (default), or ``"backward"``: parameters are
             updated inside ``backward()`` (:mod:`hf_mp.step.optimizer_in_backward`).
-        max_grad_norm: clip gradients to this global 2-norm inside ``optimizer.step()``, in the kernel that reads them
-            anyway; ``inf`` only measures the norm (``grad_norm``); default None: neither. A gradient that you write
-            through ``.data`` or NumPy after the backward is then not seen. With ``free_gradients="backward"``, clipping
-            (like a loss scale) runs the backward twice.
-        layout: how the weights are stored; default: the policy's layout.
+        max_grad_norm: clip gradients to this global 2-norm inside ``optimizer.step()``; ``inf`` only measures the norm
+            (``grad_norm``); default None: neither. Writes to gradients through ``.data`` or NumPy after the backward
+            are then not detected. With ``free_gradients="backward"``, clipping (like a loss scale) runs the backward
+            twice.
+        layout: a weight layout; default: that of the policy.
         on_overflow: ``"skip"`` (default) or ``"heal"`` (:func:`hf_mp.heal_overflows`).
-        offload: of a lean layout, have in host memory: ``"optimizer"``: the optimizer's state and the 16 bits that
-            complete each weight to FP32; ``"all"``: the gradients as well. Updates stay bit for bit the same. Default
-            None: everything is on the device.
+        offload: in a lean layout, store in host memory: ``"optimizer"``: optimizer state and remainders; ``"all"``:
+            gradients too. Updates have the same bits. Default None: nothing.
         switches: ``fp32_head=True``, ``exact_generation=True``, as in :class:`PrecisionPolicy`.
 
     Attributes:
         policy, scaler: the policy and the loss scaler in use.
-        stats: the :class:`PrecisionStats` so far.
+        stats: the :class:`PrecisionStats` of the run.
         step_was_skipped: whether the last step was skipped.
-        grad_norm: with ``max_grad_norm``, the norm of the last step's gradients before clipping: an FP32 tensor of
-            shape () on the device.
+        grad_norm: with ``max_grad_norm``, the norm of the last step's gradients before clipping: FP32 of shape () on
+            the device.
 
-    Raises TypeError or ValueError for an unknown policy, ``free_gradients`` without effect or a bad ``max_grad_norm``.
+    Raises:
+        TypeError, ValueError: for an unknown policy, ``free_gradients`` without effect or a bad ``max_grad_norm``.
     """
 
     def __init__(
@@ -100,38 +99,42 @@ class MixedPrecision(StepRuntime):
         self.offload = offload
         self.remedies: dict[str, str] = {}
         self._methods: tuple[str, ...] = ()  # attached besides ``forward``
-        self.made_by_trainer = False  # whether a Trainer's session made it: then its next one takes the model over
+        self.made_by_trainer = False  # if so, the Trainer's next session may attach the model again
         self.updates_in_backward = free_gradients == "backward"
         self.set_controller(controller_for(FREE_GRADIENTS, free_gradients, self, max_grad_norm))
         self.set_controller(controller_for(ON_OVERFLOW, on_overflow, self))
-        # A library may put its own forward over the attached one; detach() then finds the runtime here.
+        # For detach(model), because another library may have replaced the attached forward.
         RUNTIMES.add(self)
         self.scaler.users.add(self)
 
     def attach(self, model: nn.Module, methods: Sequence[str] = ()) -> nn.Module:
-        """Run ``model`` under this policy from now on; returns the same model, or raises ValueError with the way out.
+        """Run ``model`` under this policy from now on; return the same model.
 
-        Trainable FP16/BF16 parameters are cast to FP32 in place (the Parameter objects stay); in the lean layouts they
-        become :class:`SplitParameter`, whose saved values are FP32 all the same. Frozen parameters stay as they are.
+        Trainable FP16/BF16 parameters are cast to FP32 in place (the Parameter objects stay). In the lean layouts they
+        become :class:`SplitParameter`, with FP32 values in ``state_dict()``. Frozen parameters are unchanged.
 
         Args:
-            model: any ``nn.Module``. Mixed precision applies to calls of the model, and of Transformers models inside;
-                of a container (``ModuleList``, ``ModuleDict``, a class without ``forward``) to calls of its children.
-            methods: names of other methods that are called from outside, such as ``["get_image_features"]``; of a
-                module inside as ``"vision.features"``. Each call is one as of ``forward``. Default: none.
+            model: any ``nn.Module``. Mixed precision applies to calls of the model and of Transformers models inside
+                it; of a container (``ModuleList``, ``ModuleDict``, a class without ``forward``), to calls of its
+                children.
+            methods: names of other methods to which it applies, for example ``["get_image_features"]``, or
+                ``["vision.features"]`` for a method of a submodule. Default: none.
+
+        Raises:
+            ValueError: for a model that cannot be attached, with advice.
         """
         if not self.policy.is_mixed:
             return model
         if self.model is not None:
             raise ValueError("this MixedPrecision has a model already: detach() it, or make another one")
-        # All that can be refused is refused before the model is touched.
         parallelism = detect_parallelism(model)
         check_attachable(model, parallelism, self.policy, is_scaled=self.scaler.is_scaling)
         methods_of(model, methods)
         self._methods = tuple(methods)
         try:
             self._bind_model(model)
-            install_replacements(model, self._tables)  # before FSDP is told which weights travel in FP32
+            # Before adopt_sharding(), which selects the weights that FSDP sends in FP32.
+            install_replacements(model, self._tables)
             self.adopt_sharding(list(model.parameters()), parallelism)
             self.weights.layout.prepare_weights(model)
             self.wrap_forwards()
@@ -141,39 +144,40 @@ class MixedPrecision(StepRuntime):
         return model
 
     def set_controller(self, controller: StepController | None) -> None:
-        """Let ``controller`` replace the reports of steps, and observe the steps; None changes nothing."""
+        """Set the step controller, which also observes steps; None changes nothing."""
         if controller is not None:
             self.controller = controller
             self.observers.append(controller)
 
     def add_rules(self, rules: Mapping[str, str]) -> None:
-        """Add rules by module, which are saved as ``remedies``; raises ValueError for a name that matches no module."""
-        # Raises for names that match no module; then nothing else has changed.
+        """Add rules by module, which are saved as ``remedies``; a ValueError for a name that matches no module."""
         self.autocast.add_rules(rules if self.model else {}, self.model)
         self.weights.reset_uses(self.autocast.is_lower_precision, self.autocast.modules_with_rules())
         self.rules, self.remedies = {**self.rules, **rules}, {**self.remedies, **rules}
         self.stats = replace(self.stats, remedies=tuple(f"{name}: {rule}" for name, rule in self.remedies.items()))
 
     def wrap_forwards(self) -> None:
-        """Put the attached forward (again) wherever it is missing: a library may have set one of its own."""
+        """Set the attached forward on each entry point without it, also after another library has replaced it."""
         if (model := self.model) is None:
             return
         for module, name in [*((one, "forward") for one in entry_points(model)), *methods_of(model, self._methods)]:
             if not isinstance(module.__dict__.get(name), AttachedForward):
-                vars(module)[name] = AttachedForward(self, module, name)  # Fabric's wrapper would set it inside
+                vars(module)[name] = AttachedForward(self, module, name)  # Fabric's __setattr__ writes to its module
 
     def attach_optimizer(self, optimizer: Optimizer) -> AttachedOptimizer:
         """Guard ``optimizer.step()``: skip it when a gradient is inf or NaN, or 2**64 or larger.
 
         Returns:
-            The same optimizer; in the lean layouts a :class:`MasterWeightOptimizer` around it, to be used from now on.
+            The optimizer to use from now on: the same one; in the lean layouts a :class:`MasterWeightOptimizer` of it.
             Its ``step_was_skipped`` is whether its last step was skipped.
 
-        Raises TypeError for anything but one optimizer; ValueError before attach(), for an optimizer of another model,
-        for a model without a trainable parameter, and for LBFGS.
+        Raises:
+            TypeError: if ``optimizer`` is not one optimizer.
+            ValueError: before attach(), for an optimizer of another model, for a model without a trainable parameter,
+                and for LBFGS.
         """
         if not self.policy.is_mixed:
-            if not hasattr(optimizer, "step_was_skipped"):  # for loops that take any precision
+            if not hasattr(optimizer, "step_was_skipped"):  # so that a loop can read it in any precision
                 optimizer.step_was_skipped = False  # type: ignore[attr-defined]
             return cast("AttachedOptimizer", optimizer)
         if self._model is None:
@@ -181,17 +185,16 @@ class MixedPrecision(StepRuntime):
         return guard_steps(optimizer, self)
 
     def refresh(self) -> None:
-        """Read the weights again after a write that hf_mp cannot detect; without effect if nothing was written.
+        """Update the working copies after a write to weights that hf_mp cannot detect.
 
-        ``fp16`` and ``bf16`` compute with 16-bit copies of the FP32 weights. Writes by torch functions, through
-        ``parameter.data`` and by optimizers refresh them. Call this after a write through NumPy, DLPack, a storage or
-        C++ code (``parameter.detach().numpy()[...] = value``), and before the next forward.
+        Such writes are those through NumPy (``parameter.detach().numpy()[...] = value``), DLPack, a storage or C++
+        code. Writes by torch functions, through ``parameter.data`` and by optimizers are detected.
         """
         self.weights.layout.refresh()
 
     def detach(self) -> None:
-        """Leave the model as an ordinary FP32 model and its optimizers as they were: no hook, wrapper or copy stays."""
-        # In reverse: each forward restores the one that it replaced.
+        """Restore an ordinary FP32 model and its optimizers, without hooks, wrappers and copies."""
+        # In reverse order: each forward restores the one that it replaced.
         for forward in filter(None, [reference() for reference in reversed(self.forwards)]):
             forward.remove()
         self.scaler.finish_pending_step()
@@ -209,29 +212,30 @@ class MixedPrecision(StepRuntime):
             self._patches()
 
     def copy_for(self, memo: dict[int, Any]) -> MixedPrecision:
-        """The runtime of a deep copy of the model: same policy and scale, own working copies, no optimizer."""
+        """Return the runtime of a deep copy of the model: same policy and scale, no optimizer."""
         if id(self) not in memo:
             settings: Any = {"tables": self._tables, "rules": self.rules, "offload": self.offload}
             copied = MixedPrecision(self.policy, loss_scaler=self.scaler.copy(), **settings)
             memo[id(self)], copied._methods = copied, self._methods
             if (model := self.model) is not None and id(model) in memo:
-                # Nothing is attached before its first forward: only then are the modules there that rules name.
+                # begin_forward() binds the model: rules need its modules, which are not all copied yet.
                 copied._model = weakref.ref(memo[id(model)])
         return memo[id(self)]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs besides model and optimizer, as plain values for JSON."""
+        """Return the state that a checkpoint needs besides model and optimizer, as values for JSON."""
         state = {"version": STATE_VERSION, "precision": str(self.policy), "loss_scaler": self.scaler.state_dict()}
-        # A scaler may leave out of its own count what no scale would have prevented.
+        # A scaler may not count skips that no scale prevents.
         others = {"remedies": self.remedies, "other_skips": self.stats.skipped_steps - self.scaler.state.skipped_steps}
         return {**state, **{name: value for name, value in others.items() if value}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, except the scale of another kind of loss scaling.
+        """Load a state of :meth:`state_dict`. The loss scale of another loss scale rule is not loaded.
 
-        If it was saved in another precision, a warning says what changes.
+        Warns if the state was saved in another precision.
 
-        Raises TypeError or ValueError for anything else.
+        Raises:
+            TypeError, ValueError: if ``state_dict`` is not such a state.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"a mixed precision state is a mapping, not a {type(state_dict).__name__}")
@@ -243,7 +247,7 @@ class MixedPrecision(StepRuntime):
         saved = PrecisionPolicy.parse(str(state_dict.get("precision", self.policy)))
         if saved != self.policy:
             warn_caller(self.policy.explain_change(saved))
-        # Another rule would read the numbers of this one as its own.
+        # The rules have different fields.
         if saved.loss_scale == self.policy.loss_scale:
             self.scaler.load_state_dict(state_dict["loss_scaler"])
         stats = PrecisionStats.resumed(self.scaler.state)

@@ -1,4 +1,4 @@
-"""Who only looks at a step (:class:`StepObserver`), and who decides about it (:class:`StepController`)."""
+"""Callbacks of a step: :class:`StepObserver`, and :class:`StepController`, which may replace an overflow report."""
 
 from __future__ import annotations
 
@@ -13,55 +13,67 @@ from hf_mp.scaling.rules import StepReport
 
 
 class StepObserver:
-    """Looks on while an attached model trains, in ``MixedPrecision.observers``; every method is a no-op here."""
+    """Callbacks during the training of an attached model. Add one to ``MixedPrecision.observers``.
+
+    Every method does nothing by default.
+    """
 
     def on_attach_optimizer(self, optimizer: Any) -> None:
-        """``optimizer``, which will be stepped, is attached; raises a ValueError for one that cannot be observed."""
+        """Called when ``optimizer`` is attached. Raises a ValueError for one that cannot be observed."""
 
     def on_forward_begin(
         self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[Any], None] | None:
-        """A forward with grad of ``forward`` (an :class:`AttachedForward`) begins; may return a function of outputs."""
+        """Called before ``forward`` (an :class:`AttachedForward`) runs with grad.
+
+        May return a function that is called with the outputs.
+        """
 
     def on_output_gradient(self, node: Any, gradient: Tensor) -> None:
-        """A gradient, scaled, enters through ``node``, an output border's; nothing of the model's backward has run."""
+        """Called when ``gradient``, scaled, reaches a model output, before any other node of the model runs.
+
+        ``node`` is the autograd node of the output.
+        """
 
     def on_backward_end(self, largest: Tensor | None) -> None:
-        """A backward has ended, with this largest unscaled magnitude (not read yet); None where not measured."""
+        """Called after a backward, with its largest unscaled magnitude, on the device; None if not measured."""
 
     def on_step_finished(self, report: StepReport) -> None:
-        """An optimizer step was taken or skipped; the scaler has not counted it yet."""
+        """Called after an optimizer step was applied or skipped, before the scaler counts it."""
 
     def overflow_advice(self) -> str:
-        """What to do, and why, for the message of a :class:`LossScaleError`."""
+        """Return advice for the message of a :class:`LossScaleError`; default: empty."""
         return ""
 
     def on_detach(self) -> None:
-        """The model is an ordinary one again."""
+        """Called after the model was detached."""
 
 
 class StepController(StepObserver):
-    """Looks on as well, and may replace the report of a step: ``MixedPrecision.controller``."""
+    """An observer that may replace the report of a step: ``MixedPrecision.controller``."""
 
     def report_from_backward(self) -> StepReport | None:
-        """The report of a step whose gradients were used already; None where there are gradients to look at."""
+        """Return the report of a step if the backward has used its gradients; None if they are still to be checked."""
 
     def handle_overflow(self, optimizer: Any) -> StepReport | None:
-        """A step is about to be skipped; the report on gradients put in the place of those that overflowed, if any."""
+        """Called before a step is skipped because of an overflow. May run the step again.
+
+        Returns the report of the new gradients, or None to skip the step.
+        """
 
 
-# The controller of each MixedPrecision(on_overflow=...), by module and class; its argument is the runtime.
+# Controller classes for MixedPrecision(on_overflow=...). Argument: the runtime.
 ON_OVERFLOW: dict[str, str | None] = {"skip": None, "heal": "hf_mp.diagnostics.healing:Healer"}
 
 FreeGradients = Literal["step", "backward"]
-# The controller of each MixedPrecision(free_gradients=...); its arguments are the runtime and max_grad_norm.
+# Controller classes for MixedPrecision(free_gradients=...). Arguments: the runtime and max_grad_norm.
 FREE_GRADIENTS: dict[str, str | None] = {
     "step": None,
     "backward": "hf_mp.step.optimizer_in_backward:OptimizerInBackward",
 }
 
 
-OFFLOAD = ("optimizer", "all")  # what MixedPrecision(offload=...) may have in host memory
+OFFLOAD = ("optimizer", "all")  # values of MixedPrecision(offload=...)
 
 
 def check_options(
@@ -71,11 +83,11 @@ def check_options(
     max_grad_norm: float | None = None,
     offload: str | None = None,
 ) -> None:
-    """Raise a ValueError, with the way out, for options of a :class:`MixedPrecision` that ``policy`` cannot have."""
+    """Raise a ValueError, with advice, for options of a :class:`MixedPrecision` that ``policy`` does not support."""
     choices = ("free_gradients", free_gradients, FREE_GRADIENTS), ("on_overflow", on_overflow, ON_OVERFLOW)
-    for name, value, known in choices:
-        if value not in known:
-            raise ValueError(f"{name}={value!r} is not known: use {' or '.join(map(repr, known))}")
+    for name, value, allowed in choices:
+        if value not in allowed:
+            raise ValueError(f"{name}={value!r} is not known: use {' or '.join(map(repr, allowed))}")
     if free_gradients == "backward" and not policy.is_lean:
         raise ValueError(
             f"free_gradients='backward' needs a lean layout, whose optimizer is ours, not precision={str(policy)!r}: "
@@ -102,8 +114,8 @@ def _check_offload(policy: PrecisionPolicy, offload: str, free_gradients: str) -
         )
 
 
-def controller_for(known: Mapping[str, str | None], name: str, *arguments: Any) -> StepController | None:
-    """The controller that ``known`` has for ``name``, constructed with ``arguments``."""
-    # Imported by name, so that a training without it does not load its module.
-    home = known[name]
-    return None if home is None else resolve_name(home)(*arguments)
+def controller_for(classes: Mapping[str, str | None], name: str, *arguments: Any) -> StepController | None:
+    """Construct the controller ``classes[name]``; None if there is none."""
+    # Imported by name, so that a training without a controller does not import its module.
+    path = classes[name]
+    return None if path is None else resolve_name(path)(*arguments)

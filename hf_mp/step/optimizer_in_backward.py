@@ -1,13 +1,11 @@
-"""Optimizer-in-backward: each parameter is updated as soon as its own gradient is complete.
+"""Optimizer step in backward: updates each parameter as soon as its gradient is complete, and frees the gradient.
 
-Never more than one gradient is there (LOMO, Lv et al. 2023, arXiv 2306.09782, section 3.1), and a step keeps what it
-always keeps: one that overflows changes nothing, and clipping is by the norm of this step's gradients.
+At most one gradient exists at a time (LOMO, Lv et al. 2023, arXiv 2306.09782, section 3.1). As in other steps, an
+overflow skips the whole step, and clipping uses the norm of this step's gradients.
 
-Skipping and clipping depend on the last gradient of a backward, when the first ones are used up, and undoing an update
-would take more memory than the gradient that is saved. So where the loss is scaled or gradients are clipped, backward
-runs twice inside ``loss.backward()``, as LOMO's does: the first pass measures each gradient and drops it, the second
-updates. Without loss scale and clipping, one pass will do: it starts only if the loss is finite, and stops with an
-error at a gradient that is not.
+Both need the last gradient before the first update. So if the loss is scaled or gradients are clipped, backward runs
+twice inside ``loss.backward()``, as in LOMO: the first pass measures and frees each gradient, the second updates.
+Otherwise one pass runs. It starts only if the loss is finite, and raises at a gradient that overflows.
 """
 
 from __future__ import annotations
@@ -42,10 +40,10 @@ from hf_mp.weights.split_parameter import (
 
 @dataclass
 class _Backward:
-    """What one backward has found so far."""
+    """State of the running backward, or of the last one before its step."""
 
-    task: int
-    own: set[int]  # the optimizer's parameters, by identity
+    task: int  # autograd's number
+    own: set[int]  # ids of the optimizer's parameters
     phase: Literal["measure", "update", "discard"] = "measure"
     norms: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     largest: Tensor | None = None
@@ -54,10 +52,10 @@ class _Backward:
 
 
 class OptimizerInBackward(StepController):
-    """Updates the parameters of one optimizer inside backward.
+    """Updates the parameters of one optimizer during backward.
 
-    Clips the global 2-norm of the gradients to ``max_grad_norm``; ``inf`` only measures it, None does not. After a
-    first pass, ``runtime`` has the norm, and its observers are told the largest magnitude.
+    Clips the gradients to the global 2-norm ``max_grad_norm``; ``inf`` only measures it, None neither. After a first
+    pass, sets ``runtime.grad_norm`` and reports the largest magnitude to the observers.
     """
 
     def __init__(self, runtime: Any, max_grad_norm: float | None) -> None:
@@ -65,13 +63,13 @@ class OptimizerInBackward(StepController):
         self._runtime = runtime
         self._is_scaled = False
         self._optimizer: Any = None  # a MasterWeightOptimizer
-        # Where the gradients of parameters are complete, and our hooks there. Nobody else may hold these nodes, and a
-        # hook goes with its node; a node keeps its parameter alive, so these are let go of at the next forward.
+        # Hooks at AccumulateGrad nodes, which run when a gradient is complete. A hook is freed with its node, so the
+        # nodes are stored too. A node keeps its parameter alive, so the next forward replaces them.
         self._hook_handles: list[tuple[Any, RemovableHandle]] = []
         self._backward: _Backward | None = None
 
     def on_attach_optimizer(self, optimizer: Any) -> None:
-        """The optimizer to update with; a ValueError for a second one, or one that looks at all parameters at once."""
+        """Set the optimizer. A ValueError for a second one, or one that cannot step single parameters."""
         if self._optimizer is not None and self._optimizer is not optimizer:
             raise ValueError("free_gradients='backward' works with one optimizer: give it all parameters as groups")
         if not steps_by_parameter(optimizer.optimizer):
@@ -83,8 +81,9 @@ class OptimizerInBackward(StepController):
         self._optimizer = optimizer
 
     def on_forward_begin(self, forward: Any, args: Any, kwargs: Any) -> None:
-        """Watch the parameters' nodes in the graph, again where autograd has made a node anew (``model.to``)."""
-        self._is_scaled, parameters = forward.runtime.check.is_scaled, list(forward.runtime.model.parameters())
+        """Register the hooks for this forward: autograd may have replaced nodes (``model.to``)."""
+        runtime = forward.runtime
+        self._is_scaled, parameters = runtime.check.is_scaled, list(runtime.model.parameters())
         if any(p.requires_grad and p.is_floating_point() and not isinstance(p, SplitParameter) for p in parameters):
             raise ValueError(
                 "free_gradients='backward' needs every trainable parameter in 16 bits, and weights of normalizations "
@@ -95,7 +94,7 @@ class OptimizerInBackward(StepController):
     def _register_hooks(self, parameters: Iterable[nn.Parameter]) -> None:
         for _, handle in self._hook_handles:
             handle.remove()
-        # The nodes that accumulate: a hook on a parameter itself would make gradients FP32, and runs once a use.
+        # Not on the parameters: such hooks would make gradients FP32, and run at each use of a parameter.
         split = [p for p in parameters if isinstance(p, SplitParameter) and p.requires_grad]
         nodes = [(get_gradient_edge(parameter).node, weakref.ref(parameter)) for parameter in split]
         self._hook_handles = [(node, node.register_hook(partial(self._complete, of))) for node, of in nodes]
@@ -105,16 +104,19 @@ class OptimizerInBackward(StepController):
         self._optimizer, self._backward = None, None
 
     def on_output_gradient(self, node: Any, gradient: Tensor) -> None:
-        """Measure the gradients in a first pass where that is needed, before anything of the model's backward runs."""
+        """Begin a backward, if it is not ``torch.autograd.grad``."""
         if self._optimizer is None:
             return
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True needs free_gradients='step': 'backward' leaves no gradients")
-        if accumulating_edges(node, [0]):  # not in torch.autograd.grad, which leaves no gradients behind
+        if accumulating_edges(node, [0]):
             self._begin(GradientEdge(*node.next_functions[0]), gradient, node.value)
 
     def _begin(self, edge: GradientEdge, gradient: Tensor, value: Tensor | None) -> None:
-        """Begin a backward, by its first pass if there are two; a RuntimeError for a second backward or output."""
+        """Begin a backward from a model output (``value`` if a scalar), and run the first pass if there are two.
+
+        A RuntimeError for a second backward before the step, and with two passes for a second output.
+        """
         task = torch._C._current_graph_task_id()
         measures = self._is_scaled or self.max_grad_norm is not None
         if self._backward is not None:
@@ -135,7 +137,7 @@ class OptimizerInBackward(StepController):
             backward.phase = "update" if starts else "discard"
             return
         try:
-            # Inside of the outer backward, so that a loop's one loss.backward() does both passes.
+            # The outer backward is the second pass.
             torch.autograd.backward([edge], [gradient], retain_graph=True)
         except BaseException:
             self._backward = None  # nothing was changed
@@ -143,14 +145,14 @@ class OptimizerInBackward(StepController):
         self._decide_second_pass(backward)
 
     def _decide_second_pass(self, backward: _Backward) -> None:
-        """Decide what the second pass does."""
+        """Set the norm, clip factor and phase (update or discard) of the second pass."""
         backward.phase, backward.done = "update", set()
         found = [] if backward.largest is None else [backward.largest]
         if self.max_grad_norm is not None:
-            # in the optimizer's order, as it adds them up itself
+            # In the order in which the optimizer sums them.
             in_order = [parameter for parameter in optimizer_parameters(self._optimizer) if parameter in backward.norms]
             self._runtime.grad_norm = norm = norm_of([backward.norms[parameter] for parameter in in_order])
-            found.append(norm)  # one that leaves FP32 would clip everything to nothing
+            found.append(norm)  # if it exceeds FP32, clipping would set all gradients to 0
             if math.isfinite(self.max_grad_norm):
                 backward.clip_factor = clip_factor(norm, self.max_grad_norm)
         if backward.largest is not None:
@@ -159,13 +161,13 @@ class OptimizerInBackward(StepController):
             backward.phase = "discard"
 
     @torch.no_grad()
-    def _complete(self, reference: weakref.ref[SplitParameter], *given: Any) -> None:
-        """A parameter has its gradient, of all its uses."""
+    def _complete(self, reference: weakref.ref[SplitParameter], *hook_arguments: Any) -> None:
+        """Measure or use the complete gradient of a parameter, and free it."""
         parameter, backward = reference(), self._backward
         if parameter is None or backward is None or not has_gradient(parameter):
             return
         if backward.phase != "measure" and id(parameter) not in backward.own:
-            return  # what no optimizer here has comes again in the second pass, and stays
+            return  # no optimizer has it: its gradient stays
         if backward.phase != "discard":
             if parameter in backward.done:
                 raise RuntimeError(
@@ -173,7 +175,7 @@ class OptimizerInBackward(StepController):
                     "first: checkpoint with use_reentrant=False "
                     "(gradient_checkpointing_kwargs={'use_reentrant': False}), or use free_gradients='step'"
                 )
-            # In both passes: a hook may make the second one's gradients others than those that were measured.
+            # In both passes, because a user's hook may return other gradients in the second.
             largest = largest_unscaled_magnitude([gradient_and_factor(parameter)])  # type: ignore[list-item]
             if backward.phase == "update":
                 self._update(parameter, largest.item(), backward)
@@ -183,13 +185,13 @@ class OptimizerInBackward(StepController):
         parameter.grad = None
 
     def _measure(self, parameter: SplitParameter, largest: Tensor, backward: _Backward) -> None:
-        known = backward.largest
-        backward.largest = largest if known is None else torch.maximum(known, largest.to(known.device))
+        before = backward.largest
+        backward.largest = largest if before is None else torch.maximum(before, largest.to(before.device))
         if self.max_grad_norm is not None and id(parameter) in backward.own:
             backward.norms[parameter] = clip_grad_norm_([parameter], math.inf)
 
     def _update(self, parameter: SplitParameter, largest: float, backward: _Backward) -> None:
-        """Step ``parameter`` alone; a RuntimeError for an inf or NaN gradient, when others are updated already."""
+        """Clip and step ``parameter``; a RuntimeError if its gradient overflows after others were updated."""
         if not largest < OVERFLOW_LIMIT:
             raise RuntimeError(
                 f"the largest gradient of a parameter of shape {tuple(parameter.shape)} is {largest:g}; "
@@ -201,13 +203,13 @@ class OptimizerInBackward(StepController):
         self._optimizer.step_on([parameter])
 
     def report_from_backward(self) -> StepReport | None:
-        """What the gradients of the last backward were like; None without a backward since the last step."""
+        """Return the report of the last backward, or None without one since the last step. Reads the device."""
         backward = self._backward
         if backward is None:
             return None
-        overflow = backward.phase == "discard"
-        is_known = self._is_scaled and backward.largest is not None and not overflow
-        largest = backward.largest.item() if is_known else None  # type: ignore[union-attr]
+        overflow, largest = backward.phase == "discard", None
+        if self._is_scaled and backward.largest is not None and not overflow:
+            largest = backward.largest.item()
         return StepReport(overflow, largest, not overflow or self._runtime.check.losses_are_finite())
 
     def on_step_finished(self, report: StepReport) -> None:

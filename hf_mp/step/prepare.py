@@ -24,24 +24,28 @@ def prepare(
     methods: Sequence[str] = (),
     **settings: Any,
 ) -> tuple[_Model, AttachedOptimizer]:
-    """Mixed precision for a plain loop: attach a policy to a model and its optimizer.
+    """Attach mixed precision to a model and its optimizer, for a plain loop.
 
-    The loop stays as it is in FP32. Step an LR scheduler only if ``optimizer.step_was_skipped`` is False. To undo it,
-    call :func:`hf_mp.detach`. For two models of one optimizer, call it once for each model::
+    The code of the loop is that of FP32. Step an LR scheduler only if ``optimizer.step_was_skipped`` is False.
+    :func:`hf_mp.detach` undoes it. For two models of one optimizer, call it once for each model::
 
         first, optimizer = hf_mp.prepare(first, optimizer, precision="fp16")
         second, optimizer = hf_mp.prepare(second, optimizer, precision="fp16")
 
     Args:
-        model: any ``nn.Module``; one loaded in FP16/BF16 gets FP32 masters.
-        optimizer: an optimizer over its parameters.
+        model: any ``nn.Module``. FP16/BF16 parameters become FP32 masters.
+        optimizer: an optimizer of its parameters.
         precision, settings: as for :class:`MixedPrecision`; ``"fp32"`` changes nothing, and no step is skipped.
         methods: names of methods that the loop calls besides the model itself (:meth:`MixedPrecision.attach`).
 
-    Returns the same model, and the optimizer to use from now on (see :meth:`MixedPrecision.attach_optimizer`).
-    Raises TypeError for anything but a module and an optimizer, and as ``attach`` and ``attach_optimizer`` do.
+    Returns:
+        The same model, and the optimizer to use from now on (see :meth:`MixedPrecision.attach_optimizer`).
+
+    Raises:
+        TypeError: if ``model`` is no module or ``optimizer`` no optimizer.
+        Others: as ``attach`` and ``attach_optimizer``.
     """
-    runtime = MixedPrecision(precision, **settings)  # first: a misspelt precision is told whatever else is wrong
+    runtime = MixedPrecision(precision, **settings)  # first, so that a misspelt precision is always reported
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"prepare takes a model and its optimizer, not {type(model).__name__} and {type(optimizer).__name__}. "

@@ -12,7 +12,7 @@ from hf_mp.casting.compile_exclusion import uncompiled
 _NOTHING = nullcontext()
 
 
-@uncompiled  # code that is compiled anew for a profiler would be timed with its compilation
+@uncompiled  # otherwise torch.compile recompiles when a profiler starts, and the profile contains it
 def profiled(part: str) -> AbstractContextManager[Any]:
-    """Context of one ``part`` of a step, which a running profiler shows as ``hf_mp: part``."""
+    """Return a context manager that labels one ``part`` of a step as ``hf_mp: part`` if a profiler runs."""
     return profiler.record_function(f"hf_mp: {part}") if profiler._is_profiler_enabled else _NOTHING

@@ -1,4 +1,4 @@
-"""``StepRuntime``: what forward, borders, check and update of one attached model share, and ask in a step."""
+"""``StepRuntime``: state of one attached model, and the stages of its steps."""
 
 from __future__ import annotations
 
@@ -44,13 +44,15 @@ from hf_mp.weights.weight_store import WeightLayout, WeightStore, make_layout
 
 
 class StepRuntime:
-    """One model under a policy, step by step: its weights, autocast, gradient check and steps.
+    """State that forward, scale boundary, check and update of one attached model share.
 
     Attributes:
-        weights: the one owner of the model's weights.
+        weights: masters, working copies and aliases of the model.
         autocast: casts the calls of forwards.
-        check: measures the gradients and judges them.
-        observers: look at each step; ``controller``, one of them, may decide about it.
+        check: measures gradients and detects overflows.
+        observers: called in each step; ``controller``, one of them, may replace the report of a step.
+        updates_in_backward: whether gradients are used during backward.
+        is_joint_step: whether another optimizer has stepped since the last backward.
     """
 
     def __init__(
@@ -76,22 +78,21 @@ class StepRuntime:
             measures_norm=max_grad_norm is not None,
         )
         self._max_grad_norm, self.grad_norm = max_grad_norm, None if max_grad_norm is None else torch.zeros(())
-        # Whether gradients are used in the backward: nobody clips or reduces them afterwards.
         self.updates_in_backward = False
         self.observers: list[StepObserver] = []
         self.controller: StepController | None = None
         self.forwards: list[weakref.ref[Any]] = []  # each AttachedForward
         self.guards: list[Any] = []  # the StepGuard of each attached optimizer
         self._model: weakref.ref[nn.Module] | None = None
-        self._patches: weakref.finalize[..., nn.Module] | None = None  # takes the patches off with the model
+        self._patches: weakref.finalize[..., nn.Module] | None = None  # removes the patches with the model
         self.autocast = self._make_autocast(None)
         self._step_was_skipped = False
-        # Forwards so far, and as of the last step of each optimizer.
+        # Number of forwards, and that number at the last step of each optimizer.
         self._forwards_with_grad, self._forwards_at_step = 0, weakref.WeakKeyDictionary[Optimizer, int]()
         self._stats = self._stats_before = PrecisionStats.before_first_step(scaler.get_scale())
-        self._iteration: Iteration | None = None  # the one that `_stats` count and `_stats_before` do not
-        self.is_joint_step = False  # whether another optimizer has reported the last step before
-        self._reported: set[int] = set()  # optimizers, by identity, of which another one has reported the overflow
+        self._iteration: Iteration | None = None  # counted in `_stats`, but not in `_stats_before`
+        self.is_joint_step = False
+        self._reported: set[int] = set()  # ids of optimizers with an overflow that another one has reported
 
     @property
     def model(self) -> nn.Module | None:
@@ -100,13 +101,13 @@ class StepRuntime:
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped."""
+        """Whether the last step was skipped. Synchronizes if ``found_inf`` was not read yet."""
         self.scaler.finish_pending_step()
         return self._step_was_skipped
 
     @property
     def stats(self) -> PrecisionStats:
-        """What mixed precision did so far."""
+        """Statistics of the run. May synchronize, as :attr:`step_was_skipped`."""
         self.scaler.finish_pending_step()
         return self._stats
 
@@ -115,7 +116,7 @@ class StepRuntime:
         self._stats = stats
 
     def _bind_model(self, model: nn.Module) -> None:
-        # The model holds the runtime by its forward: held strongly here, the pair would wait for the garbage collector.
+        # Weak, because the model references the runtime through its forward.
         self._model = weakref.ref(model)
         self.autocast, self.check.is_scaled = self._make_autocast(model), self.scaler.is_scaling
         patches = PATCHES, VALUE_PATCHES, DDP_PATCHES, ALIAS_PATCHES, BACKWARD_PATCHES, *cache_patches()
@@ -133,36 +134,35 @@ class StepRuntime:
     # Forward
 
     def begin_forward(self, model: nn.Module, forward: Any) -> ForwardWeights | None:
-        """The weights of ``forward``, attached to ``model`` or a part of it, which is about to run; masters come first.
+        """Prepare the weights of ``model`` for ``forward``, its own or that of a part of it, and return them.
 
         None in a transform of functorch.
         """
-        if self._patches is None:  # a deep copy: by now all of its modules are there
+        if self._patches is None:  # in a deep copy, which has all of its modules now
             self._bind_model(model)
         self._forwards_with_grad += torch.is_grad_enabled()
-        parallelism = detect_parallelism(model)  # DDP or FSDP may have come after attach()
+        parallelism = detect_parallelism(model)  # DDP or FSDP may be applied after attach()
         if parallelism is not NOT_DISTRIBUTED:
             self.ranks.register_ddp(model, parallelism)
             self.adopt_sharding(list(model.parameters()), parallelism)
-        # Borders are autograd functions without rules for torch.func, which has no public way to ask whether it is at
-        # work.
+        # Unscale nodes have no rules for torch.func. torch has no public API to detect its transforms.
         if torch._C._are_functorch_transforms_active():
             return None
         if torch.is_grad_enabled():
-            self.weights.check_single_thread()  # here: autograd's own threads recompute what was checkpointed
-        # DDP takes a parameter for ready as soon as the border that it shares has run.
+            self.weights.check_single_thread()  # not in a recomputation, which runs in autograd's threads
+        # DDP reduces a parameter as soon as its unscale node has run, so each needs its own.
         groups_weights = not self.updates_in_backward and parallelism.ddp is None
         holds_copies = self.autocast.is_compile_used()
         return self.weights.prepare_forward(model, forward, self.check.is_scaled, groups_weights, holds_copies)
 
     def adopt_sharding(self, parameters: Sequence[Tensor], parallelism: Parallelism) -> None:
-        """Follow how ``parameters``, of the model or of its optimizer, are spread over processes now."""
-        if parallelism is not NOT_DISTRIBUTED:  # DDP and meshes may be of one process
+        """Change the layout to the sharding of ``parameters``, those of the model or of its optimizer."""
+        if parallelism is not NOT_DISTRIBUTED:  # also for DDP and meshes of one process
             self.ranks.check_same_settings(mesh_groups(parameters))
             self.weights.adopt_sharding(self.model, parameters, parallelism, self.autocast.fp32_modules)
 
     def _settings(self) -> str:
-        """What must match on all ranks that train one model."""
+        """Return the settings that must be equal on all ranks that train one model."""
         return f"precision={self.policy}, loss_scaler={self.scaler.state}"
 
     def _parameters_to_check(self) -> list[nn.Parameter]:
@@ -171,37 +171,39 @@ class StepRuntime:
     # Backward
 
     def begin_iteration(self) -> None:
-        """Have the next step change the loss scale; a backward begins."""
+        """Let the next step change the loss scale. Called when a backward begins."""
         self.scaler.end_iteration()
-        if self._reported:  # gradients that were thrown away hold no overflow that was reported
+        if self._reported:  # freed gradients have no overflow
             attached = [guard.optimizer for guard in self.guards]
             self._reported &= {id(one) for one in attached if self.check.gradients(optimizer_parameters(one))}
 
     def on_backward_end(self, largest: Tensor | None) -> None:
-        """Tell the observers; ``largest`` as for :meth:`StepObserver.on_backward_end`."""
+        """Call :meth:`StepObserver.on_backward_end` of all observers."""
         for observer in self.observers:
             observer.on_backward_end(largest)
 
     # Step
 
     def clip_and_check(self, optimizer: Optimizer) -> OverflowStatus | StepReport:
-        """Before an update: clip and judge the gradients of ``optimizer``.
+        """Clip the gradients of ``optimizer`` and check them for an overflow, before its update.
 
-        The controller's report if the backward has used them already.
+        Returns an :class:`OverflowStatus`, or the controller's :class:`StepReport` if the gradients were used during
+        backward.
         """
-        self.scaler.finish_pending_step()  # where no backward has done so since the last step
-        if self.controller is not None and (report := self.controller.report_from_backward()) is not None:
+        self.scaler.finish_pending_step()
+        report = None if self.controller is None else self.controller.report_from_backward()
+        if report is not None:
             return report
         model, parameters = self.model, optimizer_parameters(optimizer)
         self._warn_without_forward(optimizer, parameters)
-        parallelism = detect_parallelism(model)  # FSDP may have come since, around the model too
+        parallelism = detect_parallelism(model)  # FSDP may have been applied since
         if model is not None and parallelism is not NOT_DISTRIBUTED:
             if parallelism.fsdp:
                 check_updates(optimizer, model)
             self.adopt_sharding(parameters, parallelism)
         if self._max_grad_norm is not None:
             self.grad_norm = self.clip_grad_norm(optimizer, parameters, self._max_grad_norm)
-            if self.grad_norm is None:  # written since, or of a part of the model
+            if self.grad_norm is None:  # the gradients were written, or are those of a part of the model
                 self.grad_norm = get_total_norm([one.grad for one in parameters if one.grad is not None])
                 self.check.defer_clipping(parameters, self._max_grad_norm, self.grad_norm)
         return self.check.overflow_status(parameters)
@@ -221,23 +223,23 @@ class StepRuntime:
     def clip_grad_norm(
         self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], max_norm: float
     ) -> Tensor | None:
-        """Clip the gradients of ``parameters`` to this 2-norm in the next step; ``inf`` only measures.
+        """Clip the gradients of ``parameters`` to the 2-norm ``max_norm`` in the next step; ``inf`` only measures.
 
-        Returns the norm before clipping, FP32 of shape (), as measured when the backward ended or by a layout that
-        keeps gradients; None, and nothing is clipped, where it is not known: then torch's own function must clip.
+        Returns the norm before clipping, FP32 of shape (). If it was not measured or gradients have changed since,
+        clips nothing and returns None: torch's own function must clip.
         """
-        # A lean layout has the gradients still scaled in 16 bits, where nobody else can clip them.
+        # A lean layout stores scaled 16-bit gradients, which only it can clip.
         norm = self.weights.layout.clip_grad_norm(optimizer_parameters(optimizer), max_norm)
         if norm is None and (norm := self.check.norm(parameters)) is not None:
             self.check.defer_clipping(parameters, max_norm, norm)
         return norm
 
     def freeze_scale_factors(self) -> None:
-        """The scaler is about to change S: gradients that are kept scaled keep the S that they have."""
+        """Copy the factors of gradients that are stored scaled, before the scaler changes S."""
         self.weights.layout.freeze_scale_factors(self.check.parameters)
 
     def finish_step(self, optimizer: Optimizer, report: StepReport, *, was_skipped: bool) -> None:
-        """Take in that a step of ``optimizer`` was applied or skipped; sets the next loss scale.
+        """Report a step of ``optimizer`` to observers and scaler, which sets the next loss scale.
 
         Steps of several optimizers between two backwards set it once, from the reports of all, and count as one step.
         """
@@ -245,10 +247,10 @@ class StepRuntime:
             report = self._new_overflow(optimizer, report)
         self.check.reset_step()
         self._step_was_skipped = was_skipped
-        key = id(self), id(optimizer)  # a scaler may be that of several models
+        key = id(self), id(optimizer)  # several models may have one scaler
         iteration = self.scaler.iteration_of(key)
         self.is_joint_step = iteration is self._iteration
-        if self.is_joint_step:  # what the other optimizers' reports have set and counted is set and counted again
+        if self.is_joint_step:  # count the step again, with the reports of the other optimizers
             self._stats = replace(self._stats_before, remedies=self._stats.remedies)
         self._iteration, self._stats_before = iteration, self._stats
         used_scale = self.scaler.get_scale()
@@ -258,14 +260,14 @@ class StepRuntime:
         try:
             self.scaler.update_scale(report, nonfinite, self._overflow_advice, optimizer=key)
         finally:
-            # Also for the step that ends the training, so that the log has its numbers.
+            # Also if update_scale() raises, so that the log has the last step.
             together = StepReport.of_all(iteration.reports.values())
             self._stats = self._stats.with_step(used_scale, self.scaler.get_scale(), together)
 
     def _new_overflow(self, optimizer: Optimizer, report: StepReport) -> StepReport:
-        """``report`` of an overflow; one that another optimizer has reported already does not lower the scale again.
+        """Return ``report``; if another optimizer has reported this overflow, so that it does not lower S again.
 
-        An optimizer that accumulates over more backwards reports it later, when the scale is lower.
+        An optimizer that accumulates over more backwards reports the overflow later.
         """
         was_reported = id(optimizer) in self._reported
         self._reported.discard(id(optimizer))
@@ -276,8 +278,8 @@ class StepRuntime:
         return report
 
     def _overflow_advice(self) -> str:
-        return "\n".join(words for observer in self.observers if (words := observer.overflow_advice()))
+        return "\n".join(advice for observer in self.observers if (advice := observer.overflow_advice()))
 
     def copy_for(self, memo: dict[int, Any]) -> StepRuntime:
-        """The runtime of a deep copy of the model."""
+        """Return the runtime of a deep copy of the model."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""``LossScaleProvider``: S and 1/S for the scale boundary of one attached model, in forward and backward."""
+"""``LossScaleProvider``: S and 1/S for the scale boundary of one attached model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_mp.scale_boundary import accumulating_edges
 
 
 class LossScaleProvider:
-    """The :class:`~hf_mp.scale_boundary.ScaleProvider` of a model: reads the loss scale, notifies check and observers.
+    """:class:`~hf_mp.scale_boundary.ScaleProvider` of a model. It notifies the gradient check and the observers.
 
     Args:
         runtime: the ``StepRuntime`` of the model, with its scaler, gradient check, weights and observers.
@@ -26,30 +26,29 @@ class LossScaleProvider:
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether each gradient is used within the backward, before DDP can reduce it."""
+        """Whether each gradient is used during the backward, before DDP can reduce it."""
         return self._runtime.updates_in_backward
 
     def loss_scale_for(self, device: torch.device) -> Tensor | None:
-        self.scaler.finish_pending_step()  # its overflow status may be unread, and sets this S
+        self.scaler.finish_pending_step()  # it may change S
         return self.scaler.scale_and_inverse(device).scale if self._runtime.check.is_scaled else None
 
-    def inverse_scale_for(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
+    def inverse_scale_for(self, device: torch.device, node: Any, indices: Sequence[int]) -> Tensor | None:
         check = self._runtime.check
         if not check.is_scaled:
             return None
         backwards, task = check.backwards, current_graph_task()
         if task not in backwards.open and (nested := backwards.nested.get(task)) is not None:
             if nested.is_scaled and not nested.accumulates:
-                nested.within.note_returned(node, places)
+                nested.within.record_returned(node, indices)
             if not nested.is_scaled or not nested.accumulates:
                 return None
             return self.scaler.scale_and_inverse(device).inverse
-        forward = state.forward
-        autocast = self._runtime.autocast
+        forward, autocast = state.forward, self._runtime.autocast
         is_recomputing = forward is not None and forward.autocast is autocast and forward.is_recomputing
         if backwards.open and not is_recomputing:
             return self.scaler.scale_and_inverse(device).inverse
-        if accumulating_edges(node, places):
+        if accumulating_edges(node, indices):
             check.warn_once(
                 "gradients reached the parameters of an attached model, but none came in through its outputs, so the "
                 "loss scale was not applied and small ones may be lost. The loss was computed from a tensor that "
@@ -63,12 +62,12 @@ class LossScaleProvider:
         check, observers = self._runtime.check, self._runtime.observers
         is_needed = check.is_scaled or check.measures_norm or observers
         if is_needed or profiler._is_profiler_enabled:  # the profiler shows the backward
-            check.on_output_gradient(getattr(node, "value", None))  # none where a second derivative begins
+            check.on_output_gradient(getattr(node, "value", None))  # None for a second derivative
         for observer in observers:
             observer.on_output_gradient(node, gradient)
 
-    def take_scaled_gradients(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
+    def take_scaled_gradients(self, node: Any, gradients: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
         layout = self._runtime.weights.layout
         if layout.keeps_scaled_gradients:
-            weights = {place: node.outside[place] for place in accumulating_edges(node, uses)}
-            layout.store_scaled_gradients(weights, uses, inverse)
+            weights = {index: node.originals[index] for index in accumulating_edges(node, gradients)}
+            layout.store_scaled_gradients(weights, gradients, inverse)

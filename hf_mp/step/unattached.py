@@ -1,4 +1,4 @@
-"""The hook after each optimizer's step, which detects the steps of optimizers that are not attached."""
+"""Hook after every optimizer step that detects the steps of optimizers that are not attached."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hf_mp.weights.fp32_reads import on_stored_values
 
 
 class _StepHook:
-    """A hook of all optimizers, from the first attached model to the last.
+    """Hook of all optimizers, registered while a model is attached.
 
-    Optimizers with ``fused=True``, and kernels of other libraries, write weights and raise no version counter.
+    Optimizers with ``fused=True`` and kernels of other libraries write weights without raising version counters.
 
-    A garbage collection that frees the last model leaves the hook: torch may be iterating over these hooks. The next
-    :meth:`add` or :meth:`discard` removes it.
+    If the garbage collector frees the last model, the hook stays until the next :meth:`add` or :meth:`discard`,
+    because torch may be iterating over its hooks.
     """
 
     def __init__(self) -> None:
@@ -29,12 +29,12 @@ class _StepHook:
         self._handle: RemovableHandle | None = None
 
     def add(self, runtime: Any) -> None:
-        """Note the steps of optimizers that are not attached to ``runtime`` from now on."""
+        """Detect steps of optimizers that are not attached to ``runtime``."""
         self._runtimes.add(runtime)
         self._register()
 
     def discard(self, runtime: Any) -> None:
-        """Note no more steps for ``runtime``; without effect if it was not added."""
+        """Stop detecting steps for ``runtime``; without effect if it was not added."""
         self._runtimes.discard(runtime)
         self._register()
 
@@ -46,31 +46,34 @@ class _StepHook:
             self._handle.remove()
             self._handle = None
 
-    @torch.compiler.disable  # a compiled step calls it outside of its graph
+    @torch.compiler.disable  # a compiled step calls it outside its graph
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         guard = getattr(optimizer.step, "hf_mp_guard", None)
-        # A copied optimizer has the guard of the one that it was copied from.
+        # The step of a copied optimizer has the guard of its original.
         attached_to = [] if guard is None or guard.optimizer is not optimizer else guard.runtimes
         if len(self._runtimes) == len(attached_to) == 1:
-            return  # as nearly always: the only attached model is that of this optimizer
+            return  # the common case: this optimizer has the only attached model
         for runtime in tuple(self._runtimes):
             if runtime not in attached_to and (model := runtime.model) is not None:
-                _note_step(runtime, model, optimizer, is_guarded=bool(attached_to))
+                _record_step(runtime, model, optimizer, is_guarded=bool(attached_to))
 
-    _stepped.is_internal = True  # a step that calls no hooks need not call this one
+    _stepped.is_internal = True  # the fused update need not call it
 
 
 STEP_HOOK = _StepHook()
 
 
 @on_stored_values
-def _note_step(runtime: Any, model: Any, optimizer: Optimizer, *, is_guarded: bool) -> None:
-    """Take in that ``optimizer``, which is not attached to ``runtime``, may have written weights of its ``model``."""
+def _record_step(runtime: Any, model: Any, optimizer: Optimizer, *, is_guarded: bool) -> None:
+    """Record that ``optimizer``, not attached to ``runtime``, may have written weights of ``model``; warn if unchecked.
+
+    ``is_guarded``: whether it is attached to another model.
+    """
     in_model = set(map(id, model_parameters(model)))
     written = [one for one in optimizer_parameters(optimizer) if one.requires_grad and id(one) in in_model]
     if not written:
         return
-    if is_guarded:  # another model's attached optimizer skips the steps that overflow
+    if is_guarded:  # it skips steps that overflow
         runtime.check.is_used_by_attached = True
     elif _is_unchecked(runtime, written):
         runtime.check.warn_once(NOT_ATTACHED)
@@ -78,9 +81,9 @@ def _note_step(runtime: Any, model: Any, optimizer: Optimizer, *, is_guarded: bo
 
 
 def _is_unchecked(runtime: Any, written: list[Any]) -> bool:
-    """Whether no attached optimizer has checked the gradients that an update of ``written`` has used."""
+    """Return whether no attached optimizer has checked the gradients that an update of ``written`` has used."""
     attached = {id(one) for guard in runtime.guards for one in optimizer_parameters(guard.optimizer)}
     if not attached.issuperset(map(id, written)):
         return True
-    # The parameters of an optimizer around an attached one, which may accumulate, or of a second one.
+    # Another optimizer also has these parameters: one that wraps an attached optimizer, or a second one.
     return not runtime.scaler.has_stepped and runtime.weights.layout.differ_from_copies(written)

@@ -1,4 +1,4 @@
-"""``hf_mp.unscaled_gradients``: for gradient hooks and custom backwards that are not linear in the gradient."""
+"""``hf_mp.unscaled_gradients``: a decorator for gradient hooks and backwards that are not linear in the gradient."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hf_mp.step.custom_backward import CustomBackward, scaled_runtimes
 from hf_mp.step.runtime import StepRuntime
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-# The node that autograd executes; public functions tell it of a tensor alone, and a hook is not given that.
+# Returns the node that autograd executes. torch has no public API for it in a hook.
 _current_node = getattr(torch._C, "_current_autograd_node", lambda: None)
 
 
 def unscaled_gradients(function: _Function) -> _Function:
-    """Give ``function`` unscaled FP32 gradients, and multiply by the loss scale those that it returns.
+    """Call ``function`` with unscaled FP32 gradients, and multiply the gradients that it returns by the loss scale.
 
-    In the graph of an attached model, gradients of activations are multiplied by the loss scale S. This makes no
-    difference to a function that is linear in them. Decorate any other, such as one with a fixed bound::
+    In the graph of an attached model, gradients of activations are multiplied by the loss scale. A function that is not
+    linear in them needs this decorator::
 
         # in forward(), where the tensor is computed
         hidden.register_hook(hf_mp.unscaled_gradients(lambda gradient: gradient.clamp(-1, 1)))
@@ -35,20 +35,19 @@ def unscaled_gradients(function: _Function) -> _Function:
             @hf_mp.unscaled_gradients
             def backward(ctx, gradient): ...
 
-    Where nothing is scaled (in ``bf16``, in a model that is not attached, outside of the model's graph), the function
-    receives its arguments as they are.
+    Unscaled gradients (``bf16``, no attached model, outside the model's graph) are passed unchanged.
 
     Args:
         function: a hook for ``Tensor.register_hook``, ``nn.Module.register_full_backward_hook`` or
             ``register_full_backward_pre_hook``, or the ``backward`` of a ``torch.autograd.Function``. Backwards that
-            this runs itself are not scaled: in FP16, small gradients in them may underflow.
+            it runs are not scaled, so small FP16 gradients in them may underflow.
 
     Returns:
-        A function of the same arguments. Gradients that a hook returns are cast to the dtypes that they had.
+        A function with the same arguments. Gradients that a hook returns are cast to their original dtypes.
 
     Raises:
-        RuntimeError: when a tensor's hook is called that was decorated outside of a forward, and a module's that is
-            called both by the caller of the model and inside of it.
+        RuntimeError: when the hook of a tensor is called that was decorated outside a forward, and when the hook of a
+            module is called that runs both as an attached model and inside one.
     """
     made_in = state.forward
 
@@ -64,7 +63,7 @@ def unscaled_gradients(function: _Function) -> _Function:
         if is_backward:
             with backward.unscaled():  # type: ignore[union-attr]
                 return apply_to_tensors(scale, function(*unscaled))
-        # What a module's hook returns takes the place of its second argument.
+        # The result of a module's hook replaces its second argument.
         dtypes = _dtypes(args[0] if isinstance(args[0], Tensor) else args[1])
         return apply_to_tensors(lambda gradient: scale(gradient).to(next(dtypes, gradient.dtype)), function(*unscaled))
 
@@ -76,7 +75,7 @@ def _dtypes(values: Any) -> Iterator[torch.dtype]:
 
 
 def _multiplied(runtime: StepRuntime, gradient: Tensor, *, is_inverse: bool) -> Tensor:
-    """``gradient`` in FP32, times S or 1/S."""
+    """Multiply ``gradient`` by S or 1/S in FP32; return integers unchanged."""
     factors = runtime.scaler.scale_and_inverse(gradient.device)
     factor = factors.inverse if is_inverse else factors.scale
     return scale_gradient(gradient, factor, runtime.scale_provider) if gradient.is_floating_point() else gradient
@@ -87,8 +86,12 @@ def _runtime_of_backward(backward: Any) -> StepRuntime | None:
 
 
 def _runtime_of_hook(args: tuple[Any, ...], made_in: Any) -> StepRuntime | None:
-    """The runtime whose loss scale multiplies the gradients that a hook is called with; None if there is none."""
-    if not (runtimes := scaled_runtimes()):
+    """Return the runtime with the loss scale of the gradients ``args`` of a hook, or None if they are unscaled.
+
+    The hook was decorated in the :class:`ForwardContext` ``made_in``, or outside forwards if None.
+    """
+    runtimes = scaled_runtimes()
+    if not runtimes:
         return None
     if not isinstance(args[0], Tensor):
         return _runtime_of_module(args[0], runtimes)
@@ -104,7 +107,7 @@ def _runtime_of_hook(args: tuple[Any, ...], made_in: Any) -> StepRuntime | None:
 
 
 def _runtime_of_module(module: Any, runtimes: list[Any]) -> StepRuntime | None:
-    """The one of ``runtimes`` whose model has ``module``; None for the whole model, whose outputs are not scaled."""
+    """Return that of ``runtimes`` with ``module`` inside its model; None for the whole model: outputs are unscaled."""
     within = [one for one in runtimes if one.model is not None and module in one.model.modules()]
     if any([one.model is module for one in within]):
         return None

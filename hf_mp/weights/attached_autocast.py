@@ -17,7 +17,7 @@ from hf_mp.casting.autocast_stack import active_autocast, state
 from hf_mp.casting.compile_exclusion import uncompiled
 from hf_mp.casting.cpu_handlers import training_plan
 from hf_mp.casting.dispatcher_kernels import can_dispatch, compiled_frames, kernels_disabled, register
-from hf_mp.casting.handlers import AS_GIVEN, promote_if_fp32
+from hf_mp.casting.handlers import UNCHANGED, promote_if_fp32
 from hf_mp.casting.kv_cache import CACHE_WRITES, lowers_attention
 from hf_mp.casting.loss_handlers import planned_losses
 from hf_mp.casting.mode import ALWAYS_HELD, autocast
@@ -117,7 +117,7 @@ class AttachedAutocast(autocast):
 
     def planned(self, func: Callable[..., Any]) -> PlanEntry:
         """What to do with a call of ``func`` in the forward that runs."""
-        entry = self._plan.get(func, AS_GIVEN)
+        entry = self._plan.get(func, UNCHANGED)
         if entry.rule not in ALWAYS_HELD and state.active[-1] is not self:
             entry = self.plan_for_nested(entry)
         forward = self.forward
@@ -165,7 +165,7 @@ class AttachedAutocast(autocast):
 
     def plan_for_nested(self, entry: PlanEntry) -> PlanEntry:
         # In compiled code a 16-bit weight may meet an FP32 activation.
-        return _PROMOTE_IN_NESTED if entry.rule is CastRule.LOWER_PRECISION else AS_GIVEN
+        return _PROMOTE_IN_NESTED if entry.rule is CastRule.LOWER_PRECISION else UNCHANGED
 
     def must_intercept_all(self) -> bool:
         weights = self.weights

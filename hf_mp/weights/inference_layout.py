@@ -40,9 +40,9 @@ class InferenceLayout(WeightLayout):
                 self._changed.append((tensor, tensor.dtype, None, 0))
                 tensor.data = tensor.data.float()
         if is_lean:
-            self._narrow(model)
+            self._round_parameters(model)
 
-    def _narrow(self, model: nn.Module) -> None:
+    def _round_parameters(self, model: nn.Module) -> None:
         """Round the weights of ``model`` to their working copies, and note their own values."""
         with_statistics = trained_with_statistics(model)
         others = {torch.float32, *LOWER_PRECISION_DTYPES} - {self.policy.params}

@@ -122,7 +122,7 @@ class TestIslandsOfTorchsInsideOfAGraph:
             pytest.skip("torch 2.15 traces no torch.cuda.amp.autocast, also without ours: KeyError: dtype")
         made_before = torch.autocast("cpu", enabled=False)
 
-        def island(x: Tensor) -> Tensor:
+        def in_fp32(x: Tensor) -> Tensor:
             if spelling == "decorator":
                 return made_before(lambda: x @ W)()
             if spelling == "object":
@@ -132,7 +132,7 @@ class TestIslandsOfTorchsInsideOfAGraph:
             with torch.cuda.amp.autocast(enabled=False) if of_cuda else torch.autocast("cpu", enabled=False):
                 return x @ W
 
-        compiled = torch.compile(lambda x: [island(x), x @ W], fullgraph=True, backend="eager")
+        compiled = torch.compile(lambda x: [in_fp32(x), x @ W], fullgraph=True, backend="eager")
         x = torch.randn(4, 8)
         for _ in range(2):
             with autocast(BF16):
@@ -323,7 +323,7 @@ def test_what_is_made_of_other_ops_compiles_to_the_same(name: str, tables: str) 
 
 @BACKENDS
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed_parts_of_a_compiled_model_have_their_casts_and_borders(backend: str, use_reentrant: bool) -> None:
+def test_checkpointed_parts_of_a_compiled_model_have_casts_and_unscale_nodes(backend: str, use_reentrant: bool) -> None:
     x, model = torch.randn(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model.forward = lambda x: checkpoint(model[1], model[0](x), use_reentrant=use_reentrant)  # type: ignore[method-assign]
     expected = gradients_of(model, lambda: model(x).square().sum())

@@ -137,7 +137,7 @@ def dtypes_in(value: Any) -> list[torch.dtype]:
 
 
 @pytest.mark.parametrize("place", NESTED)
-def test_cast_inputs_looks_where_torchs_does(place: str) -> None:
+def test_cast_inputs_casts_the_tensors_that_torchs_does(place: str) -> None:
     def given(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         return args, kwargs
 
@@ -252,7 +252,7 @@ def _takes_keywords() -> bool:
 TAKES_KEYWORDS = _takes_keywords()
 
 
-def test_no_graph_is_broken_for_a_border() -> None:
+def test_no_graph_breaks_for_an_unscale_node() -> None:
     torch._dynamo.reset()
     weight, outside = nn.Parameter(torch.ones(4)), torch.full((4,), 3.0, requires_grad=True)
 

@@ -73,7 +73,7 @@ def deferred_output() -> DeferredOutput:
     return output
 
 
-def test_it_looks_like_what_it_will_be() -> None:
+def test_it_has_the_properties_of_its_fp32_value() -> None:
     output = deferred_output()
     assert (output.shape, output.dtype, output.device.type) == ((4, 6), torch.float32, "cpu")
     assert output.requires_grad and output.grad_fn is not None and not output.is_leaf

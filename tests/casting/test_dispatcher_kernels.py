@@ -70,7 +70,7 @@ def _nothing_is_compiled(kernels: str) -> None:
 
 def attached(use: Callable[..., Any], precision: str = "bf16", **parts: Any) -> Any:
     model = MixedPrecision(precision).attach(Using(use, **({"layer": linear()} | parts)))
-    model(X)  # looked at
+    model(X)  # intercepted
     return model
 
 
@@ -123,10 +123,10 @@ OPS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a pseudoinverse": lambda m, x: torch.linalg.pinv(m.layer.bias[:, None].float()),
     "a sparse matrix": lambda m, x: torch.sparse.mm(torch.eye(4).to_sparse(), m.layer(x).float()),
     "attention": lambda m, x: F.scaled_dot_product_attention(*[m.layer(x).reshape(1, 1, 4, 8)] * 3),
-    "torch's island": lambda m, x: _in(torch.autocast("cpu", enabled=False), lambda: x @ x.t()),
-    "our island": lambda m, x: _in(hf_mp.autocast(enabled=False), lambda: x @ x.t()),
-    "an island in FP16": lambda m, x: _in(hf_mp.autocast(torch.float16), lambda: x @ x.t()),
-    "an island of 16-bit weights": lambda m, x: _in(hf_mp.autocast(enabled=False), lambda: m.layer(x)),
+    "torch's disabled region": lambda m, x: _in(torch.autocast("cpu", enabled=False), lambda: x @ x.t()),
+    "our disabled region": lambda m, x: _in(hf_mp.autocast(enabled=False), lambda: x @ x.t()),
+    "nested in FP16": lambda m, x: _in(hf_mp.autocast(torch.float16), lambda: x @ x.t()),
+    "a disabled region with 16-bit weights": lambda m, x: _in(hf_mp.autocast(enabled=False), lambda: m.layer(x)),
     "a checkpoint": lambda m, x: checkpoint(m.layer, x, use_reentrant=False),
     "a gradient inside": lambda m, x: torch.autograd.grad((y := x.detach().requires_grad_()) @ y.t(), y, X @ X.t())[0],
 }

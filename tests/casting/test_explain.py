@@ -48,13 +48,13 @@ def test_dtype_tables_and_rules_are_those_given(dtype: torch.dtype) -> None:
     found = autocast.explain(block, torch.rand(2, 4), dtype=dtype, rules={"norm": "fp32", torch.tanh: "widest"})
     assert only(found, "linear").outputs == (name,)
     assert [entry.op for entry in found.ops if entry.rule == "widest type"] == ["tanh"]
-    island = only(found, "layer_norm")
-    assert (island.module, island.rule, island.inputs) == ("norm", "unlisted", ("float32",) * 3)
+    norm = only(found, "layer_norm")
+    assert (norm.module, norm.rule, norm.inputs) == ("norm", "unlisted", ("float32",) * 3)
     on_cpu = autocast.explain(block, torch.rand(2, 4), dtype=dtype, tables="cpu")
     assert only(on_cpu, "layer_norm").rule == "unlisted"
 
 
-def test_a_watched_call_has_its_module_and_its_name_in_the_tables_or_out_of_them() -> None:
+def test_an_observed_call_has_its_module_and_its_name_in_the_tables_or_out_of_them() -> None:
     block, x, mode = Block(), torch.rand(2, 4), autocast("cpu", FP16)
     assert mode.dtype is FP16
     seen: list[tuple[str, str | None]] = []

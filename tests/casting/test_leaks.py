@@ -51,7 +51,7 @@ def assert_nothing_stays(once: Callable[[], Any], times: int = TIMES) -> None:
 
 
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
-REUSED: dict[str, Any] = {}  # an autocast and an island of torch's
+REUSED: dict[str, Any] = {}  # an autocast and a disabled region of torch
 
 
 def in_one_again(layer: nn.Linear) -> None:
@@ -87,7 +87,7 @@ def islands_and_rules(layer: nn.Linear) -> None:
 
 
 def one_island_again(layer: nn.Linear) -> None:
-    with autocast(FP16), REUSED["island"]:
+    with autocast(FP16), REUSED["disabled"]:
         layer(X)
 
 
@@ -128,14 +128,14 @@ def an_attached_model_that_raises(model: nn.Module) -> None:
 def test_nothing_stays(once: Callable[[Any], Any], times: int, layer: nn.Linear) -> None:
     if once in (an_attached_model, an_attached_model_that_raises):
         MixedPrecision("fp16").attach(layer)
-    REUSED.update(autocast=autocast(FP16), island=torch.autocast("cpu", enabled=False))
+    REUSED.update(autocast=autocast(FP16), disabled=torch.autocast("cpu", enabled=False))
     layer(X).sum().backward()
     assert_nothing_stays(lambda: once(layer), times)
     assert REUSED.pop("autocast")._casts == {}
-    assert REUSED.pop("island").__dict__.get("_hf_mp_islands", []) == []
+    assert REUSED.pop("disabled").__dict__.get("_hf_mp_nested", []) == []
 
 
-def test_outputs_that_were_looked_through_go_at_once() -> None:
+def test_outputs_that_were_traversed_are_freed_at_once() -> None:
     gc.collect()
     gc.disable()  # a cycle of references would live on
     try:

@@ -252,7 +252,7 @@ class TestParameters:
         assert torch.equal(x16.grad, to_x), "the gradient inside stays scaled"
 
     @pytest.mark.parametrize("place", [0, 1], ids=["weight", "bias"])
-    def test_only_what_a_border_made_is_unscaled(self, place: int) -> None:
+    def test_only_outputs_of_an_unscale_node_are_unscaled(self, place: int) -> None:
         inside = [torch.ones(3, 2, dtype=FP16, requires_grad=True), torch.ones(3, dtype=FP16, requires_grad=True)]
         master, other = nn.Parameter(inside[place].detach().float()), inside[1 - place]
         inside[place] = brought_in(master, inside[place].detach(), ScaleProvider(4.0))
@@ -273,11 +273,11 @@ class TestParameters:
         x, scale_provider = random(7, 9, seed=1).detach(), ScaleProvider(scale)
         masters = [nn.Parameter(random(*shape, seed=2).detach().float()) for shape in ((13, 9), (13,))]
 
-        def with_borders(*masters: Tensor) -> Tensor:
+        def through_unscale_nodes(*masters: Tensor) -> Tensor:
             weight, bias = (brought_in(master, master.detach().half(), scale_provider) for master in masters)
             return cast_to_output(multiply(x, weight, bias, transposed=False), scale_provider)
 
-        found = penalty(with_borders, masters)
+        found = penalty(through_unscale_nodes, masters)
         assert {gradient.dtype for gradient in found} == {FP32}
         check_penalty(found, penalty(lambda weight, bias: F.linear(x.float(), weight, bias), masters))
 

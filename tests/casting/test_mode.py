@@ -259,7 +259,7 @@ class TestCastsOfParameters:
                 layer(torch.ones(1, 3))
                 assert casts.count == 2
 
-    def test_an_autocast_inside_of_another_leaves_a_parameter_watched(self, layer: nn.Linear) -> None:
+    def test_an_autocast_inside_another_leaves_a_parameter_tracked(self, layer: nn.Linear) -> None:
         with autocast():
             layer(random(2, 3))
             with autocast(BF16):
@@ -274,7 +274,7 @@ class TestCastsOfParameters:
             layer.weight.data.fill_(1.0)
             assert torch.equal(layer(torch.ones(1, 3)), torch.full((1, 5), 3.0, dtype=FP16))
 
-    def test_what_cannot_be_watched_is_cast_at_each_use(self) -> None:
+    def test_a_tensor_that_cannot_be_tracked_is_cast_at_each_use(self) -> None:
         class Special(nn.Parameter):
             pass
 

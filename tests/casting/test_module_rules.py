@@ -40,7 +40,7 @@ def test_an_op_of_one_module_and_not_of_those_inside_it(is_checkpointed: bool) -
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_inside_an_island_the_island_decides() -> None:
+def test_inside_a_nested_autocast_the_nested_one_decides() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     with autocast(FP16, rules={"": "fp32", "0:linear": "scaled/4"}, model=model):
         found = model(x := torch.rand(2, 4))

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_mp.casting.autocast_stack import state
 from hf_mp.casting.dispatcher_kernels import current_graph_task, kernels_enabled, register
-from hf_mp.casting.handlers import AS_GIVEN
+from hf_mp.casting.handlers import UNCHANGED
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.plan_entry import Plan, PlanEntry
 from hf_mp.casting.plans import plan_for
@@ -42,8 +42,8 @@ class Calls(autocast):
         return False
 
     def planned(self, func: Callable[..., Any]) -> PlanEntry:
-        self.asked.append(self._plan.get(func, AS_GIVEN).rule)
-        return self._plan.get(func, AS_GIVEN)
+        self.asked.append(self._plan.get(func, UNCHANGED).rule)
+        return self._plan.get(func, UNCHANGED)
 
     def make(self, call: Callable[[], Any], *, is_reading: bool = False) -> Any:
         torch.manual_seed(0)
@@ -165,12 +165,12 @@ def test_what_asks_python_is_left_to_it() -> None:
     assert CastRule.BANNED in calls.asked
 
 
-def test_an_island_is_left_to_python() -> None:
-    calls, island = Calls(), autocast(enabled=False)
+def test_a_nested_autocast_is_left_to_python() -> None:
+    calls, disabled = Calls(), autocast(enabled=False)
 
     def call() -> Any:
         before = X @ X.t()
-        with island:
+        with disabled:
             inside = X @ X.t()
         return before, inside, X @ X.t()
 

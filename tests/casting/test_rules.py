@@ -117,7 +117,9 @@ class TestModules:
         assert len(found) == matched if matched < 10 else len(found) >= matched
         assert all(any(m is module for module in gpt2.modules()) for m in found)
 
-    def test_a_module_in_an_island_in_another(self, gpt2: GPT2LMHeadModel, batch: dict[str, Tensor]) -> None:
+    def test_a_module_with_a_rule_inside_a_module_with_a_rule(
+        self, gpt2: GPT2LMHeadModel, batch: dict[str, Tensor]
+    ) -> None:
         expected = gpt2(**batch)
         with autocast(
             FP16, rules={"transformer": "fp32", "transformer.h.*.mlp": "fp32", "lm_head": "fp32"}, model=gpt2
@@ -144,7 +146,7 @@ class TestModules:
         with autocast(FP16):
             assert model[0](torch.rand(2, 4)).dtype is FP16
 
-    def test_an_exception_inside_of_an_island(self) -> None:
+    def test_an_exception_inside_a_module_with_a_rule(self) -> None:
         model = nn.Sequential(Using(lambda m, x: 1 // 0), nn.Linear(4, 4))
         with autocast(FP16, rules={"0": "fp32"}, model=model) as mode:
             with pytest.raises(ZeroDivisionError):

@@ -208,13 +208,13 @@ def test_an_optimizer_that_is_collected_while_code_is_compiled_leaves_accelerate
 
 def test_what_a_torch_lacks_costs_one_warning_and_nothing_else(holder: types.SimpleNamespace) -> None:
     table = (
-        Patch(("a_torch:Gone.method", "a_torch:gone_too"), lambda original: original, "islands are lost"),
+        Patch(("a_torch:Gone.method", "a_torch:gone_too"), lambda original: original, "nested autocasts are lost"),
         Patch(("moved_away:function", "a_torch:Gone.__init__"), lambda original: original, "tracing is lost"),
         Patch(("a_torch:present",), lambda original: "ours", ""),
     )
     patches = Patches(table)
     with pytest.warns(
-        UserWarning, match=r"has no a_torch\.Gone\.method or a_torch\.gone_too: islands are lost"
+        UserWarning, match=r"has no a_torch\.Gone\.method or a_torch\.gone_too: nested autocasts are lost"
     ) as caught:
         for _ in range(2):
             patches.acquire()

@@ -1,4 +1,4 @@
-"""What torch says about autocast inside ours, the FP32 islands of other people's code, and torch's own left alone."""
+"""What torch says about autocast inside ours, autocast-disabled regions of other code, and torch's own left alone."""
 
 import threading
 from collections.abc import Callable
@@ -63,7 +63,7 @@ class TestQuestions:
         assert found == [False, BF16, FP32, True]
 
 
-ISLANDS: dict[str, Callable[[], Any]] = {
+DISABLED: dict[str, Callable[[], Any]] = {
     "cpu": lambda: torch.autocast("cpu", enabled=False),
     "cuda": lambda: torch.autocast("cuda", enabled=False),
     "torch.cuda.amp": lambda: torch.cuda.amp.autocast(enabled=False),
@@ -72,30 +72,30 @@ ISLANDS: dict[str, Callable[[], Any]] = {
 
 
 class TestIslands:
-    @pytest.mark.parametrize("island", ISLANDS)
+    @pytest.mark.parametrize("disabled", DISABLED)
     @pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.autocast:FutureWarning")
-    def test_they_switch_ours_off(self, pair: tuple[Tensor, Tensor], island: str) -> None:
+    def test_they_switch_ours_off(self, pair: tuple[Tensor, Tensor], disabled: str) -> None:
         a, b = pair
         with autocast(FP16):
-            with ISLANDS[island]():
+            with DISABLED[disabled]():
                 assert (a @ b).dtype is FP32 and torch.equal(a @ b, torch.mm(a, b))
                 assert not torch.is_autocast_enabled("cuda") and torch.sum(a.half()).dtype is FP16
-            assert ISLANDS[island]()(torch.mm)(a, b).dtype is FP32  # as a decorator
+            assert DISABLED[disabled]()(torch.mm)(a, b).dtype is FP32  # as a decorator
             assert (a @ b).dtype is FP16
 
     def test_one_object_entered_twice_and_again_outside(self, pair: tuple[Tensor, Tensor]) -> None:
         a, b = pair
-        island = torch.autocast("cpu", enabled=False)
+        disabled = torch.autocast("cpu", enabled=False)
         with autocast(FP16):
-            with island, island:
+            with disabled, disabled:
                 assert (a @ b).dtype is FP32
             assert (a @ b).dtype is FP16
         with torch.autocast("cpu", BF16):
-            with island:
+            with disabled:
                 assert (a @ b).dtype is FP32
             assert (a @ b).dtype is BF16
 
-    def test_ours_inside_of_an_island_of_torchs(self, pair: tuple[Tensor, Tensor]) -> None:
+    def test_ours_inside_a_disabled_region_of_torchs(self, pair: tuple[Tensor, Tensor]) -> None:
         with autocast(FP16), torch.autocast("cpu", enabled=False), autocast(BF16):
             assert (pair[0] @ pair[1]).dtype is BF16
 

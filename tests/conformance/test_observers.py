@@ -50,7 +50,7 @@ def train(
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_watched_and_unwatched_trainings_are_the_same(tmp_path: Path, name: str) -> None:
+def test_trainings_with_and_without_observers_are_the_same(tmp_path: Path, name: str) -> None:
     settings = TRAININGS[name]
     contenders = ("subclass",) if "lean" in settings.get("precision", "") else ("subclass", "callback")
     end, generator, log, noted = train(tmp_path / "unwatched", "subclass", **settings, **NOT_WATCHING)

@@ -57,7 +57,7 @@ def test_processes_without_ddp_or_fsdp_never_wait_for_each_other(two: Results) -
     assert [rank["processes_of_their_own"]["steps"] for rank in two] == [3, 1]
 
 
-def test_gradients_that_a_loop_averages_itself_are_looked_at_afterwards(two: Results) -> None:
+def test_gradients_that_a_loop_averages_itself_are_checked_afterwards(two: Results) -> None:
     first, second = (rank["averaged_by_hand"] for rank in two)
     assert first["skipped"] == second["skipped"] == [False] * 3 + [True] + [False] * 2
     assert same_by_name(first["weights"], second["weights"])
@@ -139,7 +139,7 @@ def test_weights_are_current_when_fsdp_shards_a_module_around_the_model(two: Res
     assert log["loss"] == pytest.approx(two[0]["fsdp"]["loss"], rel=1e-5)
 
 
-def test_weights_cross_the_border_into_autograd_functions_under_fsdp(two: Results) -> None:
+def test_gradients_of_autograd_functions_are_unscaled_under_fsdp(two: Results) -> None:
     for rank in two:
         case = rank["fsdp_custom_function"]
         for name, expected in case["expected"].items():

@@ -571,7 +571,7 @@ class TestLaunches:
         names = [launch.name for launch in launches] + torchs.kernels
         assert names.count("scan_kernel") == 2 and not optimizer.step_was_skipped
         assert names.count("adamw_kernel") == 4  # norms have no working copies
-        assert len(names) <= 12 + (DEVICE == "cuda"), names  # and a copy of the verdict to the host
+        assert len(names) <= 12 + (DEVICE == "cuda"), names  # and a copy of found_inf to the host
 
     @pytest.mark.parametrize("precision, clips", PASSES)
     def test_bytes_of_gradients_that_a_step_moves(self, precision: str, clips: str, launches: list[Launch]) -> None:

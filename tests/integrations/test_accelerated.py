@@ -97,7 +97,7 @@ def test_a_skipped_step_of_adamw_changes_nothing(
     order: str, precision: str, fused: bool, skips: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """accelerate 4242: weights, step counters, the flag, the scheduler and the loss scale agree."""
-    if skips == "the update itself":  # as on a GPU, where the host has not read the verdict when the scheduler asks
+    if skips == "the update itself":  # as on a GPU, where the host has not read found_inf when the scheduler steps
         monkeypatch.setattr("hf_mp.step.gradients._DEVICES_WITH_FOUND_INF", ("cpu",))
     loop = Loop(order, precision, optim=functools.partial(torch.optim.AdamW, fused=fused))
     scaler = loop.plain.forward.runtime.scaler

@@ -105,7 +105,7 @@ def test_a_kernel_that_is_wrong_here_is_not_used(pairs: Mock, message: str, monk
         assert not registry._matches_reference_on("odd", torch.device("cpu"))
 
 
-def test_a_kernel_that_is_right_here_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_is_right_here_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = Mock(return_value=_two("the norm", 0.0))
     monkeypatch.setattr(registry, "module_of", lambda name: SimpleNamespace(pairs=pairs))
     assert all(registry._matches_reference_on("odd", torch.device("cpu")) for _ in range(2))

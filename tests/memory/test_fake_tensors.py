@@ -151,7 +151,7 @@ def test_dropout_saves_a_mask_of_bytes_in_training_alone() -> None:
         assert F.dropout(x, 0.5, training=False) is x and F.dropout(x, 0.0) is x
 
 
-def test_an_island_of_autocast_can_be_made() -> None:
+def test_an_autocast_disabled_region_can_be_made() -> None:
     is_available = torch.amp.autocast_mode.is_autocast_available
     with kernels_of_a_gpu():
         found = [torch.amp.autocast_mode.is_autocast_available(name) for name in (FAKE_GPU_DEVICE.type, "cpu", "fpga")]

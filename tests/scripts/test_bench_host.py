@@ -37,7 +37,7 @@ def test_a_layer_costs_no_more_calls_nodes_kernels_and_reads(contender: str) -> 
 @pytest.mark.parametrize("contender", bench_host.OURS)
 def test_reads_of_a_step(contender: str) -> None:
     peer, ours = (bench_host.count(bench_host.make_step(c, 3, 32, 8)) for c in (bench_host.PEER, contender))
-    # The verdict, and on a CPU whether a block of split masters is finite.
+    # found_inf, and on a CPU whether a block of split masters is finite.
     assert ours["host_reads"] == peer["host_reads"] + 1 + ("lean" in contender)
     if contender in ("hf_mp bf16", "hf_mp bf16, loss scaled"):
         assert ours["kernels"] < peer["kernels"]

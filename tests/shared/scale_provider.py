@@ -1,4 +1,4 @@
-"""Scaled backwards without a model, for tests of the borders."""
+"""Scaled backwards without a model, for tests of the scale boundary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class ScaleProvider:
-    """Every backward is scaled by ``value``; ``entering`` are the sums of the gradients that went in."""
+    """Scales every backward by ``value``, and records the sums of the gradients of outputs in ``entering``."""
 
     def __init__(self, value: float = 2.0**20) -> None:
         self.value = torch.tensor([value])
@@ -19,11 +19,11 @@ class ScaleProvider:
     def loss_scale_for(self, device: torch.device) -> Tensor:
         return self.value
 
-    def inverse_scale_for(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor:
+    def inverse_scale_for(self, device: torch.device, node: Any, indices: Sequence[int]) -> Tensor:
         return 1.0 / self.value
 
     def on_output_gradient(self, node: Any, gradient: Tensor) -> None:
         self.entering.append(gradient.sum().item())
 
-    def take_scaled_gradients(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
+    def take_scaled_gradients(self, node: Any, gradients: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
         pass

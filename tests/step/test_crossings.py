@@ -1,4 +1,4 @@
-"""Every gradient crosses one border: whatever comes in or goes out, and by whatever way."""
+"""Every gradient is scaled once and unscaled once, however its tensor is passed to the forward or out of it."""
 
 from __future__ import annotations
 
@@ -427,7 +427,7 @@ def test_weights_that_a_forward_writes_are_honoured() -> None:
     assert "weight" not in vars(model.first)
 
 
-def test_a_shared_weight_is_watched_on_when_one_of_its_models_is_detached() -> None:
+def test_a_shared_weight_stays_tracked_when_one_of_its_models_is_detached() -> None:
     shared = nn.Linear(8, 8)
     first, second = nn.Sequential(shared), nn.Sequential(shared, nn.Tanh())
     runtimes = [MixedPrecision("fp16") for _ in range(2)]
@@ -540,7 +540,7 @@ def test_gradients_of_a_batch_of_directions() -> None:
         ([2, -2, -2], 100, [[2], [2, 2]]),
     ],
 )
-def test_weights_share_a_border_up_to_so_many_elements(
+def test_weights_share_an_unscale_node_up_to_so_many_elements(
     sizes: list[int], elements: int, expected: list[list[int]]
 ) -> None:
     # a size below zero stands for a weight on another device
@@ -704,7 +704,7 @@ def test_a_step_after_a_backward_that_raised() -> None:
     assert not optimizer.step_was_skipped
 
 
-def test_what_comes_in_first_in_a_later_forward_has_its_border_too() -> None:
+def test_an_external_tensor_of_a_later_forward_only_is_unscaled_too() -> None:
     gate, is_gated = torch.full((6,), 0.5, requires_grad=True), False
     model = body(lambda m, x: m.second(hidden(m, x) * (gate if is_gated else 1.0)))
     (expected,) = torch.autograd.grad(squared(model.second(hidden(model, X) * gate)), gate)
@@ -714,7 +714,7 @@ def test_what_comes_in_first_in_a_later_forward_has_its_border_too() -> None:
         if is_gated:
             assert_true([gate.grad], [expected])
             gate.grad = None
-    # Second derivatives take edges that are made later: watched calls alone bring their tensors in.
+    # Edges of second derivatives are made later, so only intercepted calls find their tensors.
     assert runtime.weights._intercepts_by_key[id(model.forward), True, True]
 
 

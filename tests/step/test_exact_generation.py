@@ -169,7 +169,7 @@ def test_it_trains_as_without_it() -> None:
     assert not torch.equal(*gradients)
 
 
-def test_a_rule_by_op_and_an_island_are_summed_exactly_too() -> None:
+def test_a_rule_by_op_and_a_nested_autocast_are_summed_exactly_too() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(600, 40)
     x = torch.randn(64, 600)

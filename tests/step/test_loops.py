@@ -246,21 +246,21 @@ def test_a_frozen_block_stays_as_it_is_until_it_is_unfrozen(
 @every_preset
 def test_a_forward_leaves_nothing_to_the_garbage_collector(precision: str) -> None:
     """What a graph saves is as large as a step: it is freed with the loss, and not some steps later."""
-    model, outputs, borders = layers(), list[weakref.ref[Any]](), list[weakref.ref[Any]]()
+    model, outputs, nodes = layers(), list[weakref.ref[Any]](), list[weakref.ref[Any]]()
     hf_mp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), precision)
     model.register_forward_hook(lambda module, args, output: outputs.append(weakref.ref(output.grad_fn)))
-    model[0].register_forward_hook(lambda module, *_: borders.append(weakref.ref(unscale_node(module.weight))))
+    model[0].register_forward_hook(lambda module, *_: nodes.append(weakref.ref(unscale_node(module.weight))))
     gc.collect()
     gc.disable()
     try:
         for _ in range(3):
             loss_of(model).backward()
         assert [output() for output in outputs] == [None] * 3
-        first, second, third = (border() for border in borders)
+        first, second, third = (node() for node in nodes)
         assert first is second is third
         del first, second, third, model
         gc.collect()  # which does not see what autograd's nodes hold
-        assert [border() for border in borders] == [None] * 3
+        assert [node() for node in nodes] == [None] * 3
     finally:
         gc.enable()
 

@@ -26,7 +26,7 @@ def test_a_profiler_sees_the_parts_in_their_order(precision: str) -> None:
         optimizer.step()
     events = sorted((event.time_range.start, event.name) for event in profiler.events())
     found = [name.removeprefix("hf_mp: ") for _, name in events if name.startswith("hf_mp: ")]
-    gradients = ["gradients"] if precision != "bf16" else []  # without a scale, the verdict looks at them
+    gradients = ["gradients"] if precision != "bf16" else []  # without a scale, only the check measures them
     assert found == ["forward", "backward", *gradients, "gradient check", "found_inf to host", "update"]
     (backward,) = [event for event in profiler.events() if event.name == "hf_mp: backward"]
     products = [event for event in profiler.events() if event.name == "aten::mm"]

@@ -228,7 +228,7 @@ def test_a_signal_skips_an_evaluation_that_is_due_and_waits_for_one_that_runs(tm
         assert evaluated.steps == [2]
 
 
-def test_outside_of_the_main_thread_no_signal_is_watched() -> None:
+def test_outside_of_the_main_thread_no_signal_is_handled() -> None:
     with CaptureLogger(logging.get_logger("hf_mp.trainer.checkpoints.preemption")) as said:
         thread = threading.Thread(target=PreemptionCallback(max).handling_signals().__enter__)
         thread.start()

@@ -1,4 +1,4 @@
-"""Borders that serve one forward after another, and the forwards that must not share one."""
+"""Unscale nodes that are reused from forward to forward, and the forwards that must not share one."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ every_preset = pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-lean"
 
 
 class Model(nn.Module):
-    """A linear layer and a norm; notes the border of each, and may do something to a weight."""
+    """A linear layer and a norm; records the unscale node of the layer, and may do something to a weight."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.norm = linear(), nn.LayerNorm(8)
-        self.borders: list[Any] = []
+        self.nodes: list[Any] = []
         self.do = lambda model: None
 
     def forward(self, x: Tensor) -> Tensor:
         self.do(self)
-        self.borders.append(unscale_node(self.layer.weight))
+        self.nodes.append(unscale_node(self.layer.weight))
         return self.norm(self.layer(x))
 
 
@@ -38,7 +38,7 @@ def attached(precision: str) -> Model:
     for _ in range(2):  # the first forward decides what lies in the slots
         model(X).sum().backward()
     model.zero_grad()
-    model.borders.clear()
+    model.nodes.clear()
     return model
 
 
@@ -47,16 +47,16 @@ def clear_alias_cache(model: Any) -> None:
 
 
 @every_preset
-def test_a_border_is_kept(precision: str) -> None:
+def test_an_unscale_node_is_reused(precision: str) -> None:
     model = attached(precision)
     for _ in range(3):
         model(X).square().sum().backward()
-    assert len(set(model.borders)) == 1
+    assert len(set(model.nodes)) == 1
 
 
 @every_preset
 @pytest.mark.parametrize("change", ["unfreeze", "replace", "hook", "move", "nothing of a weight"])
-def test_a_border_goes_with_its_weight(precision: str, change: str) -> None:
+def test_an_unscale_node_is_freed_with_its_weight(precision: str, change: str) -> None:
     model = attached(precision)
     model(X).sum().backward()
     if change == "unfreeze":
@@ -70,46 +70,46 @@ def test_a_border_goes_with_its_weight(precision: str, change: str) -> None:
     else:
         model.note = "new"
     model(X).sum().backward()
-    first, second = model.borders
+    first, second = model.nodes
     assert (first is second) == (change == "nothing of a weight")
 
 
 @every_preset
-def test_two_forwards_in_one_backward_have_borders_of_their_own(precision: str) -> None:
+def test_two_forwards_in_one_backward_have_separate_unscale_nodes(precision: str) -> None:
     model = attached(precision)
     (model(X).square().sum() + model(2 * X).square().sum()).backward()
-    first, second = model.borders
+    first, second = model.nodes
     assert first is not second
     model(X).square().sum().backward()
-    assert model.borders[2] in (first, second)
+    assert model.nodes[2] in (first, second)
 
 
 @every_preset
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_graph_without_a_backward_keeps_its_borders_while_it_lives(precision: str, kept: bool) -> None:
+def test_a_graph_without_a_backward_keeps_its_unscale_nodes_while_it_lives(precision: str, kept: bool) -> None:
     model = attached(precision)
     outputs = [model(X)]
     if not kept:
         outputs.clear()
     model(X).sum().backward()
-    first, second = model.borders
+    first, second = model.nodes
     assert (first is second) == (not kept)
 
 
 @every_preset
-def test_a_retained_graph_keeps_its_borders(precision: str) -> None:
+def test_a_retained_graph_keeps_its_unscale_nodes(precision: str) -> None:
     model, fresh = attached(precision), attached(precision)
     fresh.do = clear_alias_cache
     for each in (model, fresh):
         loss = each(X).square().sum()
         loss.backward(retain_graph=True)
         (loss + each(2 * X).square().sum()).backward()
-        assert each.borders[0] is not each.borders[1]
+        assert each.nodes[0] is not each.nodes[1]
     assert same(*[copies(p.grad for p in each.parameters()) for each in (model, fresh)])
 
 
 @every_preset
-def test_many_forwards_in_one_backward_are_those_of_fresh_borders(precision: str) -> None:
+def test_many_forwards_in_one_backward_are_those_of_new_unscale_nodes(precision: str) -> None:
     def gradients(model: Model) -> list[Tensor]:
         torch.stack([model(factor * X).square().sum() for factor in range(7)]).sum().backward()
         return copies(p.grad for p in model.parameters())
@@ -117,7 +117,7 @@ def test_many_forwards_in_one_backward_are_those_of_fresh_borders(precision: str
     kept, fresh = attached(precision), attached(precision)
     fresh.do = clear_alias_cache
     assert same(gradients(kept), gradients(fresh))
-    assert len(set(kept.borders)) == len(set(fresh.borders)) == 7
+    assert len(set(kept.nodes)) == len(set(fresh.nodes)) == 7
 
 
 def test_a_graph_that_saved_an_older_value_is_refused() -> None:
@@ -148,34 +148,34 @@ def test_a_gradient_that_a_forward_retains_is_gone_in_the_next(precision: str) -
     for _ in range(2):
         model(X).square().sum().backward()
         model.do = lambda model: None
-    assert (model.borders[0] is model.borders[1]) == (precision == "bf16")  # which has no alias of a norm
+    assert (model.nodes[0] is model.nodes[1]) == (precision == "bf16")  # which has no alias of a norm
 
 
 @every_preset
-def test_borders_go_with_the_model_and_with_detach(precision: str) -> None:
+def test_unscale_nodes_are_freed_with_the_model_and_by_detach(precision: str) -> None:
     model = attached(precision)
     model(X).sum().backward()
-    border, weight = weakref.ref(model.borders.pop()), weakref.ref(model.layer.weight)
+    node, weight = weakref.ref(model.nodes.pop()), weakref.ref(model.layer.weight)
     runtime = model.forward.runtime  # type: ignore[attr-defined]
     runtime.detach()
-    assert border() is None
+    assert node() is None
     runtime = MixedPrecision(precision)
     runtime.attach(model)
     for _ in range(3):
         model(X).sum().backward()
-    border = weakref.ref(model.borders.pop())
-    model.borders.clear()
+    node = weakref.ref(model.nodes.pop())
+    model.nodes.clear()
     del model, runtime
     gc.collect()
-    assert border() is None and weight() is None
+    assert node() is None and weight() is None
 
 
 @every_preset
-def test_a_forward_that_raises_gives_its_borders_back(precision: str) -> None:
+def test_a_forward_that_raises_returns_its_unscale_nodes(precision: str) -> None:
     model = attached(precision)
 
     def fail(model: Model) -> None:
-        model.borders.append(unscale_node(model.layer.weight))
+        model.nodes.append(unscale_node(model.layer.weight))
         raise KeyError("of the model")
 
     model.do = fail
@@ -183,7 +183,7 @@ def test_a_forward_that_raises_gives_its_borders_back(precision: str) -> None:
         model(X)
     model.do = lambda model: None
     model(X).sum().backward()
-    assert model.borders[0] is model.borders[1]
+    assert model.nodes[0] is model.nodes[1]
 
 
 @every_preset

@@ -187,7 +187,7 @@ def test_a_write_of_a_row_leaves_the_others_their_bits(name: str) -> None:
     assert torch.equal(master[others], value[others])
 
 
-def test_an_alias_that_lives_on_is_watched_for_as_long_as_it_lives() -> None:
+def test_an_alias_that_lives_on_is_tracked_for_as_long_as_it_lives() -> None:
     value = values()
     parameter = made(value)
     alias = parameter.data
@@ -468,7 +468,7 @@ def test_a_true_gradient_lies_in_memory_as_its_parameter(shape: tuple[int, ...])
 
 
 @pytest.mark.parametrize("precision", ["fp16-lean", "bf16-lean"])
-def test_the_first_reader_of_a_gradient_has_all_of_its_border_made_true(
+def test_the_first_reader_of_a_gradient_unscales_all_of_its_unscale_node(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU in two launches, bit for bit what one by one gives; what was read or added to stays as it is."""

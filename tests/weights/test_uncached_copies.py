@@ -43,7 +43,7 @@ def gradients(
         copy = copies.get(weight)
         memory = weakref.ref(copy.untyped_storage())
         rounded = inside(weight, copy)
-        del copy  # a forward holds what the border gives, an alias of it
+        del copy  # a forward holds an alias of it
         with copies.recompute_copies():
             y = use(x, rounded)
         del rounded

@@ -22,7 +22,7 @@ class Model(nn.Module):
         return result
 
 
-def test_a_rule_that_comes_later_takes_the_borders_with_it() -> None:
+def test_a_later_rule_clears_the_unscale_nodes() -> None:
     runtime, model = MixedPrecision("fp16"), Model()
     runtime.attach(model)
     for _ in range(3):
@@ -35,7 +35,7 @@ def test_a_rule_that_comes_later_takes_the_borders_with_it() -> None:
     assert model.dtypes == [torch.float32] * 3
 
 
-def test_no_copy_and_no_border_is_left_of_a_detached_model() -> None:
+def test_no_copy_and_no_unscale_node_is_left_of_a_detached_model() -> None:
     runtime, model = MixedPrecision("bf16"), Model()
     runtime.attach(model)
     for _ in range(2):

@@ -161,7 +161,7 @@ def test_an_autocast_disabled_region_gets_fp32_weights() -> None:
     assert torch.equal(model(X), expected) and model.dtypes["part.weight"] is FP32
 
 
-def test_a_compiled_island_widens_the_weight() -> None:
+def test_a_compiled_disabled_region_keeps_the_weight_in_fp32() -> None:
     """The compiler shows nobody what code does with a weight: its rounding is seen."""
 
     def use(m: Any, x: Tensor) -> Tensor:

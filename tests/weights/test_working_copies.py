@@ -22,7 +22,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def watched(*shape: int) -> nn.Parameter:
+def tracked(*shape: int) -> nn.Parameter:
     parameter = nn.Parameter(random(*shape))
     track_data_writes(parameter)
     return parameter
@@ -89,7 +89,7 @@ ALIASES: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 def test_a_graph_that_saved_a_copy_notices_that_a_kernel_wrote_it() -> None:
-    weight, copies = watched(4, 4), WorkingCopies(BF16)
+    weight, copies = tracked(4, 4), WorkingCopies(BF16)
     y = random(2, 4).bfloat16().requires_grad_() @ copies.get(weight)
     copies.note_written([weight])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -100,7 +100,7 @@ class TestTheCopyIsTheParameterRounded:
     @every_dtype
     @pytest.mark.parametrize("writer", WRITERS)
     def test_after_every_way_of_writing(self, writer: str, dtype: torch.dtype) -> None:
-        parameter, copies = watched(3, 5), WorkingCopies(dtype)
+        parameter, copies = tracked(3, 5), WorkingCopies(dtype)
         check_current(copies, parameter)
         for _ in range(3):
             before = copies.get(parameter).clone()
@@ -110,7 +110,7 @@ class TestTheCopyIsTheParameterRounded:
 
     @pytest.mark.parametrize("alias", ALIASES)
     def test_through_an_alias(self, alias: str) -> None:
-        parameter, copies = watched(3, 5), WorkingCopies(FP16)
+        parameter, copies = tracked(3, 5), WorkingCopies(FP16)
         made = ALIASES[alias](parameter)
         for _ in range(4):
             check_current(copies, parameter)
@@ -120,7 +120,7 @@ class TestTheCopyIsTheParameterRounded:
 
     @pytest.mark.parametrize("shape", [(7,), (5, 3), (15,), (2, 3, 5), (0,)], ids=str)
     def test_of_a_parameter_of_another_shape_since(self, shape: tuple[int, ...]) -> None:
-        parameter, copies = watched(3, 5), WorkingCopies(FP16)
+        parameter, copies = tracked(3, 5), WorkingCopies(FP16)
         copies.get(parameter)
         parameter.data = random(*shape, seed=1)
         copies.refresh_all([parameter])
@@ -129,7 +129,7 @@ class TestTheCopyIsTheParameterRounded:
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
     @pytest.mark.parametrize("writer", ["in place", "to .data", "through .data", "load_state_dict", "AdamW, foreach"])
-    def test_of_parameters_that_nobody_watches(self, writer: str, dtype: torch.dtype) -> None:
+    def test_of_parameters_that_are_not_tracked(self, writer: str, dtype: torch.dtype) -> None:
         """As ``load_state_dict(assign=True)`` and new layers bring them."""
         parameter, copies = nn.Parameter(random(3, 5).to(dtype)), WorkingCopies(FP16)
         check_current(copies, parameter)
@@ -138,7 +138,7 @@ class TestTheCopyIsTheParameterRounded:
         check_current(copies, parameter)
 
     def test_made_first_in_inference_mode(self) -> None:
-        parameter, copies = watched(3, 5), WorkingCopies(FP16)
+        parameter, copies = tracked(3, 5), WorkingCopies(FP16)
         with torch.inference_mode():
             check_current(copies, parameter)
         assert not copies.get(parameter).is_inference()
@@ -151,7 +151,7 @@ class TestTheCopyIsTheParameterRounded:
 class TestOneCopy:
     @pytest.mark.parametrize("writer", ["in place", "to .data"])
     def test_is_made_once_and_written_once_for_each_change(self, writer: str) -> None:
-        parameter, copies = watched(3, 5), WorkingCopies(FP16)
+        parameter, copies = tracked(3, 5), WorkingCopies(FP16)
         first = copies.get(parameter)
         for _ in range(2):
             version = first._version
@@ -164,7 +164,7 @@ class TestOneCopy:
     @pytest.mark.parametrize("kept", [True, False], ids=["alias kept", "alias dropped"])
     def test_that_backward_needs_stays_valid_when_data_was_only_read(self, kept: bool) -> None:
         """An average of the weights holds aliases for ever, and a layer may be used twice before its backward."""
-        parameter, copies = watched(3, 5), WorkingCopies(FP16)
+        parameter, copies = tracked(3, 5), WorkingCopies(FP16)
         x = random(3, 5).half().requires_grad_()
         results = [(x * copies.get(parameter)).sum()]
         alias = parameter.data if kept else parameter.data.norm()
@@ -174,7 +174,7 @@ class TestOneCopy:
         torch.testing.assert_close(x.grad, 3 * copies.get(parameter))
 
     def test_is_released_with_its_parameter_which_it_does_not_keep_alive(self) -> None:
-        module, other, copies = nn.Linear(3, 5, bias=False), watched(2), WorkingCopies(FP16)
+        module, other, copies = nn.Linear(3, 5, bias=False), tracked(2), WorkingCopies(FP16)
         track_data_writes(module.weight)
         alive = [weakref.ref(module.weight), weakref.ref(copies.get(module.weight))]
         copies.get(other)
@@ -195,7 +195,7 @@ class TestOneCopy:
 
 def test_refresh_all_rounds_what_is_trained_also_where_it_seems_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a fused optimizer leaves it, which raises no version counter."""
-    frozen, trained, gone, without_copy = watched(3).requires_grad_(False), watched(3, 5), watched(4), watched(2)
+    frozen, trained, gone, without_copy = tracked(3).requires_grad_(False), tracked(3, 5), tracked(4), tracked(2)
     copies, refreshed, original = WorkingCopies(FP16), list[int](), torch._foreach_copy_
     for parameter in (frozen, trained, gone):
         copies.get(parameter)
@@ -217,8 +217,8 @@ class TestWatching:
         with pytest.warns(UserWarning, match="optimizers update tensor by tensor, which is slower"):
             check_current(WorkingCopies(FP16), nn.Parameter(torch.ones(3)))
 
-    def test_a_watched_parameter_is_a_parameter(self) -> None:
-        parameter = watched(3, 5)
+    def test_a_tracked_parameter_is_a_parameter(self) -> None:
+        parameter = tracked(3, 5)
         assert isinstance(parameter, nn.Parameter) and isinstance(parameter, Tensor)
         assert parameter.is_leaf and parameter.requires_grad
         assert type(parameter * 1) is Tensor
@@ -226,7 +226,7 @@ class TestWatching:
         assert "Parameter containing" in repr(parameter)
         assert type(parameter) in optimizer._foreach_supported_types  # torch's optimizers keep their fast paths
 
-    def test_unwatched_it_is_as_before(self) -> None:
+    def test_untracked_it_is_as_before(self) -> None:
         parameter = nn.Parameter(random(3))
         parameter.note = "mine"  # type: ignore[attr-defined]
         track_data_writes(parameter)
@@ -249,7 +249,7 @@ class TestWatching:
             untrack_data_writes(made)
             assert type(made) is kind
 
-    def test_what_is_not_watched_is_not_compared_with_its_copy_at_each_use(
+    def test_an_untracked_weight_is_not_compared_with_its_copy_at_each_use(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         class Special(nn.Parameter):
@@ -266,7 +266,7 @@ class TestWatching:
     def test_pickled_it_is_an_ordinary_parameter(
         self, save: Callable[[Any, Any], None], read: bool, requires_grad: bool
     ) -> None:
-        parameter = watched(3, 5).requires_grad_(requires_grad)
+        parameter = tracked(3, 5).requires_grad_(requires_grad)
         parameter.note = "mine"  # type: ignore[attr-defined]
         if read:
             _ = parameter.data

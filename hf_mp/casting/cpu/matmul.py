@@ -90,8 +90,8 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool
     if is_compiling_or_transforming():
         matrix = _transposed_if(weight, transposed)
         return F.linear(x, matrix, bias) if native else run_through_fp32(F.linear, (x, matrix, bias), {}, x.dtype)
-    factor = gradient_target(weight)
-    return _Matmul.apply(x, factor.outside, bias, factor, transposed, native)
+    target = gradient_target(weight)
+    return _Matmul.apply(x, target.weight, bias, target, transposed, native)
 
 
 class _Matmul(Function):
@@ -99,19 +99,19 @@ class _Matmul(Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        outside: Tensor,
+        weight: Tensor,
         bias: Tensor | None,
-        weight: GradientTarget,
+        target: GradientTarget,
         transposed: bool,
         native: bool,
     ) -> Tensor:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_weight else None, weight.inside if needs_x else None)
-        ctx.shapes, ctx.dtype, ctx.scale_provider = (x.shape, outside.shape), outside.dtype, weight.scale_provider
+        ctx.save_for_backward(x if needs_weight else None, target.alias if needs_x else None)
+        ctx.shapes, ctx.dtype, ctx.scale_provider = (x.shape, weight.shape), weight.dtype, target.scale_provider
         # Read by add_unscale_hooks(): this backward unscales the gradient of input 1.
-        ctx.unscaled_inputs = () if weight.scale_provider is None or not needs_weight else (1,)
+        ctx.unscaled_inputs = () if target.scale_provider is None or not needs_weight else (1,)
         ctx.transposed, ctx.native = transposed, native
-        matrix = _transposed_if(weight.inside, transposed)
+        matrix = _transposed_if(target.alias, transposed)
         rows = x.reshape(-1, x.shape[-1])
         result = F.linear(rows, matrix, bias) if native else blockwise_product(rows, matrix, bias)
         # Never a view: models add to a result in place (`h = linear(x); h += residual`).

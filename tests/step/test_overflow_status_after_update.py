@@ -1,4 +1,4 @@
-"""Where a device skips a step by itself, the host waits for its verdict when somebody wants to know of it."""
+"""If the device skips a step, the host waits for found_inf only when the status is read."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def test_a_step_reads_nothing_until_somebody_asks(precision: str, clip: float | 
     for seed in range(6):
         with host_reads() as events:
             loss = loss_of(model, seed)
-            assert "read" not in events or seed < 2  # first forwards make copies, and look who holds their masters
-            loss.backward()  # by the last verdict, which has come to the host since, the next S is set
+            assert "read" not in events or seed < 2  # first forwards make copies, and check the references to masters
+            loss.backward()  # sets the next S by found_inf of the last step, which is on the host now
             assert events.count("read") == (seed > 0) or seed < 2
             if clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -122,7 +122,7 @@ def test_a_step_reads_nothing_until_somebody_asks(precision: str, clip: float | 
         if "lean" in precision:
             assert not any(map(has_gradient, model[0].parameters()))
         optimizer.zero_grad()
-        assert not any(isinstance(gradient(), Tensor) for gradient in gradients_then)  # a verdict keeps none
+        assert not any(isinstance(gradient(), Tensor) for gradient in gradients_then)  # a pending status keeps none
     with host_reads() as events:
         assert optimizer.step_was_skipped is False and not optimizer.step_was_skipped
     assert events == ["read"]
