@@ -709,7 +709,7 @@ class TestKeptUpdates:
                     disturb(model, optimizer, weight)
             counts.append(len(made))
             if not keeps:
-                updates._kept.clear()
+                updates._kernels.clear()
             optimizer.step()
             assert not optimizer.step_was_skipped
             optimizer.zero_grad()
