@@ -1,1 +1,1 @@
-"""FP32 master weights for FP16/BF16 parameters: held whole by an optimizer wrapper, or split into 16 + 16 bits."""
+"""FP32 master weights and FP16/BF16 working copies: layouts, parameter slots, optimizer wrapper, split parameters."""

@@ -1,4 +1,4 @@
-"""Patches of torch for the aliases in parameter slots: gradients with respect to them, and their trace by Dynamo."""
+"""Patches of torch for aliases in parameter slots: gradients with respect to weights, and tracing by Dynamo."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hf_mp.weights.slots import WeightAlias
 
 @around
 def _differentiate_weights(original: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """``grad`` and ``backward(inputs=...)`` in a forward, with weights and external tensors instead of aliases.
+    """Compute gradients in a forward with respect to weights and external tensors instead of their aliases.
 
     Also in the backward of a custom function that recomputes a part of a forward.
     """
     grad_outputs, retain_graph, create_graph, inputs, *others = args
     forward = state.forward or (None if state.backward is None else state.backward.forward)
     if forward is not None and forward.weights is not None:
-        # Matmuls may use another alias of a weight, and some of a CPU write the gradient of the weight itself.
+        # A matmul may use another alias of the weight, and some CPU matmuls accumulate into the weight itself.
         original_of = forward.weights.slots.original_of
         inputs = tuple(original_of(one) if isinstance(one, Tensor) else one for one in inputs)
     return original(outputs, grad_outputs, retain_graph, create_graph, inputs, *others, **kwargs)
@@ -28,15 +28,15 @@ def _differentiate_weights(original: Any, outputs: Any, *args: Any, **kwargs: An
 
 @around
 def _trace_as_tensor(original: Any, self: Any, value: Tensor, *args: Any) -> Any:
-    # Dynamo takes a subclass for one that overrides torch functions, and accepts none in a higher-order operator. It
-    # traces only in the first forwards with compiled code: later ones have plain tensors in their slots.
+    # Dynamo accepts no tensor subclass in a higher-order operator. Later forwards with compiled code have plain tensors
+    # in their slots.
     if type(value) is WeightAlias:
         value.__class__ = Tensor  # type: ignore[assignment]
     return original(self, value, *args)
 
 
-# Called by torch.autograd.grad and backward. A patch of these two would be another function than the one that
-# __torch_function__ of a tensor receives.
+# Called by torch.autograd.grad and backward. These two are not patched, because a tensor's __torch_function__ compares
+# functions by identity.
 DIFFERENTIATE_WEIGHTS = Patch(
     ("torch.autograd:_engine_run_backward",),
     _differentiate_weights,

@@ -1,4 +1,4 @@
-"""What mixed precision can be attached to, and what is refused, with the way out."""
+"""Checks of models and optimizers before mixed precision is attached, and :func:`detach`."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ from hf_mp.policy import PrecisionPolicy
 from hf_mp.ranks.parallelism import Parallelism, check_parallelism, check_updates
 from hf_mp.weights.split_parameter import SplitParameter
 
-RUNTIMES: weakref.WeakSet[Any] = weakref.WeakSet()  # each MixedPrecision there is; a model is found by what it says
+RUNTIMES: weakref.WeakSet[Any] = weakref.WeakSet()  # all MixedPrecision objects
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def runtimes_of(model: nn.Module) -> list[Any]:
-    """Each MixedPrecision attached to ``model``, to a model inside it, or to one whose forward reaches into it."""
+    """Return each MixedPrecision attached to ``model``, to a model inside it, or to one that contains it."""
     modules = list(model.modules())
-    # An attached forward lies in the instance; the class has the model's own.
+    # An attached forward is an attribute of the instance. A library may have wrapped it, with a copy of its attributes.
     forwards = [module.__dict__.get("forward") for module in modules]
-    # A library may have put its own forward over the attached one, with a copy of its attributes.
     of_forwards = [one.runtime for one in forwards if isinstance(one, ReplacedForward) and hasattr(one, "runtime")]
     within = set(map(id, modules))
     return list(dict.fromkeys([*of_forwards, *(one for one in RUNTIMES if id(one.model) in within)]))
 
 
 def detach(model: _Module) -> _Module:
-    """Remove mixed precision from ``model``: what ``prepare``, ``attach``, a Trainer or a deep copy attached.
+    """Remove mixed precision that ``prepare``, ``attach``, a Trainer or a deep copy attached to ``model``.
 
-    Afterwards it is an ordinary FP32 model, and its optimizers are as they were: no hook, wrapper or copy stays. In a
-    lean layout, step your own optimizer from then on, no longer the one that ``prepare`` returned.
+    Afterwards it is an ordinary FP32 model, and its optimizers have no hook, wrapper or copy. In a lean layout, step
+    your own optimizer from then on, no longer the one that ``prepare`` returned.
 
     Args:
         model: any module. Mixed precision of a model inside it, or of a wrapper around this Transformers model, is
@@ -77,13 +76,14 @@ def check_attachable(model: nn.Module, parallelism: Parallelism, policy: Precisi
             f"precision={str(policy)!r} stores weights in 16 bits, and this DistributedDataParallel has laid out its "
             "buckets for FP32: attach to the model first, then wrap it"
         )
-    if policy.exact_generation and (reasons := list(_inexact(model))):
+    if policy.exact_generation and (reasons := list(_batch_dependence(model))):
         raise ValueError(f"exact_generation=True would not be exact for {type(model).__name__}: {reasons[0]}")
-    _refuse_shared_lean_parameters(model)
-    _refuse_trained_scripts(model, policy, is_scaled=is_scaled)
+    _check_no_split_parameters(model)
+    _check_scripts(model, policy, is_scaled=is_scaled)
 
 
-def _refuse_shared_lean_parameters(model: nn.Module) -> None:
+def _check_no_split_parameters(model: nn.Module) -> None:
+    """Raise a ValueError for a parameter in the lean layout of another attached model."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, SplitParameter):
             raise ValueError(
@@ -92,7 +92,8 @@ def _refuse_shared_lean_parameters(model: nn.Module) -> None:
             )
 
 
-def _refuse_trained_scripts(model: nn.Module, policy: PrecisionPolicy, *, is_scaled: bool) -> None:
+def _check_scripts(model: nn.Module, policy: PrecisionPolicy, *, is_scaled: bool) -> None:
+    """Raise a ValueError for a trained TorchScript module, if its weights are unscaled or saved by hf_mp."""
     for name, module in model.named_modules():
         if not isinstance(module, torch.jit.ScriptModule) or not any(p.requires_grad for p in module.parameters()):
             continue
@@ -108,13 +109,13 @@ def _refuse_trained_scripts(model: nn.Module, policy: PrecisionPolicy, *, is_sca
         )
 
 
-def _inexact(model: nn.Module) -> Iterator[str]:
-    """Why results of ``model`` depend on how many tokens are computed at once, even with sums in FP64.
+def _batch_dependence(model: nn.Module) -> Iterator[str]:
+    """Yield the reasons why results of ``model`` depend on the number of tokens in a call, even with FP64 accumulation.
 
-    In dense models, and in experts that Transformers stacks, only products and attention depend on it.
+    In dense models, and in experts that Transformers stacks, only matmuls and attention depend on it.
     """
     for name, part in model.named_modules():
-        # Transformers marks so what cannot go back to an earlier token (Mamba, RWKV).
+        # Transformers sets it for models that cannot go back to an earlier token (Mamba, RWKV).
         if getattr(part, "_is_stateful", False):
             yield "it has a recurrent state, which training computes in another order than generation"
         positions = getattr(type(part), "_prepare_position_ids_for_generation", None)
@@ -122,10 +123,10 @@ def _inexact(model: nn.Module) -> Iterator[str]:
             yield "generate() counts its positions in a way of its own, over text and images"
         attention = getattr(getattr(part, "config", None), "_attn_implementation", None)
         if attention not in (None, "sdpa"):
-            way_out = "load it with attn_implementation='sdpa'"
+            advice = "load it with attn_implementation='sdpa'"
             if not getattr(part, "_supports_sdpa", True):
-                way_out = "Transformers has no 'sdpa' for it, so leave exact_generation out: fp16 has a small gap"
-            yield f"its attention is {attention!r}, with a softmax in FP32; {way_out}"
+                advice = "Transformers has no 'sdpa' for it, so leave exact_generation out: fp16 has a small gap"
+            yield f"its attention is {attention!r}, with a softmax in FP32; {advice}"
         is_convolution = hasattr(part, "kernel_size")
         for key, weight in part._parameters.items():
             if weight is not None and weight.dim() > 2 and not is_convolution and not has_stacked_experts(part):
@@ -133,7 +134,7 @@ def _inexact(model: nn.Module) -> Iterator[str]:
 
 
 def head_of(model: nn.Module) -> str:
-    """The name of the output embedding of ``model``, as ``get_output_embeddings()`` of it or of a part has it.
+    """Return the name of the output embedding (``get_output_embeddings()``) of ``model`` or of a part.
 
     Raises:
         ValueError: if the model has no output embedding.
@@ -150,9 +151,9 @@ def head_of(model: nn.Module) -> str:
 
 
 def rules_for(model: nn.Module | None, policy: PrecisionPolicy, rules: Rules) -> Rules:
-    """The rules that hold for ``model``: ``rules``, and FP32 for its head where ``fp32_head`` asks for it.
+    """Return the rules for ``model``: ``rules``, and an FP32 rule for its head if ``policy.fp32_head``.
 
-    Without a model, rules that name modules wait for one.
+    Without a model, no rules are returned if one of them names a module.
 
     Raises:
         ValueError: for a rule for the head that contradicts ``fp32_head=True``.
@@ -164,12 +165,12 @@ def rules_for(model: nn.Module | None, policy: PrecisionPolicy, rules: Rules) ->
     head = glob.escape(head_of(model))
     if rules.get(head, "fp32") != "fp32":
         raise ValueError(f"fp32_head=True contradicts rules={{{head!r}: {rules[head]!r}}}: leave out one of them")
-    # Last, as the last rule that matches wins: a key that was there would keep its place before "*".
+    # Last, because the last matching rule has priority: an existing key would stay before "*".
     return {**{key: rule for key, rule in rules.items() if key != head}, head: "fp32"}
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module | None) -> None:
-    """Raise a TypeError or ValueError where the steps of ``optimizer`` cannot be guarded for ``model``."""
+    """Raise a TypeError or ValueError if the steps of ``optimizer`` cannot be guarded for ``model``."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"attach_optimizer takes one torch optimizer, not {type(optimizer).__name__}: call it once for each"
@@ -187,7 +188,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module | None) -> None:
 
 def check_closure(optimizer: Optimizer) -> None:
     """Raise a ValueError if ``optimizer`` calls its closure several times in a step."""
-    # LBFGS requires the argument; others take it for compatibility and call it once.
+    # LBFGS requires the argument; it is optional in optimizers that call it once.
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(

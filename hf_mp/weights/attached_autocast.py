@@ -1,4 +1,4 @@
-"""``AttachedAutocast``: autocast of an attached model, which uses the weights of the forward that runs."""
+"""``AttachedAutocast``: autocast in the forwards of an attached model."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from hf_mp.weights.slots import WeightAlias
 
 
 class AttachedAutocast(autocast):
-    """Autocast in the forwards of an attached model: lets no gradient out but through a border.
+    """Autocast in the forwards of an attached model. It uses the weight cache, and finds external tensors.
 
     Args:
         dtype, model, settings: as for :class:`autocast`; ``model`` is None before one is attached.
     """
 
-    installs_patches = False  # the attached model keeps them on
+    installs_patches = False  # patches are installed while the model is attached
     plain_types = autocast.plain_types | {WeightAlias}
     native_plan: Any = None
 
@@ -58,31 +58,29 @@ class AttachedAutocast(autocast):
         return None if (forward := self.forward) is None else forward.weights
 
     def is_lower_precision(self, op: Callable[..., Any] | None) -> bool:
-        """Whether ``op`` runs in 16 bits."""
+        """Whether ``op`` runs in FP16/BF16."""
         return op is not None and (entry := self._plan.get(op)) is not None and entry.rule is CastRule.LOWER_PRECISION
 
     def modules_with_rules(self) -> Iterator[nn.Module]:
-        """The modules for whose weights a rule decides: a rule about an op for its module, others for all inside."""
+        """Yield the modules with rules; a rule that is not for single ops is also for all modules inside."""
         for module, rule in self._ruled_modules:
             yield from [module] if rule.functions else module.modules()
 
     @property
     def has_rules(self) -> bool:
-        """Whether somebody's rules, or sums in FP64, change what the tables say."""
+        """Whether rules or FP64 accumulation change the op tables."""
         return bool(self.has_op_rules or self._ruled_modules or self.sums_in_fp64)
 
     def keeps_attention(self) -> bool:
-        """Whether rules leave attention as the tables have it."""
+        """Whether no rule changes attention."""
         return not self.has_op_rules and not any([rule.functions for _, rule in self._ruled_modules])
 
     def lowers_attention(self) -> bool:
-        """Whether attention reads keys and values in this dtype, by any op: rules and attentions may come later."""
+        """Whether attention reads keys and values in this dtype. Not cached: rules may be added later."""
         return self.keeps_attention() and lowers_attention(self._model())
 
-    # The engine that makes the calls: kernels of the dispatcher, or this mode.
-
     def may_be_dispatched(self) -> bool:
-        """Whether kernels can make the calls that are in tables of a forward that begins now."""
+        """Whether dispatcher kernels can make the calls of a forward that begins now."""
         if self.call_override is not None or self.has_rules or self._has_scripts:
             return False
         return not self.is_compile_used() and self._ensure_kernels
@@ -92,9 +90,9 @@ class AttachedAutocast(autocast):
         return self._saw_compile or compiled_frames() > 0
 
     def discard_compiled_frames(self) -> None:
-        """After a forward by kernels: if code was compiled in it, drop that code, and have the mode make later calls.
+        """Drop code that was compiled in a forward with dispatcher kernels; later forwards use the mode.
 
-        torch.compile does not trace kernels: the code has their casts, and other callers would run it.
+        torch.compile does not trace the kernels: the code contains their casts, and other callers would run it.
         """
         if compiled_frames():
             torch._dynamo.reset()
@@ -102,12 +100,13 @@ class AttachedAutocast(autocast):
 
     @functools.cached_property
     def _has_scripts(self) -> bool:
-        """Whether a part of the model is TorchScript, whose own formulas for gradients know of no casts."""
+        """Whether a part of the model is TorchScript, which differentiates by its own formulas, without casts."""
         modules = () if (model := self._model()) is None else model.modules()
         return any(isinstance(module, torch.jit.ScriptModule) for module in modules)
 
     @functools.cached_property
     def _ensure_kernels(self) -> bool:
+        """Register the kernels; whether there are any."""
         if can_dispatch():
             self.native_plan = register(self._plan, self.dtype)
         return can_dispatch()
@@ -116,7 +115,7 @@ class AttachedAutocast(autocast):
         return (forward := self.forward) is None or not forward.is_dispatched or self.must_intercept_all()
 
     def planned(self, func: Callable[..., Any]) -> PlanEntry:
-        """What to do with a call of ``func`` in the forward that runs."""
+        """Return the plan entry for a call of ``func`` in the running forward."""
         entry = self._plan.get(func, UNCHANGED)
         if entry.rule not in ALWAYS_HELD and state.active[-1] is not self:
             entry = self.plan_for_nested(entry)
@@ -126,8 +125,8 @@ class AttachedAutocast(autocast):
         return entry
 
     def wrap_for_recompute(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        # A graph may outlive the model: it holds the forward that it recomputes a part of.
-        if (forward := self.forward) is None:
+        forward = self.forward  # referenced by `recompute`, because a graph may outlive the model
+        if forward is None:
             return super().wrap_for_recompute(function)
 
         def recompute(*args: Any, **kwargs: Any) -> Any:
@@ -142,8 +141,7 @@ class AttachedAutocast(autocast):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # Dynamo traces this function: it reads a plan, but nothing of a thread.
-        if is_dynamo_compiling():
+        if is_dynamo_compiling():  # Dynamo cannot trace reads of thread-local state
             return super().__torch_function__(func, types, args, kwargs)
         entry = self.planned(func)
         make = self.apply if self.call_override is None or entry.rule is CastRule.COMPOSITE else self.call_override
@@ -164,7 +162,7 @@ class AttachedAutocast(autocast):
             return super().apply(entry, func, args, kwargs)
 
     def plan_for_nested(self, entry: PlanEntry) -> PlanEntry:
-        # In compiled code a 16-bit weight may meet an FP32 activation.
+        # Compiled code may combine a 16-bit weight and an FP32 activation.
         return _PROMOTE_IN_NESTED if entry.rule is CastRule.LOWER_PRECISION else UNCHANGED
 
     def must_intercept_all(self) -> bool:
@@ -180,22 +178,22 @@ class AttachedAutocast(autocast):
 
 
 _PROMOTE_IN_NESTED = PlanEntry(CastRule.WIDEST, "", promote_if_fp32)
-# Calls that use no value of a tensor. A use of its detached value is one.
+# Calls that read no value of a tensor. detach() counts as a read.
 _NOT_A_USE = OF_THE_TENSOR_ITSELF - {Tensor.detach} | {torch.autograd.grad}
 
 
 def _alias_external(
     weights: ForwardWeights, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """The arguments of a call, with aliases of the external tensors among them."""
-    if is_compiling_or_transforming():  # in torch.func, kernels cannot cast; its tensors are those of the forward
+    """Return the arguments of a call with aliases of external tensors instead of these."""
+    if is_compiling_or_transforming():  # torch.func: kernels cannot cast; all tensors are of the forward
         weights.must_intercept = True
         return args, kwargs
     external = weights.external
     if not external.is_scaled or not external.are_among((*args, *kwargs.values())):
         return args, kwargs
     weights.must_intercept = True  # also without grad: a checkpoint may recompute this call
-    # A dispatch mode, which records memory or counts FLOPs, makes calls that autograd has recorded.
+    # In a dispatch mode (memory, FLOPs) autograd has recorded the call already.
     if isinstance(func, OpOverload) and is_in_torch_dispatch_mode():
         return args, kwargs
     return apply_to_tensors(external.alias_if_external, (args, dict(kwargs)))
@@ -204,8 +202,8 @@ def _alias_external(
 def _with_gradients(
     handler: Callable[..., Any], mode: AttachedAutocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """A call of a forward that began without gradients, in a part that has switched them on."""
+    """Make a call with gradients enabled in a forward that began without."""
     if (weights := mode.weights) is not None:
-        weights.must_intercept = True  # also if kernels make the calls of the next forward: matmuls of experts
+        weights.must_intercept = True  # the next forward too, also with kernels: matmuls of experts
         args, kwargs = apply_to_tensors(weights.slots.recast_with_grad, (args, dict(kwargs)))
     return handler(mode, name, func, args, kwargs)

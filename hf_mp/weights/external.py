@@ -1,4 +1,4 @@
-"""``ExternalTensors``: tensors that a forward uses and no parameter slot holds, recognized by age; their unscaling."""
+"""``ExternalTensors``: finds tensors that a forward uses and did not create, and unscales their gradients."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch import Tensor
 from hf_mp.scale_boundary import add_unscale_hooks, cast_to_output, is_of_model, reaches_forward
 from hf_mp.weights.slots import WeightSlots
 
-_MOST_FORWARDS = 1000  # whose nodes are remembered: the record must not grow with the training
+_MAX_FORWARDS = 1000  # recorded forwards; limits the memory of a long training
 
 
 class ForwardNodes(threading.local):
     """Ranges of sequence numbers of the autograd nodes that forwards of one model have made in a thread."""
 
     def __init__(self) -> None:
-        self._ranges: list[tuple[int, float]] = []  # first and last, ascending: sequence numbers only grow
+        self._ranges: list[tuple[int, float]] = []  # first and last, ascending
 
     def record(self, first: int) -> None:
         """Record the nodes from ``first`` to the newest: a later forward may use their results."""
         if (last := torch.autograd._get_sequence_nr()) > first:
             self._ranges.append((first, last))
-        del self._ranges[:-_MOST_FORWARDS]
+        del self._ranges[:-_MAX_FORWARDS]
 
     def __contains__(self, node: Any) -> bool:
         number = node._sequence_nr()
@@ -37,31 +37,31 @@ class ForwardNodes(threading.local):
 
 
 class ExternalTensors:
-    """Finds tensors that reach one forward by another way than a slot: a closure, an attribute, an argument.
+    """Finds tensors that reach one forward through a closure, an attribute or an argument instead of a slot.
 
     A tensor is external if its autograd node is older than the forward, or if it is a leaf. If calls are intercepted,
-    an external tensor gets an alias behind an unscale node where a call first uses it. Otherwise unscale hooks are
-    added when the forward has ended.
+    an external tensor is replaced by an alias, an output of an unscale node, in the first call that uses it. Otherwise
+    unscale hooks are added after the forward.
 
     Args:
-        slots: of the same forward.
-        nodes: of earlier forwards of the model.
+        slots: the parameter slots of the same forward.
+        nodes: autograd nodes of earlier forwards of the model.
         is_scaled: whether the loss is scaled; if not, nothing is unscaled.
     """
 
-    # Leaves that carry gradients between parts of the model. None: all leaves but those that the forward has used.
+    # Identities of leaves that are not external. None: only leaves that the forward has used are external.
     _recompute_inputs: frozenset[int] | None = frozenset()
 
     def __init__(self, slots: WeightSlots, nodes: ForwardNodes, *, is_scaled: bool) -> None:
         self._slots, self._nodes, self.is_scaled = slots, nodes, is_scaled
-        self._aliased: list[tuple[Tensor, Tensor, int]] = []  # external tensors, their aliases and their versions then
-        self._known_external: set[Any] = set()  # nodes that lead to no node of this forward
-        self._external_without_grad: dict[int, Tensor] = {}  # used without grad; a checkpoint may compute that again
-        # autograd numbers nodes as they are made; torch has no public API for the order of two nodes.
+        self._aliased: list[tuple[Tensor, Tensor, int]] = []  # external tensors, their aliases and first versions
+        self._known_external: set[Any] = set()  # nodes with no path to a node of this forward
+        self._external_without_grad: dict[int, Tensor] = {}  # used without grad; a checkpoint may recompute the use
+        # The sequence number of the next node. torch has no public API for the order of two nodes.
         self.first_node = torch.autograd._get_sequence_nr()
 
     def alias_argument(self, tensor: Tensor) -> Tensor:
-        """An alias of ``tensor``, an argument of the forward, if it needs a gradient and no forward made it."""
+        """Return an alias of ``tensor``, an argument of the forward, if it requires grad and no forward made it."""
         if not tensor.requires_grad or (tensor.grad_fn is not None and self._is_of_earlier_forward(tensor.grad_fn)):
             return tensor
         return self._alias(tensor)
@@ -71,9 +71,9 @@ class ExternalTensors:
         return node in self._nodes and is_of_model(node, self._slots.scale_provider)
 
     def alias_if_external(self, tensor: Tensor) -> Tensor:
-        """An alias of ``tensor``, an argument of a call, if it needs a gradient and is external.
+        """Return an alias of ``tensor``, an argument of a call, if it requires grad and is external.
 
-        Without grad the tensor itself is returned, and recorded for a thread that recomputes the call.
+        Without grad, the tensor itself is returned, and recorded for a thread that recomputes the call.
         """
         if not tensor.requires_grad or not self.is_external(tensor):
             return tensor
@@ -83,6 +83,7 @@ class ExternalTensors:
         return tensor
 
     def _alias(self, tensor: Tensor) -> Tensor:
+        """Return the alias of ``tensor``, made at its first use."""
         if (aliases := self._slots.aliases.get(id(tensor))) is not None:
             return aliases.alias
         alias = self._slots.alias_group([(tensor, None)]).alias
@@ -91,9 +92,9 @@ class ExternalTensors:
         return alias
 
     def write_back(self) -> list[Tensor]:
-        """Record the in-place changes of external tensors by the forward in the graph outside.
+        """Record in-place changes of external tensors by the forward in the graph outside of it.
 
-        An alias shares memory with its tensor, but not the history of its changes.
+        An alias shares memory with its tensor, but not the autograd history.
 
         Returns:
             The new values, each an output of the model.
@@ -117,7 +118,7 @@ class ExternalTensors:
         return changed
 
     def are_among(self, values: Iterable[Any]) -> bool:
-        """Whether the arguments ``values`` of a call contain an external tensor that needs a gradient."""
+        """Whether the arguments ``values`` of a call contain an external tensor that requires grad."""
         for value in values:
             if isinstance(value, Tensor):
                 if value.requires_grad and self.is_external(value):
@@ -127,10 +128,10 @@ class ExternalTensors:
         return False
 
     def is_external(self, tensor: Tensor) -> bool:
-        """Whether ``tensor``, which needs a gradient, is older than this forward and of no forward of the model."""
+        """Whether ``tensor``, which requires grad, is older than this forward and of no other forward of the model."""
         try:
             node = tensor.grad_fn
-        except RuntimeError:  # torch returns no node for a view that a custom function made without grad and wrote
+        except RuntimeError:  # raised for a view that a custom function made without grad and wrote
             return self.is_external(tensor._base)  # type: ignore[arg-type]
         if id(tensor) in self._external_without_grad:
             return True
@@ -140,7 +141,7 @@ class ExternalTensors:
         return is_older and not reaches_forward(node, self.first_node, self._known_external)
 
     def add_unscale_hooks(self, results: Sequence[Tensor]) -> bool:
-        """Unscale at each edge of the graph of ``results`` to an external tensor. Returns whether there was one."""
+        """Unscale at each edge from the graph of ``results`` to an external tensor. Returns whether there was one."""
         return add_unscale_hooks(results, self._slots.scale_provider, self.first_node, self._is_of_earlier_forward)
 
     def record_nodes(self) -> None:
@@ -154,15 +155,14 @@ class ExternalTensors:
 
     @contextmanager
     def recomputing(self, args: tuple[Any, ...] | None) -> Iterator[None]:
-        """A context to recompute a part of the forward with arguments ``args``, in any thread.
+        """Context in which a part of the forward is recomputed with arguments ``args``, in any thread.
 
-        Another thread numbers nodes anew. So no tensor is external there, except leaves other than ``args`` and the
-        tensors that the forward has used without grad. If ``args`` is None, only the latter are.
+        Sequence numbers of another thread are not comparable. So only leaves other than ``args``, and tensors that the
+        forward has used without grad, are external there. If ``args`` is None, only the latter are.
         """
         before = self.first_node, self._recompute_inputs
         self.first_node = -1
-        tensors = [arg for arg in args or () if isinstance(arg, Tensor)]
-        self._recompute_inputs = None if args is None else frozenset(map(id, tensors))
+        self._recompute_inputs = None if args is None else frozenset(id(a) for a in args if isinstance(a, Tensor))
         try:
             yield
         finally:

@@ -13,14 +13,14 @@ from hf_mp.weights.slots import WeightSlots
 
 @dataclass
 class ForwardWeights:
-    """Weights of one forward, and whether a torch function mode has to receive its calls.
+    """Weights of one forward, and whether a torch function mode has to intercept its calls.
 
     Attributes:
         slots: its parameter slots.
-        external: tensors that it uses beside them.
-        key: of the forward: ``(id(forward), has_grad, training)``.
-        intercepts_by_key: for forwards that have ended, whether the next one with the same key is intercepted.
-        must_intercept: whether this forward has used an external tensor so far.
+        external: finds tensors that are not in a slot.
+        key: forward key, ``(id(forward), has_grad, training)``.
+        intercepts_by_key: whether the next forward with a key is intercepted.
+        must_intercept: whether this forward has used an external tensor.
     """
 
     slots: WeightSlots
@@ -33,10 +33,9 @@ class ForwardWeights:
         self.intercepts_calls = self.intercepts_by_key.get(self.key, True)
 
     def finish(self, results: Sequence[Tensor]) -> None:
-        """End the forward: unscale at the edges of the graph of ``results`` to external tensors.
+        """End the forward: unscale at the edges from the graph of ``results`` to external tensors.
 
-        If there is such an edge, later forwards are intercepted: a second derivative follows edges that are made
-        after this.
+        If there is such an edge, later forwards are intercepted: edges of a second derivative would be made after this.
         """
         slots, external = self.slots, self.external
         if self.must_intercept or self.key not in self.intercepts_by_key:

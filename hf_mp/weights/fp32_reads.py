@@ -1,9 +1,9 @@
-"""What somebody reads of a split parameter outside of a forward: its FP32 value, and not the 16 bits that are stored.
+"""Reads of a split parameter outside a forward return its FP32 value, not the stored 16 bits.
 
-Averages of weights (``AveragedModel``, an EMA over ``named_parameters()``), penalties and distances compute with the
-parameters themselves. While an autocast of hf_mp is active in a thread, a split parameter is its working copy; else
-torch hands each call that takes one to :func:`read_in_fp32`. Calls that carry no value (shapes, hooks, storage) and
-writes mean what is stored.
+Code such as ``AveragedModel``, an EMA over ``named_parameters()`` or a weight penalty computes with the parameters
+themselves. If no hf_mp autocast is active in the thread, torch passes each call with a split parameter to
+:func:`read_in_fp32`. Inside an autocast the call gets the stored 16 bits. Calls that read no value (shapes, hooks,
+storage) and writes use the stored 16 bits too.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from hf_mp.kernels.split import Split, merge, split_into
 
 DATA: Any = Tensor.data  # the property itself, which the classes below override
 
-# torch's private guard that switches __torch_function__ of subclasses off in C++: a public one does not exist.
-as_stored = torch._C.DisableTorchFunctionSubclass  # to look at split parameters in, as nothing but tensors
+# Context in which split parameters are plain 16-bit tensors: it disables __torch_function__ of subclasses. torch has no
+# public API for that.
+as_stored = torch._C.DisableTorchFunctionSubclass
 
 
 def on_stored_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run ``function`` in :class:`as_stored`."""
+    """Return ``function`` wrapped in :class:`as_stored`."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -37,31 +38,30 @@ def on_stored_values(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ReadAsFP32:
-    """The ``__torch_function__`` of a class whose values are read in FP32 where no autocast is active."""
+    """Descriptor ``__torch_function__`` of classes with values that are read in FP32 if no autocast is active."""
 
     def __get__(self, tensor: Any, kind: type | None = None) -> Callable[..., Any]:
-        # Inside of a forward torch finds its own disabled implementation, and leaves its dispatch in Python out.
+        # torch skips its Python dispatch if it finds its own disabled implementation.
         return torch._C._disabled_torch_function_impl if autocasts.active else read_in_fp32
 
 
 class StoredIn16Bits:
-    """A tensor of 16 bits that is read in FP32: a split parameter, or a view of one."""
+    """16-bit tensor that is read in FP32: a split parameter, or a view of one."""
 
-    __slots__ = ()  # so that a parameter can become one in place
-    # A class attribute: an instance's own would not be asked, torch looks it up on the type.
-    __torch_function__: ClassVar[Any] = ReadAsFP32()
-    is_plain_in_graphs = True  # whether a compiled graph is given an ordinary tensor in its place
+    __slots__ = ()  # so that the class of a parameter can be changed to a subclass
+    __torch_function__: ClassVar[Any] = ReadAsFP32()  # torch reads it from the class
+    is_plain_in_graphs = True  # whether a compiled graph receives an ordinary tensor instead
     owner: Any  # the split parameter
-    remainder_bits: Tensor  # what is missing to FP32, of the shape of this tensor
+    remainder_bits: Tensor  # its shape is that of this tensor
 
     def read_halves(self) -> Split:
-        """Both halves of the FP32 value, to write to; then call the owner's ``note_written``."""
+        """Return both halves of the FP32 value. After a write to them, call ``owner.note_written()``."""
         self.owner.reset_written_remainders()
         return Split(DATA.__get__(self), self.remainder_bits)
 
     @on_stored_values
     def fp32_value(self) -> Tensor:
-        """The FP32 value as a new tensor, to change and give to :meth:`write_fp32`."""
+        """Return the FP32 value as a new tensor, to change and pass to :meth:`write_fp32`."""
         working, remainder = self.read_halves()
         return merge(working, remainder.to(working.device))
 
@@ -69,18 +69,15 @@ class StoredIn16Bits:
     def write_fp32(self, value: Tensor) -> None:
         """Set the FP32 value, and with it the 16 bits."""
         working, remainder = DATA.__get__(self), self.remainder_bits
-        here = remainder.to(working.device)  # another one, if remainders are in host memory
-        split_into(value, working, here)
-        if here is not remainder:
-            remainder.copy_(here)
+        on_device = remainder.to(working.device)  # a copy, if remainders are in host memory
+        split_into(value, working, on_device)
+        if on_device is not remainder:
+            remainder.copy_(on_device)
         self.owner.note_written()
 
 
 class MasterView(StoredIn16Bits, Tensor):
-    """A view of a split parameter, as ``.data``, ``detach()`` and views of it are.
-
-    What is written into it is written into the parameter.
-    """
+    """View of a split parameter, as ``.data``, ``detach()`` and slices return. Writes to it change the parameter."""
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -97,7 +94,7 @@ class MasterView(StoredIn16Bits, Tensor):
 
 
 def view_of(working: Tensor, remainder: Tensor, owner: Any) -> MasterView:
-    """``working``, which shares the memory of the split parameter ``owner``, and the same view of its remainder."""
+    """Return ``working``, a view of the split parameter ``owner``, as a :class:`MasterView` with its ``remainder``."""
     view = working.as_subclass(MasterView)
     view.owner, view.remainder_bits = owner, remainder
     return view
@@ -107,9 +104,10 @@ def view_of(working: Tensor, remainder: Tensor, owner: Any) -> MasterView:
 def read_in_fp32(
     func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """Call ``func`` with the FP32 values of split parameters and of views of them; in FP32, gradients reach them.
+    """Call ``func`` with the FP32 values of split parameters and of their views; their gradients are FP32.
 
-    If the call also has tensors of the parameters' own 16-bit dtype and none that is wider, it gets the stored bits.
+    If the call also has tensors of the parameters' own 16-bit dtype and no FP32 or FP64 tensor, it gets the stored
+    bits.
     """
     kwargs = kwargs or {}
     first = args[0] if args else None
@@ -122,26 +120,26 @@ def read_in_fp32(
         is_node_lookup = func in _FINDS_NODES and len(args) == 2 and args[1] is first
         if not is_view and (func in _OF_THE_TENSOR_ITSELF or is_node_lookup):
             return func(*args, **kwargs)
-        # What is written is read first: an FP32 value that only some elements change of keeps the others.
-        targets, tensors = _targets(func, args, kwargs), list(tensors_in((args, kwargs)))
-        # torch writes to no leaf that wants a gradient; what initializes switches grad off later.
-        is_refused = getattr(func, "__module__", "") != "torch.nn.init" and any(map(_needs_graph, targets))
-        if _wants_stored_bits(tensors) or is_refused:
+        targets, tensors = _written_tensors(func, args, kwargs), list(tensors_in((args, kwargs)))
+        # torch raises for a write to a leaf that requires a gradient. torch.nn.init disables gradients inside.
+        is_error = getattr(func, "__module__", "") != "torch.nn.init" and any(map(_needs_graph, targets))
+        if _wants_stored_bits(tensors) or is_error:
             for tensor in targets:
                 tensor.owner.take_snapshot()
             return func(*args, **kwargs)
-    return _call_on_values(func, args, kwargs, targets, tensors)
+    return _call_on_fp32(func, args, kwargs, targets, tensors)
 
 
-def _call_on_values(
+def _call_on_fp32(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: list[Any], tensors: list[Any]
 ) -> Any:
-    """Call ``func`` with FP32 values in the place of those of ``tensors`` that are split, and write ``targets``."""
+    """Call ``func`` with the FP32 values of the split ``tensors``, then write those of ``targets`` back."""
     with as_stored():
+        # Targets are read too: a write may change some elements only.
         values = {id(tensor): tensor.fp32_value() for tensor in targets}
         values |= {id(t): _value(t) for t in tensors if isinstance(t, StoredIn16Bits) and id(t) not in values}
-        read, named = apply_to_tensors(lambda tensor: values.get(id(tensor), tensor), (args, dict(kwargs)))
-    result = func(*read, **named)
+        fp32_args, fp32_kwargs = apply_to_tensors(lambda one: values.get(id(one), one), (args, dict(kwargs)))
+    result = func(*fp32_args, **fp32_kwargs)
     for tensor in targets:
         tensor.write_fp32(values[id(tensor)])
         result = tensor if result is values[id(tensor)] else result
@@ -149,11 +147,11 @@ def _call_on_values(
 
 
 def _wants_stored_bits(tensors: list[Tensor]) -> bool:
-    """Whether split parameters are in the company of tensors of their own 16 bits, and of none that is wider."""
+    """Whether a call also has tensors of the split parameters' own 16-bit dtype, and no FP32 or FP64 tensor."""
     split = [tensor for tensor in tensors if isinstance(tensor, StoredIn16Bits)]
-    least = min([1, *[tensor.dim() for tensor in split]])  # numbers decide no dtype
-    company = {tensor.dtype for tensor in tensors if not isinstance(tensor, StoredIn16Bits) and tensor.dim() >= least}
-    return any([tensor.dtype in company for tensor in split]) and not company & _WIDE
+    min_dim = min([1, *[tensor.dim() for tensor in split]])  # 0-dim tensors do not promote others
+    others = {tensor.dtype for tensor in tensors if not isinstance(tensor, StoredIn16Bits) and tensor.dim() >= min_dim}
+    return any([tensor.dtype in others for tensor in split]) and not others & _FP32_OR_FP64
 
 
 def _value(tensor: Any) -> Tensor:
@@ -169,12 +167,11 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         is_reduced = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return gradient.to(ctx.dtype) if is_reduced else gradient  # DDP takes gradients of the parameter's dtype
+        return gradient.to(ctx.dtype) if is_reduced else gradient  # DDP requires the parameter's dtype
 
 
 def _view(func: Callable[..., Any], tensor: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Views of both halves; None where ``func`` has made a copy."""
-    # reshape and flatten copy where they must, and a copy has nothing to do with the parameter.
+    """Return the same views of both halves; None if ``func`` has made a copy, as reshape and flatten may."""
     storage = tensor.untyped_storage()._cdata
     working = func(tensor, *args, **kwargs)
     views = working if isinstance(working, (tuple, list)) else [working]
@@ -192,16 +189,15 @@ def _needs_graph(tensor: Any) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
-def _targets(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The split parameters, and views of them, that ``func`` writes values into."""
+def _written_tensors(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the split parameters, and views of them, that ``func`` writes to."""
     in_place = writes_in_place(getattr(func, "__name__", ""))
     written = (args[:1] if in_place else (), kwargs.get("tensor") if in_place else None, kwargs.get("out"))
-    # By identity: tensors compare by their values.
     return list({id(tensor): tensor for tensor in tensors_in(written) if isinstance(tensor, StoredIn16Bits)}.values())
 
 
 def writes_in_place(name: str) -> bool:
-    """Whether torch names so what writes into its first tensor."""
+    """Whether torch uses the name for functions that write to their first tensor."""
     return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
 
 
@@ -210,9 +206,10 @@ def _named(names: str) -> frozenset[Callable[..., Any]]:
     return frozenset(getattr(home, name) for name in names.split() for home in homes if hasattr(home, name))
 
 
-_WIDE = {torch.float32, torch.float64}
+_FP32_OR_FP64 = {torch.float32, torch.float64}
 _DETACHES = _named("detach")
-_FINDS_NODES = _named("view_as expand_as")  # of a tensor with itself: how code finds the node that accumulates .grad
+# Called on a tensor and itself to get the AccumulateGrad node.
+_FINDS_NODES = _named("view_as expand_as")
 _VIEWS = (
     _DETACHES
     | _named(
@@ -224,7 +221,7 @@ _VIEWS = (
 
 
 _PROPERTIES = {n: d for n in dir(Tensor) if hasattr(d := getattr(Tensor, n), "__set__") and not callable(d)}
-# Calls that carry no gradient, or mean the tensor that they are given: properties, writers, hooks.
+# Calls that pass no gradient on, or that use the tensor object: properties, writers, hooks.
 OF_THE_TENSOR_ITSELF = (
     _named(
         "register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad backward set_ share_memory_ "

@@ -1,4 +1,4 @@
-"""Layouts of models that are read and not trained: in an evaluation, and as the reference of a policy model."""
+"""``InferenceLayout``: weight layout of models that are not trained."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ from hf_mp.weights.split_layout import trained_with_statistics
 
 
 class InferenceLayout(WeightLayout):
-    """Gives, at equal weights, the values of a model that is trained under ``policy``, without its masters.
+    """Computes the values of a model that is trained under ``policy``, for equal weights, without FP32 masters.
 
-    Default layout: 16-bit weights of products stay as they are; others are FP32 until :meth:`restore`, so that what
-    they are added to is FP32. Lean layouts: weights are their working copies until :meth:`restore`, buffers FP32.
+    In a default layout, 16-bit weights of matmuls are unchanged; other weights are FP32 until :meth:`restore`, so that
+    sums with them are FP32. In a lean layout, weights are rounded to working copies until :meth:`restore`, and buffers
+    are FP32.
 
     Args:
-        policy: whose values to give.
+        policy: of the training.
         only_trainable: whether a lean layout leaves frozen weights in FP32, as in a model that is trained.
     """
 
     def __init__(self, policy: PrecisionPolicy, *, only_trainable: bool = True) -> None:
         super().__init__(policy)
         self._only_trainable = only_trainable
-        # Each changed tensor and its own dtype; if it was rounded, also its own values and the version of the rounding.
+        # Tensors and their dtypes before; if rounded, also their values before and the version after.
         self._changed: list[tuple[Tensor, torch.dtype, Tensor | None, int]] = []
 
     @torch.no_grad()
     def prepare_weights(self, model: nn.Module) -> None:
+        """Cast tensors as the class says; no masters are made."""
         is_lean = self.policy.params is not torch.float32
-        for tensor in model.buffers() if is_lean else _outside_of_products(model):
+        for tensor in model.buffers() if is_lean else _tensors_not_multiplied(model):
             if tensor.dtype in LOWER_PRECISION_DTYPES and not is_dtensor(tensor):
                 self._changed.append((tensor, tensor.dtype, None, 0))
                 tensor.data = tensor.data.float()
@@ -43,26 +45,27 @@ class InferenceLayout(WeightLayout):
             self._round_parameters(model)
 
     def _round_parameters(self, model: nn.Module) -> None:
-        """Round the weights of ``model`` to their working copies, and note their own values."""
+        """Round the weights of ``model`` to working copies, and store their values for :meth:`restore`."""
         with_statistics = trained_with_statistics(model)
         others = {torch.float32, *LOWER_PRECISION_DTYPES} - {self.policy.params}
         for parameter in model.parameters():
-            # BatchNorm's weights stay FP32 in a lean layout, next to its statistics.
-            is_left = parameter in with_statistics or (self._only_trainable and not parameter.requires_grad)
-            if parameter.dtype in others and not is_left and not is_dtensor(parameter):
-                own, parameter.data = parameter.data, split(parameter.data.float(), self.policy.params).working
-                self._changed.append((parameter, own.dtype, own, parameter._version))
+            # The weights of BatchNorm stay FP32 in a lean layout, as its statistics.
+            is_fp32 = parameter in with_statistics or (self._only_trainable and not parameter.requires_grad)
+            if parameter.dtype in others and not is_fp32 and not is_dtensor(parameter):
+                before = parameter.data
+                parameter.data = split(before.float(), self.policy.params).working
+                self._changed.append((parameter, before.dtype, before, parameter._version))
 
     def restore(self, model: nn.Module | None) -> None:
-        for tensor, dtype, own, version in self._changed:
-            # What was written meanwhile (a reference that follows its policy) wins.
-            tensor.data = tensor.data.to(dtype) if own is None or tensor._version != version else own
+        """Restore dtypes and values; values written since then (synced from the policy model) are only cast."""
+        for tensor, dtype, before, version in self._changed:
+            tensor.data = tensor.data.to(dtype) if before is None or tensor._version != version else before
         self._changed.clear()
         super().restore(model)
 
 
-def _outside_of_products(model: nn.Module) -> Iterator[Tensor]:
-    """The buffers of ``model``, and the parameters that no product reads."""
+def _tensors_not_multiplied(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the buffers of ``model`` and the parameters that no matmul reads."""
     for module in model.modules():
         multiplies = not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         for name, parameter in module._parameters.items():

@@ -1,4 +1,4 @@
-"""``WeightLayout``: where the FP32 master weights of an attached model are, and what its forward reads."""
+"""``WeightLayout``: stores the FP32 master weights and working copies of an attached model."""
 
 from __future__ import annotations
 
@@ -21,80 +21,83 @@ from hf_mp.weights.working_copies import WorkingCopies
 
 
 class WeightLayout:
-    """How the weights of one model are stored while mixed precision is attached: FP32 masters with working copies.
+    """Default layout, and base class of the others: the model's parameters are the FP32 masters.
 
-    The model's parameters are the FP32 masters; lower-precision ops read working copies, cast once per update to the
-    policy's ``compute``, ``float16`` or ``bfloat16``.
+    Lower-precision ops read working copies, cast once per update to the policy's ``compute``, ``float16`` or
+    ``bfloat16``.
     """
 
-    keeps_copies = True  # whether a working copy outlives its use
-    keeps_scaled_gradients = False  # whether to ask store_scaled_gradients()
-    offload: str | None = None  # what is in host memory: "optimizer" or "all"
+    keeps_copies = True  # whether working copies are stored between uses
+    keeps_scaled_gradients = False  # whether store_scaled_gradients() is implemented
+    offload: str | None = None  # tensors in host memory: "optimizer" or "all"
 
     def __init__(self, policy: PrecisionPolicy) -> None:
         self.policy = policy
         self.copies = WorkingCopies(policy.compute)
-        self._masters: set[int] = set()  # the trained parameters at the last forward, by identity
+        self._masters: set[int] = set()  # identities of the trained parameters of the last forward
         self._comm_hook_by_ddp: weakref.WeakKeyDictionary[nn.Module, SplitGradientCommHook] = (
             weakref.WeakKeyDictionary()
         )
 
     @torch.no_grad()
     def prepare_weights(self, model: nn.Module) -> None:
-        """Before a forward with grad: give trainable parameters of ``model`` FP32 masters where they have none."""
+        """Cast 16-bit trainable parameters of ``model`` to FP32 masters, before a forward with grad."""
         trained = [parameter for parameter in model_parameters(model) if parameter.requires_grad]
-        narrow = [parameter for parameter in trained if parameter.dtype in LOWER_PRECISION_DTYPES]
+        in_16_bits = [parameter for parameter in trained if parameter.dtype in LOWER_PRECISION_DTYPES]
         before, self._masters = self._masters, set(map(id, trained))
-        if not narrow:
+        if not in_16_bits:
             return
-        if any([id(parameter) in before for parameter in narrow]):
+        if any([id(parameter) in before for parameter in in_16_bits]):
             warn_caller(
                 "the FP32 masters of an attached model were cast to 16 bits (model.half(), model.to(dtype)): they are "
                 "FP32 again, and rounded. Leave the cast out, or call hf_mp.detach(model) first"
             )
-        for parameter in narrow:
+        for parameter in in_16_bits:
             _to_fp32(parameter)
         widen_buffers(model)
 
     def working_copies(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
-        """By the identity of FP32 masters among ``weights``, what products read in their places, without grad."""
+        """Return the working copies, without grad, of FP32 masters among ``weights``, by the identity of the master."""
         return self.copies.get_all(weights)
 
     def register_communication(
         self, model: nn.Module, parallelism: Parallelism, scale_source: ScaleSource, in_fp32: Sequence[nn.Module]
     ) -> None:
-        """Take over the communication of ``model``; weights of the modules ``in_fp32`` are not rounded."""
-        ddp, has_buckets = parallelism.ddp, self.keeps_scaled_gradients or self.policy.reduce_dtype is not torch.float32
-        # Once for each DDP, of one process too: its first forward is the last moment before a bucket is reduced.
-        if has_buckets and ddp is not None and ddp not in self._comm_hook_by_ddp:
+        """Register the communication of ``model``; weights of the modules ``in_fp32`` are sent in FP32."""
+        ddp = parallelism.ddp
+        needs_hook = self.keeps_scaled_gradients or self.policy.reduce_dtype is not torch.float32
+        if needs_hook and ddp is not None and ddp not in self._comm_hook_by_ddp:
             self._comm_hook_by_ddp[ddp] = SplitGradientCommHook(ddp, self.policy, scale_source)
 
     def parameters_to_check(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-        """The parameters whose gradients a backward of ``model`` may leave, each once."""
+        """Return the parameters that a backward of ``model`` may give gradients, each once."""
         return [] if model is None else model_parameters(model)
 
     def saving_for_backward(self) -> AbstractContextManager[None]:
-        """A context to run a forward in, which decides what autograd saves of the working copies."""
+        """Return a context for a forward, which changes how autograd saves working copies."""
         return nullcontext()
 
     def store_scaled_gradients(
         self, weights: Mapping[int, Tensor], uses: dict[int, list[Tensor]], inverse: Tensor | None
     ) -> None:
-        """Move gradients of ``weights`` out of ``uses``, both by place, and keep them scaled by 1/``inverse``."""
+        """Move gradients of ``weights`` out of ``uses`` and store them scaled; ``inverse`` unscales them.
+
+        The keys of both are indices of an unscale node's inputs.
+        """
 
     def gradients_and_factors(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
-        """The existing gradients, as backward left them, each with the FP32 factor that unscales it (None for 1)."""
+        """Return the existing gradients, each with the FP32 factor that unscales it (None for 1)."""
         return [(gradient, None) for parameter in parameters if (gradient := parameter.grad) is not None]
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor | None:
-        """Clip gradients that only this layout can read; returns their 2-norm before clipping, FP32 of shape ().
+        """Clip gradients that torch cannot read; return their 2-norm before clipping, FP32 of shape ().
 
-        None: torch can clip them, and nothing is done.
+        Returns None, and does nothing, if torch can clip them.
         """
         return None
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer to step from now on; a ValueError for one that cannot update these masters."""
+        """Return the optimizer to step from now on; a ValueError if it cannot update these masters."""
         return optimizer
 
     def refresh_working_copies(self, optimizer: Optimizer) -> None:
@@ -104,11 +107,11 @@ class WeightLayout:
         )
 
     def note_unseen_writes(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take in that the masters ``parameters`` may have been written by code that leaves no trace."""
+        """Record that the masters ``parameters`` may have been written undetectably."""
         self.copies.note_unseen_writes(parameters)
 
     def differ_from_copies(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether a master has another value than its working copy; True if no copy of ``parameters`` is kept."""
+        """Whether a master differs from its working copy; True if no copy of ``parameters`` is stored."""
         return self.copies.differ(parameters)
 
     def refresh(self) -> None:
@@ -116,19 +119,19 @@ class WeightLayout:
         self.copies.refresh()
 
     def freeze_scale_factors(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
-        """Called before the loss scale changes: gradients that are still scaled keep the scale that they have."""
+        """Copy the factors of gradients that are still scaled, before the loss scale changes."""
 
     def restore(self, model: nn.Module | None) -> None:
-        """Leave ordinary FP32 parameters, and no copy."""
+        """Make all parameters ordinary FP32 parameters, and release working copies."""
         self.copies.clear()
         self._masters.clear()
 
 
 def _to_fp32(parameter: nn.Parameter) -> None:
+    """Cast ``parameter`` in place: optimizers, tied modules and hooks have references to it."""
     if not is_dtensor(parameter):
-        # The Parameter stays: optimizers, tied modules and hooks hold it.
         parameter.data = parameter.data.float()
         return
-    whole = nn.Parameter(parameter.detach().float())  # `.data` of a DTensor leaves its shard as it is
-    vars(whole).update(vars(parameter))
-    torch.utils.swap_tensors(parameter, whole)
+    in_fp32 = nn.Parameter(parameter.detach().float())  # setting `.data` of a DTensor does not change its shard
+    vars(in_fp32).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, in_fp32)

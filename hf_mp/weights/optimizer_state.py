@@ -1,4 +1,4 @@
-"""State that an optimizer has before its parameters are given FP32 masters: made by its constructor, or loaded."""
+"""Casts existing optimizer state, made by a constructor or loaded, to FP32."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hf_mp.kernels.nested import tensors_in
 
 
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
-    """``optimizer`` and the optimizers inside it, each once: Lookahead, SAM and schedule-free wrappers hold one."""
+    """Return ``optimizer`` and nested ones, each once: Lookahead, SAM and schedule-free wrappers have one."""
     found = [optimizer]
-    for one in found:  # which grows
+    for one in found:  # grows in the loop
         found += [inner for inner in vars(one).values() if isinstance(inner, Optimizer) and inner not in found]
     return found
 
 
 @torch.no_grad()
 def state_to_fp32(optimizer: Optimizer) -> None:
-    """Cast the FP16/BF16 tensors that ``optimizer`` and optimizers inside it hold, in any attribute, to FP32 in place.
+    """Cast FP16/BF16 tensors in the attributes of ``optimizer`` and nested optimizers to FP32 in place.
 
-    Parameters and tensor subclasses with a storage of their own (8-bit state) stay as they are.
+    Parameters and tensor subclasses with their own storage (8-bit state) are unchanged.
     """
     for tensor in tensors_in([list(vars(one).values()) for one in optimizers_in(optimizer)]):
         is_state = not (isinstance(tensor, nn.Parameter) or is_traceable_wrapper_subclass(tensor))

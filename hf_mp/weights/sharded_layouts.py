@@ -1,4 +1,4 @@
-"""Layouts of FP32 masters whose memory something else manages: FSDP2, tensor parallelism."""
+"""Weight layouts for FP32 masters in sharded memory: FSDP2 and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -22,48 +22,45 @@ from hf_mp.weights.working_copies import is_master
 
 
 class UncachedCopies:
-    """Rounds a parameter anew at each use, and once more in backward in place of saving the rounding.
+    """Rounds a parameter at each use; backward rounds it again instead of saving the rounded copy.
 
-    FSDP2 shows a module's whole parameters only while it runs, and fills their memory again before backward without
-    raising their version counters (``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``, "FSDP and autograd"): a copy
-    kept between uses would be stale unseen, and copies kept for backward would make every process hold the whole model
-    in 16 bits.
+    FSDP2 has the whole parameters of a module only while it runs, and refills their memory before backward without
+    raising version counters (``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``, "FSDP and autograd"). A stored
+    copy could be stale undetectably, and copies saved for backward would hold the whole model in 16 bits on every rank.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._transient: dict[int, nn.Parameter] = {}  # by the storage of a copy that lives: what it is a copy of
+        self._by_storage: dict[int, nn.Parameter] = {}  # parameters by the storage of an existing copy
 
     def get(self, parameter: nn.Parameter) -> Tensor:
-        """A new tensor: ``parameter`` as it is now, rounded to nearest.
-
-        While that lives, :meth:`recompute_copies` knows by its storage that it stands for ``parameter``.
-        """
+        """Return ``parameter`` rounded to nearest, a new tensor that :meth:`recompute_copies` finds by its storage."""
         copy = parameter.detach().to(self.dtype, copy=True)
         storage = copy.untyped_storage()
-        self._transient[storage._cdata] = parameter
-        # The entry goes with the storage, whose address may then be another's, and not with the object `copy`: that is
-        # freed first, since a border hands out an alias. torch keeps one Python object for each storage.
-        weakref.finalize(storage, self._transient.pop, storage._cdata)
+        self._by_storage[storage._cdata] = parameter
+        # Removed with the storage, before its address is reused. `copy` is freed earlier: the forward has an alias.
+        # torch has one Python object for each storage.
+        weakref.finalize(storage, self._by_storage.pop, storage._cdata)
         return copy
 
     def recompute_copies(self) -> AbstractContextManager[None]:
-        """Have autograd save a parameter for a copy of it, unless other hooks are active (activations offloaded)."""
+        """Return a context in which autograd saves a parameter instead of its copy, unless other hooks are active."""
         if not torch.is_grad_enabled() or is_saving_elsewhere():
             return nullcontext()
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor] | tuple[Tensor, int]:
-        found = self._transient.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
-        if found is None:
-            # Detached: an op's output would otherwise be kept alive by the op itself.
+        """Return a function that rounds the parameter of a copy again, or any other tensor and its version."""
+        is_strided = tensor.layout is torch.strided
+        parameter = self._by_storage.get(tensor.untyped_storage()._cdata) if is_strided else None
+        if parameter is None:
+            # Detached, because an op that saves its own output would keep it alive.
             return tensor.detach(), tensor._version
         view = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        # Holds the parameter alone: the copy is freed as soon as the forward lets go of it.
-        return lambda: found.detach().to(self.dtype).as_strided(*view)
+        return lambda: parameter.detach().to(self.dtype).as_strided(*view)
 
     def _unpack(self, saved: Any) -> Tensor:
-        """What :meth:`_pack` saved; a RuntimeError for a tensor that was written since."""
+        """Return the tensor that :meth:`_pack` saved; a RuntimeError if it was written since."""
         if callable(saved):
             return saved()
         tensor, version = saved
@@ -76,22 +73,22 @@ class UncachedCopies:
 
 
 class ShardedLayout(WeightLayout):
-    """FP32 masters whose memory something else manages (FSDP2): rounded at each use."""
+    """FP32 masters in FSDP2's shards, rounded at each use."""
 
     keeps_copies = False
 
     def __init__(self, policy: PrecisionPolicy) -> None:
         super().__init__(policy)
-        self._transient = UncachedCopies(policy.compute)
+        self._uncached = UncachedCopies(policy.compute)
 
     def working_copies(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
-        """As the base class, rounded anew."""
-        return {id(weight): self._transient.get(weight) for weight in weights if is_master(weight)}
+        """Return new working copies of the FP32 masters among ``weights``, by the identity of the master."""
+        return {id(weight): self._uncached.get(weight) for weight in weights if is_master(weight)}
 
     def register_communication(
         self, model: nn.Module, parallelism: Parallelism, scale_source: ScaleSource, in_fp32: Sequence[nn.Module]
     ) -> None:
-        """Have FSDP2 gather weights and reduce gradients in 16 bits, but for the modules ``in_fp32``."""
+        """Set FSDP2's all-gather and reduce-scatter to 16 bits, except for the modules ``in_fp32``."""
         set_low_precision_comm(model, self.policy, scale_source, in_fp32)
 
     def restore(self, model: nn.Module | None) -> None:
@@ -100,13 +97,13 @@ class ShardedLayout(WeightLayout):
             restore_default_comm(model)
 
     def parameters_to_check(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-        # FSDP may leave whole parameters in the places of the shards, which have the gradients.
-        given = [parameter for optimizer in optimizers for parameter in optimizer_parameters(optimizer)]
-        found = [*super().parameters_to_check(model, optimizers), *given]
-        return list({id(parameter): parameter for parameter in found}.values())
+        # FSDP may leave whole parameters in the modules; gradients are in the shards, which optimizers have.
+        stepped = [parameter for optimizer in optimizers for parameter in optimizer_parameters(optimizer)]
+        parameters = [*super().parameters_to_check(model, optimizers), *stepped]
+        return list({id(parameter): parameter for parameter in parameters}.values())
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """``optimizer`` itself; a ValueError for one of bitsandbytes, which updates no DTensors."""
+        """Return ``optimizer``; a ValueError for one of bitsandbytes, which does not support DTensors."""
         if type(optimizer).__module__.startswith("bitsandbytes."):
             raise ValueError(
                 f"{type(optimizer).__name__} of bitsandbytes updates plain tensors, and these parameters are DTensors: "
@@ -115,20 +112,20 @@ class ShardedLayout(WeightLayout):
         return optimizer
 
     def saving_for_backward(self) -> AbstractContextManager[None]:
-        return self._transient.recompute_copies()
+        return self._uncached.recompute_copies()
 
 
 class TensorParallelLayout(ShardedLayout):
-    """FP32 masters that are DTensors, whose shards the products compute with: rounded at each use.
+    """FP32 masters that are DTensors, with shards that matmuls read; rounded at each use.
 
-    No copy is kept between forwards: a DTensor's version counter knows nothing of writes into its shard.
+    No copy is stored between forwards: a write to the shard does not raise the DTensor's version counter.
     """
 
     def working_copies(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
         return {id(weight): weight.detach().to(self.policy.compute) for weight in weights if is_master(weight)}
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """``optimizer`` itself; a ValueError for ``fused`` or ``foreach`` over DTensors and plain tensors at once."""
+        """Return ``optimizer``; a ValueError for ``fused`` or ``foreach`` in a group that is only partly DTensors."""
         for group in optimizer.param_groups:
             if (group.get("fused") or group.get("foreach")) and len(set(map(is_dtensor, group["params"]))) > 1:
                 raise ValueError(

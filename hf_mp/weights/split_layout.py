@@ -1,7 +1,4 @@
-"""The lean layout of a model, on one process and under DDP: its trainable parameters split, its checkpoints in FP32.
-
-What FSDP2 shards has FP32 masters in its shards. An optimizer that knows nothing of the masters may not step.
-"""
+"""``SplitLayout``, the lean layout without sharding: trainable parameters are split, and saved in FP32."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ _ORDINARY = (Tensor, nn.Parameter, DataTrackedParameter)
 
 
 class SplitLayout(WeightLayout):
-    """The model's parameters are the working copies; with 16 more bits for each, they are the FP32 masters.
+    """The model's parameters are the working copies; with their remainders, they are the FP32 masters.
 
     Gradients stay in FP16/BF16, scaled, until the update reads them. Frozen FP32 parameters have working copies.
     """
@@ -49,8 +46,8 @@ class SplitLayout(WeightLayout):
     def prepare_weights(self, model: nn.Module) -> None:
         """Split the trainable parameters of ``model`` that are not split yet."""
         if split_trainable_parameters(model, self.policy.params, self.split):
-            self.copies.clear()  # of what was frozen before
-            refuse_unwrapped_steps()
+            self.copies.clear()  # copies of parameters that were frozen before
+            check_all_steps()
 
     def split(self, parameters: Sequence[nn.Parameter]) -> None:
         """Split ``parameters``, which are splittable, in place."""
@@ -60,7 +57,7 @@ class SplitLayout(WeightLayout):
     def register_communication(
         self, model: nn.Module, parallelism: Parallelism, scale_source: ScaleSource, in_fp32: Sequence[nn.Module]
     ) -> None:
-        """As the base class. FSDP's shards need another layout, which is chosen before: here it is too late."""
+        """As the base class; a ValueError under FSDP2, which needs another layout, chosen before the first forward."""
         if parallelism.fsdp:
             raise ValueError(
                 f"precision={str(self.policy)!r} must know before the first forward that FSDP shards this "
@@ -72,34 +69,33 @@ class SplitLayout(WeightLayout):
     def store_scaled_gradients(
         self, weights: Mapping[int, Tensor], uses: dict[int, list[Tensor]], inverse: Tensor | None
     ) -> None:
-        """Keep gradients of split ``weights`` there, and remove them from ``uses``; autograd accumulates others."""
+        """Move the gradients of split ``weights`` from ``uses`` to the parameters; autograd accumulates the others."""
         # DDP's hook reduces its buckets, and copies a gradient into its bucket when autograd reports that it is ready.
-        beside_grad = bool(self._comm_hook_by_ddp)
-        looks_for_unused = [buckets for buckets in self._comm_hook_by_ddp.values() if buckets.looks_for_unused]
-        for buckets in looks_for_unused:
-            buckets.mark_accumulated()
-        split = [weight for weight in weights.values() if isinstance(weight, SplitParameter)]
-        beside = [weakref.ref(weight) for weight in split] if split and supports_foreach(split[0]) else []
-        for place, weight in weights.items():
-            if isinstance(weight, SplitParameter):
-                weight._same_node_parameters = beside
-                # What is left, autograd accumulates, so that a hook sees it.
-                left = [
-                    gradient
-                    for gradient in uses.pop(place)
-                    if not weight.store_scaled_gradient(gradient, inverse, beside_grad=beside_grad)
-                ]
-                if left:
-                    uses[place] = left
-                if looks_for_unused:
-                    weight.mark_used()
+        is_ddp = bool(self._comm_hook_by_ddp)
+        hooks_finding_unused = [hook for hook in self._comm_hook_by_ddp.values() if hook.finds_unused]
+        for hook in hooks_finding_unused:
+            hook.mark_accumulated()
+        split = {place: weight for place, weight in weights.items() if isinstance(weight, SplitParameter)}
+        has_foreach = split and supports_foreach(next(iter(split.values())))
+        of_node = [weakref.ref(weight) for weight in split.values()] if has_foreach else []
+        for place, weight in split.items():
+            weight._same_node_parameters = of_node
+            not_stored = [
+                gradient
+                for gradient in uses.pop(place)
+                if not weight.store_scaled_gradient(gradient, inverse, separate=is_ddp)
+            ]
+            if not_stored:
+                uses[place] = not_stored
+            if hooks_finding_unused:
+                weight.mark_used()
 
     @on_stored_values
     def gradients_and_factors(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
-        """As the base class; what DDP's buckets left in ``.grad`` is taken over first, still scaled."""
+        """As the base class. Scaled gradients that DDP left in ``.grad`` are moved first."""
         parameters = list(parameters)
-        for buckets in self._comm_hook_by_ddp.values():
-            buckets.collect_reduced_gradients(parameters)
+        for hook in self._comm_hook_by_ddp.values():
+            hook.collect_reduced_gradients(parameters)
         found = [gradient_and_factor(parameter) for parameter in parameters]
         return [(gradient, factor) for gradient, factor in found if gradient is not None]
 
@@ -125,23 +121,26 @@ class SplitLayout(WeightLayout):
 def split_trainable_parameters(
     model: nn.Module, dtype: torch.dtype, split: Callable[[Sequence[nn.Parameter]], None] | None = None
 ) -> bool:
-    """Split the trainable parameters that are not split yet, in ``dtype``; returns whether there was anything to split.
+    """Split the trainable parameters that are not split yet, and return whether there were any.
 
-    Normalizations with running statistics become FP32: torch takes no 16-bit weights with FP32 statistics. What the
-    model and its parts save is FP32 then, and so is what code outside of a forward reads of the parameters.
-    ``split`` splits those of a layout in place; default: :func:`make_split` of each.
+    Normalizations with running statistics become FP32, because torch does not accept 16-bit weights with FP32
+    statistics. The model and its parts then save FP32 weights.
+
+    Args:
+        model: the model.
+        dtype: of the working copies, FP16/BF16.
+        split: splits parameters in place; default :func:`make_split` of each.
     """
-    is_known = put_masters_into_state_dict in model._state_dict_hooks.values()
+    was_split = put_masters_into_state_dict in model._state_dict_hooks.values()
     trained = [p for p in model_parameters(model) if p.requires_grad]
-    # torch.func.functional_call puts tensors in the places of parameters.
-    others = [p for p in trained if isinstance(p, nn.Parameter) and not isinstance(p, SplitParameter)]
-    if is_known and not others:
+    # torch.func.functional_call replaces parameters by tensors.
+    unsplit_ones = [p for p in trained if isinstance(p, nn.Parameter) and not isinstance(p, SplitParameter)]
+    if was_split and not unsplit_ones:
         return False
     with_statistics = trained_with_statistics(model)
-    new = [p for p in others if p.is_floating_point() and p not in with_statistics]
-    if is_known and not new:
+    new = [p for p in unsplit_ones if p.is_floating_point() and p not in with_statistics]
+    if was_split and not new:
         return False
-    # All or nothing: a model of which half is split could neither train nor be restored.
     check_splittable(new)  # before anything is changed
     if split is not None:
         split(new)
@@ -158,15 +157,15 @@ def split_trainable_parameters(
 def _save_in_fp32(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.jit.RecursiveScriptModule):
-            continue  # frozen, or it would have been refused: it takes no hook
+            continue  # frozen; supports no hook
         if put_masters_into_state_dict not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(put_masters_into_state_dict)
-        if hasattr(type(module), "save_pretrained"):  # also of a part, which may be saved by itself
+        if hasattr(type(module), "save_pretrained"):  # a part may be saved separately
             module.save_pretrained = types.MethodType(save_pretrained, module)  # type: ignore[assignment]
 
 
 def trained_with_statistics(model: nn.Module) -> dict[nn.Parameter, None]:
-    """The trained weights of normalizations with running statistics, in the order of the model."""
+    """Return the trained weights of normalizations with running statistics, in the order of the model."""
     return {
         parameter: None
         for module in modules_of(model)
@@ -177,7 +176,7 @@ def trained_with_statistics(model: nn.Module) -> dict[nn.Parameter, None]:
 
 
 def restore_parameters(model: nn.Module) -> None:
-    """Make the split parameters of ``model`` ordinary FP32 ones again, and take back what came with them."""
+    """Make the split parameters of ``model`` ordinary FP32 parameters, and remove the hooks and methods for saving."""
     for parameter in model.parameters():
         if isinstance(parameter, SplitParameter):
             unsplit(parameter)
@@ -189,7 +188,7 @@ def restore_parameters(model: nn.Module) -> None:
 
 
 def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of a split model's own: weights are saved in FP32, and so Transformers' config must name FP32.
+    """Replace ``model.save_pretrained``: weights are saved in FP32, so Transformers' config must name FP32.
 
     Raises:
         ValueError: with ``push_to_hub=True``, which would upload the configuration before it is corrected.
@@ -201,9 +200,9 @@ def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) 
         )
     result = type(model).save_pretrained(model, save_directory, *args, **kwargs)
     config: Any = getattr(model, "config", None)
-    # A config of diffusers or of a PyTorchModelHubMixin is a dictionary, which names no dtype.
+    # A config of diffusers or of a PyTorchModelHubMixin is a dictionary without a dtype.
     names_dtype = hasattr(config, "save_pretrained")
-    # An adapter is saved without one.
+    # An adapter is saved without config.json.
     if names_dtype and kwargs.get("is_main_process", True) and Path(save_directory, "config.json").is_file():
         config.dtype = torch.float32
         config.save_pretrained(save_directory)
@@ -211,20 +210,20 @@ def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) 
 
 
 @functools.cache
-def refuse_unwrapped_steps() -> None:
-    """Have a step on weights of a lean model raise a RuntimeError where no ``MasterWeightOptimizer`` has their masters.
+def check_all_steps() -> None:
+    """Register a hook that raises if an optimizer without master weights steps a lean model.
 
-    Once and for good: torch iterates over these hooks, and must not meet a garbage collection that removes one.
+    The hook is never removed: torch iterates over these hooks, and a removal by the garbage collector would fail.
     """
-    register_optimizer_step_pre_hook(_refuse_unwrapped_step)
+    register_optimizer_step_pre_hook(_check_masters_of)
 
 
-def _refuse_unwrapped_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Hook before any optimizer's step: a RuntimeError for one with split parameters that has not their masters."""
+def _check_masters_of(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Optimizer pre-step hook: raise a RuntimeError for split parameters without a :class:`MasterWeightOptimizer`."""
     if getattr(optimizer, "keeps_masters", False):
         return
     for group in optimizer.param_groups:
-        # Every step of any optimizer comes here: no call for ordinary parameters.
+        # Called in every step of any optimizer, so ordinary parameters cost no call.
         if any([type(p) not in _ORDINARY and not getattr(p, "has_optimizer", True) for p in group["params"]]):
             raise RuntimeError(
                 f"this {type(optimizer).__name__} was not attached, and would round its updates to the 16 bits in "
@@ -233,4 +232,4 @@ def _refuse_unwrapped_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             )
 
 
-_refuse_unwrapped_step.is_internal = True  # type: ignore[attr-defined]
+_check_masters_of.is_internal = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""``WeightStore``: the one owner of the weights of an attached model."""
+"""``WeightStore``: master weights, working copies and aliases of one attached model."""
 
 from __future__ import annotations
 
@@ -28,33 +28,31 @@ from hf_mp.weights.slots import AliasSet, WeightSlots
 from hf_mp.weights.split_layout import SplitLayout
 from hf_mp.weights.weight_uses import WeightUses
 
-_MAX_ALIAS_SETS = 4  # kept for the forwards of one kind: so many in one backward cost no new borders
+_MAX_ALIAS_SETS = 4  # stored for each forward key; more forwards in one backward make new aliases
 
 
 class AliasCache:
-    """Borders that are kept from forward to forward: made when a weight of the model comes or changes.
+    """Alias sets that are reused from forward to forward. An attached forward has a reference to its cache.
 
-    A border shares memory and version counter with what it brings in and saves no tensors, so it serves one forward
-    after another. Two forwards in one backward must not share one, because autograd would sum their gradients in 16
-    bits before the border sees them: a forward takes a set that no graph of another leads to.
-
-    They refer to the model, and so its attached forwards hold this object.
+    An alias shares memory and version counter with its weight or working copy, and its unscale node saves no tensors.
+    Two forwards in one backward must not use the same set, because autograd would sum their gradients in 16 bits before
+    the unscale node: a forward uses a set that no other graph references.
     """
 
     def __init__(self) -> None:
-        self.walk: Any = None  # the Walk over the model, for which they were made
-        self.has_masters = False  # whether trained weights have had FP32 masters since
+        self.index: Any = None  # ModelIndex of the model when the sets were made
+        self.has_masters = False  # whether the trained weights of `index` have FP32 masters
         self.by_key: dict[Hashable, list[AliasSet]] = {}
 
 
 class Entry(Protocol):
-    """The attached forward of the model or of a part of it."""
+    """Attached forward of the model or of a part of it."""
 
     alias_cache: AliasCache
 
 
 class WeightStore:
-    """Owns, for each weight of one model: its FP32 master, its working copy, its border, and what lies in its slot.
+    """Master weights, working copies and aliases of one attached model.
 
     ``layout`` stores masters and copies, ``uses`` finds the weights of lower-precision ops. :meth:`prepare_forward`
     returns the weights of a forward; :meth:`restore` leaves ordinary parameters.
@@ -63,13 +61,13 @@ class WeightStore:
     def __init__(self, layout: WeightLayout, scale_provider: Any) -> None:
         self.layout, self.scale_provider = layout, scale_provider
         self.uses = WeightUses(lambda op: False)
-        self._intercepts_by_key: dict[Hashable, bool] = {}  # of ForwardWeights
+        self._intercepts_by_key: dict[Hashable, bool] = {}  # for ForwardWeights
         self._alias_cache: Callable[[], AliasCache | None] = lambda: None  # a weak reference
         self._nodes = ForwardNodes()
-        self.threads: list[int] = []  # identifiers, one for each forward that runs
+        self.threads: list[int] = []  # thread of each running forward
 
     def check_single_thread(self) -> None:
-        """Raise a RuntimeError if another thread runs a forward of the model: its weights are in the modules."""
+        """Raise a RuntimeError if another thread runs a forward of the model: parameter slots are not per thread."""
         if set(self.threads) - {threading.get_ident()}:
             raise RuntimeError(
                 "a forward with gradients began while another thread ran one of the same attached model, and a module "
@@ -82,13 +80,13 @@ class WeightStore:
         is_lower_precision: Callable[[Callable[..., Any] | None], bool],
         modules_with_rules: Iterable[nn.Module],
     ) -> None:
-        """Forget the uses of weights: autocast casts other ops to 16 bits, or rules hold for other modules."""
+        """Reset the uses of weights, because the lower-precision ops or the modules with rules have changed."""
         self.uses = WeightUses(is_lower_precision, modules_with_rules)
         self._intercepts_by_key.clear()
         self.clear_alias_cache()
 
     def alias_cache(self) -> AliasCache:
-        """The borders that the attached forwards of the model hold; new ones where nobody holds any."""
+        """Return the cache of the attached forwards; a new one if they have released it."""
         cache = self._alias_cache()
         if cache is None:
             cache = AliasCache()
@@ -96,27 +94,31 @@ class WeightStore:
         return cache
 
     def clear_alias_cache(self) -> None:
-        """Let go of all borders that are kept."""
+        """Release all cached alias sets."""
         if (cache := self._alias_cache()) is not None:
-            cache.walk = None
+            cache.index = None
             cache.by_key.clear()
 
     def prepare_forward(
         self, model: nn.Module, forward: Entry, is_scaled: bool, groups_weights: bool, holds_copies: bool
     ) -> ForwardWeights:
-        """The weights of ``forward``, which is about to run; masters are made first.
+        """Return the weights of ``forward``, which is about to run; make masters first.
 
-        ``is_scaled``: whether the loss is; ``groups_weights``: whether several weights may have one unscale node;
-        ``holds_copies``: whether slots hold the working copies.
+        Args:
+            model: the attached model.
+            forward: its attached forward, or that of a part.
+            is_scaled: whether the loss is scaled.
+            groups_weights: whether several weights may have one unscale node.
+            holds_copies: whether slots hold the working copies.
         """
-        has_grad, walk, cache = torch.is_grad_enabled(), ModelIndex(model), forward.alias_cache
-        if walk != cache.walk:
+        has_grad, index, cache = torch.is_grad_enabled(), ModelIndex(model), forward.alias_cache
+        if index != cache.index:
             cache.by_key.clear()
-            cache.walk, cache.has_masters = walk, False
+            cache.index, cache.has_masters = index, False
         if has_grad and not cache.has_masters:
             self.layout.prepare_weights(model)
             cache.by_key.clear()
-            cache.walk, cache.has_masters = ModelIndex(model), True
+            cache.index, cache.has_masters = ModelIndex(model), True
         settings = {
             "has_unscale_nodes": has_grad and (is_scaled or self.layout.keeps_scaled_gradients),
             "groups_weights": groups_weights,
@@ -134,10 +136,10 @@ class WeightStore:
         return ForwardWeights(slots, external, (id(forward), has_grad, model.training), self._intercepts_by_key)
 
     def _alias_set(self, model: nn.Module, slots: WeightSlots, cache: AliasCache, key: Hashable) -> AliasSet:
-        """The aliases that a forward uses: a stored set that is free, or a new one."""
+        """Return the alias set for a forward with ``key``: a cached one that is free, or a new one."""
         sets = cache.by_key.setdefault(key, [])
         if not all([one.has_working_copies_of(self.layout) for one in sets]):
-            # All of them: a node holds the AccumulateGrad of a weight, which torch keeps when a weight is resized.
+            # All sets: their nodes keep AccumulateGrad nodes alive, which have the old shape of a resized weight.
             cache.by_key.clear()
             sets = cache.by_key[key] = []
         sets[:] = [one for one in sets if one.is_intact()]
@@ -145,8 +147,8 @@ class WeightStore:
             if one.is_free():
                 return one
         made = slots.make_alias_set(self.uses.find_slots(model))
-        # A tensor that was computed is another in the next forward.
-        are_leaves = all([weight.is_leaf for weight in cache.walk.weights])
+        # A computed weight is a new tensor in the next forward.
+        are_leaves = all([weight.is_leaf for weight in cache.index.weights])
         if are_leaves and len(sets) < _MAX_ALIAS_SETS:
             sets.append(made)
         return made
@@ -158,14 +160,20 @@ class WeightStore:
         parallelism: Parallelism,
         in_fp32: Sequence[nn.Module],
     ) -> None:
-        """Change to the layout that the sharding of ``parameters`` needs, and take over the communication of ``model``.
+        """Change to the layout that the sharding of ``parameters`` needs, and register communication for ``model``.
 
-        ``parameters`` are the model's or its optimizer's, as they are spread over processes now. Weights of the modules
-        ``in_fp32`` travel in FP32. A ValueError for a lean layout of a tensor parallel model.
+        Args:
+            model: None if only an optimizer is attached.
+            parameters: those of the model or the optimizer.
+            parallelism: of the model.
+            in_fp32: modules with weights that are sent in FP32.
+
+        Raises:
+            ValueError: for a lean layout of a tensor parallel model.
         """
-        layout = _spread_layout(self.layout, parameters, parallelism)
+        layout = _layout_for(self.layout, parameters, parallelism)
         if layout is not self.layout:
-            self.layout.restore(model)  # a lean layout still has the parameters that FSDP2 does not shard
+            self.layout.restore(model)  # parameters that FSDP2 does not shard may be split
             self.layout = layout
         if model is not None:
             layout.register_communication(model, parallelism, self.scale_provider, in_fp32)
@@ -173,7 +181,7 @@ class WeightStore:
     # Update
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer to step from now on; its state becomes FP32, as the masters are."""
+        """Return the optimizer to step from now on; its state is cast to FP32."""
         optimizer = self.layout.wrap_optimizer(optimizer)
         state_to_fp32(optimizer)
         return optimizer
@@ -186,18 +194,19 @@ class WeightStore:
         clipping: Clipping | None,
         found_inf: Tensor | None,
     ) -> bool:
-        """Write masters and working copies in one launch, by :func:`try_fused_step_whole`.
+        """Update masters and working copies in one launch (:func:`try_fused_step_whole`).
 
-        False: nothing was written, and ``optimizer`` has to step.
-        The optimizer of a lean layout has a kernel of its own.
+        Returns False if nothing was written and ``optimizer`` has to step, as always in a lean layout, which has its
+        own kernel.
         """
-        given = optimizer, replaced_step, self.layout.copies, updates, clipping, found_inf
-        return not self.layout.keeps_scaled_gradients and try_fused_step_whole(*given)
+        if self.layout.keeps_scaled_gradients:
+            return False
+        return try_fused_step_whole(optimizer, replaced_step, self.layout.copies, updates, clipping, found_inf)
 
     def copy_of(self, parameter: nn.Parameter) -> Tensor:
-        """``parameter`` as the forward reads it, in 16 bits if it is floating; do not write to it.
+        """Return ``parameter`` as the forward reads it, in 16 bits if it is floating; do not write to it.
 
-        The working copy itself where one is kept, and the parameter's own memory where nothing needs rounding.
+        This is the stored working copy if there is one, and an alias of the parameter if nothing is rounded.
         """
         layout, value = self.layout, parameter.detach()
         if layout.keeps_copies and parameter in layout.copies:
@@ -205,7 +214,7 @@ class WeightStore:
         return value.to(layout.policy.compute) if value.is_floating_point() else value
 
     def restore(self, model: nn.Module | None) -> None:
-        """Leave ordinary FP32 parameters, and no copy."""
+        """Make all parameters ordinary FP32 parameters, and release working copies."""
         self.clear_alias_cache()
         for parameter in () if model is None else model.parameters():
             untrack_data_writes(parameter)
@@ -213,21 +222,20 @@ class WeightStore:
 
 
 def make_layout(policy: PrecisionPolicy, offload: str | None = None) -> WeightLayout:
-    """The layout that a policy's ``params`` asks for; ``offload``: what of a lean one is in host memory."""
+    """Return the layout for ``policy``; ``offload`` names the tensors of a lean layout in host memory."""
     if offload is not None:
-        # By name, so that a training without it imports nothing of it.
+        # By name: imported only if it is used.
         return resolve_name("hf_mp.weights.offload.layout:OffloadLayout")(policy, offload)
     return SplitLayout(policy) if policy.is_lean else WeightLayout(policy)
 
 
 def make_inference_layout(policy: PrecisionPolicy, *, only_trainable: bool) -> WeightLayout:
-    """The layout of a model that is read and not trained, as :class:`InferenceLayout`."""
+    """Return the layout of a model that is not trained, as :class:`InferenceLayout`."""
     return InferenceLayout(policy, only_trainable=only_trainable)
 
 
-def _spread_layout(layout: WeightLayout, parameters: Iterable[Tensor], parallelism: Parallelism) -> WeightLayout:
-    """The layout for ``parameters`` as they are sharded: ``layout`` itself where it can stay."""
-    # Plain tensors need no other layout: DDP holds whole weights.
+def _layout_for(layout: WeightLayout, parameters: Iterable[Tensor], parallelism: Parallelism) -> WeightLayout:
+    """Return the layout for the sharding of ``parameters``; ``layout`` itself if it supports them."""
     if isinstance(layout, ShardedLayout) or not any(map(is_dtensor, parameters)):
         return layout
     policy = layout.policy
@@ -237,7 +245,7 @@ def _spread_layout(layout: WeightLayout, parameters: Iterable[Tensor], paralleli
             "leave offload out, or use DDP"
         )
     if not parallelism.is_tensor_parallel:
-        # For a lean model too: fully_shard has read its weights as FP32 values.
+        # For a lean model too: its shards are FP32.
         return ShardedLayout(policy)
     if policy.is_lean:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""``WeightUses``: the weights of a model that lower-precision ops read, by the class of their module."""
+"""``WeightUses``: the parameter slots of a model, and which of its weights lower-precision ops read."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hf_mp.casting.experts import WEIGHTS, has_stacked_experts
 from hf_mp.model_index import modules_of
 from hf_mp.weights.slots import ParameterSlot
 
-_OFFLOADED_DEVICES = ("meta",)  # of weights that accelerate has offloaded, and loads when their module is called
+_OFFLOADED_DEVICES = ("meta",)  # accelerate loads such weights when their module is called
 _USUAL = ("weight", "bias")
 _PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias")
-# Weights that a known forward passes to an op, and that op. The key is the forward: a subclass with a forward of its
-# own may use a weight in other ways.
+# Weights that a forward passes to an op, and that op. By forward, because a subclass that overrides it may use a weight
+# differently.
 _WEIGHTS_BY_FORWARD: dict[Callable[..., object], tuple[Iterable[str], Callable[..., object] | None]] = {
     nn.Linear.forward: (_USUAL, F.linear),
     nn.Conv1d.forward: (_USUAL, F.conv1d),
@@ -35,14 +35,14 @@ _WEIGHTS_BY_FORWARD: dict[Callable[..., object], tuple[Iterable[str], Callable[.
 class WeightUses:
     """Finds the parameter slots of one model, and which weights have a working copy from the first forward on.
 
-    These are the weights of modules with a known forward: linear layers, convolutions, projections of attention and
-    stacked experts. Any other weight gets its working copy when a lower-precision op first reads it
-    (:meth:`hf_mp.weights.slots.WeightSlots.working_copy`). The slots of stacked experts hold the working copy itself:
-    their forward selects experts before it multiplies, and a selection of FP32 weights would be cast at each use.
+    These are the weights of linear layers, convolutions, attention projections and stacked experts. Any other weight
+    gets a working copy when a lower-precision op first reads it (:meth:`hf_mp.weights.slots.WeightSlots.working_copy`).
+    The slots of stacked experts hold the working copy: their forward selects experts before the matmul, and a selection
+    of FP32 weights would be cast at each use.
 
     Args:
         is_lower_precision: whether autocast casts an op to FP16/BF16.
-        with_rules: modules with autocast rules of their own; their weights get no working copy in advance.
+        with_rules: modules with autocast rules; their weights get no working copy in advance.
     """
 
     def __init__(
@@ -54,16 +54,15 @@ class WeightUses:
             self._names[module] = frozenset()
 
     def find_slots(self, model: nn.Module) -> list[ParameterSlot]:
-        """The slots of the weights of ``model``, except weights that an attribute in ``__dict__`` hides."""
+        """Return the slots of the weights of ``model``, except weights that an attribute in ``__dict__`` hides."""
         found = []
         for module in modules_of(model):
             attributes = vars(module)
-            if "base_layer" in (parts := attributes.get("_modules", ())):
-                base = parts["base_layer"]
-                if base not in self._names and has_stacked_experts(base):
-                    # PEFT adds to them, in FP32, in a parametrization that may not change their dtype.
-                    self._names[base] = frozenset()
-            if parameters := attributes.get("_parameters"):  # a traced module has none of its own
+            base = attributes.get("_modules", {}).get("base_layer")
+            if base is not None and base not in self._names and has_stacked_experts(base):
+                # PEFT adds to these weights in a parametrization that must not change their dtype, FP32.
+                self._names[base] = frozenset()
+            if parameters := attributes.get("_parameters"):  # absent in a traced module
                 names = self._names.get(module)
                 names = self._names_by_class(module) if names is None else names
                 holds_copy = bool(names) and has_stacked_experts(module)
@@ -74,8 +73,8 @@ class WeightUses:
         return found
 
     def _names_by_class(self, module: nn.Module) -> frozenset[str]:
-        """Names of the weights of ``module`` that have a working copy in advance."""
-        forward: Any = getattr(type(module), "forward", None)  # a scripted module has none
+        """Return the names of the weights of ``module`` that have a working copy in advance."""
+        forward: Any = getattr(type(module), "forward", None)  # absent in a scripted module
         if (transformers := sys.modules.get("transformers.pytorch_utils")) is not None:
             _WEIGHTS_BY_FORWARD.setdefault(transformers.Conv1D.forward, (_USUAL, torch.addmm))
         names, op = _WEIGHTS_BY_FORWARD.get(forward, ((), None))

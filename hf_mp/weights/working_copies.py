@@ -1,4 +1,4 @@
-"""Working copies: the FP16/BF16 roundings of the master weights that lower-precision ops read."""
+"""``WorkingCopies``: the FP16/BF16 copies of master weights that lower-precision ops read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_mp.casting.data_tracking import (
 
 
 def is_master(weight: Tensor) -> TypeGuard[nn.Parameter]:
-    """Whether ``weight`` is one of which there are working copies: an FP32 parameter."""
+    """Whether ``weight`` may have a working copy: whether it is an FP32 parameter."""
     return weight.dtype is torch.float32 and isinstance(weight, nn.Parameter)
 
 
@@ -27,14 +27,14 @@ def is_master(weight: Tensor) -> TypeGuard[nn.Parameter]:
 class _Entry:
     parameter: weakref.ref[nn.Parameter]
     copy: Tensor
-    seen: tuple[int, int, int]  # of the parameter, when the copy was made
+    source: tuple[int, int, int]  # version_and_address() of the parameter when the copy was made
 
 
 class WorkingCopies:
-    """One FP16/BF16 copy per parameter, made when a forward first asks for it and refreshed when the parameter changed.
+    """One FP16/BF16 copy for each parameter, made at its first use and refreshed when the parameter has changed.
 
-    Outside of ``optimizer.step()``, a copy that :meth:`get` returns equals its parameter rounded to nearest, whatever
-    wrote the parameter. Tied weights have one copy. A copy is released with its parameter.
+    Outside of ``optimizer.step()``, the result of :meth:`get` is the parameter rounded to nearest, whatever code wrote
+    the parameter. Tied weights have one copy. A copy is released with its parameter.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -48,16 +48,16 @@ class WorkingCopies:
         return id(parameter) in self._entries
 
     def get_all(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
-        """By the identity of FP32 masters among ``weights``, their working copies, as of :meth:`get`."""
+        """Return the working copies (:meth:`get`) of FP32 masters among ``weights``, by the identity of the master."""
         found = {}
         for weight in weights:
             entry = self._entries.get(id(weight))
-            if (  # as nearly always, nobody has written it
+            if (  # the usual case: unchanged
                 entry is not None
                 and type(weight) is DataTrackedParameter
-                and not weight._data_was_exposed  # shape and device change by way of .data, or of the version
-                and entry.seen[0] != -1
-                and entry.seen == (weight._version, weight.data_ptr(), weight._unseen_writes)
+                and not weight._data_was_exposed  # shape and device change only through .data, or with the version
+                and entry.source[0] != -1
+                and entry.source == (weight._version, weight.data_ptr(), weight._unseen_writes)
             ):
                 found[id(weight)] = entry.copy
             elif is_master(weight):
@@ -65,32 +65,34 @@ class WorkingCopies:
         return found
 
     def get(self, parameter: nn.Parameter) -> Tensor:
-        """The working copy of ``parameter``, a tensor of its shape without grad; do not write to it."""
+        """Return the working copy of ``parameter``, a tensor of its shape without grad; do not write to it."""
         entry = self._entries.get(id(parameter))
         if entry is None or entry.copy.shape != parameter.shape or entry.copy.device != parameter.device:
             return self._make(parameter).copy
-        is_unwatched = type(parameter) is nn.Parameter  # again: another model that has it was detached
+        was_untracked = type(parameter) is nn.Parameter  # another model with this parameter was detached
         track_data_writes(parameter)
-        if entry.seen == (now := version_and_address(parameter)) and now[0] != -1 and not is_unwatched:
+        now = version_and_address(parameter)
+        has_version = now[0] != -1
+        if has_version and entry.source == now and not was_untracked:
             return entry.copy
-        if entry.seen[:2] == now[:2] and now[0] != -1:
+        if has_version and entry.source[:2] == now[:2]:
             _refresh_if_changed(entry, parameter)
-            entry.seen = now
+            entry.source = now
         else:
             _refresh([(entry, parameter)])
         return entry.copy
 
     def is_stale(self, weight: Tensor) -> bool:
-        """Whether ``weight`` was written in place since its copy was made; False if it has none."""
+        """Whether ``weight`` was written in place since its copy was made; False without a copy."""
         entry = self._entries.get(id(weight))
-        return entry is not None and entry.seen[0] != -1 and entry.seen[:2] != (weight._version, weight.data_ptr())
+        return entry is not None and entry.source[0] != -1 and entry.source[:2] != (weight._version, weight.data_ptr())
 
     def refresh_all(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Round ``parameters``, which an optimizer had gradients of, into their copies, in one fused pass.
+        """Round ``parameters``, which an optimizer has updated, into their copies, in one fused pass.
 
-        Stale or not: optimizers that write through ``.data`` or in a kernel of their own raise no version counter.
-        Other parameters wait until :meth:`get` finds them changed: the base under an adapter is not read at every step,
-        and a graph may have saved their copies (a generator's, while its discriminator is updated).
+        Also copies that are not stale: optimizers that write through ``.data`` or in a kernel raise no version counter.
+        Other parameters are left to :meth:`get`: the base model of an adapter does not change, and a graph may have
+        saved a copy (of a generator, while its discriminator is updated).
         """
         found = []
         for parameter in parameters:
@@ -100,20 +102,20 @@ class WorkingCopies:
         _refresh(found)
 
     def refresh(self) -> None:
-        """Round all parameters that have copies into them again, also those that no counter shows to be written."""
+        """Round all parameters into their copies, also those without a detectable write."""
         for entry in list(self._entries.values()):
             if (parameter := entry.parameter()) is not None and self.get(parameter) is entry.copy:
                 _refresh_if_changed(entry, parameter)
 
     def note_unseen_writes(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take in that ``parameters`` may have been written without a trace: :meth:`get` compares their copies."""
+        """Record that ``parameters`` may have been written undetectably: :meth:`get` compares their copies."""
         for parameter in parameters:
             if (entry := self._entries.get(id(parameter))) is None:
                 continue
             if isinstance(parameter, DataTrackedParameter):
                 parameter.note_unseen_write()
             else:
-                entry.seen = -1, 0, 0
+                entry.source = -1, 0, 0
 
     def differ(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether a copy is not its parameter rounded to nearest; True if none of ``parameters`` has a copy."""
@@ -121,39 +123,38 @@ class WorkingCopies:
         return not found or any(_has_changed(entry, parameter) for entry, parameter in found)
 
     def copies_of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
-        """The copies that ``parameters`` have, whether or not they are fresh, for a kernel that writes both."""
+        """Return the copies of ``parameters``, stale or not, for a kernel that writes both; None for those without."""
         entries = [self._entries.get(id(parameter)) for parameter in parameters]
         return [None if entry is None else entry.copy for entry in entries]
 
     def note_written(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take in that ``parameters`` and their copies were written by a kernel, which raises no version counter."""
+        """Record that a kernel wrote ``parameters`` and their copies. Kernels raise no version counter."""
         parameters = list(parameters)
         found = [(entry, p) for p in parameters if (entry := self._entries.get(id(p))) is not None]
         torch.autograd.graph.increment_version([*parameters, *[entry.copy for entry, _ in found]])
         for entry, parameter in found:
             unseen = parameter._unseen_writes if type(parameter) is DataTrackedParameter else 0
-            entry.seen = parameter._version, parameter.data_ptr(), unseen  # version_and_address(), inlined
+            entry.source = parameter._version, parameter.data_ptr(), unseen  # version_and_address(), inlined
 
     def clear(self) -> None:
-        """Release all copies, and leave the parameters as ordinary ones."""
+        """Release all copies, and stop tracking writes to the parameters."""
         for entry in list(self._entries.values()):
             if (parameter := entry.parameter()) is not None:
                 untrack_data_writes(parameter)
         self._entries.clear()
 
     def _make(self, parameter: nn.Parameter) -> _Entry:
-        """Make the copy of ``parameter``, to be kept as long as the parameter lives."""
+        """Make the copy of ``parameter``. It is stored as long as the parameter exists."""
         track_data_writes(parameter)
         key = id(parameter)
         entries = self._entries
 
         def release(reference: weakref.ref[nn.Parameter]) -> None:
-            # The address may belong to another parameter by now.
+            # A new parameter may have the same id.
             if key in entries and entries[key].parameter is reference:
                 del entries[key]
 
-        # A new tensor even where nothing needs rounding: a copy never shares memory with its master. And one that can
-        # be written and differentiated later, also if generate() is the first to ask.
+        # Never an alias of its master, and never an inference tensor, even if generate() is the first use.
         with torch.inference_mode(False):
             copy = parameter.detach().to(self.dtype, copy=True)
         entry = _Entry(weakref.ref(parameter, release), copy, version_and_address(parameter))
@@ -162,18 +163,17 @@ class WorkingCopies:
 
 
 def _refresh_if_changed(entry: _Entry, parameter: nn.Parameter) -> None:
-    # A graph may have saved the copy: writing the same value again would only spoil its backward.
+    # A graph may have saved the copy; a write of equal values would make its backward raise.
     if _has_changed(entry, parameter):
         _refresh([(entry, parameter)])
 
 
 @torch.no_grad()
 def _has_changed(entry: _Entry, parameter: nn.Parameter) -> bool:
-    # Bits are compared, because NaN does not equal itself.
     rounded = parameter.detach().to(entry.copy.dtype)
     if rounded.shape != entry.copy.shape or rounded.device != entry.copy.device:
         return True
-    return not torch.equal(rounded.view(torch.int16), entry.copy.view(torch.int16))
+    return not torch.equal(rounded.view(torch.int16), entry.copy.view(torch.int16))  # NaN does not equal itself
 
 
 @torch.no_grad()
@@ -181,4 +181,4 @@ def _refresh(pairs: list[tuple[_Entry, nn.Parameter]]) -> None:
     if pairs:
         torch._foreach_copy_([entry.copy for entry, _ in pairs], [parameter for _, parameter in pairs])
     for entry, parameter in pairs:
-        entry.seen = version_and_address(parameter)
+        entry.source = version_and_address(parameter)

@@ -394,8 +394,8 @@ def fsdp_saves_no_copies() -> dict[str, Any]:
         )
         with outer:  # hooks of others stay in force, and then copies are saved
             loss = model(input_ids=part, labels=part).loss
-        passing = runtime_of(model).weights.layout._transient
-        alive.append(len(passing._transient))
+        passing = runtime_of(model).weights.layout._uncached
+        alive.append(len(passing._by_storage))
         loss.backward()
         gradients.append({name: whole(p.grad).clone() for name, p in model.named_parameters()})
         model.zero_grad()

@@ -709,7 +709,7 @@ class TestKeptUpdates:
                     disturb(model, optimizer, weight)
             counts.append(len(made))
             if not keeps:
-                updates._kept.clear()
+                updates._kernels.clear()
             optimizer.step()
             assert not optimizer.step_was_skipped
             optimizer.zero_grad()
@@ -794,7 +794,7 @@ class TestSteps:
             if parameter in copies:
                 entry = copies._entries[id(parameter)]
                 assert torch.equal(entry.copy, parameter.detach().to(entry.copy.dtype))
-                assert entry.seen == (parameter._version, parameter.data_ptr())
+                assert entry.source[:2] == (parameter._version, parameter.data_ptr())
         return [value.detach().cpu().clone() for value in copy.copy(model.state_dict()).values()], state
 
     @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp16-lean", "bf16-lean"])

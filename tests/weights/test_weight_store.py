@@ -41,7 +41,7 @@ def test_no_copy_and_no_unscale_node_is_left_of_a_detached_model() -> None:
     for _ in range(2):
         model(torch.rand(2, 8)).sum().backward()
     cache = runtime.weights.alias_cache()
-    assert len(runtime.weights.layout.copies) and cache.walk is not None and any(cache.by_key.values())
+    assert len(runtime.weights.layout.copies) and cache.index is not None and any(cache.by_key.values())
     runtime.detach()
-    assert not len(runtime.weights.layout.copies) and cache.walk is None and not cache.by_key
+    assert not len(runtime.weights.layout.copies) and cache.index is None and not cache.by_key
     assert type(model.layer.weight) is nn.Parameter and model.layer.weight.grad_fn is None
