@@ -46,11 +46,13 @@ class Chunk:
     Attributes:
         is_sliced: whether the pieces may be parts of parameters, so that only a kernel can update them.
         bytes: of the window.
+        stepping: the pieces of parameters that are updated.
         reads: the keys of gradients to copy.
     """
 
     def __init__(self, pieces: Sequence[Piece], *, is_sliced: bool) -> None:
-        self.pieces, self.is_sliced, self.reads = pieces, is_sliced, set[str]()
+        self.pieces, self.is_sliced = pieces, is_sliced
+        self.stepping, self.reads = list(pieces), set[str]()
         self._kinds: dict[tuple[str, torch.dtype], list[Piece]] = {}  # the pieces with rooms of this key and dtype
         for piece in pieces:
             for key, room in piece.rooms.items():

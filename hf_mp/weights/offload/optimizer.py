@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_
-from hf_mp.kernels.registry import kernel_for
+from hf_mp.kernels.registry import VARIABLE, kernel_for
+from hf_mp.kernels.tensors import traits_of
 from hf_mp.model_index import optimizer_parameters
 from hf_mp.weights import master_weight_optimizer as base
 from hf_mp.weights.fp32_reads import DATA, as_stored
-from hf_mp.weights.fused_adamw import fused_groups, is_torchs_adam
+from hf_mp.weights.fused_adamw import UpdateCache, fused_groups, is_torchs_adam
 from hf_mp.weights.offload import transfers as limits
 from hf_mp.weights.offload.chunks import REMAINDER, Chunk, Piece, Rooms, bundle, cut
 from hf_mp.weights.offload.host_memory import Room, reserve
@@ -54,10 +56,13 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
         super().__init__(optimizer)
         self.use(transfers)
 
+    @torch.no_grad()
     def use(self, transfers: limits.Transfers) -> None:
         """Use ``transfers``, of a model that was attached; state that is there moves to host memory."""
         self.transfers = transfers
         self._plan()
+        for parameter in self.rooms:
+            self._take_over(parameter)
 
     def release(self, device: torch.device) -> None:
         """Have the state on ``device`` again."""
@@ -69,25 +74,30 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
 
     # Where the state is
 
-    @torch.no_grad()
     def _plan(self) -> None:
-        """Reserve rooms for parameters that have none, take over state that is elsewhere, and cut chunks."""
+        """Reserve rooms for parameters that have none, and cut chunks."""
         own = [p for p in optimizer_parameters(self) if isinstance(p, OffloadedParameter)]
-        own.sort(key=lambda p: p.place.rooms[REMAINDER].flat.data_ptr())
+        self._settings = self._kernel_settings(own)
+        planned = list(map(id, own)), list(self._settings), sum([len(p.place.rooms) for p in own])
+        if planned != self._planned:
+            self._cut(sorted(own, key=lambda p: p.place.rooms[REMAINDER].flat.data_ptr()))
+            self._planned = planned
+
+    def _cut(self, own: Sequence[OffloadedParameter]) -> None:
+        """Reserve rooms for new ones of the parameters ``own``, and cut the chunks of all."""
         if new := [p for p in own if p not in self.rooms]:
             self._reserve(new)
-        for parameter in own:
-            self._take_over(parameter)
-        self._settings = self._kernel_settings(own)
-        planned = [(id(p), id(p) in self._settings, len(p.place.rooms)) for p in own]
-        if planned != self._planned:
-            pairs = [(p, {**p.place.rooms, **self.rooms[p]}) for p in own]
-            sliced = [pair for pair in pairs if id(pair[0]) in self._settings]
-            whole = [pair for pair in pairs if id(pair[0]) not in self._settings]
-            size = limits.window_bytes_for(sum(room.view.nbytes for _, rooms in pairs for room in rooms.values()))
-            self._chunks = [*cut(sliced, size), *bundle(whole, size, base._BUCKET_ELEMENTS)]
-            self.transfers.grow(max([chunk.bytes for chunk in self._chunks], default=0))
-            self._planned = planned
+        pairs = [(p, {**p.place.rooms, **self.rooms[p]}) for p in own]
+        sliced = [pair for pair in pairs if id(pair[0]) in self._settings]
+        whole = [pair for pair in pairs if id(pair[0]) not in self._settings]
+        size = limits.window_bytes_for(sum(room.view.nbytes for _, rooms in pairs for room in rooms.values()))
+        self._chunks = [*cut(sliced, size), *bundle(whole, size, base._BUCKET_ELEMENTS)]
+        self.transfers.grow(max([chunk.bytes for chunk in self._chunks], default=0))
+        # The kernel counts a step for each piece, so that all but the first of each parameter count beside its state.
+        later = [piece for chunk in self._chunks for piece in chunk.pieces if piece.begin]
+        counts = torch.zeros(len(later), dtype=torch.float32, device=self.transfers.device).unbind()
+        self._counts = dict(zip(later, counts, strict=True))
+        self._updates = UpdateCache()  # those of earlier chunks
 
     def _kernel_settings(self, own: Sequence[OffloadedParameter]) -> dict[int, AdamWSettings]:
         """The settings of parameters that the kernel updates, in parts."""
@@ -122,14 +132,12 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
         self.optimizer._opt_called = False  # type: ignore[attr-defined]  # LR schedulers warn by it
         return self.optimizer.state.pop(parameter, {})
 
-    def _take_over(self, parameter: OffloadedParameter) -> None:
+    def _take_over(self, parameter: nn.Parameter) -> None:
         """Move state that other code has put into ``state`` to its rooms."""
         state = self.optimizer.state.get(parameter, {})
         for key, room in self.rooms[parameter].items():
-            if _fits(value := state.get(key), room):
-                if value is not room.view:
-                    room.view.copy_(value)
-                state[key], room.was_used = room.view, True
+            if (value := state.get(key)) is not room.view and _fits(value, room):
+                state[key], room.was_used = room.view.copy_(value), True
 
     def _device_of_state(self, parameter: nn.Parameter) -> torch.device:
         # Loaded state of a whole model need not fit the device.
@@ -177,60 +185,54 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
         for parameter in own:
             parameter.reset_written_remainders()
         self._plan()
-        # The steps before this one, for pieces but the first of each parameter: the kernel counts for each piece.
-        self._counts: dict[Piece, Tensor] = {}
+        for parameter in own:
+            self._prepare_state(parameter)
+        if later := [piece for piece in self._counts if id(piece.parameter) in self._stepping]:
+            steps = [self.optimizer.state[piece.parameter]["step"] for piece in later]
+            torch._foreach_copy_([self._counts[piece] for piece in later], steps)
         for chunk in self._chunks:
-            chunk.reads.clear()
-            for piece in self._pieces(chunk):
-                if (held := piece.parameter.place.held) is not None:
-                    chunk.reads.update(held.keys)
-                if chunk.is_sliced:
-                    count = self._make_state(piece.parameter)
-                    if piece.begin:
-                        self._counts[piece] = count.clone()
+            chunk.stepping = [piece for piece in chunk.pieces if id(piece.parameter) in self._stepping]
+            held = [piece.parameter.place.held for piece in chunk.stepping]
+            chunk.reads = {key for its in held if its is not None for key in its.keys}
         self.transfers.stream(
             self._chunks,
-            lambda chunk: (self._update_sliced if chunk.is_sliced else self._update_whole)(self._pieces(chunk)),
+            lambda chunk: (self._update_sliced if chunk.is_sliced else self._update_whole)(chunk.stepping),
         )
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for LR schedulers made before
         SplitParameter.note_written(*own)
 
-    def _pieces(self, chunk: Chunk) -> list[Piece]:
-        """The pieces of parameters with a gradient."""
-        return [piece for piece in chunk.pieces if id(piece.parameter) in self._stepping]
-
-    def _make_state(self, parameter: OffloadedParameter) -> Tensor:
-        """Make the state of a parameter that the kernel takes, if there is none; returns its count of steps."""
+    def _prepare_state(self, parameter: OffloadedParameter) -> None:
+        """Have the state of ``parameter`` in its rooms, and make the state that the kernel takes, if there is none."""
         state, rooms = self.optimizer.state[parameter], self.rooms[parameter]
-        if not state:
+        is_sliced = id(parameter) in self._settings
+        if is_sliced and not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             for key, room in rooms.items():
                 state[key] = room.view.zero_() if room.was_used else room.view
                 room.was_used = True
-        if any(state.get(key) is not room.view for key, room in rooms.items()):
+        self._take_over(parameter)
+        if is_sliced and any([state.get(key) is not room.view for key, room in rooms.items()]):
             raise ValueError(
                 f"the moments of a parameter of shape {tuple(parameter.shape)} are not FP32 tensors of that shape: the "
                 "state of this optimizer is that of another model"
             )
-        return state["step"]
 
     def _update_sliced(self, pieces: Sequence[Piece]) -> None:
-        batches: dict[tuple[AdamWSettings, Tensor | None], list[AdamWTensors]] = {}
+        batches: dict[tuple[int, int], tuple[AdamWSettings, Tensor | None, _Batch]] = {}
         for piece in pieces:
-            parameter, inside, part = piece.parameter, piece.inside, slice(piece.begin, piece.end)
-            held = parameter.place.held
-            gradient, factor = _dense_gradient(parameter, part) if held is None else held.on_device(inside)
-            count = self._counts.get(piece, self.optimizer.state[parameter]["step"])
-            moments = inside["exp_avg"], inside["exp_avg_sq"], count
-            working = DATA.__get__(parameter).view(-1)[part]
-            tensors = AdamWTensors(gradient, *moments, None, working, inside[REMAINDER])
-            batches.setdefault((self._settings[id(parameter)], factor), []).append(tensors)
-        for (settings, factor), batch in batches.items():
-            read = [one for tensors in batch for one in tensors[:-1] if one is not None]  # but remainders, of integers
-            if (kernel := kernel_for("adamw", read)) is None:
-                adamw_(batch, settings, factor, room=self._updates.room)
+            parameter = piece.parameter
+            held, settings = parameter.place.held, self._settings[id(parameter)]
+            gradient, factor = _dense_gradient(piece) if held is None else held.on_device(piece.inside)
+            count = self._counts[piece] if piece.begin else self.optimizer.state[parameter]["step"]
+            *_, batch = batches.setdefault((id(settings), id(factor)), (settings, factor, _Batch([], [], [])))
+            batch.parameters.append(piece)
+            batch.gradients.append(gradient)
+            batch.counts.append(count)
+        for settings, factor, batch in batches.values():
+            if (update := self._updates.get(batch)) is not None:  # type: ignore[arg-type]
+                update(batch.gradients, [settings], factor)
             else:
-                kernel(batch, [len(batch)])([tensors.gradient for tensors in batch], [settings], factor)
+                adamw_(batch.tensors(), settings, factor, room=self._updates.room)
         for piece in pieces:
             if piece.end == piece.parameter.numel():
                 piece.parameter.grad = None
@@ -255,15 +257,44 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
                         state[key] = room.view
 
 
-def _dense_gradient(parameter: OffloadedParameter, part: slice) -> tuple[Tensor, Tensor | None]:
-    """The ``part`` of the gradient of ``parameter`` on the device, flat, and the factor that unscales it."""
-    gradient, factor = gradient_and_factor(parameter)
+class _Batch(NamedTuple):
+    """Pieces of one chunk that are updated together, as ``UpdateCache`` takes them."""
+
+    parameters: list[Piece]
+    gradients: list[Tensor]
+    counts: list[Tensor]
+
+    def look(self) -> Any:
+        """The addresses and dtypes that a kernel is made for, without addresses of gradients."""
+        window = self.parameters[0].inside[REMAINDER].data_ptr()  # all other parts have their distances from this one
+        written = traits_of([*[piece.parameter for piece in self.parameters], *self.counts])
+        return os.environ.get(VARIABLE), window, written, traits_of(self.gradients)[1:]
+
+    def tensors(self) -> list[AdamWTensors]:
+        found = []
+        for piece, gradient, count in zip(*self, strict=True):
+            inside, working = piece.inside, DATA.__get__(piece.parameter).view(-1)[piece.begin : piece.end]
+            moments = inside["exp_avg"], inside["exp_avg_sq"], count
+            found.append(AdamWTensors(gradient.view(-1), *moments, None, working, inside[REMAINDER]))
+        return found
+
+    def make_update(self) -> Any:
+        """The kernel for this batch; None where there is none."""
+        tensors = self.tensors()
+        read = [one for its in tensors for one in its[:-1] if one is not None]  # but remainders, of integers
+        return None if (kernel := kernel_for("adamw", read)) is None else kernel(tensors, [len(tensors)])
+
+
+def _dense_gradient(piece: Piece) -> tuple[Tensor, Tensor | None]:
+    """The gradient of ``piece`` on the device, contiguous, and the factor that unscales it."""
+    gradient, factor = gradient_and_factor(piece.parameter)
     if gradient is None or gradient.is_sparse:
         raise RuntimeError(
-            f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, and torch's Adam takes none: use "
-            "sparse=False in the embedding"
+            f"a parameter of shape {tuple(piece.parameter.shape)} has a sparse gradient, and torch's Adam takes none: "
+            "use sparse=False in the embedding"
         )
-    return gradient.contiguous().view(-1)[part], factor
+    gradient, is_whole = gradient.contiguous(), piece.end - piece.begin == gradient.numel()
+    return gradient if is_whole else gradient.view(-1)[piece.begin : piece.end], factor
 
 
 def _fits(value: Any, room: Room) -> bool:

@@ -153,8 +153,9 @@ class OffloadedParameter(SplitParameter):
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        self.place.was_read = False
-        SplitParameter.grad.fset(self, gradient)  # type: ignore[attr-defined]
+        self.place.was_read, self._scaled_gradient = False, None
+        with as_stored():
+            _GRAD.__set__(self, gradient)
 
     @grad.deleter
     def grad(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any, cast
 
@@ -52,20 +53,23 @@ def test_a_trained_model_is_that_of_the_preset_without_offload(name: str, precis
 
 
 class Kernels:
-    """In the place of those of a GPU, their references; ``sizes``: of each update."""
+    """In the place of those of a GPU, their references; ``sizes``: of each update; ``made``: how many are kept."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
+        self.made = 0
 
     def launcher(self, name: str) -> Any:
         return {"adamw": self.update, "gradient_scan": self.scan}.get(name)
 
     def update(self, tensors: Any, counts: Any) -> Any:
-        self.sizes.append(sum(one.gradient.numel() for one in tensors))
         assert sum(counts) == len(tensors)
+        self.made += 1
 
         def run(gradients: Any, settings: Any, factor: Any = None, found_inf: Any = None) -> None:
-            given = iter(one._replace(gradient=gradient) for one, gradient in zip(tensors, gradients, strict=True))
+            self.sizes.append(sum(gradient.numel() for gradient in gradients))
+            pairs = zip(tensors, gradients, strict=True)  # a kernel reads addresses, and no shapes
+            given = iter(one._replace(gradient=gradient.view_as(one.gradient)) for one, gradient in pairs)
             for its, count in zip(settings, counts, strict=True):
                 adamw_reference([next(given) for _ in range(count)], its, factor)
 
@@ -77,8 +81,8 @@ class Kernels:
         return (largest, squares) if sums_squares else Scan(largest, squares.sqrt().float())
 
 
-@pytest.mark.parametrize("offload", OFFLOADS)
-def test_the_kernels_of_a_gpu_take_chunks(offload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     monkeypatch.setenv("HF_MP_KERNELS", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     kernels = Kernels()
@@ -86,6 +90,11 @@ def test_the_kernels_of_a_gpu_take_chunks(offload: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(registry, "launcher", kernels.launcher)
     for module in (gradient_scan, master_weight_optimizer, offloaded_parameter):
         monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
+    return kernels
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_the_kernels_of_a_gpu_take_chunks(offload: str, kernels: Kernels) -> None:
     expected = start(fused_in_groups, "bf16-lean", None).train()
     whole = max(kernels.sizes)
     kernels.sizes.clear()
@@ -93,6 +102,28 @@ def test_the_kernels_of_a_gpu_take_chunks(offload: str, monkeypatch: pytest.Monk
     assert differences(run, expected) == []
     assert sum(kernels.sizes) == 4 * sum(p.numel() for p in run.model.parameters())  # a step was skipped
     assert max(kernels.sizes) <= WINDOW // 10 < whole
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("changed", ["nothing", "weights", "state", "windows"])
+def test_kernels_are_kept_until_what_they_write_is_elsewhere(changed: str, offload: str, kernels: Kernels) -> None:
+    def train(choice: str | None) -> tuple[Run, int]:
+        run = start(fused_in_groups, "bf16-lean", choice).train([Step()])
+        before = kernels.made
+        if changed == "weights":
+            for weight in run.model.parameters():
+                weight.data = weight.data.clone()
+        elif changed == "state":
+            run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+        elif changed == "windows" and choice:
+            run.optimizer.transfers.grow(2 * WINDOW)
+        run.train([Step()])
+        return run, kernels.made - before
+
+    expected, _ = train(None)
+    run, made_again = train(offload)
+    assert differences(run, expected) == []
+    assert (made_again > 0) == (changed != "nothing")
 
 
 @pytest.mark.parametrize("name", ["AdamW", "fused AdamW"])
