@@ -40,12 +40,12 @@ class ExternalTensors:
     """Finds tensors that reach one forward through a closure, an attribute or an argument instead of a slot.
 
     A tensor is external if its autograd node is older than the forward, or if it is a leaf. If calls are intercepted,
-    an external tensor is replaced by an alias, an output of an unscale node, in the first call that uses it. Otherwise
-    unscale hooks are added after the forward.
+    an alias, an output of an unscale node, replaces it in the first call that uses it. Otherwise unscale hooks are
+    added after the forward.
 
     Args:
-        slots: the parameter slots of the same forward.
-        nodes: autograd nodes of earlier forwards of the model.
+        slots: parameter slots of the forward.
+        nodes: autograd nodes of earlier forwards.
         is_scaled: whether the loss is scaled; if not, nothing is unscaled.
     """
 
@@ -57,7 +57,7 @@ class ExternalTensors:
         self._aliased: list[tuple[Tensor, Tensor, int]] = []  # external tensors, their aliases and first versions
         self._known_external: set[Any] = set()  # nodes with no path to a node of this forward
         self._external_without_grad: dict[int, Tensor] = {}  # used without grad; a checkpoint may recompute the use
-        # The sequence number of the next node. torch has no public API for the order of two nodes.
+        # Number of the next node. torch has no public API for the order of nodes.
         self.first_node = torch.autograd._get_sequence_nr()
 
     def alias_argument(self, tensor: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class ExternalTensors:
     def alias_if_external(self, tensor: Tensor) -> Tensor:
         """Return an alias of ``tensor``, an argument of a call, if it requires grad and is external.
 
-        Without grad, the tensor itself is returned, and recorded for a thread that recomputes the call.
+        Without grad, ``tensor`` is returned, and recorded for a thread that recomputes the call.
         """
         if not tensor.requires_grad or not self.is_external(tensor):
             return tensor
@@ -94,13 +94,8 @@ class ExternalTensors:
     def write_back(self) -> list[Tensor]:
         """Record in-place changes of external tensors by the forward in the graph outside of it.
 
-        An alias shares memory with its tensor, but not the autograd history.
-
-        Returns:
-            The new values, each an output of the model.
-
-        Raises:
-            RuntimeError: if the forward changed a leaf, as torch does.
+        Returns the new values, each an output of the model. Raises a RuntimeError if the forward changed a leaf, as
+        torch does.
         """
         changed = []
         for tensor, alias, version in self._aliased:
@@ -145,7 +140,6 @@ class ExternalTensors:
         return add_unscale_hooks(results, self._slots.scale_provider, self.first_node, self._is_of_earlier_forward)
 
     def record_nodes(self) -> None:
-        """Record the nodes of this forward, which has ended."""
         if self._slots.has_grad:
             self._nodes.record(self.first_node)
 
@@ -157,8 +151,8 @@ class ExternalTensors:
     def recomputing(self, args: tuple[Any, ...] | None) -> Iterator[None]:
         """Context in which a part of the forward is recomputed with arguments ``args``, in any thread.
 
-        Sequence numbers of another thread are not comparable. So only leaves other than ``args``, and tensors that the
-        forward has used without grad, are external there. If ``args`` is None, only the latter are.
+        Sequence numbers of another thread are not comparable. So only leaves other than ``args``, and tensors used
+        without grad, are external; if ``args`` is None, only the latter are.
         """
         before = self.first_node, self._recompute_inputs
         self.first_node = -1

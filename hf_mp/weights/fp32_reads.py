@@ -1,9 +1,8 @@
 """Reads of a split parameter outside a forward return its FP32 value, not the stored 16 bits.
 
-Code such as ``AveragedModel``, an EMA over ``named_parameters()`` or a weight penalty computes with the parameters
-themselves. If no hf_mp autocast is active in the thread, torch passes each call with a split parameter to
-:func:`read_in_fp32`. Inside an autocast the call gets the stored 16 bits. Calls that read no value (shapes, hooks,
-storage) and writes use the stored 16 bits too.
+``AveragedModel``, an EMA over ``named_parameters()`` and weight penalties compute with the parameters themselves. If
+no hf_mp autocast is active in the thread, torch passes each call with a split parameter to :func:`read_in_fp32`. Calls
+that read no value (shapes, hooks, storage) use the stored 16 bits.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from hf_mp.kernels.split import Split, merge, split_into
 
 DATA: Any = Tensor.data  # the property itself, which the classes below override
 
-# Context in which split parameters are plain 16-bit tensors: it disables __torch_function__ of subclasses. torch has no
-# public API for that.
+# Context in which split parameters are plain 16-bit tensors. torch has no public API for it.
 as_stored = torch._C.DisableTorchFunctionSubclass
 
 
@@ -38,7 +36,7 @@ def on_stored_values(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ReadAsFP32:
-    """Descriptor ``__torch_function__`` of classes with values that are read in FP32 if no autocast is active."""
+    """Descriptor ``__torch_function__``: FP32 reads, if no autocast is active."""
 
     def __get__(self, tensor: Any, kind: type | None = None) -> Callable[..., Any]:
         # torch skips its Python dispatch if it finds its own disabled implementation.
@@ -67,7 +65,6 @@ class StoredIn16Bits:
 
     @on_stored_values
     def write_fp32(self, value: Tensor) -> None:
-        """Set the FP32 value, and with it the 16 bits."""
         working, remainder = DATA.__get__(self), self.remainder_bits
         on_device = remainder.to(working.device)  # a copy, if remainders are in host memory
         split_into(value, working, on_device)

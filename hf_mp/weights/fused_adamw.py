@@ -42,7 +42,7 @@ class _Batch(NamedTuple):
     parameters: Sequence[nn.Parameter]
     counts: Sequence[int]  # parameters in each group
     gradients: Sequence[Tensor]
-    others: Sequence[Tensor | None]  # working copies, or remainders of split parameters
+    others: Sequence[Tensor | None]  # working copies or remainders
 
     def launch_key(self) -> Any:
         """Return the key of the properties that a kernel is prepared for; None if there is no optimizer state yet."""
@@ -56,19 +56,19 @@ class _Batch(NamedTuple):
         return os.environ.get(VARIABLE), self.counts, written, traits_of(self.gradients)[1:]
 
     def make_update(self) -> Any:
-        """Return the kernel for this batch, or None if it does not support all of its tensors."""
+        """Return the kernel for this batch, or None if it does not support all tensors."""
         if kernel_for("adamw", [*self.parameters, *self.gradients]) is None:  # before any state is made
             return None
         tensors_of = functools.partial(_tensors_of, self.optimizer)
         found = list(map(tensors_of, self.parameters, self.gradients, self.others))
         supported = [tensors for tensors in found if tensors is not None]
-        # Checked again with the state: a checkpoint may have another dtype or memory order.
+        # Again, with the state: that of a checkpoint may have another dtype or memory order.
         kernel = kernel_for("adamw", [one for tensors in supported for one in tensors[:-1] if one is not None])
         return None if kernel is None or len(supported) < len(found) else kernel(supported, self.counts)
 
 
 class UpdateCache:
-    """Caches what the steps of one optimizer share: on a CPU a join buffer, on a GPU prepared kernels.
+    """Join buffer (CPU) and prepared kernels (GPU) of one optimizer.
 
     If the launch key of a batch is unchanged, its kernel is used without further checks.
     """
@@ -78,7 +78,7 @@ class UpdateCache:
         self._kernels: dict[int, tuple[list[Any], Any]] = {}  # launch key and kernel, by identity of a parameter
 
     def get(self, batch: _Batch) -> Any:
-        """Return the kernel for ``batch``, or None if it does not support all of its tensors."""
+        """Return the kernel for ``batch``, or None if it does not support all tensors."""
         first = id(batch.parameters[0])
         launch_key, update = self._kernels.pop(first, (None, None))
         if launch_key is None or launch_key != batch.launch_key():
@@ -92,15 +92,12 @@ class UpdateCache:
 def fused_step_split(
     optimizer: Optimizer, parameters: list[nn.Parameter], updates: UpdateCache, found_inf: Tensor | None = None
 ) -> set[int]:
-    """Update the split ``parameters`` whose step a kernel supports.
+    """Update the split ``parameters`` with a step that a kernel supports; return their ids.
 
     These have a gradient and are in a group of ``torch.optim.AdamW``, or of ``Adam`` without decay, with ``fused=True``
-    and without ``amsgrad`` and ``maximize``. On a CPU, :func:`adamw_` updates large parameters one at a time; on a GPU,
-    one launch of the Triton kernel updates all. Gradients are freed unless ``found_inf``, FP32 of shape (), is given;
-    if it is not 0, nothing is written.
-
-    Returns:
-        The identities of the updated parameters. ``optimizer`` has to step the others.
+    and without ``amsgrad`` and ``maximize``. ``optimizer`` has to step the others. On a CPU, :func:`adamw_` updates
+    large parameters one at a time; on a GPU, one launch updates all. Gradients are freed unless ``found_inf``, FP32 of
+    shape (), is given; if it is not 0, nothing is written.
     """
     stepped = set[int]()
     if not is_torchs_adam(optimizer, vars(optimizer).get("step")):
@@ -108,7 +105,7 @@ def fused_step_split(
     selected = set(map(id, parameters))  # a tensor's own hash is slow
     for settings, group in fused_groups(optimizer):
         step = functools.partial(_update_split, optimizer, updates, settings, found_inf)
-        # Contiguous tensors have a batch of their own, because no kernel supports others.
+        # Separate by contiguity, because no kernel supports other tensors.
         batches: dict[tuple[torch.device, Tensor | None, bool], list[tuple[SplitParameter, Tensor]]] = {}
         for parameter in group:
             if not isinstance(parameter, SplitParameter) or id(parameter) not in selected:
@@ -135,10 +132,7 @@ def _update_split(
     factor: Tensor | None,
     batch: list[tuple[SplitParameter, Tensor]],
 ) -> set[int]:
-    """Update the parameters of ``batch`` that a kernel supports, from their gradients times ``factor``.
-
-    Returns the identities of the updated parameters.
-    """
+    """Update the parameters of ``batch`` that a kernel supports, from gradients times ``factor``; return their ids."""
     parameters, gradients = [parameter for parameter, _ in batch], [gradient for _, gradient in batch]
     if parameters[0].device.type == "cpu" and kernel_for("adamw", gradients) is None:
         found = [(one, tensors) for one, g in batch if (tensors := _tensors_of(optimizer, one, g)) is not None]
@@ -192,10 +186,10 @@ def try_fused_step_whole(
     clipping: Clipping | None = None,
     found_inf: Tensor | None = None,
 ) -> bool:
-    """Update FP32 parameters and their working copies in one launch, if the Triton kernel supports all of them.
+    """Update FP32 parameters and working copies in one launch, if the Triton kernel supports all of them.
 
     The kernel clips gradients while it reads them, and writes nothing if ``found_inf``, FP32 of shape (), is not 0.
-    ``replaced_step`` is as for :func:`can_skip_on_device`. Returns False if no parameter was written.
+    Returns False if nothing was written. ``replaced_step`` is as for :func:`can_skip_on_device`.
     """
     stepping: list[Any] = [parameter for parameter in optimizer_parameters(optimizer) if parameter.grad is not None]
     if kernel_for("adamw", stepping[:1]) is None:  # no kernel on a CPU
@@ -219,7 +213,7 @@ def try_fused_step_whole(
 
 
 def is_torchs_adam(optimizer: Any, replaced_step: Callable[..., Any] | None) -> bool:
-    """Whether a step of ``optimizer`` is that of torch's Adam or AdamW, without a subclass or patch."""
+    """Whether ``optimizer`` runs the unchanged step of torch's Adam or AdamW."""
     if type(optimizer) not in (Adam, AdamW) or replaces_step(replaced_step):
         return False
     return inspect.unwrap(type(optimizer).step).__module__ == Adam.__module__

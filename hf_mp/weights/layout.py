@@ -107,7 +107,7 @@ class WeightLayout:
         )
 
     def note_unseen_writes(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record that the masters ``parameters`` may have been written undetectably."""
+        """Record that the masters may have been written undetectably."""
         self.copies.note_unseen_writes(parameters)
 
     def differ_from_copies(self, parameters: Iterable[nn.Parameter]) -> bool:
@@ -115,14 +115,13 @@ class WeightLayout:
         return self.copies.differ(parameters)
 
     def refresh(self) -> None:
-        """Round all masters that have working copies again."""
         self.copies.refresh()
 
     def freeze_scale_factors(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
         """Copy the factors of gradients that are still scaled, before the loss scale changes."""
 
     def restore(self, model: nn.Module | None) -> None:
-        """Make all parameters ordinary FP32 parameters, and release working copies."""
+        """Restore ordinary FP32 parameters, and release working copies."""
         self.copies.clear()
         self._masters.clear()
 

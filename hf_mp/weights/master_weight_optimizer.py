@@ -37,7 +37,7 @@ from hf_mp.weights.split_parameter import (
 # Elements of split parameters that are merged into FP32 masters at once: 16 MiB.
 _BUCKET_ELEMENTS = 2**22
 
-# Packages with optimizers that update each parameter separately (LBFGS raises before), so a step may be done in parts.
+# Packages with optimizers that update each parameter separately; LBFGS raises before.
 _STEP_BY_PARAMETER = ("torch.optim", "bitsandbytes.optim", "transformers.optimization")
 
 
@@ -83,11 +83,10 @@ class MasterWeightOptimizer(Optimizer):
         _check_wrappable(optimizer)
         state_to_fp32(optimizer)
         self.optimizer = optimizer
-        # FP32 masters of 16-bit parameters that are not split. Each with version_and_address() of its parameter when
-        # the master was written, or None after a load.
+        # FP32 masters of parameters that are not split, with version_and_address() of the parameter; None after a load.
         self._masters: dict[nn.Parameter, tuple[Tensor, tuple[int, int, int] | None]] = {}
         self._updates = UpdateCache()
-        # Optimizer.__init__ would make new param_groups. This makes the hooks, and the step that calls them.
+        # Makes the hooks. Optimizer.__init__ would make new param_groups.
         super().__setstate__({})
         for name, value in vars(optimizer).items():
             if name.endswith("_hooks"):
@@ -101,7 +100,6 @@ class MasterWeightOptimizer(Optimizer):
             warn_caller("MasterWeightOptimizer has nothing to do: no parameter is FP16 or BF16")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        # Optimizer.__getstate__ would omit the wrapped optimizer and the masters.
         raise TypeError(
             "a MasterWeightOptimizer is not copied or pickled: wrap another optimizer, and load state_dict()"
         )
@@ -146,12 +144,12 @@ class MasterWeightOptimizer(Optimizer):
 
     @torch.no_grad()
     def _call_on_masters(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the wrapped optimizer that may write parameters: ``eval()`` of schedule-free optimizers."""
+        """Call a method that may write parameters, as ``eval()`` of schedule-free optimizers does."""
         with self._masters_swapped_in(optimizer_parameters(self)):
             return method(*args, **kwargs)
 
     def master(self, parameter: nn.Parameter) -> Tensor:
-        """Return the FP32 master weight of ``parameter``, detached, of its shape; write through the parameter."""
+        """Return the detached FP32 master weight of ``parameter``; write through the parameter."""
         if isinstance(parameter, SplitParameter):
             return master_value(parameter)
         return self._stored_master(parameter) if _needs_master(parameter) else parameter.detach()
@@ -172,8 +170,7 @@ class MasterWeightOptimizer(Optimizer):
     def refresh(self) -> None:
         """Update the masters with undetectable writes to FP16/BF16 parameters, before the next step.
 
-        Writes by torch functions and through ``parameter.data`` need no refresh. A write through NumPy, DLPack, a
-        storage or C++ code is not detected: the next step would overwrite it with the old master.
+        Needed only after a write through NumPy, DLPack, a storage or C++ code, which the next step would overwrite.
         """
         self._masters.update({parameter: (master, None) for parameter, (master, _) in self._masters.items()})
 
@@ -201,17 +198,17 @@ class MasterWeightOptimizer(Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the global 2-norm of the gradients to ``max_norm``; ``inf`` only measures.
 
-        As ``torch.nn.utils.clip_grad_norm_`` (``error_if_nonfinite=False``), without FP32 copies of scaled gradients:
-        the factor is applied when they are read. Returns the unscaled norm before clipping: FP32, of shape ().
+        As ``torch.nn.utils.clip_grad_norm_`` (``error_if_nonfinite=False``), without FP32 copies of scaled gradients.
+        Returns the unscaled norm before clipping: FP32, of shape ().
         """
         return clip_grad_norm_(optimizer_parameters(self), max_norm)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the masters and the parameters.
+        """Update the masters and the parameters; return the result of ``closure``.
 
-        In a lean layout, gradients are freed as they are used, unless ``found_inf`` is set. ``closure`` recomputes the
-        loss and calls ``backward``: once, before the update; its result is returned.
+        In a lean layout, gradients are freed unless ``found_inf`` is set. ``closure`` recomputes the loss and calls
+        ``backward`` once, before the update.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         self.step_on(optimizer_parameters(self), vars(self).get("found_inf"))
@@ -221,7 +218,7 @@ class MasterWeightOptimizer(Optimizer):
     def step_on(self, parameters: list[nn.Parameter], found_inf: Tensor | None = None) -> None:
         """Update only these parameters, without the hooks of a step.
 
-        If ``found_inf`` is not 0, the device skips the update; gradients are not freed, for overflow reports.
+        If ``found_inf`` is not 0, the device skips the update. With ``found_inf``, no gradient is freed.
         """
         with as_stored():
             stepped = fused_step_split(self.optimizer, parameters, self._updates, found_inf)
@@ -295,7 +292,7 @@ class MasterWeightOptimizer(Optimizer):
     @contextlib.contextmanager
     def _in_place_of_parameters(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
         """Context in which the wrapped optimizer has ``masters`` instead of their parameters, and no others."""
-        # Replaces other parameters: skipped without a gradient, and the index of each parameter in the state stays.
+        # Replaces other parameters: it has no gradient, so it is skipped, and indices stay.
         absent = nn.Parameter(torch.empty(0), requires_grad=False)
         before = [list(group["params"]) for group in self.param_groups]
         self._set_groups([[masters.get(parameter, absent) for parameter in group] for group in before], masters)
@@ -306,10 +303,9 @@ class MasterWeightOptimizer(Optimizer):
 
     def _set_groups(self, groups: list[list[nn.Parameter]], new_keys: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Set the parameters of the wrapped optimizer to ``groups``, and move state to the ``new_keys``."""
-        # In place: an optimizer may have a reference to the list.
+        # In place: an optimizer may reference the list.
         for group, parameters in zip(self.param_groups, groups, strict=True):
             group["params"][:] = parameters
-        # The state and other dictionaries by parameter, also of nested optimizers.
         attributes = [one for each in optimizers_in(self.optimizer) for one in (each.state, *vars(each).values())]
         for state in [one for one in attributes if isinstance(one, dict)]:
             for key in [key for key in state if isinstance(key, nn.Parameter)]:
@@ -335,8 +331,7 @@ class MasterWeightOptimizer(Optimizer):
         """Load the result of :meth:`state_dict`, bit for bit.
 
         The model's weights may be loaded before or after: the first step uses a loaded master if the parameter is its
-        rounding. In a lean layout masters are applied at once, so load the weights first. For a state without masters,
-        they are made of the parameters.
+        rounding. In a lean layout, load the weights first. Without ``masters``, masters are made of the parameters.
 
         Raises:
             ValueError: for masters of another shape or dtype, and as ``torch.optim.Optimizer.load_state_dict``.
@@ -366,8 +361,8 @@ class MasterWeightOptimizer(Optimizer):
 
 @on_stored_values
 def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Clip the global 2-norm of any parameters as :meth:`MasterWeightOptimizer.clip_grad_norm_`."""
-    norms: list[tuple[Tensor, Tensor | None]] = []  # scaled norms and their unscale factors
+    """Clip gradients of any parameters as :meth:`MasterWeightOptimizer.clip_grad_norm_`."""
+    norms: list[tuple[Tensor, Tensor | None]] = []  # scaled norms, unscale factors
     by_factor: dict[tuple[torch.device, Tensor | None], list[Tensor]] = {}
     for parameter in parameters:
         gradient, factor = gradient_and_factor(parameter)
@@ -439,6 +434,6 @@ def _needs_master(parameter: Tensor) -> bool:
 
 def steps_by_parameter(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` is of a package with optimizers that update each parameter separately."""
-    # torch's Optimizer is always found. A subclass that overrides step() may combine parameters.
+    # A subclass that overrides step() may combine parameters. torch's Optimizer is always found.
     base: Any = next(kind for kind in type(optimizer).__mro__ if kind.__module__.startswith(_STEP_BY_PARAMETER))
     return inspect.unwrap(type(optimizer).step) is inspect.unwrap(base.step)

@@ -25,8 +25,8 @@ class UncachedCopies:
     """Rounds a parameter at each use; backward rounds it again instead of saving the rounded copy.
 
     FSDP2 has the whole parameters of a module only while it runs, and refills their memory before backward without
-    raising version counters (``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``, "FSDP and autograd"). A stored
-    copy could be stale undetectably, and copies saved for backward would hold the whole model in 16 bits on every rank.
+    raising version counters (``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``, "FSDP and autograd"): a stored
+    copy could be stale. Copies saved for backward would hold the whole model in 16 bits on every rank.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -82,7 +82,6 @@ class ShardedLayout(WeightLayout):
         self._uncached = UncachedCopies(policy.compute)
 
     def working_copies(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
-        """Return new working copies of the FP32 masters among ``weights``, by the identity of the master."""
         return {id(weight): self._uncached.get(weight) for weight in weights if is_master(weight)}
 
     def register_communication(

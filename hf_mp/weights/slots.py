@@ -1,8 +1,7 @@
 """``WeightSlots``: the parameter slots of one forward, and its weight cache.
 
 As in ``torch.autocast`` (``cached_cast`` in ``ATen/autocast_mode.cpp``), a weight is FP32 for every reader, and a
-lower-precision op receives its 16-bit copy. This cache is filled by the update instead of by the first cast, and
-returns an alias with a backward that unscales.
+lower-precision op receives its 16-bit copy. The update fills this cache, not the first cast.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from hf_mp.scale_boundary import AliasSetUse, ScaleProvider, original_of, unscal
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.working_copies import is_master
 
-# Elements of the weights that share an unscale node. Their gradients wait for each other, up to 48 MiB on a GPU, where
-# more nodes would slow down the host.
+# Elements of the weights that share an unscale node. Their gradients wait for each other: up to 48 MiB on a GPU, where
+# each node costs host time.
 _GROUP_ELEMENTS = {"cpu": 2**18}
 _GROUP_ELEMENTS_ELSEWHERE = 2**23
 
-_Pairs = Iterable[tuple[Tensor, Tensor | None]]  # weights and their working copies
+_Pairs = Iterable[tuple[Tensor, Tensor | None]]  # weights, working copies
 
 _DATA: Any = Tensor.data  # the property itself, which the class below overrides
 
@@ -42,11 +41,7 @@ class ParameterSlot(NamedTuple):
 
 
 class WeightAlias(Tensor):
-    """Alias of a weight in its parameter slot.
-
-    ``data``, hooks and deep copies are those of the weight: it tracks accesses to its data, and its hooks receive
-    unscaled gradients.
-    """
+    """Alias of a weight in its parameter slot; ``data``, hooks and deep copies are those of the weight."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     weight: Tensor
@@ -98,7 +93,6 @@ class AliasSet:
         self.weight_ids = {id(each.weight) for each in aliases.values()}
 
     def add(self, aliases: WeightAliases, copy: Tensor) -> None:
-        """Add the working copy ``copy`` of a weight that had none."""
         self.aliases.update(dict.fromkeys(map(id, aliases), aliases))
         self._with_copies.append(aliases.weight)
         self._copies.append(copy)
@@ -130,16 +124,16 @@ class AliasSet:
 class WeightSlots:
     """Fills the parameter slots of a model for one forward, and restores them.
 
-    If gradients are scaled, the slot of a trained weight holds an alias that is an output of an unscale node. So the
-    gradients of calls that no torch function mode intercepts, as in custom autograd functions, are unscaled too.
+    If gradients are scaled, the slot of a trained weight holds an alias that is an output of an unscale node. So
+    gradients are unscaled also in calls that no torch function mode intercepts, as in custom autograd functions.
     Otherwise the slot keeps the weight. Lower-precision ops receive :meth:`working_copy`.
 
     Args:
         layout: has the working copies.
-        scale_provider: provides S and 1/S for the unscale nodes.
+        scale_provider: provides S and 1/S.
         has_unscale_nodes: whether weights without a working copy have an unscale node too.
         groups_weights: whether several weights may have one unscale node.
-        holds_copies: whether slots hold the working copies, for compiled code, which cannot look them up.
+        holds_copies: whether slots hold the working copies, for compiled code.
     """
 
     is_active = False  # whether the forward runs
@@ -156,23 +150,20 @@ class WeightSlots:
         self.layout, self.scale_provider = layout, scale_provider
         self.has_grad = torch.is_grad_enabled()
         self.has_unscale_nodes, self.groups_weights, self.holds_copies = has_unscale_nodes, groups_weights, holds_copies
-        # By identity of the weight or external tensor, of its alias and of its copy.
+        # By identity of each tensor in a WeightAliases.
         self.aliases: dict[int, WeightAliases] = {}
-        self._in_model = set[int]()  # identities of the weights of the model
+        self._in_model = set[int]()  # identities of weights
         self._alias_set: AliasSet | None = None
         self._exposed = set[int]()  # identities of weights that may be written through ``.data``
         self._filled = list[tuple[ParameterSlot, Tensor]]()
 
     def make_alias_set(self, slots: list[ParameterSlot]) -> AliasSet:
-        """Make the aliases of the weights in ``slots``."""
         with_copies = [slot.weight for slot in slots if slot.has_copy]
         # First refresh the copies: writes to memory that an alias shares may be undetected.
         copies = self.layout.working_copies(with_copies)
         return AliasSet(self.alias_weights(slots, copies), self.aliases, with_copies, list(copies.values()))
 
     def use_alias_set(self, aliases: AliasSet) -> None:
-        """Use ``aliases`` in this forward."""
-        # Copied, because a forward may change both.
         self._filled, self.aliases, self._alias_set = list(aliases.filled), dict(aliases.aliases), aliases
         self._in_model = aliases.weight_ids
         if aliases.native_copies is not None:
@@ -190,8 +181,7 @@ class WeightSlots:
     ) -> list[tuple[ParameterSlot, Tensor]]:
         """Make aliases of the weights in ``slots``; ``copies`` are working copies by the identity of their weight.
 
-        Returns:
-            The slots to fill, each with its value.
+        Returns the slots to fill, each with its value.
         """
         self._in_model = self._in_model | {id(slot.weight) for slot in slots}
         trained = {id(slot.weight): slot.weight for slot in slots if self.has_grad and slot.weight.requires_grad}
@@ -220,7 +210,7 @@ class WeightSlots:
         return filled
 
     def alias_group(self, pairs: _Pairs) -> WeightAliases:
-        """Make one unscale node for several tensors and their working copies. Returns the aliases of the last one."""
+        """Make one unscale node for several tensors and their working copies; return the aliases of the last one."""
         tensors, uncast_copies = zip(*pairs, strict=True)
         aliases, copies = unscaling_aliases(
             tensors, uncast_copies, self.scale_provider, with_aliases=self.has_unscale_nodes
@@ -280,9 +270,9 @@ class WeightSlots:
             self.native_copies.invalidate(aliases.alias)
 
     def recast_with_grad(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor``; if it is a working copy, a new cast of its weight instead.
+        """Return ``tensor``; if it is a working copy, a new cast of its weight.
 
-        For code that enables gradients in a forward without: its results are external tensors, and nothing is scaled.
+        For code that enables gradients in a forward without: nothing is scaled there.
         """
         aliases = self.aliases.get(id(tensor))
         return tensor if aliases is None or aliases.copy is not tensor else aliases.weight.to(tensor.dtype)
@@ -333,8 +323,8 @@ class WeightSlots:
 def _node_groups(pairs: _Pairs, elements: int | None) -> Iterator[_Pairs]:
     """Yield groups of weights for one unscale node each: on one device, and of at most ``elements`` together.
 
-    A larger weight, or one with hooks, is alone: reentrant checkpointing runs the node once for each part of the model,
-    with gradients for all of its weights or None.
+    A larger weight, or one with hooks, is alone: in reentrant checkpointing a node runs once for each part of the
+    model.
     """
     group: list[tuple[Tensor, Tensor | None]] = []
     free, device = 0, None

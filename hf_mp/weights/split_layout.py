@@ -44,13 +44,11 @@ class SplitLayout(WeightLayout):
     keeps_scaled_gradients = True
 
     def prepare_weights(self, model: nn.Module) -> None:
-        """Split the trainable parameters of ``model`` that are not split yet."""
         if split_trainable_parameters(model, self.policy.params, self.split):
             self.copies.clear()  # copies of parameters that were frozen before
             check_all_steps()
 
     def split(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Split ``parameters``, which are splittable, in place."""
         for parameter in parameters:
             make_split(parameter, self.policy.params)
 
@@ -92,7 +90,7 @@ class SplitLayout(WeightLayout):
 
     @on_stored_values
     def gradients_and_factors(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
-        """As the base class. Scaled gradients that DDP left in ``.grad`` are moved first."""
+        # DDP has left scaled gradients in `.grad`.
         parameters = list(parameters)
         for hook in self._comm_hook_by_ddp.values():
             hook.collect_reduced_gradients(parameters)
@@ -223,7 +221,6 @@ def _check_masters_of(optimizer: Any, args: Any, kwargs: Any) -> None:
     if getattr(optimizer, "keeps_masters", False):
         return
     for group in optimizer.param_groups:
-        # Called in every step of any optimizer, so ordinary parameters cost no call.
         if any([type(p) not in _ORDINARY and not getattr(p, "has_optimizer", True) for p in group["params"]]):
             raise RuntimeError(
                 f"this {type(optimizer).__name__} was not attached, and would round its updates to the 16 bits in "

@@ -45,12 +45,11 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
 
     remainder_bits: Tensor
     has_optimizer: bool = False  # whether a MasterWeightOptimizer updates the master
-    # FP16/BF16 gradient of a backward, and its unscale factor, FP32 of shape (1,) or None for 1; after a read or a sum
-    # the unscaled FP32 gradient.
+    # FP16/BF16 gradient and its unscale factor, FP32 of shape (1,) or None for 1. After a read, FP32 and None.
     _scaled_gradient: tuple[Tensor, Tensor | None] | None = None
-    # On a GPU: the parameters of the same unscale node, this one included.
+    # On a GPU: all parameters of its unscale node.
     _same_node_parameters: Sequence[weakref.ref[SplitParameter]] = ()
-    _version_seen: int  # version counter of the value that the remainder belongs to
+    _version_seen: int  # version of the value that the remainder completes
     _snapshot: Tensor | None = None  # that value, while user code may write through an alias
     _cached_master: tuple[weakref.ref[Tensor], int] | None = None  # last result of master_value(), and its version
 
@@ -69,7 +68,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
     @data.setter
     @on_stored_values
     def data(self, value: Tensor) -> None:
-        self.reset_written_remainders()  # user code may have a view of the present values, to set it again later
+        self.reset_written_remainders()  # user code may set a view of the present values again later
         if value.dtype is not self.dtype:
             # Switch Transformers call module.float() on their routers in a forward, where it casts the working copy.
             is_cast_of_copy = autocasts.active and torch.equal(value, DATA.__get__(self).to(value.dtype))
@@ -155,7 +154,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         return bool(self._backward_hooks or self._post_accumulate_grad_hooks)
 
     def store_scaled_gradient(self, gradient: Tensor, factor: Tensor | None = None, *, separate: bool = False) -> bool:
-        """Store a gradient of backward, which is still scaled; a second one is unscaled and added in FP32.
+        """Store a scaled gradient of backward; a second one is unscaled and added in FP32.
 
         Args:
             gradient: of the parameter's shape.
@@ -163,7 +162,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
             separate: whether to store the sum of two gradients outside of ``.grad``, because DDP checks its dtype.
 
         Returns:
-            False if nothing was stored: autograd has to accumulate.
+            False if autograd has to accumulate instead.
         """
         if self.has_hooks or gradient.dtype not in LOWER_PRECISION_DTYPES:
             return False
@@ -213,8 +212,8 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
             _GRAD.__set__(self, torch.zeros_like(DATA.__get__(self)))
 
     def note_written(self, *others: SplitParameter) -> None:
-        """Record that both halves of this master weight and of ``others`` were written."""
-        # Kernels do not raise the version counter, by which autograd detects writes to saved tensors.
+        """Record that both halves of this parameter and of ``others`` were written."""
+        # Kernels do not raise the version counters, which autograd checks.
         torch.autograd.graph.increment_version((self, *others))
         _mark_current(self, *others)
 
@@ -244,7 +243,6 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         return nn.Parameter(self.fp32_value(), self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Attributes that user code has set are pickled too.
         plain = nn.Parameter(master_value(self), self.requires_grad)
         plain.__dict__.update({k: v for k, v in self.__dict__.items() if k not in SplitParameter.__annotations__})
         return plain.__reduce_ex__(protocol)
@@ -254,7 +252,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         return DataTrackedParameter.__repr__(self)  # type: ignore[arg-type]
 
 
-# The split class for each class of parameter. Memory estimation adds one for fake tensors.
+# Memory estimation adds a class for fake tensors.
 SPLIT_CLASSES: dict[type[Tensor], type[SplitParameter]] = {nn.Parameter: SplitParameter}
 
 
@@ -270,7 +268,7 @@ def _with_snapshot(name: str) -> Callable[..., Any]:
     return write
 
 
-# In a forward, __torch_function__ of parameters is disabled, so the in-place methods themselves take the snapshot.
+# In-place methods take the snapshot, because __torch_function__ of parameters is disabled in a forward.
 _NOT_WRITERS = {
     "requires_grad_", "share_memory_", "retain_grad_", "rename_", "__index__", "__int__", "__invert__", "__iter__"
 }  # fmt: skip
@@ -326,7 +324,7 @@ def master_value(parameter: SplitParameter) -> Tensor:
         if cached is not None and version_of(cached) == version:
             return cached
     master = parameter.whole_master()
-    # A weak reference: each state dict would leave an FP32 copy of the model otherwise.
+    # A weak reference, so that no FP32 copy of the model outlives its state dict.
     parameter._cached_master = weakref.ref(master), version_of(master)
     return master
 
@@ -366,7 +364,7 @@ def has_gradient(parameter: nn.Parameter) -> bool:
 def unscaled(gradient: Tensor, factor: Tensor | None, *, like: Tensor) -> Tensor:
     """Return ``gradient`` times ``factor`` (None for 1) as a new FP32 tensor with the strides of ``like``.
 
-    ``like`` is the parameter: torch's fused optimizers read gradients in its memory order, whatever their strides.
+    torch's fused optimizers read gradients in the memory order of the parameter, ``like``, whatever their strides.
     """
     gradient = gradient.detach()
     if gradient.is_sparse:
@@ -378,10 +376,7 @@ def unscaled(gradient: Tensor, factor: Tensor | None, *, like: Tensor) -> Tensor
 
 @torch.no_grad()
 def _unscale_with_group(parameter: SplitParameter) -> Tensor:
-    """Unscale the stored gradients of ``parameter`` and of the others of its unscale node, in two launches.
-
-    Returns the gradient of ``parameter``, FP32.
-    """
+    """Unscale the gradients of ``parameter`` and of others of its unscale node in two launches; return the first."""
     _, factor = parameter._scaled_gradient  # type: ignore[misc]
     of_node = [reference() for reference in parameter._same_node_parameters]
     others = [one for one in of_node if one is not None and one is not parameter]
@@ -415,10 +410,10 @@ def _add_unscaled(total: Tensor, gradient: Tensor, factor: Tensor | None, *, lik
 def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply the gradients of ``parameters`` by ``factor``, FP32 with one element.
 
-    FP32 gradients are written in place. For a 16-bit gradient of a split parameter, its unscale factor is multiplied.
-    Any other 16-bit gradient is replaced by an FP32 one.
+    For a 16-bit gradient of a split parameter, its unscale factor is multiplied. Any other 16-bit gradient is replaced
+    by an FP32 one.
     """
-    factors: dict[Tensor | torch.device, Tensor] = {}  # new factors by the old one, or by device without one
+    factors: dict[Tensor | torch.device, Tensor] = {}  # by old factor, or by device
     for parameter in parameters:
         gradient, inverse = gradient_and_factor(parameter)
         if gradient is None:
@@ -438,7 +433,7 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> No
 
 def copy_scale_factors(parameters: Iterable[nn.Parameter]) -> None:
     """Replace the factors of gradients that are still scaled by copies, before the loss scale changes them in place."""
-    copy_of = functools.cache(torch.clone)  # one copy for all parameters with this factor
+    copy_of = functools.cache(torch.clone)
     for parameter in parameters:
         if isinstance(parameter, SplitParameter) and parameter._scaled_gradient is not None:
             gradient, factor = parameter._scaled_gradient
@@ -462,7 +457,7 @@ def broadcast_remainders(parameters: Iterable[SplitParameter], group: Any, sourc
     rank = torch.distributed.get_global_rank(group, source)
     for parameter in parameters:
         working = DATA.__get__(parameter)
-        # As bytes: gloo and NCCL do not support int16. On the device of the working copy: NCCL sends no host memory.
+        # As bytes: gloo and NCCL do not support int16. On the device: NCCL sends no host memory.
         sent = parameter.remainder_bits.contiguous().to(working.device)
         torch.distributed.broadcast(sent.reshape(-1).view(torch.uint8), rank, group=group)
         parameter.remainder_bits.copy_(sent)
@@ -480,11 +475,10 @@ def _mark_current(*parameters: SplitParameter) -> None:
 
 def _renew_snapshot(parameter: SplitParameter) -> None:
     working = DATA.__get__(parameter)
-    # While an alias exists, other code may write the memory without raising the version. `working` is one alias itself.
+    # Another alias may be written without raising the version. `working` is an alias too.
     parameter._snapshot = working.clone() if is_shared(working, owners=2) else None
 
 
-# Methods of modules that cast. to() may only move, and is checked separately.
 _CASTS = {getattr(nn.Module, name).__code__ for name in ("float", "double", "half", "bfloat16", "type")}
 
 

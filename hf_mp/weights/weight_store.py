@@ -32,11 +32,11 @@ _MAX_ALIAS_SETS = 4  # stored for each forward key; more forwards in one backwar
 
 
 class AliasCache:
-    """Alias sets that are reused from forward to forward. An attached forward has a reference to its cache.
+    """Alias sets that are reused from forward to forward. Attached forwards own the cache.
 
     An alias shares memory and version counter with its weight or working copy, and its unscale node saves no tensors.
-    Two forwards in one backward must not use the same set, because autograd would sum their gradients in 16 bits before
-    the unscale node: a forward uses a set that no other graph references.
+    Two forwards in one backward use different sets, because autograd would sum their gradients in 16 bits before the
+    unscale node.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class WeightStore:
         is_lower_precision: Callable[[Callable[..., Any] | None], bool],
         modules_with_rules: Iterable[nn.Module],
     ) -> None:
-        """Reset the uses of weights, because the lower-precision ops or the modules with rules have changed."""
+        """Reset the uses of weights after a change of lower-precision ops or of modules with rules."""
         self.uses = WeightUses(is_lower_precision, modules_with_rules)
         self._intercepts_by_key.clear()
         self.clear_alias_cache()
@@ -94,7 +94,6 @@ class WeightStore:
         return cache
 
     def clear_alias_cache(self) -> None:
-        """Release all cached alias sets."""
         if (cache := self._alias_cache()) is not None:
             cache.index = None
             cache.by_key.clear()
@@ -102,7 +101,7 @@ class WeightStore:
     def prepare_forward(
         self, model: nn.Module, forward: Entry, is_scaled: bool, groups_weights: bool, holds_copies: bool
     ) -> ForwardWeights:
-        """Return the weights of ``forward``, which is about to run; make masters first.
+        """Make masters, and return the weights of ``forward``, which is about to run.
 
         Args:
             model: the attached model.
@@ -160,16 +159,10 @@ class WeightStore:
         parallelism: Parallelism,
         in_fp32: Sequence[nn.Module],
     ) -> None:
-        """Change to the layout that the sharding of ``parameters`` needs, and register communication for ``model``.
+        """Change to the layout that the sharding of ``parameters`` requires, and register communication for ``model``.
 
-        Args:
-            model: None if only an optimizer is attached.
-            parameters: those of the model or the optimizer.
-            parallelism: of the model.
-            in_fp32: modules with weights that are sent in FP32.
-
-        Raises:
-            ValueError: for a lean layout of a tensor parallel model.
+        ``model`` is None if only an optimizer is attached. Weights of the modules ``in_fp32`` are sent in FP32. Raises
+        a ValueError for a lean layout of a tensor parallel model.
         """
         layout = _layout_for(self.layout, parameters, parallelism)
         if layout is not self.layout:
@@ -206,7 +199,7 @@ class WeightStore:
     def copy_of(self, parameter: nn.Parameter) -> Tensor:
         """Return ``parameter`` as the forward reads it, in 16 bits if it is floating; do not write to it.
 
-        This is the stored working copy if there is one, and an alias of the parameter if nothing is rounded.
+        It is an alias of the parameter if nothing is rounded.
         """
         layout, value = self.layout, parameter.detach()
         if layout.keeps_copies and parameter in layout.copies:
@@ -214,7 +207,7 @@ class WeightStore:
         return value.to(layout.policy.compute) if value.is_floating_point() else value
 
     def restore(self, model: nn.Module | None) -> None:
-        """Make all parameters ordinary FP32 parameters, and release working copies."""
+        """Restore ordinary FP32 parameters, and release working copies."""
         self.clear_alias_cache()
         for parameter in () if model is None else model.parameters():
             untrack_data_writes(parameter)
