@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from trl_runs import KINDS, load_default, named_for, save_tiny_qwen
 
 import hf_mp
-from hf_mp.trainer.fused_head import _options
+from hf_mp.trainer.fused_head import _option_cells
 
 trl = pytest.importorskip("trl")
 
@@ -87,7 +87,7 @@ def test_the_fused_head_is_in_fp32_and_exact(tmp_path: Path, saved: Path, kind: 
     assert trainer.heads == {torch.float32}  # of the policy and of the reference
     assert max(gap.mean for gap in trainer.gaps) < 1e-6  # of TRL's log-softmax, which goes over the logits in parts
     for model in (trainer.model, trainer.ref_model):
-        assert [cell.cell_contents for cell in _options(model)] == [False]
+        assert [cell.cell_contents for cell in _option_cells(model)] == [False]
     assert callback_of(trainer).mixed_precision.policy.fp32_head
 
 
@@ -97,13 +97,13 @@ def test_evaluation_switches_the_head_back(tmp_path: Path) -> None:
     args = quick_arguments(tmp_path, hf_mp.MixedPrecisionArguments, fp32_head=True, max_steps=1)
     during: list[bool] = []
     hook = model.transformer.register_forward_hook(
-        lambda *call: during.extend(bool(cell.cell_contents) for cell in _options(model))
+        lambda *call: during.extend(bool(cell.cell_contents) for cell in _option_cells(model))
     )
     rows = token_rows(8)
     trainer = hf_mp.MixedPrecisionTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows)
     for run in (trainer.evaluate, trainer.train, trainer.evaluate):
         run()
-        assert [cell.cell_contents for cell in _options(model)] == [False]
+        assert [cell.cell_contents for cell in _option_cells(model)] == [False]
     hook.remove()
     assert during and all(during)
 
@@ -116,4 +116,4 @@ def test_a_fused_head_without_the_option_is_refused() -> None:
 
     model.forward = fused  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="this version of TRL multiplies by the head's weight itself"):
-        list(_options(model))
+        list(_option_cells(model))

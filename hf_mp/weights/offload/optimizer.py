@@ -264,7 +264,7 @@ class _Batch(NamedTuple):
     gradients: list[Tensor]
     counts: list[Tensor]
 
-    def look(self) -> Any:
+    def launch_key(self) -> Any:
         """The addresses and dtypes that a kernel is made for, without addresses of gradients."""
         window = self.parameters[0].inside[REMAINDER].data_ptr()  # all other parts have their distances from this one
         written = traits_of([*[piece.parameter for piece in self.parameters], *self.counts])
