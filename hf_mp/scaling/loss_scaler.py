@@ -133,12 +133,12 @@ class LossScaler(Generic[Rule]):
         """Return the current loss scale; 1.0 for a disabled scaler."""
         return self.state.scale if self._enabled else 1.0
 
-    def defer_step(self, take_in: Callable[[], None]) -> None:
-        """Register ``take_in`` to be called before the state is next read.
+    def defer_step(self, finish: Callable[[], None]) -> None:
+        """Register ``finish`` to be called before the state is next read.
 
-        ``take_in()`` reports the last optimizer step and may wait for the device.
+        ``finish()`` reports the last optimizer step and may wait for the device.
         """
-        self._pending_step = take_in
+        self._pending_step = finish
 
     def finish_pending_step(self) -> None:
         """Report the step that was registered with :meth:`defer_step`, if any."""
@@ -158,18 +158,19 @@ class LossScaler(Generic[Rule]):
 
     @property
     def has_stepped(self) -> bool:
-        """Whether an optimizer has stepped since the last backward; a pending step counts once it was taken in."""
+        """Whether an optimizer has stepped since the last backward; a pending step counts once it was finished."""
         return self._iteration is not None
 
     def end_iteration(self) -> None:
-        """A backward begins: steps after it change the scale again. Takes in a pending step first."""
+        """Finish a pending step, and let steps after the backward that begins change the scale again."""
         self.finish_pending_step()
         self._iteration = None
 
-    def iteration_of(self, optimizer: Hashable) -> Iteration:
-        """The iteration of a step that ``optimizer`` is about to report, with the scale of its backward in force again.
+    def join_iteration(self, optimizer: Hashable) -> Iteration:
+        """Return the running iteration for a step that ``optimizer`` is about to report.
 
-        A new one if none has begun since the last backward, or if ``optimizer`` has reported a step in it already.
+        Begin one if none has begun since the last backward, or if ``optimizer`` has reported a step in it already.
+        Reset the rule to its state before the iteration, so that all reports of the iteration adjust S once.
         """
         iteration = self._iteration
         if iteration is None or optimizer in iteration.reports:
@@ -223,7 +224,7 @@ class LossScaler(Generic[Rule]):
         """
         if optimizer is None:
             self._iteration = None
-        iteration = self.iteration_of(optimizer)
+        iteration = self.join_iteration(optimizer)
         iteration.reports[optimizer] = report
         if not self._enabled:
             return

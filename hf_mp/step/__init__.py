@@ -16,11 +16,12 @@ Each stage names files of this folder first, then those of other folders.
 3. Outputs. Each output is cast to FP32 by ``cast_to_output`` (``scale_boundary.py``).
    Outputs in a structure: ``kernels/nested.py``; logits that may not be read: ``deferred_output.py``.
 4. Backward. :class:`LossScaleProvider` provides S and 1/S (``scale_provider.py``). The gradient of an output is
-   multiplied by S, and ``GradientCheck.on_output_gradient`` records it. An unscale node multiplies gradients by 1/S in
-   FP32; a lean layout stores them scaled (``weights/split_parameter.py``).
+   multiplied by S, and ``GradientCheck.record_backward`` records the running backward and the loss. An unscale node
+   multiplies gradients by 1/S in FP32; a lean layout stores them scaled (``weights/split_parameter.py``).
    Custom functions that recompute in their backward: ``custom_backward.py``.
-5. Check. After the backward, ``GradientCheck`` measures the gradients, for the next loss scale (``gradients.py``). The
-   update measures them again, because a loop may have clipped them, unless ``max_grad_norm`` is set.
+5. Check. After the backward, ``GradientCheck`` measures the gradients, for the next loss scale (``gradients.py``).
+   ``optimizer.step()`` measures them again, because a loop may have changed them. With ``max_grad_norm``, it does so
+   only if a version counter has changed.
    Scan of gradients: ``kernels/gradient_scan.py``; one result for all ranks: ``ranks/agreement.py``.
 6. Update. ``optimizer.step()`` calls :meth:`StepRuntime.clip_and_check`. On an overflow ``StepGuard._finish_step``
    skips the update; otherwise the optimizer writes the masters, and the layout refreshes the working copies. With
@@ -29,7 +30,7 @@ Each stage names files of this folder first, then those of other folders.
    Fused update: ``weights/fused_adamw.py``, ``kernels/adamw.py``; lean: ``weights/master_weight_optimizer.py``,
    ``kernels/split.py``, ``fp32_reads.py``; offloaded: ``weights/offload/``; optimizers that are not attached:
    ``unattached.py``.
-7. Next scale. ``StepRuntime.finish_step`` calls the observers (``observers.py``) and the loss scaler, which sets S:
+7. Next scale. ``StepRuntime.report_step`` calls the observers (``observers.py``) and the loss scaler, which sets S:
    ``scaling/loss_scaler.py``, ``scaling/rules.py``.
 
 ``profiling.py`` names these stages for a profiler.

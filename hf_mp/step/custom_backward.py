@@ -144,7 +144,7 @@ class CustomBackward:
         tensors = [output for output in outputs if isinstance(output, Tensor)]
         if nested.is_scaled and accumulates and self.forward.weights is not None:
             # Weights that were not read from their slots: from a closure or an attribute.
-            is_external = self.forward.weights.external.is_external_leaf
+            is_external = self.forward.weights.external.is_weight_or_external
             add_leaf_unscale_hooks(tensors, self.runtime.scale_provider, self._first_node, is_external)
         # autograd's number of the nested backward is available in its nodes only.
         with torch._C.DisableTorchFunction():
@@ -211,7 +211,7 @@ class CustomBackward:
                 "that of the function's input"
             )
         weights = self.forward.weights
-        if is_scaled and weights is not None and weights.external.is_external_leaf(tensor):
+        if is_scaled and weights is not None and weights.external.is_weight_or_external(tensor):
             self._raise_for_scaled()
 
 

@@ -67,7 +67,7 @@ class AttachedForward(ReplacedForward):
         if weights is not None and weights.slots.has_grad:
             hooks = [one.on_forward_begin(self, args, kwargs) for one in self.runtime.observers]
             context.output_hooks = [hook for hook in hooks if hook]
-        if weights is not None and weights.slots.has_unscale_nodes:
+        if weights is not None and weights.slots.aliases_fp32_weights:
             args, kwargs = apply_to_tensors(weights.external.alias_argument, (args, kwargs))
         return context, args, kwargs
 

@@ -40,16 +40,19 @@ WRITTEN_BETWEEN_BACKWARDS = (
 
 
 class ActiveBackwards:
-    """Running backwards, by autograd's number: ``open`` began at a model output, ``nested`` in a custom backward."""
+    """Running backwards, by autograd's number.
+
+    Those in ``through_output`` have passed through a model output. Custom backwards run those in ``nested``.
+    """
 
     def __init__(self) -> None:
-        self.open: set[int] = set()
+        self.through_output: set[int] = set()
         self.nested: dict[int, Any] = {}
 
     def are_scaled(self, task: int) -> bool:
         """Return whether the gradients of the backward with number ``task`` are multiplied by S in this model."""
-        nested = None if task in self.open else self.nested.get(task)
-        return bool(self.open) if nested is None else nested.is_scaled
+        nested = None if task in self.through_output else self.nested.get(task)
+        return bool(self.through_output) if nested is None else nested.is_scaled
 
     def register_backward(self, on_ended: Callable[[], None]) -> bool:
         """Record the running backward, which calls ``on_ended`` at its end; return whether it was new."""
@@ -60,23 +63,23 @@ class ActiveBackwards:
                 "backward that also enters that model through its outputs: hf_mp cannot tell which of the gradients "
                 "are multiplied by the loss scale. Run two, one for each"
             )
-        is_first = task not in self.open
+        is_first = task not in self.through_output
         if is_first:
-            self.open.add(task)
+            self.through_output.add(task)
             span = profiled("backward")  # if the backward raises, freeing this object ends the span
             span.__enter__()
             # The callback queues another, to run after that of DDP, which waits for the all-reduce.
             queue = torch.autograd.Variable._execution_engine.queue_callback
             end = partial(self._end, task, span, on_ended)
             # autograd frees the callbacks of a backward that raises.
-            weakref.finalize(end, self.open.discard, task).atexit = False
+            weakref.finalize(end, self.through_output.discard, task).atexit = False
             queue(partial(queue, end))
         return is_first
 
     @uncompiled  # otherwise a compiled training step compiles it separately
     def _end(self, task: int, span: AbstractContextManager[Any], on_ended: Callable[[], None]) -> None:
         span.__exit__(None, None, None)
-        self.open.discard(task)
+        self.through_output.discard(task)
         on_ended()
 
 
@@ -206,11 +209,11 @@ class GradientCheck:
         self._largest: Tensor | None = None  # unscaled magnitude since the last step
         self._measured: GradientMeasurement | None = None  # at the end of the last backward
         self.clipping: Clipping | None = None  # deferred to the next update
-        self.is_used_by_attached = False  # whether an optimizer attached to another model has used the gradients
+        self.was_used_by_other_model = False  # whether an optimizer attached to another model has used the gradients
 
     # Backward
 
-    def on_output_gradient(self, loss: Tensor | None) -> None:
+    def record_backward(self, loss: Tensor | None) -> None:
         """Register the running backward, which reaches a model output, and record ``loss``, the output if a scalar."""
         if self.backwards.register_backward(self._backward_ended):
             if self._largest is not None:
@@ -224,7 +227,7 @@ class GradientCheck:
         parameters = self.parameters()
         versions = _versions_of(parameters)
         is_used = any(versions.get(weight, before) != before for weight, before in self._versions.items())
-        if is_used and not self.is_used_by_attached and NOT_ATTACHED not in self._warned:
+        if is_used and not self.was_used_by_other_model and NOT_ATTACHED not in self._warned:
             self.warn_once(WRITTEN_BETWEEN_BACKWARDS)
         if is_used or not self.gradients(parameters):
             self.reset_step()
@@ -324,15 +327,17 @@ class GradientCheck:
             return status
         overflow, largest = status.read()
         # inf or NaN was overwritten since the backward, or is in gradients of another optimizer.
-        is_elsewhere = largest is not None and not overflow and not math.isfinite(largest) and self.is_scaled
-        if is_elsewhere and all_finite(local_parts(self.gradients(self.parameters()))):
+        only_backward_overflowed = (
+            largest is not None and not overflow and not math.isfinite(largest) and self.is_scaled
+        )
+        if only_backward_overflowed and all_finite(local_parts(self.gradients(self.parameters()))):
             self.warn_once(
                 "gradients were inf or NaN when the backward ended, and are finite at optimizer.step(): the step is "
                 "taken with what is there now, and the loss scale does not learn of the overflow"
             )
-        has_headroom = self.is_scaled and not overflow and not is_elsewhere
+        is_usable_for_scale = self.is_scaled and not overflow and not only_backward_overflowed
         may_be_scale = not overflow or self.losses_are_finite()
-        report = StepReport(overflow, largest if has_headroom else None, may_be_scale)
+        report = StepReport(overflow, largest if is_usable_for_scale else None, may_be_scale)
         return self._ranks.all_reduce_report(report, status.parameters)
 
 

@@ -238,7 +238,7 @@ class StepRuntime:
         """Copy the factors of gradients that are stored scaled, before the scaler changes S."""
         self.weights.layout.freeze_scale_factors(self.check.parameters)
 
-    def finish_step(self, optimizer: Optimizer, report: StepReport, *, was_skipped: bool) -> None:
+    def report_step(self, optimizer: Optimizer, report: StepReport, *, was_skipped: bool) -> None:
         """Report a step of ``optimizer`` to observers and scaler, which sets the next loss scale.
 
         Steps of several optimizers between two backwards set it once, from the reports of all, and count as one step.
@@ -248,7 +248,7 @@ class StepRuntime:
         self.check.reset_step()
         self._step_was_skipped = was_skipped
         key = id(self), id(optimizer)  # several models may have one scaler
-        iteration = self.scaler.iteration_of(key)
+        iteration = self.scaler.join_iteration(key)
         self.is_joint_step = iteration is self._iteration
         if self.is_joint_step:  # count the step again, with the reports of the other optimizers
             self._stats = replace(self._stats_before, remedies=self._stats.remedies)

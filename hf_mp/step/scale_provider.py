@@ -38,15 +38,12 @@ class LossScaleProvider:
         if not check.is_scaled:
             return None
         backwards, task = check.backwards, current_graph_task()
-        if task not in backwards.open and (nested := backwards.nested.get(task)) is not None:
-            if nested.is_scaled and not nested.accumulates:
-                nested.within.record_returned(node, indices)
-            if not nested.is_scaled or not nested.accumulates:
-                return None
-            return self.scaler.scale_and_inverse(device).inverse
+        nested = None if task in backwards.through_output else backwards.nested.get(task)
+        if nested is not None:
+            return self._inverse_scale_in(nested, device, node, indices)
         forward, autocast = state.forward, self._runtime.autocast
         is_recomputing = forward is not None and forward.autocast is autocast and forward.is_recomputing
-        if backwards.open and not is_recomputing:
+        if backwards.through_output and not is_recomputing:
             return self.scaler.scale_and_inverse(device).inverse
         if accumulating_edges(node, indices):
             check.warn_once(
@@ -57,12 +54,21 @@ class LossScaleProvider:
             )
         return None
 
+    def _inverse_scale_in(self, nested: Any, device: torch.device, node: Any, indices: Sequence[int]) -> Tensor | None:
+        """Return 1/S in ``nested``, a backward that a custom backward runs; None for gradients that it returns."""
+        if not nested.is_scaled:
+            return None
+        if nested.accumulates:
+            return self.scaler.scale_and_inverse(device).inverse
+        nested.within.record_returned(node, indices)
+        return None
+
     def on_output_gradient(self, node: Any, gradient: Tensor) -> None:
         self._runtime.begin_iteration()
         check, observers = self._runtime.check, self._runtime.observers
         is_needed = check.is_scaled or check.measures_norm or observers
         if is_needed or profiler._is_profiler_enabled:  # the profiler shows the backward
-            check.on_output_gradient(getattr(node, "value", None))  # None for a second derivative
+            check.record_backward(getattr(node, "value", None))  # None for a second derivative
         for observer in observers:
             observer.on_output_gradient(node, gradient)
 

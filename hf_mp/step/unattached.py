@@ -74,7 +74,7 @@ def _record_step(runtime: Any, model: Any, optimizer: Optimizer, *, is_guarded: 
     if not written:
         return
     if is_guarded:  # it skips steps that overflow
-        runtime.check.is_used_by_attached = True
+        runtime.check.was_used_by_other_model = True
     elif _is_unchecked(runtime, written):
         runtime.check.warn_once(NOT_ATTACHED)
     runtime.weights.layout.note_unseen_writes(written)

@@ -124,7 +124,7 @@ class StepGuard:
         """
         optimizer, on_host = self.optimizer, status.to_host()
         self._update([runtime], status.found_inf())
-        finish = functools.partial(self._finish_step, [runtime], [on_host], is_queued=True)
+        finish = functools.partial(self._finish_step, [runtime], [on_host], was_launched=True)
         if runtime.observers or runtime.scaler.may_raise_on_overflow():  # needed now
             finish()
         else:
@@ -139,11 +139,11 @@ class StepGuard:
             optimizer.release_gradients()
 
     def _finish_step(
-        self, runtimes: list[StepRuntime], results: Sequence[OverflowStatus | StepReport], *, is_queued: bool = False
+        self, runtimes: list[StepRuntime], results: Sequence[OverflowStatus | StepReport], *, was_launched: bool = False
     ) -> None:
         """Read the results of the check, update unless there is an overflow, and set the next loss scale.
 
-        ``is_queued``: whether the update was launched already, with ``found_inf``.
+        ``was_launched``: whether the update was launched already, with ``found_inf``.
         """
         optimizer = self.optimizer
         with profiled("found_inf to host"):
@@ -152,12 +152,12 @@ class StepGuard:
         if controller is not None and reports[0].overflow:
             new_report = controller.handle_overflow(optimizer)
             if new_report is not None:
-                reports, is_queued = [new_report], False
+                reports, was_launched = [new_report], False
         optimizer.step_was_skipped = was_skipped = any([report.overflow for report in reports])
-        if not is_queued and not was_skipped:
+        if not was_launched and not was_skipped:
             self._update(runtimes, None)
         for runtime, report in zip(runtimes, reports, strict=True):
-            runtime.finish_step(optimizer, report, was_skipped=was_skipped)
+            runtime.report_step(optimizer, report, was_skipped=was_skipped)
 
     def _update(self, runtimes: list[StepRuntime], found_inf: Tensor | None) -> None:
         """Write masters and working copies, unless ``found_inf`` (FP32 of shape (), or None) is 1."""
@@ -216,7 +216,7 @@ def guard_steps(optimizer: Any, runtime: StepRuntime) -> AttachedOptimizer:
 
 def _check_step(optimizer: Any, runtimes: list[StepRuntime]) -> None:
     """Raise a RuntimeError for a step by a ``torch.amp.GradScaler``, or during a backward."""
-    if any([runtime.check.backwards.open and runtime.check.is_scaled for runtime in runtimes]):
+    if any([runtime.check.backwards.through_output and runtime.check.is_scaled for runtime in runtimes]):
         raise RuntimeError(
             "optimizer.step() was called during a backward, whose remaining gradients would be divided by the next "
             "loss scale: use free_gradients='backward' in a lean layout, or a precision that scales nothing (bf16)"

@@ -187,12 +187,12 @@ def _alias_external(
 ) -> tuple[Any, Any]:
     """Return the arguments of a call with aliases of external tensors instead of these."""
     if is_compiling_or_transforming():  # torch.func: kernels cannot cast; all tensors are of the forward
-        weights.must_intercept = True
+        weights.next_intercepts = True
         return args, kwargs
     external = weights.external
     if not external.is_scaled or not external.are_among((*args, *kwargs.values())):
         return args, kwargs
-    weights.must_intercept = True  # also without grad: a checkpoint may recompute this call
+    weights.next_intercepts = True  # also without grad: a checkpoint may recompute this call
     # In a dispatch mode (memory, FLOPs) autograd has recorded the call already.
     if isinstance(func, OpOverload) and is_in_torch_dispatch_mode():
         return args, kwargs
@@ -204,6 +204,6 @@ def _with_gradients(
 ) -> Any:
     """Make a call with gradients enabled in a forward that began without."""
     if (weights := mode.weights) is not None:
-        weights.must_intercept = True  # the next forward too, also with kernels: matmuls of experts
+        weights.next_intercepts = True  # the next forward too, also with kernels: matmuls of experts
         args, kwargs = apply_to_tensors(weights.slots.recast_with_grad, (args, dict(kwargs)))
     return handler(mode, name, func, args, kwargs)

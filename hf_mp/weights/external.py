@@ -143,7 +143,7 @@ class ExternalTensors:
         if self._slots.has_grad:
             self._nodes.record(self.first_node)
 
-    def is_external_leaf(self, leaf: Tensor) -> bool:
+    def is_weight_or_external(self, leaf: Tensor) -> bool:
         """Whether ``leaf`` is a weight of this forward, or an external tensor that it has used."""
         return id(leaf) in self._slots.aliases or id(leaf) in self._external_without_grad
 

@@ -20,14 +20,15 @@ class ForwardWeights:
         external: finds tensors that are not in a slot.
         key: forward key, ``(id(forward), has_grad, training)``.
         intercepts_by_key: whether the next forward with a key is intercepted.
-        must_intercept: whether this forward has used an external tensor.
+        next_intercepts: whether the next forward with this key is intercepted: this one used an external tensor, ran a
+            transform of torch.func, or enabled gradients.
     """
 
     slots: WeightSlots
     external: ExternalTensors
     key: Hashable
     intercepts_by_key: dict[Hashable, bool]
-    must_intercept: bool = False
+    next_intercepts: bool = False
 
     def __post_init__(self) -> None:
         self.intercepts_calls = self.intercepts_by_key.get(self.key, True)
@@ -38,8 +39,8 @@ class ForwardWeights:
         If there is such an edge, later forwards are intercepted: edges of a second derivative would be made after this.
         """
         slots, external = self.slots, self.external
-        if self.must_intercept or self.key not in self.intercepts_by_key:
-            self.intercepts_by_key[self.key] = self.must_intercept
+        if self.next_intercepts or self.key not in self.intercepts_by_key:
+            self.intercepts_by_key[self.key] = self.next_intercepts
         if not slots.has_grad:
             return
         results = [*results, *external.write_back()]

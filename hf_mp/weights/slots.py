@@ -131,7 +131,7 @@ class WeightSlots:
     Args:
         layout: has the working copies.
         scale_provider: provides S and 1/S.
-        has_unscale_nodes: whether weights without a working copy have an unscale node too.
+        aliases_fp32_weights: whether FP32 weights are aliased too, and not only working copies.
         groups_weights: whether several weights may have one unscale node.
         holds_copies: whether slots hold the working copies, for compiled code.
     """
@@ -143,13 +143,14 @@ class WeightSlots:
         layout: WeightLayout,
         scale_provider: ScaleProvider,
         *,
-        has_unscale_nodes: bool,
+        aliases_fp32_weights: bool,
         groups_weights: bool,
         holds_copies: bool,
     ) -> None:
         self.layout, self.scale_provider = layout, scale_provider
         self.has_grad = torch.is_grad_enabled()
-        self.has_unscale_nodes, self.groups_weights, self.holds_copies = has_unscale_nodes, groups_weights, holds_copies
+        self.aliases_fp32_weights = aliases_fp32_weights
+        self.groups_weights, self.holds_copies = groups_weights, holds_copies
         # By identity of each tensor in a WeightAliases.
         self.aliases: dict[int, WeightAliases] = {}
         self._in_model = set[int]()  # identities of weights
@@ -186,8 +187,8 @@ class WeightSlots:
         self._in_model = self._in_model | {id(slot.weight) for slot in slots}
         trained = {id(slot.weight): slot.weight for slot in slots if self.has_grad and slot.weight.requires_grad}
         new = [weight for weight in trained.values() if id(weight) not in self.aliases]
-        with_nodes = [(one, copies.get(id(one))) for one in new if self.has_unscale_nodes or id(one) in copies]
-        for weight in new if self.has_unscale_nodes else ():
+        with_nodes = [(one, copies.get(id(one))) for one in new if self.aliases_fp32_weights or id(one) in copies]
+        for weight in new if self.aliases_fp32_weights else ():
             # Before an alias shares its memory, so that a later copy detects writes through other views.
             if is_master(weight):
                 track_data_writes(weight)
@@ -213,7 +214,7 @@ class WeightSlots:
         """Make one unscale node for several tensors and their working copies; return the aliases of the last one."""
         tensors, uncast_copies = zip(*pairs, strict=True)
         aliases, copies = unscaling_aliases(
-            tensors, uncast_copies, self.scale_provider, with_aliases=self.has_unscale_nodes
+            tensors, uncast_copies, self.scale_provider, with_aliases=self.aliases_fp32_weights
         )
         for each in map(WeightAliases, tensors, aliases, copies):
             # Dynamo traces plain tensors only; DTensors and fake tensors keep their class.

@@ -119,7 +119,7 @@ class WeightStore:
             cache.by_key.clear()
             cache.index, cache.has_masters = ModelIndex(model), True
         settings = {
-            "has_unscale_nodes": has_grad and (is_scaled or self.layout.keeps_scaled_gradients),
+            "aliases_fp32_weights": has_grad and (is_scaled or self.layout.keeps_scaled_gradients),
             "groups_weights": groups_weights,
             "holds_copies": holds_copies,
         }
