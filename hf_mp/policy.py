@@ -165,7 +165,7 @@ class PrecisionPolicy:
             if key in values:
                 raise ValueError(f"{key} is given twice in precision={text!r}")
             values[key] = _read_field(key, value)
-        compute: Any = values.get("compute", None if base else cls.compute)
+        compute: Any = values.get("compute", None if base else cls.compute)  # None: the preset's loss scale stays
         if needs_loss_scale(compute):
             values.setdefault("loss_scale", compute_dtype(compute).loss_scale)
         return replace(base or cls(), **values)

@@ -23,8 +23,10 @@ def _sync_with_remainders(
 ) -> None:  # fmt: skip
     named = module.named_parameters()
     split = [p for name, p in named if isinstance(p, SplitParameter) and name not in params_and_buffers_to_ignore]
+    # Weights that user code has written get remainders of 0 before DDP writes all: a write of DDP keeps the remainders,
+    # and the version counters do not tell the two kinds of writes apart afterwards.
     for parameter in split:
-        parameter.reset_written_remainders()  # those before this one
+        parameter.reset_written_remainders()
     original(module, process_group, broadcast_bucket_size, src, params_and_buffers_to_ignore, *args, **kwargs)
     broadcast_remainders(split, process_group, src)
 

@@ -20,6 +20,7 @@ from hf_mp.weights.split_parameter import SplitParameter
 @around
 def _clip_value(original: Any, parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    # the classes that attach() gives to parameters; spares other models the scan
     if any(type(parameter) in (DataTrackedParameter, SplitParameter) for parameter in parameters):
         parameters = _without_overflows(parameters)
         if not parameters:  # torch's function raises for an empty list

@@ -48,6 +48,7 @@ class ReplacedForward:
         # Through vars(): setattr and delattr of nn.Module search parameters and buffers first.
         del vars(module)[self.name]
         if getattr(self.original, "__func__", None) is not getattr(type(module), self.name, None):
+            # the original was set on the instance, not by the class
             vars(module)[self.name] = self.original
 
     # torch.export reads it first. Without it, the error does not name the cause.

@@ -7,7 +7,7 @@ same steps and use the same loss scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,27 +53,24 @@ class RankGroup:
         """Whether no code reduces gradients after backward: ``all_reduce`` of user code changes no version counter."""
         return not is_distributed() or bool(self._groups) or any(is_dtensor(parameter) for parameter in parameters)
 
-    def all_reduce_report(self, report: StepReport, parameters: Iterable[Tensor]) -> StepReport:
+    def all_reduce_report(self, report: StepReport, parameters: Sequence[Tensor]) -> StepReport:
         """All-reduce the report over the processes that train ``parameters``; return ``report`` if not distributed."""
         if not is_distributed():
             return report
-        largest = -1.0 if report.largest_gradient is None else report.largest_gradient
-        # The report of all processes is the maximum of both numbers.
-        numbers = [math.inf if report.overflow else largest, float(report.overflow and not report.may_be_scale)]
+        numbers = _encode(report)
         for group in [*self._groups, *mesh_groups(parameters)]:  # the dimensions of a mesh one by one
             # On the CPU, if the group has a backend for it. torch has no public API for that.
             choose_device = getattr(torch.distributed.distributed_c10d, "_get_object_coll_device", None)
-            device = next(iter(parameters)).device if choose_device is None else choose_device(group)
+            device = parameters[0].device if choose_device is None else choose_device(group)
             reduced = torch.tensor(numbers, dtype=torch.float32, device=device)
             torch.distributed.all_reduce(reduced, torch.distributed.ReduceOp.MAX, group=group)
             numbers = reduced.tolist()
-        largest, is_beyond_scale = numbers
-        overflow = largest == math.inf
-        return StepReport(overflow, largest if 0.0 <= largest < math.inf else None, not (overflow and is_beyond_scale))
+        return _decode(numbers)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all DDP processes, by a collective call with pickled values."""
         found = [value]
+        # One group at most, that of the model's DDP wrapper; the last if it was wrapped again with another group.
         for group in self._groups if is_distributed() else ():
             found = [None] * torch.distributed.get_world_size(group)
             torch.distributed.all_gather_object(found, value, group=group)
@@ -85,6 +82,19 @@ class RankGroup:
             for group in self._groups if is_distributed() else ():
                 torch.distributed.all_reduce(gradient, group=group)
                 gradient.div_(torch.distributed.get_world_size(group))
+
+
+def _encode(report: StepReport) -> list[float]:
+    """Return two numbers; the maximum of each over the processes is the report of all."""
+    largest = -1.0 if report.largest_gradient is None else report.largest_gradient
+    return [math.inf if report.overflow else largest, float(report.overflow and not report.may_be_scale)]
+
+
+def _decode(numbers: Sequence[float]) -> StepReport:
+    """Return the report that :func:`_encode` made ``numbers`` of."""
+    largest, is_beyond_scale = numbers
+    overflow = largest == math.inf
+    return StepReport(overflow, largest if 0.0 <= largest < math.inf else None, not (overflow and is_beyond_scale))
 
 
 def compare_settings(group: torch.distributed.ProcessGroup, settings: str) -> None:

@@ -60,24 +60,30 @@ class LowPrecisionAllGather:
         # FSDP2 gathers a group of several dtypes (frozen FP16 weights) as bytes, without the boundaries of parameters.
         if output_tensor.dtype is not torch.float32 or set(self._dtypes) == {torch.float32}:
             return self.before(output_tensor, input_tensor, group, async_op)
-        sizes = [one._sharded_param_data.numel() for one in self._parameters]
-        if sum(sizes) != input_tensor.numel():  # resharded after forward to fewer ranks
-            sizes = [one._sharded_post_forward_param_data.numel() for one in self._parameters]
+        sizes = self._shard_sizes(input_tensor.numel())
         # One message of bytes for both dtypes: a second one costs a launch for each group.
         lengths = [size * dtype.itemsize for size, dtype in zip(sizes, self._dtypes, strict=True)]
         aligned = [-(-length // 4) * 4 for length in lengths]  # views as FP32 must begin at multiples of 4 bytes
         ranks = group.size()
         messages = self.allocate((ranks * sum(aligned),), dtype=torch.uint8, device=input_tensor.device)
         by_rank = messages.view(ranks, -1)
-
-        def parameters_of(message: Tensor) -> list[Tensor]:
-            pieces = zip(message.split(aligned, -1), lengths, self._dtypes, strict=True)
-            return [piece[..., :length].view(dtype) for piece, length, dtype in pieces]
-
         own = by_rank[group.rank()]
-        torch._foreach_copy_(parameters_of(own), list(input_tensor.split(sizes)))
+        torch._foreach_copy_(self._views(own, lengths, aligned), list(input_tensor.split(sizes)))
         self.before(messages, own, group, False)
-        torch._foreach_copy_(list(output_tensor.view(ranks, -1).split(sizes, -1)), parameters_of(by_rank))
+        received = self._views(by_rank, lengths, aligned)
+        torch._foreach_copy_(list(output_tensor.view(ranks, -1).split(sizes, -1)), received)
+
+    def _shard_sizes(self, total: int) -> list[int]:
+        """Return the number of elements of each parameter in shards of ``total`` elements."""
+        sizes = [one._sharded_param_data.numel() for one in self._parameters]
+        if sum(sizes) != total:  # resharded after forward to fewer ranks
+            sizes = [one._sharded_post_forward_param_data.numel() for one in self._parameters]
+        return sizes
+
+    def _views(self, message: Tensor, lengths: list[int], aligned: list[int]) -> list[Tensor]:
+        """Return the parameters in ``message`` as views; ``lengths`` in bytes, ``aligned`` with padding."""
+        pieces = zip(message.split(aligned, -1), lengths, self._dtypes, strict=True)
+        return [piece[..., :length].view(dtype) for piece, length, dtype in pieces]
 
 
 class ScaledReduceScatter:
@@ -96,13 +102,16 @@ class ScaledReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Reduce ``input_tensor``, one-dimensional, and write this rank's part to ``output_tensor``."""
+        """Reduce ``input_tensor``, one-dimensional, and write this rank's part to ``output_tensor``.
+
+        ``async_op`` is part of FSDP2's protocol and not used: FSDP2 leaves it False.
+        """
         is_average, reduce_dtype = op == torch.distributed.ReduceOp.AVG, self._policy.reduce_dtype
-        scale = self._scale_source.loss_scale_for(input_tensor.device)
         is_sum = is_average or op == torch.distributed.ReduceOp.SUM
         if reduce_dtype is torch.float32 or input_tensor.dtype is not torch.float32 or not is_sum:
             self.before(output_tensor, input_tensor, group, op, False)
             return
+        scale = self._scale_source.loss_scale_for(input_tensor.device)
         scaled = input_tensor if scale is None else input_tensor * scale
         reduce_scatter_in_fp32(output_tensor, scaled.to(reduce_dtype), group)
         if is_average:

@@ -42,7 +42,7 @@ def _widen(parameters: list[Tensor], optimizer: Optimizer) -> None:
         )
     for parameter in parameters:
         gradient: Any = parameter.grad
-        parameter.grad_dtype = None
+        parameter.grad_dtype = None  # allows a gradient of another dtype
         parameter.grad = gradient.float()
 
 

@@ -105,7 +105,7 @@ class LossScaler(Generic[Rule]):
         self._pending_step: Callable[[], None] | None = None  # reports a step with an overflow status on a device
         self._is_finishing = False
         self._iteration: Iteration | None = None  # None if no optimizer has stepped since the last backward
-        self._begin_iteration()
+        self._reset_reports()
         self._warn_if_inexact(rule, None)
 
     @property
@@ -229,19 +229,22 @@ class LossScaler(Generic[Rule]):
         if not self._enabled:
             return
         report, before = StepReport.of_all(iteration.reports.values()), iteration.before
-        self._set_state(state := before.adjust(report))
+        self._set_state(before.adjust(report))
         self._skips = iteration.skips_before + 1 if report.overflow else 0
         if self._skips >= self._max_consecutive_skips and not (report.may_be_scale and before.scale > before.floor):
-            where = f" even at loss scale {scale_text(state.scale)}, the smallest allowed"
-            if not self.is_scaling:
-                where = " without loss scaling"
-            elif not report.may_be_scale:
-                where = ", as is the loss, which no scale changes"
-            raise LossScaleError(
-                f"{self._skips} optimizer steps in a row were skipped (since step "
-                f"{state.steps - self._skips + 1}): gradients are inf or NaN{where}{_listed(nonfinite())}. "
-                f"{way_out() or DEFAULT_ADVICE}"
-            )
+            raise LossScaleError(self._skips_message(report.may_be_scale, nonfinite(), way_out() or DEFAULT_ADVICE))
+
+    def _skips_message(self, may_be_scale: bool, nonfinite: Sequence[str], advice: str) -> str:
+        """Return the message of the error after too many skipped steps in a row."""
+        where = f" even at loss scale {scale_text(self._state.scale)}, the smallest allowed"
+        if not self.is_scaling:
+            where = " without loss scaling"
+        elif not may_be_scale:
+            where = ", as is the loss, which no scale changes"
+        return (
+            f"{self._skips} optimizer steps in a row were skipped (since step {self._state.steps - self._skips + 1}): "
+            f"gradients are inf or NaN{where}{_listed(nonfinite)}. {advice}"
+        )
 
     def back_off(self, scale: float | None = None) -> bool:
         """Lower the scale as an overflow does, for a step that is rerun and not counted; return whether it was lowered.
@@ -252,7 +255,9 @@ class LossScaler(Generic[Rule]):
         before, after = self.state, self._state.adjust(StepReport(overflow=True))
         is_lower = self._enabled and after.scale < before.scale
         if scale is not None and is_lower:
-            after = replace(after, scale=max(scale, min(self.smallest_scale, before.scale)))
+            lowest = min(self.smallest_scale, before.scale)
+            after = replace(after, scale=max(scale, lowest))
+        # at least one skip: the rerun then counts as following an overflow
         skips = max(before.consecutive_skips, int(is_lower))
         self.state = replace(after, steps=before.steps, skipped_steps=before.skipped_steps, consecutive_skips=skips)
         return is_lower
@@ -317,7 +322,7 @@ class LossScaler(Generic[Rule]):
 
     # Methods of torch.amp.GradScaler
 
-    def _begin_iteration(self) -> None:
+    def _reset_reports(self) -> None:
         self._reports: dict[int, StepReport | None] = {}  # by id of an optimizer with unscaled gradients
         self._stepped: set[int] = set()
 
@@ -408,13 +413,13 @@ class LossScaler(Generic[Rule]):
             return
         if new_scale is not None:
             self._set_checked(replace(self.state, scale=_one_number(new_scale)))
-            self._begin_iteration()
+            self._reset_reports()
             return
         self._check_scaled("update")
         reports = [report for report in self._reports.values() if report is not None]
         if not reports:
             raise RuntimeError("no gradients were checked since the last update(): call step(optimizer) before it")
-        self._begin_iteration()
+        self._reset_reports()
         self.update_scale(StepReport.of_all(reports))
 
     def _check_scaled(self, method: str) -> None:

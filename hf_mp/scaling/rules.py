@@ -210,7 +210,37 @@ _FIRST_SCALE = 2.0**16  # torch's; small weight gradients allow more, but activa
 @register
 @dataclass(frozen=True)
 class HeadroomRule(ScaleRule):
-    """The algorithm in the docstring of :class:`HeadroomLossScaler`."""
+    """Scale computed from the largest gradients, with a headroom that adapts to them.
+
+    Algorithm::
+
+        clean step with largest unscaled gradient g > 0:
+            if it is the first: level = g; headroom = enough for a scale of 2**16 at most, at least 5; done
+            rise = log2(g / level)                      # doublings above the level
+            if it follows an overflow:
+                if rise > headroom:                     # a jump explains the overflow: g is the new level
+                    level = g; done
+                if quiet >= 16 and (futile or headroom >= max(12, headroom at scale 2**6)):
+                    futile = True                       # no scale prevents it
+                else: headroom += 1.25
+                quiet = 0                               # clean steps since the last overflow without an explanation
+            else:
+                quiet += 1
+                if quiet >= 16 * patience: futile = False
+            sinking = 1 / (1 + 8 * number of skipped steps)
+            if futile or no step was skipped: sinking = max(sinking, 2 * (headroom - 4))
+            headroom = max(headroom - sinking / patience, rise + 0.5, 1)
+            level moves towards g, half the way (of their logarithms) in half_life steps;
+                a fall counts 8 doublings at most
+        clean step with all gradients 0:
+            no change; before the first level, scale /= backoff_factor, up to init_scale
+        after a clean step with a level: scale = largest power of two with scale * level * 2**headroom <= 65504
+        overflow:
+            scale *= backoff_factor; a scale above 1 is lowered to no less than 1
+        overflow with a loss of inf or NaN, with any scale: no change
+
+    :class:`~hf_mp.scaling.scalers.HeadroomLossScaler` explains the settings.
+    """
 
     name, summary = "headroom", "follows the gradients"
 
@@ -258,10 +288,7 @@ class HeadroomRule(ScaleRule):
         if report.overflow and not report.may_be_scale:  # no information about the gradients
             return replace(self, steps=self.steps + 1)
         if report.overflow:
-            # A scale above 1 is lowered to 1 at most: nearly all gradients fit there.
-            least = max(self.min_scale, 1.0 if self.scale > 1.0 else SMALLEST_SCALE)
-            fallen = power_of_two_below(max(self.scale * self.backoff_factor, SMALLEST_SCALE))
-            return self.with_step_counted(report, scale=max(fallen, min(least, self.scale)))
+            return self.with_step_counted(report, scale=self._lowered_scale())
         largest = report.largest_gradient
         learned = self if largest is None or not 0.0 < largest < math.inf else self._learned(largest)
         if learned.level is not None:
@@ -272,6 +299,13 @@ class HeadroomRule(ScaleRule):
             scale = self.scale
         return learned.with_step_counted(report, scale=max(min(scale, self.max_scale), self.min_scale))
 
+    def _lowered_scale(self) -> float:
+        """Return the scale after an overflow."""
+        # A scale above 1 is lowered to no less than 1: nearly all gradients fit there.
+        least = max(self.min_scale, 1.0 if self.scale > 1.0 else SMALLEST_SCALE)
+        fallen = power_of_two_below(max(self.scale * self.backoff_factor, SMALLEST_SCALE))
+        return max(fallen, min(least, self.scale))
+
     def _learned(self, largest: float) -> Self:
         """Return this rule with level and headroom updated by a measured gradient; the scale is not set yet."""
         if self.level is None:
@@ -279,29 +313,41 @@ class HeadroomRule(ScaleRule):
             capped = headroom_left(max(_FIRST_SCALE, self.init_scale), largest, self.largest) - 2.0**-20
             return replace(self, level=float(largest), headroom=max(self.headroom, capped))
         rise = math.log2(largest / self.level)
-        if self.consecutive_skips and rise > self.headroom:
+        if self.consecutive_skips and rise > self.headroom:  # this gradient explains the overflow
             return replace(self, level=float(largest))
-        headroom, is_futile, quiet_steps = self.headroom, self.is_futile, self.quiet_steps + 1
-        if not self.consecutive_skips:
-            is_futile = is_futile and quiet_steps < 16 * self.patience
-        elif self._is_headroom_futile(self.level):
-            is_futile, quiet_steps = True, 0
+        if self.consecutive_skips:
+            headroom, is_futile, quiet_steps = self._after_unexplained_overflow(self.level)
         else:
-            headroom, quiet_steps = headroom + _ABOVE_UNSEEN, 0
-        sinking = 1.0 / (1 + 8 * self.skipped_steps)
-        if is_futile or not self.skipped_steps:
-            sinking = max(sinking, _FAST * (headroom - _FAST_ABOVE))
-        sunk = headroom - sinking / self.patience
+            headroom, quiet_steps = self.headroom, self.quiet_steps + 1
+            is_futile = self.is_futile and quiet_steps < 16 * self.patience
+        sunk = self._sunk_headroom(headroom, is_futile)
         headroom = max(sunk, rise + _ABOVE_SEEN, min(_LEAST_HEADROOM, self.init_headroom))
-        weight = 1.0 - 0.5 ** (1.0 / self.half_life)
-        level = self.level * 2.0 ** (weight * max(rise, -_LARGEST_FALL))
+        level = self._moved_level(self.level, rise)
         return replace(self, level=level, headroom=headroom, is_futile=is_futile, quiet_steps=quiet_steps)
+
+    def _after_unexplained_overflow(self, level: float) -> tuple[float, bool, int]:
+        """Return headroom, ``is_futile`` and ``quiet_steps`` after an overflow that no gradient explains."""
+        if self._is_headroom_futile(level):
+            return self.headroom, True, 0
+        return self.headroom + _ABOVE_UNSEEN, self.is_futile, 0
 
     def _is_headroom_futile(self, level: float) -> bool:
         """Return whether more headroom would not have prevented an overflow that no gradient explains."""
         # With the first scale, small gradients have much headroom already: only later increases count.
         futile = max(_FUTILE_HEADROOM, headroom_left(_FIRST_SCALE, level, self.largest) + _FUTILE_ADDED)
         return self.quiet_steps >= _AT_ONCE and (self.is_futile or self.headroom >= futile)
+
+    def _sunk_headroom(self, headroom: float, is_futile: bool) -> float:
+        """Return ``headroom`` after it has sunk for one step, without a lower bound."""
+        sinking = 1.0 / (1 + 8 * self.skipped_steps)
+        if is_futile or not self.skipped_steps:
+            sinking = max(sinking, _FAST * (headroom - _FAST_ABOVE))
+        return headroom - sinking / self.patience
+
+    def _moved_level(self, level: float, rise: float) -> float:
+        """Return ``level`` moved towards a gradient that is ``rise`` doublings above it."""
+        weight = 1.0 - 0.5 ** (1.0 / self.half_life)
+        return level * 2.0 ** (weight * max(rise, -_LARGEST_FALL))
 
 
 @register
@@ -377,7 +423,9 @@ def parse_loss_scale(value: str | float | None) -> str | float | None:
     if isinstance(value, str) and value in RULES:
         return value
     try:
-        scale = float("" if isinstance(value, bool) else value)
+        if isinstance(value, bool):  # float(True) is 1.0
+            raise TypeError
+        scale = float(value)
     except (ValueError, TypeError, OverflowError):
         names = ", ".join(map(repr, (*RULES, "none")))
         raise ValueError(f"loss_scale={value!r} is not known: use {names} or a positive number") from None

@@ -18,6 +18,7 @@ from hf_mp.scaling.rules import (
     RULES,
     DynamicRule,
     HeadroomRule,
+    ScaleRule,
     StaticRule,
     number,
     parse_loss_scale,
@@ -151,32 +152,7 @@ class HeadroomLossScaler(LossScaler[HeadroomRule]):
 
     The check for inf and NaN also finds the largest gradient magnitude. At every step the scale is computed from it, so
     that their product stays below 65504 (Micikevicius et al. 2017, section 3.2; NVIDIA's "Train With Mixed Precision"
-    guide). The headroom adapts to the gradients::
-
-        clean step with largest unscaled gradient g > 0:
-            if it is the first: level = g; headroom = enough for a scale of 2**16 at most, at least 5; done
-            rise = log2(g / level)                      # doublings above the level
-            if it follows an overflow:
-                if rise > headroom:                     # a jump explains the overflow: g is the new level
-                    level = g; done
-                if quiet >= 16 and (futile or headroom >= max(12, headroom at scale 2**6)):
-                    futile = True                       # no scale prevents it
-                else: headroom += 1.25
-                quiet = 0                               # clean steps since the last overflow without an explanation
-            else:
-                quiet += 1
-                if quiet >= 16 * patience: futile = False
-            sinking = 1 / (1 + 8 * number of skipped steps)
-            if futile or no step was skipped: sinking = max(sinking, 2 * (headroom - 4))
-            headroom = max(headroom - sinking / patience, rise + 0.5, 1)
-            level moves towards g, half the way (of their logarithms) in half_life steps;
-                a fall counts 8 doublings at most
-        clean step with all gradients 0:
-            no change; before the first level, scale /= backoff_factor, up to init_scale
-        after a clean step with a level: scale = largest power of two with scale * level * 2**headroom <= 65504
-        overflow:
-            scale *= backoff_factor; a scale above 1 is lowered to 1 at most
-        overflow with a loss of inf or NaN, with any scale: no change
+    guide). The headroom adapts to the gradients, with the algorithm of :class:`~hf_mp.scaling.rules.HeadroomRule`.
 
     After an overflow the scale is far too low for one step, and the gradient of that step shows the cause. If it is
     larger than the level, the gradients have grown. Otherwise the cause was a single spike, an activation gradient
@@ -259,11 +235,8 @@ def make_loss_scaler(
     if kind == HeadroomRule.name:
         settings = {"largest": min(compute_dtype(compute).largest, FP16_MAX), **settings}
     rule = RULES[kind] if isinstance(kind, str) else StaticRule
-    # Other registered rules have no scaler class: the fields are the settings.
-    if (scaler := _SCALERS.get(rule.name)) is not None:
-        allowed = set(signature(scaler).parameters) - {"scale", "device"}
-    else:
-        allowed = {field.name for field in fields(rule) if field.kw_only} | {"scale", *OF_ALL_SCALERS}
+    scaler = _SCALERS.get(rule.name)
+    allowed = _allowed_settings(rule, scaler)
     if unknown := sorted(settings.keys() - allowed):
         raise ValueError(
             f"the {rule.name!r} loss scaler has no setting {', '.join(unknown)}: it has {', '.join(sorted(allowed))}"
@@ -271,4 +244,13 @@ def make_loss_scaler(
     if scaler is None:
         of_all = {name: settings.pop(name) for name in OF_ALL_SCALERS & settings.keys()}
         return LossScaler(rule(**settings), **of_all)
-    return scaler(**settings) if isinstance(kind, str) else scaler(1.0 if kind is None else kind, **settings)
+    if isinstance(kind, str):
+        return scaler(**settings)
+    return scaler(1.0 if kind is None else kind, **settings)
+
+
+def _allowed_settings(rule: type[ScaleRule], scaler: type[LossScaler[Any]] | None) -> set[str]:
+    """Return the names of the settings of ``scaler``; if there is none for ``rule``, those that are its fields."""
+    if scaler is not None:
+        return set(signature(scaler).parameters) - {"scale", "device"}
+    return {field.name for field in fields(rule) if field.kw_only} | {"scale", *OF_ALL_SCALERS}
