@@ -103,7 +103,8 @@ def scale_gradient(gradient: Tensor, factor: Tensor | None, scale_provider: Scal
 def accumulating_edges(node: Any, indices: Iterable[int]) -> list[int]:
     """Return those of ``indices``, of inputs of ``node``, with gradients that the running backward adds to ``.grad``.
 
-    The result is empty in ``torch.autograd.grad``.
+    The result is empty in ``torch.autograd.grad``. It is also empty with ``create_graph=True``: the gradients then have
+    a graph, so autograd itself must accumulate them.
     """
     if torch.is_grad_enabled():  # create_graph=True
         return []
@@ -130,7 +131,8 @@ class _UnscalingAliases(Function):
         ctx: Any, scale_provider: ScaleProvider, copies: Sequence[Tensor | None], with_aliases: bool, *originals: Tensor
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.scale_provider, ctx.originals, ctx.use = scale_provider, originals, None
+        ctx.scale_provider, ctx.originals = scale_provider, originals
+        ctx.alias_set_use_ref = None  # set by AliasSetUse
         ctx.first_copy = len(originals) if with_aliases else 0
         ctx.original_index = list(range(ctx.first_copy))  # index of the original of each result
         # Not views: the forward may write to an activation in place.
@@ -144,7 +146,7 @@ class _UnscalingAliases(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.use is not None and (use := ctx.use()) is not None:
+        if ctx.alias_set_use_ref is not None and (use := ctx.alias_set_use_ref()) is not None:
             # torch has no public API for retain_graph.
             use.is_over = not torch._C._autograd._get_current_graph_task_keep_graph()
         with torch._C.DisableTorchFunctionSubclass():  # only dtypes and devices of split parameters are read
@@ -168,21 +170,28 @@ def _unscale_and_sum(ctx: Any, gradients: Iterable[Tensor | None]) -> list[Tenso
     inverse = None
     if by_original:
         inverse = scale_provider.inverse_scale_for(originals[0].device, ctx, list(by_original))
-    scale_provider.take_scaled_gradients(ctx, by_original, inverse)
+    scale_provider.take_scaled_gradients(ctx, by_original, inverse)  # removes those that it stores
     sums: list[Tensor | None] = [None] * len(originals)
     unscaled = _scale_gradients([each[0] for each in by_original.values()], inverse, scale_provider)
     for (index, (_, *others)), total in zip(by_original.items(), unscaled, strict=True):
         # autograd rounds the FP32 gradient of an FP16/BF16 activation.
         dtype = _GRAD_DTYPE.get(originals[index].dtype, originals[index].dtype)
         total = total if total.dtype is dtype else total.to(dtype)
-        for other in others:
-            # A product with 1/S has no other reader, so one kernel multiplies and adds in place.
-            if inverse is not None and not torch.is_grad_enabled() and _are_plain(total, other):
-                total.addcmul_(other, inverse)
-            else:
-                total = total + scale_gradient(other, inverse, scale_provider)
-        sums[index] = total
+        sums[index] = _add_unscaled(total, others, inverse, scale_provider) if others else total
     return sums
+
+
+def _add_unscaled(
+    total: Tensor, others: Iterable[Tensor], inverse: Tensor | None, scale_provider: ScaleProvider
+) -> Tensor:
+    """Return the sum of ``total``, which is unscaled, and ``others`` times ``inverse`` (None for 1)."""
+    for other in others:
+        # A product with 1/S has no other reader, so one kernel multiplies and adds in place.
+        if inverse is not None and not torch.is_grad_enabled() and _are_plain(total, other):
+            total.addcmul_(other, inverse)
+        else:
+            total = total + scale_gradient(other, inverse, scale_provider)
+    return total
 
 
 def _scale_gradients(gradients: list[Tensor], factor: Tensor | None, scale_provider: ScaleProvider) -> list[Tensor]:
@@ -191,12 +200,14 @@ def _scale_gradients(gradients: list[Tensor], factor: Tensor | None, scale_provi
     On a GPU, several plain gradients are cast to FP32 also if ``factor`` is None.
     """
     has_foreach = len(gradients) > 1 and supports_foreach(gradients[0])
-    if factor is None and not has_foreach:
+    if factor is None and not has_foreach:  # nothing to multiply, and no launches to save by casting now
         return gradients
+    # A single gradient, create_graph=True, or tensors that multi-tensor calls do not support.
     if len(gradients) < 2 or torch.is_grad_enabled() or not _are_plain(*gradients):
         return [scale_gradient(gradient, factor, scale_provider) for gradient in gradients]
-    if factor is not None and not has_foreach:
-        return list(torch._foreach_mul(gradients, [factor] * len(gradients)))  # in FP32, as :func:`scale_gradient`
+    if factor is not None and not has_foreach:  # on a CPU: in FP32, as :func:`scale_gradient`
+        return list(torch._foreach_mul(gradients, [factor] * len(gradients)))
+    # On a GPU: large gradients by themselves, the others by dtype.
     scaled, by_dtype = dict[int, Tensor](), dict[torch.dtype, list[int]]()
     for index, gradient in enumerate(gradients):
         if factor is not None and gradient.numel() > _JOINED_ELEMENTS:
@@ -296,13 +307,18 @@ class AliasSetUse:
         self.is_over = False
         self.scale_provider = scale_provider
         for node in nodes:
-            node.number, node.use = torch.autograd._get_sequence_nr(), weakref.ref(self)
+            # An earlier forward may have created the nodes. With this number, reaches_forward() counts them as new.
+            node.number = torch.autograd._get_sequence_nr()
+            node.alias_set_use_ref = weakref.ref(self)
             # A proxy: `scale_provider` holds the nodes, and the garbage collector cannot free a cycle through a node.
             node.scale_provider = weakref.proxy(scale_provider)
 
 
 class _UnscaleHook:
-    """Hook of an autograd node that unscales the gradients of its inputs ``indices``, which are external tensors."""
+    """Hook of an autograd node that unscales the gradients of its inputs ``indices``, which are external tensors.
+
+    The scale provider receives the hook in place of the node, and reads ``next_functions`` and ``originals`` of it.
+    """
 
     def __init__(self, node: Any, indices: Iterable[int], scale_provider: ScaleProvider) -> None:
         # Copy `next_functions` instead of storing `node`: a hook that references its node is never freed.
@@ -315,7 +331,8 @@ class _UnscaleHook:
             gradient = gradients[index]
             if gradient is None:
                 continue
-            inverse, not_taken = provider.inverse_scale_for(gradient.device, self, [index]), {index: [gradient]}
+            inverse = provider.inverse_scale_for(gradient.device, self, [index])
+            not_taken = {index: [gradient]}
             provider.take_scaled_gradients(self, not_taken, inverse)
             # autograd allows a hook no other dtype. For nearly all ops it is that of the external tensor.
             results[index] = scale_gradient(gradient, inverse, provider).to(gradient.dtype) if not_taken else None
@@ -363,7 +380,7 @@ def add_unscale_hooks(
     Returns:
         Whether a hook was added.
     """
-    if (module := native()) is not None and module.leaves_by_unscale_nodes(
+    if (module := native()) is not None and module.has_no_external_edge(
         results, first_node, _HIGHEST_PRIORITY, _UNSCALE_NODE
     ):
         return False
@@ -410,11 +427,11 @@ def is_of_model(node: Any, scale_provider: ScaleProvider) -> bool:
     todo, seen = [node], {node, None}
     for each in todo:  # the list grows
         if type(each) is _UNSCALE_NODE:
-            if each.scale_provider == scale_provider:
+            if each.scale_provider == scale_provider:  # not `is`: the node may have a weakref.proxy of it
                 return True
         elif scale_provider in each.metadata.get(_UnscaleHook, ()):
             return True
-        elif type(each) is not _OUTPUT_NODE:
+        elif type(each) is not _OUTPUT_NODE:  # the search stops at model outputs, also of other models
             new = [child for child, _ in each.next_functions if child not in seen]
             seen.update(new)
             todo += new
@@ -491,6 +508,7 @@ class _CastToOutput(Function):
         ctx: Any, output: Tensor, scale_provider: ScaleProvider, wrap: Callable[[Tensor], Tensor] | None
     ) -> Tensor:
         ctx.scale_provider, ctx.dtype = scale_provider, output.dtype
+        # A loss: GradientCheck distinguishes an inf in it from one in the gradients.
         ctx.value = output.detach() if output.numel() == 1 else None
         # Never a view: callers change a loss in place (the Trainer does).
         dtype = _GRAD_DTYPE.get(output.dtype, output.dtype)

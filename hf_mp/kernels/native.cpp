@@ -230,7 +230,7 @@ void register_op(const std::string& name_space, const std::string& name, size_t 
 
 // Whether all edges from the nodes of a forward, with sequence numbers from `first` on, to older nodes in the graph of
 // `results` lead to unscale nodes. False also for graphs that only Python can check: hf_mp/scale_boundary.py, add_unscale_hooks.
-bool leaves_by_unscale_nodes(const std::vector<Tensor>& results, uint64_t first, uint64_t highest, py::handle unscale_node) {
+bool has_no_external_edge(const std::vector<Tensor>& results, uint64_t first, uint64_t highest, py::handle unscale_node) {
   std::vector<torch::autograd::Node*> todo;
   std::unordered_set<torch::autograd::Node*> seen;
   auto add = [&](torch::autograd::Node* node) {
@@ -349,7 +349,7 @@ PYBIND11_MODULE(hf_mp_native, module) {
       .def("leave", [](const Plan&) { running.pop_back(); })
       .def("set_innermost", [](const Plan&, bool is_innermost) { running.back().is_innermost = is_innermost; });
   module.def("register_op", &register_op);
-  module.def("leaves_by_unscale_nodes", &leaves_by_unscale_nodes);
+  module.def("has_no_external_edge", &has_no_external_edge);
   module.def("children", &children);
   module.def("weights_and_key", &weights_and_key);
   module.def("traits", &traits);

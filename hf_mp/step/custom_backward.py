@@ -70,10 +70,10 @@ class CustomBackward:
         self.runtime, self._check = forward.runtime, forward.runtime.check
         self.is_scaled = self._check.is_scaled and self._check.backwards.are_scaled(current_graph_task())
         self._origins = _Origins(self, gradients) if self.is_scaled else None
-        self._first_node = torch.autograd._get_sequence_nr()
+        self._first_node = torch.autograd._get_sequence_nr()  # nodes from this number on are of a recomputation
         self._recomputations: list[tuple[object, ExitStack]] = []
         self._tasks: list[int] = []  # autograd's numbers of nested backwards
-        # Weights with gradients from torch.autograd.grad, by id, and their `.grad` before.
+        # Weights with gradients from torch.autograd.grad, by id, and the id and version of each `.grad` before.
         self._returned: dict[int, tuple[Tensor, list[tuple[int, int]]]] = {}
         self.has_recomputed = False
 
@@ -100,8 +100,9 @@ class CustomBackward:
 
     def begin_recomputation(self, by: object) -> None:
         """Enter the forward unless it runs already. Called when ``by``, a grad mode, enables gradients."""
-        autocast, running = self.forward.autocast, state.forward
-        if running is not None and running.autocast is autocast:
+        autocast = self.forward.autocast
+        is_running = state.forward is not None and state.forward.autocast is autocast  # maybe a recomputation of it
+        if is_running:
             return
         # An autocast entered by custom_bwd, or the one in which the function was applied.
         inner = active_autocast() or self._mode
@@ -141,9 +142,9 @@ class CustomBackward:
             self._check.backwards.nested[task] = nested
             self._tasks.append(task)
 
-        tensors = [output for output in outputs if isinstance(output, Tensor)]
         if nested.is_scaled and accumulates and self.forward.weights is not None:
             # Weights that were not read from their slots: from a closure or an attribute.
+            tensors = [output for output in outputs if isinstance(output, Tensor)]
             is_external = self.forward.weights.external.is_weight_or_external
             add_leaf_unscale_hooks(tensors, self.runtime.scale_provider, self._first_node, is_external)
         # autograd's number of the nested backward is available in its nodes only.
@@ -167,9 +168,10 @@ class CustomBackward:
         for output, seed, is_implicit in zip(outputs, seeds, seeds.are_implicit, strict=True):
             if seed is None:  # the output needs no gradient
                 continue
-            by_seed = not is_implicit and origins.is_scaled(seed)
-            powers.add(by_seed + origins.is_scaled(output))  # an output may be a product with the gradient
-            is_known &= is_implicit or by_seed or origins.is_constant(seed)
+            has_scaled_seed = not is_implicit and origins.is_scaled(seed)
+            power = has_scaled_seed + origins.is_scaled(output)  # an output may be a product with the gradient
+            powers.add(power)
+            is_known &= is_implicit or has_scaled_seed or origins.is_constant(seed)
         if is_known and len(powers) == 1 and powers <= {0, 1}:
             return powers == {1}
         if accumulates and powers:
@@ -178,7 +180,7 @@ class CustomBackward:
                 "multiplied by the loss scale: they start from a tensor that no torch function computed from the "
                 f"gradients that {self.name} received (or from two such, multiplied). {_WAY_OUT}"
             )
-        return True
+        return True  # of torch.autograd.grad: so a write of these gradients to `.grad` is an error
 
     def record_returned(self, node: Any, indices: Iterable[int]) -> None:
         """Record the weights at inputs ``indices`` of ``node``, of which ``autograd.grad`` returns scaled gradients."""
@@ -224,6 +226,8 @@ class _Other:
         return None
 
 
+# `state.backward` is None outside of custom backwards, a CustomBackward in that of a function that an attached forward
+# applied, and _OTHER in that of any other function.
 _OTHER = _Other()
 
 
@@ -279,12 +283,16 @@ class _Origins(TorchFunctionMode):
         if any(map(self.is_scaled, tensors)) or (func == _READ_GRADIENT and self.leaves_scaled):
             self._left_torch |= name in _LEAVE_TORCH
             self._mark(result, _SCALED)
-            is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-            if is_in_place:
+            if _is_in_place(name):
                 self._mark(args[:1], _SCALED)
         elif name in _MAKE_CONSTANTS or (tensors and all(map(self.is_constant, tensors))):
             self._mark(result, _CONSTANT)
         return result
+
+
+def _is_in_place(name: str) -> bool:
+    """Return whether a torch function of this name writes to its first argument."""
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 # Patches of torch while a model is attached.
@@ -299,6 +307,7 @@ class _Seeds(tuple[Any, ...]):
 # Not Function.apply, because user code stores `apply = Custom.apply` before a model is attached.
 @around
 def _make_node(original: Any, node: Any, /, *args: Any, **kwargs: Any) -> None:
+    """Record the forward and the autocast in which the node of a custom function is created."""
     original(node, *args, **kwargs)
     if (forward := state.forward) is None or forward.weights is None:
         return
@@ -342,7 +351,8 @@ def _restore_gradients(original: Any, self: Any, /, *raised: Any) -> None:
 @around
 def _make_seeds(original: Any, outputs: Any, grads: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
     made = original(outputs, grads, *args, **kwargs)
-    if current_graph_task() == -1 or state.backward is _OTHER:
+    is_nested = current_graph_task() != -1
+    if not is_nested or state.backward is _OTHER:
         return made
     seeds = _Seeds(made)
     seeds.are_implicit = [one is None for one in grads]
@@ -351,12 +361,12 @@ def _make_seeds(original: Any, outputs: Any, grads: Sequence[Any], /, *args: Any
 
 @around
 def _run_backward(original: Any, outputs: Sequence[Any], seeds: Any, /, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(seeds, _Seeds):
+    if not isinstance(seeds, _Seeds):  # not nested, or in a backward of _OTHER
         return original(outputs, seeds, *args, **kwargs)
     accumulates = bool(kwargs.get("accumulate_grad"))
-    if (backward := _running()) is not None:
+    if (backward := _running()) is not None:  # in a custom backward
         return backward.run(outputs, seeds, accumulates, lambda: original(outputs, seeds, *args, **kwargs))
-    if accumulates and not all(seeds.are_implicit):
+    if accumulates and not all(seeds.are_implicit):  # in a hook: a given gradient may be scaled
         _check_backward_in_hook([output for output in outputs if isinstance(output, Tensor)])
     return original(outputs, seeds, *args, **kwargs)
 

@@ -36,7 +36,7 @@ class AttachedForward(ReplacedForward):
         super().__init__(module, name)
         self.runtime = runtime
         runtime.forwards.append(weakref.ref(self))
-        self.alias_cache = runtime.weights.alias_cache()
+        self.alias_cache = runtime.weights.alias_cache()  # read by WeightStore.prepare_forward()
         counts_positions = runtime.policy.exact_generation and name == "forward"
         self.inner_forward = with_position_ids(self) if counts_positions else self.original
         functools.update_wrapper(self, self.original, updated=())  # without the attributes of a nested attached forward
@@ -61,13 +61,13 @@ class AttachedForward(ReplacedForward):
     @torch.compiler.disable
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[ForwardContext, Any, Any]:
         """Return the context of a forward, and its arguments with aliases of external tensors."""
-        with as_stored():
+        with as_stored():  # a read of a split parameter would make its FP32 value
             weights = self.runtime.begin_forward(model, self)
         context = ForwardContext(self.runtime, weights)
-        if weights is not None and weights.slots.has_grad:
+        if weights is not None and weights.slots.has_grad:  # scaled or not: observers are called for each backward
             hooks = [one.on_forward_begin(self, args, kwargs) for one in self.runtime.observers]
             context.output_hooks = [hook for hook in hooks if hook]
-        if weights is not None and weights.slots.aliases_fp32_weights:
+        if weights is not None and weights.slots.aliases_fp32_weights:  # has_grad, and gradients are stored scaled
             args, kwargs = apply_to_tensors(weights.external.alias_argument, (args, kwargs))
         return context, args, kwargs
 
@@ -104,6 +104,16 @@ class ForwardContext:
         runtime: of the model.
         weights: of the forward; None leaves the slots unchanged.
         recomputes: the forward with the recomputed part; default None.
+
+    Attributes:
+        graph_task: number of the backward around the forward, or -1. The dispatcher kernels cast no call of another
+            backward, which runs inside the forward.
+        began_without_grad: whether gradients are disabled and no call observer is active. If gradients are enabled
+            during such a forward, :class:`AttachedAutocast` and the kernels cast weights again, with a graph.
+        lowers_caches: whether key/value caches store keys and values in 16 bits, read by ``Cache.update``
+            (:mod:`hf_mp.casting.kv_cache`).
+        is_dispatched: whether the dispatcher kernels make the calls, and not the function mode.
+        output_hooks: of observers, called with the outputs.
     """
 
     def __init__(
@@ -119,7 +129,7 @@ class ForwardContext:
         # Sharded layouts, which store no copies, fill the slots while the forward runs.
         keeps_copies = weights is not None and runtime.weights.layout.keeps_copies
         self.is_dispatched = keeps_copies and autocast.may_be_dispatched()
-        self.output_hooks: list[Callable[[Any], None]] = []  # of observers
+        self.output_hooks: list[Callable[[Any], None]] = []
 
     # Nothing in these methods can be compiled.
     @torch.compiler.disable
@@ -138,15 +148,16 @@ class ForwardContext:
     def _run(self) -> Iterator[None]:
         store, ident = self.runtime.weights, threading.get_ident()
         outer, state.forward = state.forward, self
-        store.threads.append(ident)
+        store.threads.append(ident)  # for WeightStore.check_single_thread()
         # Filled already if a backward inside this forward recomputes a part of it, maybe in another thread.
         slots = nullcontext() if self.weights is None or self.weights.slots.is_active else self.weights.slots
         kernels = kernels_enabled(self) if self.is_dispatched else nullcontext()
         try:
             with slots:
+                # saving_for_backward(): an FSDP2 layout has autograd recompute its copies instead of saving them.
                 with store.layout.saving_for_backward(), kernels, self.autocast:
                     yield
-                if self.is_dispatched:
+                if self.is_dispatched:  # compiled code of this forward contains the casts of the kernels
                     self.autocast.discard_compiled_frames()
         finally:
             store.threads.remove(ident)

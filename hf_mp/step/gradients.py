@@ -66,15 +66,19 @@ class ActiveBackwards:
         is_first = task not in self.through_output
         if is_first:
             self.through_output.add(task)
-            span = profiled("backward")  # if the backward raises, freeing this object ends the span
-            span.__enter__()
-            # The callback queues another, to run after that of DDP, which waits for the all-reduce.
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            end = partial(self._end, task, span, on_ended)
-            # autograd frees the callbacks of a backward that raises.
-            weakref.finalize(end, self.through_output.discard, task).atexit = False
-            queue(partial(queue, end))
+            self._call_at_end(task, on_ended)
         return is_first
+
+    def _call_at_end(self, task: int, on_ended: Callable[[], None]) -> None:
+        """Call ``on_ended`` at the end of the running backward, and end its record, also if it raises."""
+        span = profiled("backward")  # if the backward raises, freeing this object ends the span
+        span.__enter__()
+        # The callback queues another, to run after that of DDP, which waits for the all-reduce.
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        end = partial(self._end, task, span, on_ended)
+        # autograd frees the callbacks of a backward that raises.
+        weakref.finalize(end, self.through_output.discard, task).atexit = False
+        queue(partial(queue, end))
 
     @uncompiled  # otherwise a compiled training step compiles it separately
     def _end(self, task: int, span: AbstractContextManager[Any], on_ended: Callable[[], None]) -> None:
@@ -218,12 +222,15 @@ class GradientCheck:
         if self.backwards.register_backward(self._backward_ended):
             if self._largest is not None:
                 self._reset_if_stepped_elsewhere()
-            if self._largest is None:
+            if self._largest is None:  # stepped since, or not measured
                 self._losses = []
         self._losses.append(loss)
 
     def _reset_if_stepped_elsewhere(self) -> None:
-        """Discard the measurements, with a warning, if weights were written since; also if gradients were freed."""
+        """Discard the measurements if weights were written since the last backward, with a warning.
+
+        Without a warning if gradients were freed.
+        """
         parameters = self.parameters()
         versions = _versions_of(parameters)
         is_used = any(versions.get(weight, before) != before for weight, before in self._versions.items())
@@ -259,14 +266,20 @@ class GradientCheck:
             largest, norm = largest_magnitude_and_norm(gradients)
         else:
             largest = largest_unscaled_magnitude(found)
+        versions = self._versions_of_gradients(gradients, parameters)
+        self._measured, self.clipping = GradientMeasurement(largest, norm, versions), None
+        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+        return largest
+
+    def _versions_of_gradients(
+        self, gradients: Sequence[Tensor], parameters: Sequence[nn.Parameter]
+    ) -> dict[int, tuple[weakref.ref[Tensor], int]]:
+        """Return :attr:`GradientMeasurement.gradients`; empty if it is not needed."""
         # Collective calls of a loop write gradients without raising version counters.
         is_final = (self.measures_norm or self.compares_gradients) and self._ranks.are_gradients_reduced(parameters)
         # Neither do writes to the shard of a DTensor. An inference tensor has no version counter.
         has_versions = is_final and all([type(one) is Tensor and not one.is_inference() for one in gradients])
-        versions = {id(one): (weakref.ref(one), one._version) for one in gradients} if has_versions else {}
-        self._measured, self.clipping = GradientMeasurement(largest, norm, versions), None
-        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
-        return largest
+        return {id(one): (weakref.ref(one), one._version) for one in gradients} if has_versions else {}
 
     def measurement_if_unchanged(self, gradients: Sequence[Tensor]) -> GradientMeasurement | None:
         """Return the measurement of the last backward, or None if ``gradients`` differ from those measured."""
@@ -286,14 +299,14 @@ class GradientCheck:
         ``norm`` is their 2-norm, FP32 of shape (). With ``max_norm=inf`` nothing is clipped. The fused kernel
         multiplies each gradient while it reads it; otherwise torch multiplies the gradients before the step.
         """
-        can_read = is_on_host(norm)  # reading another device would synchronize
+        can_read = is_on_host(norm)
         if not math.isfinite(max_norm) or (can_read and max_norm / (norm + 1e-6) >= 1):
             return  # the factor is 1
         self.clipping = Clipping(parameters, max_norm, norm)
+        # A norm beyond FP32 clips finite gradients to 0, as in torch. On another device, reading it would synchronize.
         if can_read and not norm.isfinite() and all_finite(local_parts(self.gradients(parameters))):
-            # A norm beyond FP32 clips finite gradients to 0, as in torch.
             self.apply_clipping()
-            self._measured = None
+            self._measured = None  # it is of the gradients before clipping
 
     def apply_clipping(self) -> None:
         """Multiply the gradients by the deferred clip factor, for an optimizer that reads them itself."""
@@ -368,4 +381,5 @@ def names_of_overflowing(weights: WeightStore, model: nn.Module | None) -> list[
     gradients = {name: weights.layout.gradients_and_factors([one]) for name, one in named}
     largest = {name: largest_unscaled_magnitude(one).item() for name, one in gradients.items() if one}
     found = {name: value for name, value in largest.items() if not value < OVERFLOW_LIMIT}
+    # A finite value is too large because its square overflows in Adam.
     return [f"{name} ({value:g} squared)" if math.isfinite(value) else name for name, value in found.items()]

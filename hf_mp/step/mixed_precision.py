@@ -129,7 +129,7 @@ class MixedPrecision(StepRuntime):
             raise ValueError("this MixedPrecision has a model already: detach() it, or make another one")
         parallelism = detect_parallelism(model)
         check_attachable(model, parallelism, self.policy, is_scaled=self.scaler.is_scaling)
-        methods_of(model, methods)
+        methods_of(model, methods)  # raises for a wrong name before anything changes
         self._methods = tuple(methods)
         try:
             self._bind_model(model)
@@ -151,7 +151,9 @@ class MixedPrecision(StepRuntime):
 
     def add_rules(self, rules: Mapping[str, str]) -> None:
         """Add rules by module, which are saved as ``remedies``; a ValueError for a name that matches no module."""
-        self.autocast.add_rules(rules if self.model else {}, self.model)
+        model = self.model
+        # Without a model, only store the rules: attach() applies them.
+        self.autocast.add_rules({} if model is None else rules, model)
         self.weights.reset_uses(self.autocast.is_lower_precision, self.autocast.modules_with_rules())
         self.rules, self.remedies = {**self.rules, **rules}, {**self.remedies, **rules}
         self.stats = replace(self.stats, remedies=tuple(f"{name}: {rule}" for name, rule in self.remedies.items()))
@@ -214,6 +216,7 @@ class MixedPrecision(StepRuntime):
     def copy_for(self, memo: dict[int, Any]) -> MixedPrecision:
         """Return the runtime of a deep copy of the model: same policy and scale, no optimizer."""
         if id(self) not in memo:
+            # Options of the optimizer step are not copied, because the copy has no optimizer.
             settings: Any = {"tables": self._tables, "rules": self.rules, "offload": self.offload}
             copied = MixedPrecision(self.policy, loss_scaler=self.scaler.copy(), **settings)
             memo[id(self)], copied._methods = copied, self._methods

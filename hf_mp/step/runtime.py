@@ -81,14 +81,16 @@ class StepRuntime:
         self.updates_in_backward = False
         self.observers: list[StepObserver] = []
         self.controller: StepController | None = None
+        # Set by attach() and attach_optimizer()
         self.forwards: list[weakref.ref[Any]] = []  # each AttachedForward
         self.guards: list[Any] = []  # the StepGuard of each attached optimizer
         self._model: weakref.ref[nn.Module] | None = None
         self._patches: weakref.finalize[..., nn.Module] | None = None  # removes the patches with the model
-        self.autocast = self._make_autocast(None)
-        self._step_was_skipped = False
-        # Number of forwards, and that number at the last step of each optimizer.
+        self.autocast = self._reset_autocast(None)
+        # Number of forwards, and that number at the last step of each optimizer
         self._forwards_with_grad, self._forwards_at_step = 0, weakref.WeakKeyDictionary[Optimizer, int]()
+        # Results of steps
+        self._step_was_skipped = False
         self._stats = self._stats_before = PrecisionStats.before_first_step(scaler.get_scale())
         self._iteration: Iteration | None = None  # counted in `_stats`, but not in `_stats_before`
         self.is_joint_step = False
@@ -118,12 +120,14 @@ class StepRuntime:
     def _bind_model(self, model: nn.Module) -> None:
         # Weak, because the model references the runtime through its forward.
         self._model = weakref.ref(model)
-        self.autocast, self.check.is_scaled = self._make_autocast(model), self.scaler.is_scaling
+        self.autocast, self.check.is_scaled = self._reset_autocast(model), self.scaler.is_scaling
         patches = PATCHES, VALUE_PATCHES, DDP_PATCHES, ALIAS_PATCHES, BACKWARD_PATCHES, *cache_patches()
-        self._patches = weakref.finalize(model, acquire(*patches))
+        remove_patches = acquire(*patches)
+        self._patches = weakref.finalize(model, remove_patches)
         STEP_HOOK.add(self)
 
-    def _make_autocast(self, model: nn.Module | None) -> AttachedAutocast:
+    def _reset_autocast(self, model: nn.Module | None) -> AttachedAutocast:
+        """Return a new autocast for ``model``, and reset the uses of weights to its lower-precision ops."""
         rules = rules_for(model, self.policy, self.rules)
         autocast = AttachedAutocast(self.policy.compute, model=model, rules=rules, tables=self._tables)
         if self.policy.exact_generation:
@@ -141,10 +145,7 @@ class StepRuntime:
         if self._patches is None:  # in a deep copy, which has all of its modules now
             self._bind_model(model)
         self._forwards_with_grad += torch.is_grad_enabled()
-        parallelism = detect_parallelism(model)  # DDP or FSDP may be applied after attach()
-        if parallelism is not NOT_DISTRIBUTED:
-            self.ranks.register_ddp(model, parallelism)
-            self.adopt_sharding(list(model.parameters()), parallelism)
+        parallelism = self._adopt_parallelism(model)
         # Unscale nodes have no rules for torch.func. torch has no public API to detect its transforms.
         if torch._C._are_functorch_transforms_active():
             return None
@@ -152,8 +153,16 @@ class StepRuntime:
             self.weights.check_single_thread()  # not in a recomputation, which runs in autograd's threads
         # DDP reduces a parameter as soon as its unscale node has run, so each needs its own.
         groups_weights = not self.updates_in_backward and parallelism.ddp is None
-        holds_copies = self.autocast.is_compile_used()
+        holds_copies = self.autocast.is_compile_used()  # compiled code cannot read the weight cache
         return self.weights.prepare_forward(model, forward, self.check.is_scaled, groups_weights, holds_copies)
+
+    def _adopt_parallelism(self, model: nn.Module) -> Parallelism:
+        """Return how ``model`` is distributed, and adopt it: DDP or FSDP may have been applied after attach()."""
+        parallelism = detect_parallelism(model)
+        if parallelism is not NOT_DISTRIBUTED:
+            self.ranks.register_ddp(model, parallelism)
+            self.adopt_sharding(list(model.parameters()), parallelism)
+        return parallelism
 
     def adopt_sharding(self, parameters: Sequence[Tensor], parallelism: Parallelism) -> None:
         """Change the layout to the sharding of ``parameters``, those of the model or of its optimizer."""
@@ -173,7 +182,8 @@ class StepRuntime:
     def begin_iteration(self) -> None:
         """Let the next step change the loss scale. Called when a backward begins."""
         self.scaler.end_iteration()
-        if self._reported:  # freed gradients have no overflow
+        # An optimizer whose gradients were freed has no overflow left to report.
+        if self._reported:
             attached = [guard.optimizer for guard in self.guards]
             self._reported &= {id(one) for one in attached if self.check.gradients(optimizer_parameters(one))}
 
@@ -202,11 +212,16 @@ class StepRuntime:
                 check_updates(optimizer, model)
             self.adopt_sharding(parameters, parallelism)
         if self._max_grad_norm is not None:
-            self.grad_norm = self.clip_grad_norm(optimizer, parameters, self._max_grad_norm)
-            if self.grad_norm is None:  # the gradients were written, or are those of a part of the model
-                self.grad_norm = get_total_norm([one.grad for one in parameters if one.grad is not None])
-                self.check.defer_clipping(parameters, self._max_grad_norm, self.grad_norm)
+            self.grad_norm = self._clip(optimizer, parameters, self._max_grad_norm)
         return self.check.overflow_status(parameters)
+
+    def _clip(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        """Clip as :meth:`clip_grad_norm`, but measure the norm if it is not known; return it."""
+        norm = self.clip_grad_norm(optimizer, parameters, max_norm)
+        if norm is None:  # the gradients were written, or are those of a part of the model
+            norm = get_total_norm([one.grad for one in parameters if one.grad is not None])
+            self.check.defer_clipping(parameters, max_norm, norm)
+        return norm
 
     def _warn_without_forward(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         """Warn if there are gradients, but no attached forward ran since the last step of ``optimizer``."""
@@ -228,7 +243,8 @@ class StepRuntime:
         Returns the norm before clipping, FP32 of shape (). If it was not measured or gradients have changed since,
         clips nothing and returns None: torch's own function must clip.
         """
-        # A lean layout stores scaled 16-bit gradients, which only it can clip.
+        # A lean layout stores scaled 16-bit gradients, which torch cannot clip. It clips all those of the optimizer, as
+        # MasterWeightOptimizer.clip_grad_norm_() does.
         norm = self.weights.layout.clip_grad_norm(optimizer_parameters(optimizer), max_norm)
         if norm is None and (norm := self.check.norm(parameters)) is not None:
             self.check.defer_clipping(parameters, max_norm, norm)
@@ -248,6 +264,7 @@ class StepRuntime:
         self.check.reset_step()
         self._step_was_skipped = was_skipped
         key = id(self), id(optimizer)  # several models may have one scaler
+        # Restores S of the backward, for `used_scale` and observers: the step of another optimizer may have changed it.
         iteration = self.scaler.join_iteration(key)
         self.is_joint_step = iteration is self._iteration
         if self.is_joint_step:  # count the step again, with the reports of the other optimizers
@@ -258,6 +275,7 @@ class StepRuntime:
             observer.on_step_finished(report)
         nonfinite = partial(names_of_overflowing, self.weights, self.model)
         try:
+            # Joins the same iteration, and adds `report` to `iteration.reports`.
             self.scaler.update_scale(report, nonfinite, self._overflow_advice, optimizer=key)
         finally:
             # Also if update_scale() raises, so that the log has the last step.
@@ -265,9 +283,10 @@ class StepRuntime:
             self._stats = self._stats.with_step(used_scale, self.scaler.get_scale(), together)
 
     def _new_overflow(self, optimizer: Optimizer, report: StepReport) -> StepReport:
-        """Return ``report``; if another optimizer has reported this overflow, so that it does not lower S again.
+        """Return ``report``, with ``may_be_scale=False`` if another optimizer has reported this overflow.
 
-        An optimizer that accumulates over more backwards reports the overflow later.
+        So S is not lowered again: an optimizer that accumulates over more backwards reports the overflow in a later
+        iteration. For a new overflow, this method records the other optimizers with overflowing gradients.
         """
         was_reported = id(optimizer) in self._reported
         self._reported.discard(id(optimizer))

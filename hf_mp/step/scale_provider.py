@@ -34,6 +34,15 @@ class LossScaleProvider:
         return self.scaler.scale_and_inverse(device).scale if self._runtime.check.is_scaled else None
 
     def inverse_scale_for(self, device: torch.device, node: Any, indices: Sequence[int]) -> Tensor | None:
+        """Return 1/S or None, by the backward that runs.
+
+        - A precision without loss scaling: None.
+        - A scaled backward that a custom backward runs: 1/S if it accumulates; None in ``torch.autograd.grad``, because
+          the custom backward returns these gradients, and its own node is in the scaled graph.
+        - An unscaled backward that a custom backward runs: None.
+        - Any other, if a backward through an output of the model runs: 1/S. That is this one, or one that started it.
+        - The same in code that recomputes, and a backward that reached no output: None, because S was not applied.
+        """
         check = self._runtime.check
         if not check.is_scaled:
             return None
@@ -75,5 +84,7 @@ class LossScaleProvider:
     def take_scaled_gradients(self, node: Any, gradients: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
         layout = self._runtime.weights.layout
         if layout.keeps_scaled_gradients:
+            # autograd.grad() and create_graph=True store nothing: autograd returns or accumulates these gradients.
             weights = {index: node.originals[index] for index in accumulating_edges(node, gradients)}
+            # Removes those that it stores from `gradients`.
             layout.store_scaled_gradients(weights, gradients, inverse)

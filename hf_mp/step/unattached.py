@@ -81,7 +81,11 @@ def _record_step(runtime: Any, model: Any, optimizer: Optimizer, *, is_guarded: 
 
 
 def _is_unchecked(runtime: Any, written: list[Any]) -> bool:
-    """Return whether no attached optimizer has checked the gradients that an update of ``written`` has used."""
+    """Return whether no attached optimizer has checked the gradients that an update of ``written`` has used.
+
+    True if a weight is in no attached optimizer. Otherwise a step of an attached optimizer in this iteration has
+    checked them. Without such a step, the update is unchecked, unless it was skipped: then no weight has changed.
+    """
     attached = {id(one) for guard in runtime.guards for one in optimizer_parameters(guard.optimizer)}
     if not attached.issuperset(map(id, written)):
         return True

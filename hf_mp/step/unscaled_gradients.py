@@ -58,16 +58,29 @@ def unscaled_gradients(function: _Function) -> _Function:
         runtime = _runtime_of_backward(backward) if is_backward else _runtime_of_hook(args, made_in)
         if runtime is None:
             return function(*args)
-        inverse, scale = (functools.partial(_multiplied, runtime, is_inverse=one) for one in (True, False))
-        unscaled = apply_to_tensors(inverse, args)
-        if is_backward:
-            with backward.unscaled():  # type: ignore[union-attr]
-                return apply_to_tensors(scale, function(*unscaled))
-        # The result of a module's hook replaces its second argument.
-        dtypes = _dtypes(args[0] if isinstance(args[0], Tensor) else args[1])
-        return apply_to_tensors(lambda gradient: scale(gradient).to(next(dtypes, gradient.dtype)), function(*unscaled))
+        run = _call_backward if is_backward else _call_hook
+        return run(function, args, runtime)
 
     return call  # type: ignore[return-value]
+
+
+def _call_backward(function: Callable[..., Any], args: tuple[Any, ...], runtime: StepRuntime) -> Any:
+    """Call ``function``, the backward that runs, with unscaled gradients; return its results scaled."""
+    unscaled = apply_to_tensors(functools.partial(_multiplied, runtime, is_inverse=True), args)
+    with state.backward.unscaled():  # type: ignore[union-attr]
+        return apply_to_tensors(functools.partial(_multiplied, runtime, is_inverse=False), function(*unscaled))
+
+
+def _call_hook(function: Callable[..., Any], args: tuple[Any, ...], runtime: StepRuntime) -> Any:
+    """Call ``function``, a hook, with unscaled gradients; return its results scaled, in the dtypes of the gradients."""
+    unscaled = apply_to_tensors(functools.partial(_multiplied, runtime, is_inverse=True), args)
+    # The result of a module's hook replaces its second argument.
+    dtypes = _dtypes(args[0] if isinstance(args[0], Tensor) else args[1])
+
+    def scale(gradient: Tensor) -> Tensor:
+        return _multiplied(runtime, gradient, is_inverse=False).to(next(dtypes, gradient.dtype))
+
+    return apply_to_tensors(scale, function(*unscaled))
 
 
 def _dtypes(values: Any) -> Iterator[torch.dtype]:
@@ -101,6 +114,8 @@ def _runtime_of_hook(args: tuple[Any, ...], made_in: Any) -> StepRuntime | None:
             "so that it is not known whether the tensor belongs to the model's graph: decorate it in forward()"
         )
     node = _current_node()
+    # -1: of any number. Numbers of nodes that a recomputation creates in autograd's threads are not comparable, and a
+    # transform of functorch has no record of the first one.
     first = -1 if made_in.is_recomputing or made_in.weights is None else made_in.weights.external.first_node
     is_scaled = made_in.runtime in runtimes and (node is None or is_in_graph(node, first))
     return made_in.runtime if is_scaled else None
@@ -108,10 +123,11 @@ def _runtime_of_hook(args: tuple[Any, ...], made_in: Any) -> StepRuntime | None:
 
 def _runtime_of_module(module: Any, runtimes: list[Any]) -> StepRuntime | None:
     """Return that of ``runtimes`` with ``module`` inside its model; None for the whole model: outputs are unscaled."""
-    within = [one for one in runtimes if one.model is not None and module in one.model.modules()]
-    if any([one.model is module for one in within]):
+    within = [runtime for runtime in runtimes if runtime.model is not None and module in runtime.model.modules()]
+    if any([runtime.model is module for runtime in within]):
         return None
-    if any([one.module() is module for runtime in within for one in _forwards(runtime)]) or len(within) > 1:
+    is_attached_part = any([forward.module() is module for runtime in within for forward in _forwards(runtime)])
+    if is_attached_part or len(within) > 1:
         raise RuntimeError(
             f"a hook of {type(module).__name__} was decorated with hf_mp.unscaled_gradients, and its gradients are "
             "scaled only if it is called inside of an attached model: register the hook at a module inside of it"

@@ -72,8 +72,10 @@ class StepGuard:
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
         self.runtimes: list[StepRuntime] = []  # of the models with its parameters
-        self._before = {name: vars(optimizer)[name] for name in ("step", _SUPPORTS_SCALING) if name in vars(optimizer)}
-        self._original_step, self._replaced_step = optimizer.step, self._before.get("step")
+        attributes = vars(optimizer)
+        self._attributes_before = {name: attributes[name] for name in ("step", _SUPPORTS_SCALING) if name in attributes}
+        self._original_step = optimizer.step
+        self._step_before = self._attributes_before.get("step")  # in the instance: of a wrapper such as an LR scheduler
         self._updates = UpdateCache()
 
         # Bound to the optimizer, because torch's LR schedulers read ``step.__func__``. A step that an LR scheduler has
@@ -109,7 +111,7 @@ class StepGuard:
         if (
             isinstance(status, OverflowStatus)
             and status.may_stay_on_device
-            and can_skip_on_device(optimizer, self._replaced_step)
+            and can_skip_on_device(optimizer, self._step_before)
         ):
             self._step_with_found_inf(status, runtimes[0])
         else:
@@ -134,7 +136,8 @@ class StepGuard:
             # An attribute of the instance would have priority over the descriptor.
             vars(optimizer).pop("step_was_skipped", None)
             runtime.scaler.defer_step(finish)
-        # Only the kernels that were launched read the gradients of a lean layout.
+        # Only the kernels that were launched read the gradients of a lean layout. A step that is known to be skipped
+        # keeps them, as one that was not launched.
         if hasattr(optimizer, "release_gradients") and not vars(optimizer).get("step_was_skipped"):
             optimizer.release_gradients()
 
@@ -161,9 +164,14 @@ class StepGuard:
 
     def _update(self, runtimes: list[StepRuntime], found_inf: Tensor | None) -> None:
         """Write masters and working copies, unless ``found_inf`` (FP32 of shape (), or None) is 1."""
-        arguments = self._replaced_step, self._updates, runtimes[0].check.clipping, found_inf
         with profiled("update"):
-            if len(runtimes) == 1 and runtimes[0].weights.try_fused_update(self.optimizer, *arguments):
+            if len(runtimes) == 1 and runtimes[0].weights.try_fused_update(
+                self.optimizer,
+                replaced_step=self._step_before,
+                updates=self._updates,
+                clipping=runtimes[0].check.clipping,
+                found_inf=found_inf,
+            ):
                 return
             checks = [runtime.check for runtime in runtimes if runtime.check.clipping is not None]
             # Each of several models has the norm of all gradients of the optimizer. Only one clips.
@@ -187,8 +195,8 @@ class StepGuard:
         if attributes.get("step") is self._guarded:
             del attributes["step"]
         else:  # a later wrapper calls this one
-            self._before.pop("step", None)
-        attributes.update(self._before)
+            self._attributes_before.pop("step", None)
+        attributes.update(self._attributes_before)
 
 
 def guard_steps(optimizer: Any, runtime: StepRuntime) -> AttachedOptimizer:
