@@ -58,10 +58,12 @@ class WeightUses:
         found = []
         for module in modules_of(model):
             attributes = vars(module)
-            base = attributes.get("_modules", {}).get("base_layer")
-            if base is not None and base not in self._names and has_stacked_experts(base):
-                # PEFT adds to these weights in a parametrization that must not change their dtype, FP32.
-                self._names[base] = frozenset()
+            children = attributes.get("_modules", ())  # of a scripted module a mapping without `get`
+            if "base_layer" in children:
+                base = children["base_layer"]
+                if base not in self._names and has_stacked_experts(base):
+                    # PEFT adds to these weights in a parametrization that must not change their dtype, FP32.
+                    self._names[base] = frozenset()
             if parameters := attributes.get("_parameters"):  # absent in a traced module
                 names = self._names.get(module)
                 names = self._names_by_class(module) if names is None else names
