@@ -105,6 +105,7 @@ def kernels_enabled(forward: Forward) -> Iterator[None]:
     were_included = _is_included(_key())  # type: ignore[misc]
     plan = autocast.native_plan
     if plan is not None:
+        # For the C++ kernels of this thread: the weight cache, and whether they leave calls with gradients to Python.
         copies = None if forward.weights is None else forward.weights.slots.native_copies
         plan.enter(copies, forward.began_without_grad)
     _set_keys(autocast, True)

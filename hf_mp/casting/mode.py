@@ -163,6 +163,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             raise RuntimeError(
                 "torch.autocast is active: use either torch.autocast or hf_mp.autocast, not one inside the other"
             )
+        # The first entry adds the hooks of rules. It may be entered again inside itself.
         if self._ruled_modules and not self._active_rules:
             self._active_rules = [apply_rule(*ruled, self) for ruled in self._ruled_modules]
         if self.installs_patches:
@@ -174,13 +175,14 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
+        # In the opposite order of __enter__.
         if self.receives_calls():
             super().__exit__(*exc_info)
         state.active.pop()
         sync_innermost()
         if self.installs_patches:
             PATCHES.release()
-        if self not in state.active:
+        if self not in state.active:  # the outermost entry ends
             self._casts.clear()
             while self._tracked:
                 untrack_data_writes(self._tracked.pop())

@@ -29,7 +29,8 @@ _NATIVE_RULES: dict[Callable[..., Any], tuple[str, str]] = {
 }
 
 
-_with_kernels: list[OpOverload] = []  # never unregistered; threads without the key do not use them
+# Ops with a C++ kernel, by number. Never unregistered; threads without the key do not use the kernels.
+_with_kernels: list[OpOverload] = []
 
 
 def native_plan(calls: Mapping[OpOverload, Callable[..., Any]], plan: Plan, dtype: torch.dtype) -> Any:
@@ -39,7 +40,7 @@ def native_plan(calls: Mapping[OpOverload, Callable[..., Any]], plan: Plan, dtyp
     """
     if (module := native()) is None:
         return None
-    for op in [*calls][len(_with_kernels) :]:
+    for op in [*calls][len(_with_kernels) :]:  # _with_kernels is a prefix of calls
         module.register_op(op.namespace, op._name.partition("::")[2], len(_with_kernels))
         _with_kernels.append(op)
     rules = bytes(module.RULES[_native_rule(op, call, plan.get(call, UNCHANGED))] for op, call in calls.items())

@@ -361,7 +361,7 @@ class Patches:
                 compiling = torch._guards.CompileContext.try_get() if during_compilation else None
                 if compiling is None:
                     self._uninstall()
-                else:  # freed when the compiler has checked its guards
+                else:  # freed when the compiler has checked its guards; this then checks again for users
                     weakref.finalize(compiling, self.add_users, 0, during_compilation=True)
 
     def _install(self) -> None:

@@ -92,7 +92,7 @@ class _CrossEntropy(Function):
                 "them in backward: modify logits.clone()"
             )
         if torch.is_grad_enabled():  # create_graph=True
-            logits = placeholder + ctx.logits
+            logits = placeholder + ctx.logits  # the placeholder is zeros with the graph of the logits
             reduction = "sum" if ctx.count is None else "mean"
             loss = cross_entropy_reference(logits, labels, ignore_index=ctx.ignore_index, reduction=reduction)
             (result,) = torch.autograd.grad(loss, logits, gradient, create_graph=True)

@@ -43,6 +43,7 @@ def unit_bits(rounded):
 
 @triton.jit
 def merge_fp16(working, remainder):
+    """Return the FP32 value of two halves, with the sign of ``working``, also of -0.0."""
     rounded = working.to(tl.float32)
     merged = rounded + remainder.to(tl.float32) * unit_bits(rounded).to(tl.float32, bitcast=True)
     sign = (rounded.to(tl.int32, bitcast=True) >> 31) << 31
@@ -51,6 +52,7 @@ def merge_fp16(working, remainder):
 
 @triton.jit
 def split_fp16(value):
+    """Split with ties to even and the remainder rounded towards zero. Infinities and NaN have a remainder of 0."""
     is_finite = (value.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
     largest = 65520.0 - 0.00390625
     bounded = tl.where(is_finite, tl.minimum(tl.maximum(value, -largest), largest), value)
@@ -189,6 +191,15 @@ class _Format(NamedTuple):
     is_split: bool
 
 
+def _addresses_of(tensors: AdamWTensors) -> tuple[int, ...]:
+    """Return the rows 0 to 3 of the ``columns`` of :func:`adamw_kernel` for one parameter."""
+    is_split = tensors.remainder is not None
+    master_or_half = tensors.working if is_split else tensors.master
+    copy_or_remainder = tensors.remainder if is_split else tensors.working
+    rows = (tensors.exp_avg, tensors.exp_avg_sq, master_or_half, copy_or_remainder)
+    return tuple([0 if row is None else row.data_ptr() for row in rows])
+
+
 class Update:
     """AdamW steps for parameters of one device with unchanged addresses, without synchronization.
 
@@ -206,8 +217,7 @@ class Update:
         self._formats = list(dict.fromkeys(formats))
         self._kinds = tuple(map(self._formats.index, formats))
         self._numels = array("q", [one.gradient.numel() for one in parameters]).tobytes()
-        # four addresses each: 0 for a missing working copy
-        states = [(*[tensor.data_ptr() for tensor in one.state()], 0)[:4] for one in parameters]
+        states = list(map(_addresses_of, parameters))
         # for each parameter the bitwise or of its addresses, which shows alignment
         self._bits = tuple([functools.reduce(operator.or_, state) for state in states])
         columns = (*zip(*states, strict=True), [one.step.data_ptr() for one in parameters])

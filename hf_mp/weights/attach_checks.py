@@ -27,9 +27,11 @@ _Module = TypeVar("_Module", bound=nn.Module)
 def runtimes_of(model: nn.Module) -> list[Any]:
     """Return each MixedPrecision attached to ``model``, to a model inside it, or to one that contains it."""
     modules = list(model.modules())
-    # An attached forward is an attribute of the instance. A library may have wrapped it, with a copy of its attributes.
+    # attach() replaces the forward of a model, and of each Transformers model inside: so a part leads to the runtime of
+    # the model that contains it. A library's wrapper of a forward has a copy of its attributes, also after detach.
     forwards = [module.__dict__.get("forward") for module in modules]
     of_forwards = [one.runtime for one in forwards if isinstance(one, ReplacedForward) and hasattr(one, "runtime")]
+    # A library may also have replaced the attached forward of the instance: then only RUNTIMES has its runtime.
     within = set(map(id, modules))
     return list(dict.fromkeys([*of_forwards, *(one for one in RUNTIMES if id(one.model) in within)]))
 

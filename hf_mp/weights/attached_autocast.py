@@ -117,7 +117,7 @@ class AttachedAutocast(autocast):
     def planned(self, func: Callable[..., Any]) -> PlanEntry:
         """Return the plan entry for a call of ``func`` in the running forward."""
         entry = self._plan.get(func, UNCHANGED)
-        if entry.rule not in ALWAYS_HELD and state.active[-1] is not self:
+        if entry.rule not in ALWAYS_HELD and state.active[-1] is not self:  # in a nested autocast
             entry = self.plan_for_nested(entry)
         forward = self.forward
         if forward is not None and forward.began_without_grad and torch.is_grad_enabled() and func not in _NOT_A_USE:
@@ -132,7 +132,7 @@ class AttachedAutocast(autocast):
         def recompute(*args: Any, **kwargs: Any) -> Any:
             if active_autocast() is self:
                 return function(*args, **kwargs)
-            with forward.for_recompute(args):
+            with forward.for_recompute(args):  # fills the slots and enters this autocast
                 return function(*args, **kwargs)
 
         return recompute
@@ -150,6 +150,12 @@ class AttachedAutocast(autocast):
     def apply(
         self, entry: PlanEntry, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
+        """As the base class, with aliases of external tensors.
+
+        Without dispatcher kernels, the handler of ``entry`` makes the call, and always for the rules in ALWAYS_HELD.
+        With them, the kernel of the op does, which ``func`` calls. In a compilation or a transform the kernels cannot
+        cast, so they are disabled and the handler makes the call.
+        """
         forward = None if is_dynamo_compiling() else self.forward
         weights = None if forward is None else forward.weights
         if weights is not None and weights.intercepts_calls and func not in _NOT_A_USE:

@@ -51,7 +51,7 @@ class SplitGradientCommHook:
             if isinstance(parameter, SplitParameter):
                 parameter.copy_gradient_to_bucket(part, factor, inverse)
         with self._communication_stream(values.device):
-            is_scaled = values.dtype is self._policy.reduce_dtype  # gradients of split parameters
+            is_scaled = values.dtype is self._policy.reduce_dtype  # a bucket of split parameters, multiplied above
             self._average(values, None if is_scaled else factor)
             devices = None if values.device.index is None else [values.device]  # None for a CPU
             done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
@@ -91,7 +91,7 @@ class SplitGradientCommHook:
     def _average(self, values: Tensor, factor: Tensor | None) -> None:
         """Average ``values`` over the ranks in place, multiplied by ``factor`` (None for 1) while they are sent."""
         ranks, distributed, dtype = self._group.size(), torch.distributed, self._policy.reduce_dtype
-        if dtype is torch.float32:
+        if dtype is torch.float32:  # nothing is multiplied: FP32 does not underflow
             sums = values.float()
             distributed.all_reduce(sums, group=self._group)
             values.copy_(sums.div_(ranks))

@@ -87,7 +87,7 @@ class ExternalTensors:
         if (aliases := self._slots.aliases.get(id(tensor))) is not None:
             return aliases.alias
         alias = self._slots.alias_group([(tensor, None)]).alias
-        if not tensor.is_inference():
+        if not tensor.is_inference():  # an inference tensor has no version
             self._aliased.append((tensor, alias, tensor._version))
         return alias
 
@@ -106,7 +106,8 @@ class ExternalTensors:
                     "forward() changed a leaf tensor that requires a gradient in place, and torch has no gradient of "
                     "that: pass a clone"
                 )
-            changed.append(cast_to_output(alias, self._slots.scale_provider, None))
+            # So that the graph outside continues from an output of the model, the gradient of which is scaled.
+            changed.append(cast_to_output(alias, self._slots.scale_provider))
             # Nodes of the forward may have saved the alias, which shares the version counter.
             with torch.autograd._unsafe_preserve_version_counter(tensor):
                 tensor.copy_(changed[-1])
@@ -155,7 +156,7 @@ class ExternalTensors:
         without grad, are external; if ``args`` is None, only the latter are.
         """
         before = self.first_node, self._recompute_inputs
-        self.first_node = -1
+        self.first_node = -1  # no node is older
         self._recompute_inputs = None if args is None else frozenset(id(a) for a in args if isinstance(a, Tensor))
         try:
             yield

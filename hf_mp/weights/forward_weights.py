@@ -39,11 +39,12 @@ class ForwardWeights:
         If there is such an edge, later forwards are intercepted: edges of a second derivative would be made after this.
         """
         slots, external = self.slots, self.external
+        # The first forward with a key writes False or True, later ones only True.
         if self.next_intercepts or self.key not in self.intercepts_by_key:
             self.intercepts_by_key[self.key] = self.next_intercepts
         if not slots.has_grad:
             return
         results = [*results, *external.write_back()]
-        slots.hold(results)
+        slots.keep_alias_set_in_use(results)
         if external.is_scaled and external.add_unscale_hooks(results):
             self.intercepts_by_key[self.key] = True

@@ -146,8 +146,10 @@ def _call_on_fp32(
 def _wants_stored_bits(tensors: list[Tensor]) -> bool:
     """Whether a call also has tensors of the split parameters' own 16-bit dtype, and no FP32 or FP64 tensor."""
     split = [tensor for tensor in tensors if isinstance(tensor, StoredIn16Bits)]
-    min_dim = min([1, *[tensor.dim() for tensor in split]])  # 0-dim tensors do not promote others
-    others = {tensor.dtype for tensor in tensors if not isinstance(tensor, StoredIn16Bits) and tensor.dim() >= min_dim}
+    # A tensor of shape () promotes no other, except another of shape ().
+    least_dim_that_promotes = min([1, *[tensor.dim() for tensor in split]])
+    promoting = [tensor for tensor in tensors if tensor.dim() >= least_dim_that_promotes]
+    others = {tensor.dtype for tensor in promoting if not isinstance(tensor, StoredIn16Bits)}
     return any([tensor.dtype in others for tensor in split]) and not others & _FP32_OR_FP64
 
 
@@ -174,7 +176,7 @@ def _view(func: Callable[..., Any], tensor: Any, args: tuple[Any, ...], kwargs: 
     views = working if isinstance(working, (tuple, list)) else [working]
     if any(view.untyped_storage()._cdata != storage for view in views):
         return None
-    if any(view.dtype is not tensor.dtype for view in views):
+    if any(view.dtype is not tensor.dtype for view in views):  # view(dtype) returns the stored bits
         return working
     remainder = func(tensor.remainder_bits, *args, **kwargs)
     if isinstance(working, Tensor):

@@ -63,7 +63,8 @@ class _Batch(NamedTuple):
         found = list(map(tensors_of, self.parameters, self.gradients, self.others))
         supported = [tensors for tensors in found if tensors is not None]
         # Again, with the state: that of a checkpoint may have another dtype or memory order.
-        kernel = kernel_for("adamw", [one for tensors in supported for one in tensors[:-1] if one is not None])
+        floating = [one for tensors in supported for one in tensors[:-1] if one is not None]  # no int16 remainders
+        kernel = kernel_for("adamw", floating)
         return None if kernel is None or len(supported) < len(found) else kernel(supported, self.counts)
 
 
@@ -134,7 +135,7 @@ def _update_split(
 ) -> set[int]:
     """Update the parameters of ``batch`` that a kernel supports, from gradients times ``factor``; return their ids."""
     parameters, gradients = [parameter for parameter, _ in batch], [gradient for _, gradient in batch]
-    if parameters[0].device.type == "cpu" and kernel_for("adamw", gradients) is None:
+    if parameters[0].device.type == "cpu" and kernel_for("adamw", gradients) is None:  # the usual case on a CPU
         found = [(one, tensors) for one, g in batch if (tensors := _tensors_of(optimizer, one, g)) is not None]
         if not found:
             return set()
@@ -235,15 +236,16 @@ def replaces_step(replaced_step: Callable[..., Any] | None) -> bool:
 def fused_groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequence[nn.Parameter]]]:
     """Yield the settings and parameters of the groups that the kernel supports."""
     for group in optimizer.param_groups:
-        numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
-        on_device = [isinstance(number, Tensor) and not is_on_host(number) for number in numbers]
+        lr, weight_decay = group["lr"], group["weight_decay"]
+        others = (*group["betas"], group["eps"], weight_decay)  # in the order of AdamWSettings
+        is_lr_on_device, *others_on_device = [isinstance(n, Tensor) and not is_on_host(n) for n in (lr, *others)]
         # The kernel reads the learning rate on the device of the parameters; torch's own step moves it there.
-        is_elsewhere = on_device[0] and any(parameter.device != group["lr"].device for parameter in group["params"])
-        unsupported = (is_elsewhere, group["amsgrad"], group["maximize"], group["differentiable"], *on_device[1:])
-        is_adamw = group["decoupled_weight_decay"] or not numbers[-1]  # Adam without decay is AdamW
+        is_elsewhere = is_lr_on_device and any(parameter.device != lr.device for parameter in group["params"])
+        unsupported = (is_elsewhere, group["amsgrad"], group["maximize"], group["differentiable"], *others_on_device)
+        is_adamw = group["decoupled_weight_decay"] or not weight_decay  # Adam without decay is AdamW
         if group.get("fused") and not any(unsupported) and is_adamw:
-            lr = group["lr"] if on_device[0] else float(group["lr"])  # no copy to the host
-            yield AdamWSettings(lr, *map(float, numbers[1:])), group["params"]
+            lr = lr if is_lr_on_device else float(lr)  # no copy to the host
+            yield AdamWSettings(lr, *map(float, others)), group["params"]
 
 
 def _tensors_of(

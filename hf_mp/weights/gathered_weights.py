@@ -45,16 +45,15 @@ class GatheredSlots(WeightSlots):
                 if module._compiled_call_impl is None:
                     self._handles.append(module.register_forward_pre_hook(self._fill))
                     self._handles.append(module.register_forward_hook(self._restore_gathered, always_call=True))
-        if self._computes_on_shards:  # FSDP2's slots are restored before __exit__
+        # super() recorded an empty list, because no slot was filled yet. __exit__ compares these; FSDP2's slots are
+        # restored before it.
+        if self._computes_on_shards:
             self._versions = [value._version for _, value in self._filled]
 
     def _fill(self, gathered: nn.Module, *args: Any) -> None:
         """Pre-forward hook of ``gathered``: fill the slots of its weights."""
         with torch._C.DisableTorchFunction():  # autocast is active, and must not cast here
-            slots = self._uses.find_slots(gathered)
-            # Under FSDP2 a DTensor is a shard of an inner module, which is gathered later.
-            slots = [slot for slot in slots if self._computes_on_shards or not is_dtensor(slot.weight)]
-            slots = [slot for slot in slots if slot.weight.is_leaf or self.external.is_external(slot.weight)]
+            slots = self._available_slots(gathered)
             for slot in slots:
                 if slot.weight.dtype in LOWER_PRECISION_DTYPES and slot.weight.requires_grad:
                     slot.weight.grad_dtype = torch.float32
@@ -68,6 +67,13 @@ class GatheredSlots(WeightSlots):
                 attributes = vars(slot.module)
                 (attributes["_parameters"] if is_dtensor(value) else attributes)[slot.name] = value
                 self._filled.append((slot, value))
+
+    def _available_slots(self, gathered: nn.Module) -> list[ParameterSlot]:
+        """Return the slots of ``gathered`` with weights that ops can read now, and that this forward has not made."""
+        slots = self._uses.find_slots(gathered)
+        # Under FSDP2 a DTensor is a shard of an inner module, which is gathered later.
+        slots = [slot for slot in slots if self._computes_on_shards or not is_dtensor(slot.weight)]
+        return [slot for slot in slots if slot.weight.is_leaf or self.external.is_external(slot.weight)]
 
     def _restore_gathered(self, gathered: nn.Module, *args: Any) -> None:
         """Forward hook of ``gathered``: restore its slots, and drop the aliases of the weights that FSDP2 frees."""

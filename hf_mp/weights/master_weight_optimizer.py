@@ -353,7 +353,7 @@ class MasterWeightOptimizer(Optimizer):
             parameter, master = parameters[index], tensor.detach().clone()
             if isinstance(parameter, SplitParameter):
                 master, own = (one.to(parameter.device) for one in (master, self.master(parameter)))
-                parameter.write_fp32(_where_rounded(master, parameter.detach(), own))
+                parameter.write_fp32(_where_rounded(master, parameter.read_halves().working, own))
             elif _needs_master(parameter):
                 track_data_writes(parameter)
                 self._masters[parameter] = master, None

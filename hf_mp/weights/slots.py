@@ -92,10 +92,11 @@ class AliasSet:
             self._add_native(each)
         self.weight_ids = {id(each.weight) for each in aliases.values()}
 
-    def add(self, aliases: WeightAliases, copy: Tensor) -> None:
+    def add(self, aliases: WeightAliases, stored_copy: Tensor) -> None:
+        """Add a weight with its working copy ``stored_copy``, of which ``aliases.copy`` is an alias."""
         self.aliases.update(dict.fromkeys(map(id, aliases), aliases))
         self._with_copies.append(aliases.weight)
-        self._copies.append(copy)
+        self._copies.append(stored_copy)
         if aliases.copy is not None and aliases.copy.grad_fn is not None:
             self.nodes.add(aliases.copy.grad_fn)
         self._add_native(aliases)
@@ -165,6 +166,10 @@ class WeightSlots:
         return AliasSet(self.alias_weights(slots, copies), self.aliases, with_copies, list(copies.values()))
 
     def use_alias_set(self, aliases: AliasSet) -> None:
+        """Fill the slots from ``aliases``, and mark the set as used until the graph of this forward is freed.
+
+        Also until its backward is over (:meth:`AliasSet.is_free`).
+        """
         self._filled, self.aliases, self._alias_set = list(aliases.filled), dict(aliases.aliases), aliases
         self._in_model = aliases.weight_ids
         if aliases.native_copies is not None:
@@ -187,13 +192,14 @@ class WeightSlots:
         self._in_model = self._in_model | {id(slot.weight) for slot in slots}
         trained = {id(slot.weight): slot.weight for slot in slots if self.has_grad and slot.weight.requires_grad}
         new = [weight for weight in trained.values() if id(weight) not in self.aliases]
-        with_nodes = [(one, copies.get(id(one))) for one in new if self.aliases_fp32_weights or id(one) in copies]
+        to_unscale = [(one, copies.get(id(one))) for one in new if self.aliases_fp32_weights or id(one) in copies]
         for weight in new if self.aliases_fp32_weights else ():
             # Before an alias shares its memory, so that a later copy detects writes through other views.
             if is_master(weight):
                 track_data_writes(weight)
-        for group in _node_groups(with_nodes, None if self.groups_weights else 1):
+        for group in _node_groups(to_unscale, None if self.groups_weights else 1):
             self.alias_group(group)
+        # Now all aliases exist that have an unscale node. A weight without one is its own alias.
         filled, in_slot = [], set[int]()
         for slot in slots:
             weight, aliases = slot.weight, self.aliases.get(id(slot.weight))
@@ -233,7 +239,8 @@ class WeightSlots:
 
         Returns:
             An alias of the copy, of the shape of ``tensor``, in FP16/BF16. None if ``tensor`` is no weight of the
-            model, if this forward has written the weight, or if gradients were enabled in a forward without.
+            model, or a working copy itself; if gradients were enabled in a forward without; if the weight cannot have
+            a copy; or if this forward has written the weight.
         """
         aliases = self.aliases.get(id(tensor))
         if aliases is None or tensor is aliases.copy or (torch.is_grad_enabled() and not self.has_grad):
@@ -283,7 +290,7 @@ class WeightSlots:
         aliases = self.aliases.get(id(tensor))
         return original_of(tensor) if aliases is None else aliases.weight
 
-    def hold(self, results: Sequence[Tensor]) -> None:
+    def keep_alias_set_in_use(self, results: Sequence[Tensor]) -> None:
         """Reserve the alias set of this forward while the graph of ``results`` exists."""
         with torch._C.DisableTorchFunctionSubclass():  # a deferred output would be cast
             nodes: list[Any] = [node for result in results if (node := result.grad_fn) is not None]

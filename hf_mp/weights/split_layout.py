@@ -67,24 +67,29 @@ class SplitLayout(WeightLayout):
     def store_scaled_gradients(
         self, weights: Mapping[int, Tensor], uses: dict[int, list[Tensor]], inverse: Tensor | None
     ) -> None:
-        """Move the gradients of split ``weights`` from ``uses`` to the parameters; autograd accumulates the others."""
+        """Move the gradients of split ``weights`` from ``uses`` to the parameters; autograd accumulates the others.
+
+        The keys of both are indices of an unscale node's inputs. ``uses`` has one gradient for each alias of a weight:
+        that of its slot, and that of its working copy.
+        """
         # DDP's hook reduces its buckets, and copies a gradient into its bucket when autograd reports that it is ready.
         is_ddp = bool(self._comm_hook_by_ddp)
+        # DDP takes a parameter without .grad as unused, and these gradients are stored outside of .grad.
         hooks_finding_unused = [hook for hook in self._comm_hook_by_ddp.values() if hook.finds_unused]
-        for hook in hooks_finding_unused:
+        for hook in hooks_finding_unused:  # before a gradient of this backward is stored
             hook.mark_accumulated()
-        split = {place: weight for place, weight in weights.items() if isinstance(weight, SplitParameter)}
+        split = {index: weight for index, weight in weights.items() if isinstance(weight, SplitParameter)}
         has_foreach = split and supports_foreach(next(iter(split.values())))
         of_node = [weakref.ref(weight) for weight in split.values()] if has_foreach else []
-        for place, weight in split.items():
+        for index, weight in split.items():
             weight._same_node_parameters = of_node
             not_stored = [
                 gradient
-                for gradient in uses.pop(place)
+                for gradient in uses.pop(index)
                 if not weight.store_scaled_gradient(gradient, inverse, separate=is_ddp)
             ]
             if not_stored:
-                uses[place] = not_stored
+                uses[index] = not_stored
             if hooks_finding_unused:
                 weight.mark_used()
 

@@ -170,8 +170,11 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
             self._scaled_gradient = gradient, factor
             return True
         total = _add_unscaled(self.grad, gradient, factor, like=self)  # type: ignore[arg-type]
-        self.grad = None if separate else total
-        self._scaled_gradient = (total, None) if separate else None
+        if separate:
+            self.grad = None
+            self._scaled_gradient = total, None
+        else:
+            self.grad = total  # also removes the scaled gradient
         return True
 
     def _is_scaled_by(self, factor: Tensor | None) -> bool:
@@ -309,7 +312,7 @@ def unsplit(parameter: SplitParameter) -> None:
     for name in SplitParameter.__annotations__:
         parameter.__dict__.pop(name, None)
     parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-    parameter.grad = None
+    parameter.grad = None  # while the dtype changes: torch compares the new one with that of .grad
     parameter.data = value
     parameter.grad_dtype = torch.float32
     parameter.grad = gradient

@@ -52,7 +52,7 @@ class WorkingCopies:
         found = {}
         for weight in weights:
             entry = self._entries.get(id(weight))
-            if (  # the usual case: unchanged
+            if (  # the usual case: unchanged, the same test as get(), inlined
                 entry is not None
                 and type(weight) is DataTrackedParameter
                 and not weight._data_was_exposed  # shape and device change only through .data, or with the version

@@ -119,6 +119,11 @@ def _blocks(query: Tensor, key: Tensor) -> list[tuple[int, slice]]:
 
 
 def _attention_of_heads(heads: Sequence[Tensor], mask: Tensor | None, settings: Any) -> Tensor:
+    """Return the attention of some heads of one batch, FP32 of shape (heads, L, Ev).
+
+    ``heads`` are query, key and value, FP32 of shapes (heads, L, E), (heads, S, E) and (heads, S, Ev). ``mask``, FP32
+    of shape (heads, L, S), is added to the scores. ``settings`` are dropout, is_causal and scale.
+    """
     dropout, is_causal, scale = settings
     batches = (head.unsqueeze(0) for head in heads)
     output, _ = _MATH(*batches, mask, dropout, is_causal, scale=scale)

@@ -90,6 +90,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool
     if is_compiling_or_transforming():
         matrix = _transposed_if(weight, transposed)
         return F.linear(x, matrix, bias) if native else run_through_fp32(F.linear, (x, matrix, bias), {}, x.dtype)
+    # ``target.weight`` receives the gradient, as input 1 of the node; ``target.alias``, here ``weight``, is multiplied.
     target = gradient_target(weight)
     return _Matmul.apply(x, target.weight, bias, target, transposed, native)
 
@@ -105,6 +106,7 @@ class _Matmul(Function):
         transposed: bool,
         native: bool,
     ) -> Tensor:
+        """Multiply ``target.alias``; ``weight``, which is ``target.weight``, only receives a gradient in its dtype."""
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, target.alias if needs_x else None)
         ctx.shapes, ctx.dtype, ctx.scale_provider = (x.shape, weight.shape), weight.dtype, target.scale_provider
@@ -134,8 +136,10 @@ class _Matmul(Function):
 
 
 def _weight_gradient(ctx: Any, gradient: Tensor, x: Tensor, matmul: Callable[..., Tensor]) -> Tensor:
-    """Return the gradient of the external weight: rounded to 16 bits, then unscaled in its own dtype."""
-    inverse = ctx.scale_provider.inverse_scale_for(gradient.device, ctx, (1,)) if ctx.unscaled_inputs else None
+    """Return the gradient of ``target.weight``: rounded to 16 bits, then unscaled in its own dtype."""
+    inverse = None
+    if ctx.unscaled_inputs:
+        inverse = ctx.scale_provider.inverse_scale_for(gradient.device, node=ctx, indices=ctx.unscaled_inputs)
     if torch.is_grad_enabled():
         whole = _transposed_if(matmul(gradient.t(), x), ctx.transposed)
         return scale_gradient(whole, inverse, ctx.scale_provider).to(ctx.dtype)

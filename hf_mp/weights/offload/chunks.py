@@ -64,7 +64,11 @@ class Chunk:
         self._window: Tensor | None = None
 
     def place(self, window: Tensor) -> tuple[list[Tensor], list[Tensor], int]:
-        """As :meth:`hf_mp.weights.offload.transfers.Transfers.stream` describes it."""
+        """Return the parts of slabs to copy, the part of ``window`` for each, and how many are written back.
+
+        Those that are written back come first; then the gradients in ``reads``. Called by
+        :meth:`hf_mp.weights.offload.transfers.Transfers.stream`.
+        """
         if self._window is not window:
             self._window, self._copies = window, list(self._placed(window))
         written = [copy for copy in self._copies if copy[0] not in (GRADIENT, LOWER_GRADIENT)]
@@ -103,7 +107,7 @@ def cut(sliced: Iterable[tuple[Any, Rooms]], window_bytes: int) -> Iterator[Chun
                 pieces.append(Piece(parameter, rooms, begin, end))
                 free -= padded(end - begin) * width
                 begin = end
-            if begin < elements:
+            if begin < elements:  # the window is full
                 yield Chunk(pieces, is_sliced=True)
                 pieces, free = [], window_bytes - _GAPS
     if pieces:

@@ -78,8 +78,10 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
         """Reserve rooms for parameters that have none, and cut chunks."""
         own = [p for p in optimizer_parameters(self) if isinstance(p, OffloadedParameter)]
         self._settings = self._kernel_settings(own)
+        # Other parameters, other ones that the kernel updates, or new rooms (of sums of gradients) need new chunks.
         planned = list(map(id, own)), list(self._settings), sum([len(p.place.rooms) for p in own])
         if planned != self._planned:
+            # In the order of host memory: neighbours are copied together.
             self._cut(sorted(own, key=lambda p: p.place.rooms[REMAINDER].flat.data_ptr()))
             self._planned = planned
 
@@ -127,7 +129,7 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
         """The state that the wrapped optimizer makes for ``parameter``, from a step on zeros in its place."""
         zeros = nn.Parameter(torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device))
         zeros.grad = torch.zeros_like(zeros)
-        with self._in_place_of_parameters({parameter: zeros}):
+        with self._in_place_of_parameters({parameter: zeros}):  # which at its end moves the state of zeros to parameter
             self._step_wrapped()
         self.optimizer._opt_called = False  # type: ignore[attr-defined]  # LR schedulers warn by it
         return self.optimizer.state.pop(parameter, {})
@@ -148,12 +150,12 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
         """As the base class; state goes to its place in host memory."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
-            stays = None if group.get("fused") or group.get("capturable") else "step"  # on the CPU, as torch has it
+            key_left_on_cpu = None if group.get("fused") or group.get("capturable") else "step"  # as torch has it
             for parameter in filter(self.rooms.__contains__, group["params"]):
                 self._take_over(parameter)
                 state = self.optimizer.state.get(parameter, {})
                 for key in [key for key, value in state.items() if isinstance(value, Tensor)]:
-                    if key not in self.rooms[parameter] and key != stays:
+                    if key not in self.rooms[parameter] and key != key_left_on_cpu:
                         state[key] = state[key].to(parameter.device)
 
     # Steps
@@ -177,6 +179,7 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
             super().step_on(others)
 
     def _step_own(self, own: Sequence[OffloadedParameter]) -> None:
+        """Update the parameters ``own``, all with a gradient, a chunk at a time; then they have none."""
         if strangers := {p.device for p in own} - {self.transfers.device}:
             raise RuntimeError(
                 f"the model was moved to {strangers.pop()} after it was attached on {self.transfers.device}, and its "
@@ -187,6 +190,7 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
         self._plan()
         for parameter in own:
             self._prepare_state(parameter)
+        # The kernel counts this step for each piece: those after the first begin from the count in the state too.
         if later := [piece for piece in self._counts if id(piece.parameter) in self._stepping]:
             steps = [self.optimizer.state[piece.parameter]["step"] for piece in later]
             torch._foreach_copy_([self._counts[piece] for piece in later], steps)
@@ -218,6 +222,10 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
             )
 
     def _update_sliced(self, pieces: Sequence[Piece]) -> None:
+        """Update ``pieces`` in a window with hf_mp's kernel, and free the gradients of parameters that end in it.
+
+        One launch is for the pieces with the same settings and the same factor of gradients.
+        """
         batches: dict[tuple[int, int], tuple[AdamWSettings, Tensor | None, _Batch]] = {}
         for piece in pieces:
             parameter = piece.parameter
@@ -234,16 +242,21 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
             else:
                 adamw_(batch.tensors(), settings, factor, room=self._updates.room)
         for piece in pieces:
-            if piece.end == piece.parameter.numel():
+            is_last_piece = piece.end == piece.parameter.numel()
+            if is_last_piece:
                 piece.parameter.grad = None
 
     def _update_whole(self, pieces: Sequence[Piece]) -> None:
+        """Step the wrapped optimizer on whole parameters, while their state and remainders are parts of a window.
+
+        New state is copied to the window too, and afterwards ``state`` holds the views of host memory again.
+        """
         for piece in pieces:
             state = self.optimizer.state.get(piece.parameter, {})
             piece.parameter.place.inside = piece.inside
             rooms = self.rooms[piece.parameter].items()
-            shown = {key: piece.inside[key].view(room.view.shape) for key, room in rooms}
-            state.update({key: shown[key] for key, room in rooms if state.get(key) is room.view})
+            in_window = {key: piece.inside[key].view(room.view.shape) for key, room in rooms}
+            state.update({key: in_window[key] for key, room in rooms if state.get(key) is room.view})
         try:
             self._step_on([piece.parameter for piece in pieces], keeps_gradients=False)
         finally:  # an optimizer that raises leaves no state in a window

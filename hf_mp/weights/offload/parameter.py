@@ -170,7 +170,7 @@ class OffloadedParameter(SplitParameter):
         self._bring_gradient()
         was_read = self.place.was_read
         is_kept = super().store_scaled_gradient(*given, **settings)
-        self.place.was_read = was_read  # a sum was made here
+        self.place.was_read = was_read  # the base class reads .grad to add, which is no read by other code
         return is_kept
 
     def _is_scaled_by(self, factor: Tensor | None) -> bool:
@@ -206,13 +206,16 @@ def bring_back(parameter: Any, device: torch.device) -> None:
     """Make ``parameter`` a split parameter again, with all that it has on ``device``."""
     move = lambda tensor: None if tensor is None else tensor.to(device)  # noqa: E731
     with as_stored(), torch.no_grad():
+        # Copy all to the device.
         parameter.reset_written_remainders()
         kept, accumulated = tuple(map(move, parameter._scaled_gradient or ())), move(_GRAD.__get__(parameter))
         working, remainder = move(DATA.__get__(parameter)), parameter.remainder_bits.to(device, copy=True)
+        # Remove the gradient, and all that only offloaded parameters have. A snapshot may be on another device.
         parameter.grad = None
         for name in ("place", "_snapshot"):
             vars(parameter).pop(name, None)
         parameter.__class__ = SplitParameter
+        # Store the copies in a split parameter, and mark them as current.
         DATA.__set__(parameter, working)
         parameter.remainder_bits = remainder
         _GRAD.__set__(parameter, accumulated)
