@@ -21,6 +21,7 @@ import hf_mp
 sys.path.insert(0, str(Path(__file__).parent))
 import tensor_parallel_worker
 
+pytestmark = pytest.mark.slow
 Results = list[dict[str, Any]]
 has_doors = pytest.mark.skipif(not tensor_parallel_worker.HAS_DOORS, reason="Transformers is too old")
 

@@ -86,6 +86,7 @@ def test_a_gradient_is_freed_as_soon_as_it_is_copied() -> None:
     assert peaks[8] < peaks[4] + 1
 
 
+@pytest.mark.slow
 def test_the_command_shows_the_lean_presets_and_both_memories(tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     where_weights_dominate().save_pretrained(tmp_path)

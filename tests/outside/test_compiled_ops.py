@@ -104,6 +104,7 @@ FEW = 10
 LISTED_EARLY = ("cross_entropy_loss", "norm", "cosine_similarity", "mse_loss", "pad", "upsample_nearest2d")
 
 
+@pytest.mark.slow
 @BACKENDS
 def test_some_calls_of_ops_in_the_tables(backend: str) -> None:
     for tables in ("cuda", "cpu"):

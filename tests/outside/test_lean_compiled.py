@@ -22,6 +22,7 @@ TINY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "precision", "backend"),
     [
