@@ -40,12 +40,7 @@ class SplitGradientCommHook:
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Average ``bucket`` over the ranks: the function of the hook."""
         values = bucket.buffer()
-        scale_source = self._scale_source()
-        factor = inverse = None
-        if scale_source is not None:
-            factor = scale_source.loss_scale_for(values.device)
-        if scale_source is not None and factor is not None:
-            inverse = scale_source.scaler.scale_and_inverse(values.device).inverse
+        factor, inverse = self._scale_and_inverse(values.device)
         # The gradients of split parameters are not in .grad, so DDP has not copied them into the bucket.
         for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if isinstance(parameter, SplitParameter):
@@ -60,11 +55,11 @@ class SplitGradientCommHook:
 
     def collect_reduced_gradients(self, parameters: Iterable[Tensor]) -> None:
         """After backward, move the ``.grad`` that DDP left in split ``parameters``, still scaled, out of ``.grad``."""
-        scale_source = self._scale_source()
+        if self._scale_source() is None:
+            return
         for parameter in parameters:
-            if scale_source is not None and isinstance(parameter, SplitParameter):
-                is_scaled = scale_source.loss_scale_for(parameter.device) is not None
-                inverse = scale_source.scaler.scale_and_inverse(parameter.device).inverse if is_scaled else None
+            if isinstance(parameter, SplitParameter):
+                _, inverse = self._scale_and_inverse(parameter.device)
                 parameter.take_reduced_gradient(inverse)
 
     def mark_accumulated(self) -> None:
@@ -78,6 +73,14 @@ class SplitGradientCommHook:
             for reference in self._split:
                 if (parameter := reference()) is not None and has_gradient(parameter):
                     parameter.mark_used()
+
+    def _scale_and_inverse(self, device: torch.device) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return S and 1/S on ``device``; None for both if gradients are not scaled, or the model was freed."""
+        scale_source = self._scale_source()
+        factor = None if scale_source is None else scale_source.loss_scale_for(device)
+        if scale_source is None or factor is None:
+            return None, None
+        return factor, scale_source.scaler.scale_and_inverse(device).inverse
 
     def _communication_stream(self, device: torch.device) -> Any:
         """Return a context with a stream for communication: backward does not wait, and buckets stay in order."""

@@ -7,7 +7,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,34 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
+class LaunchBatch(Protocol):
+    """Tensors of one kernel launch, for which an :class:`UpdateCache` prepares a kernel."""
+
+    @property
+    def parameters(self) -> Sequence[Any]: ...
+
+    def launch_key(self) -> Any:
+        """Return the key of the properties that a kernel is prepared for; None if they are not known yet."""
+
+    def make_update(self) -> Any:
+        """Return the kernel for this batch, or None if it does not support all tensors."""
+
+
+def launch_key(written: Sequence[Tensor], gradients: Sequence[Tensor], of_batch: Any) -> Any:
+    """Return the key of a launch that writes ``written``; ``of_batch`` is compared too.
+
+    It has no addresses of ``gradients``, which differ in each step.
+    """
+    return os.environ.get(VARIABLE), of_batch, traits_of(written), traits_of(gradients)[1:]
+
+
+def make_kernel(tensors: Sequence[AdamWTensors], counts: Sequence[int]) -> Any:
+    """Return the kernel for ``tensors`` in groups of ``counts``, or None if it does not support all of them."""
+    floating = [one for each in tensors for one in each[:-1] if one is not None]  # no int16 remainders
+    kernel = kernel_for("adamw", floating)
+    return None if kernel is None else kernel(tensors, counts)
+
+
 class _Batch(NamedTuple):
     """Tensors of one kernel launch; ``gradients`` and ``others`` in the order of ``parameters``."""
 
@@ -45,27 +73,25 @@ class _Batch(NamedTuple):
     others: Sequence[Tensor | None]  # working copies or remainders
 
     def launch_key(self) -> Any:
-        """Return the key of the properties that a kernel is prepared for; None if there is no optimizer state yet."""
+        """As :class:`LaunchBatch`; None if there is no optimizer state yet."""
         states = [self.optimizer.state.get(parameter, {}) for parameter in self.parameters]
         try:
             moments = [state[name] for name in ("exp_avg", "exp_avg_sq", "step") for state in states]
         except KeyError:
             return None
         # Addresses too: `.data` of any of them may have been set, even to a view of itself.
-        written = traits_of([*moments, *self.parameters, *[other for other in self.others if other is not None]])
-        return os.environ.get(VARIABLE), self.counts, written, traits_of(self.gradients)[1:]
+        written = [*moments, *self.parameters, *[other for other in self.others if other is not None]]
+        return launch_key(written, self.gradients, self.counts)
 
     def make_update(self) -> Any:
-        """Return the kernel for this batch, or None if it does not support all tensors."""
+        """As :class:`LaunchBatch`."""
         if kernel_for("adamw", [*self.parameters, *self.gradients]) is None:  # before any state is made
             return None
         tensors_of = functools.partial(_tensors_of, self.optimizer)
         found = list(map(tensors_of, self.parameters, self.gradients, self.others))
         supported = [tensors for tensors in found if tensors is not None]
         # Again, with the state: that of a checkpoint may have another dtype or memory order.
-        floating = [one for tensors in supported for one in tensors[:-1] if one is not None]  # no int16 remainders
-        kernel = kernel_for("adamw", floating)
-        return None if kernel is None or len(supported) < len(found) else kernel(supported, self.counts)
+        return None if len(supported) < len(found) else make_kernel(supported, self.counts)
 
 
 class UpdateCache:
@@ -78,7 +104,7 @@ class UpdateCache:
         self.room = JoinBuffer()
         self._kernels: dict[int, tuple[list[Any], Any]] = {}  # launch key and kernel, by identity of a parameter
 
-    def get(self, batch: _Batch) -> Any:
+    def get(self, batch: LaunchBatch) -> Any:
         """Return the kernel for ``batch``, or None if it does not support all tensors."""
         first = id(batch.parameters[0])
         launch_key, update = self._kernels.pop(first, (None, None))

@@ -95,7 +95,7 @@ class Chunk:
 
 
 def cut(sliced: Iterable[tuple[Any, Rooms]], window_bytes: int) -> Iterator[Chunk]:
-    """Chunks of parameters whose elements are updated one by one, each chunk of at most ``window_bytes``."""
+    """Chunks of parameters that are updated element by element, each chunk of at most ``window_bytes``."""
     pieces: list[Piece] = []
     free = window_bytes - _GAPS
     for parameter, rooms in sliced:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,12 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_
-from hf_mp.kernels.registry import VARIABLE, kernel_for
-from hf_mp.kernels.tensors import traits_of
+from hf_mp.kernels.registry import kernel_for
 from hf_mp.model_index import optimizer_parameters
 from hf_mp.weights import master_weight_optimizer as base
 from hf_mp.weights.fp32_reads import DATA, as_stored
-from hf_mp.weights.fused_adamw import UpdateCache, fused_groups, is_torchs_adam
+from hf_mp.weights.fused_adamw import UpdateCache, fused_groups, is_torchs_adam, launch_key, make_kernel
 from hf_mp.weights.offload import transfers as limits
 from hf_mp.weights.offload.chunks import REMAINDER, Chunk, Piece, Rooms, bundle, cut
 from hf_mp.weights.offload.host_memory import Room, reserve
@@ -237,7 +235,7 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
             batch.gradients.append(gradient)
             batch.counts.append(count)
         for settings, factor, batch in batches.values():
-            if (update := self._updates.get(batch)) is not None:  # type: ignore[arg-type]
+            if (update := self._updates.get(batch)) is not None:
                 update(batch.gradients, [settings], factor)
             else:
                 adamw_(batch.tensors(), settings, factor, room=self._updates.room)
@@ -271,19 +269,20 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
 
 
 class _Batch(NamedTuple):
-    """Pieces of one chunk that are updated together, as ``UpdateCache`` takes them."""
+    """Pieces of one chunk that one launch updates: a :class:`~hf_mp.weights.fused_adamw.LaunchBatch`."""
 
     parameters: list[Piece]
     gradients: list[Tensor]
     counts: list[Tensor]
 
     def launch_key(self) -> Any:
-        """The addresses and dtypes that a kernel is made for, without addresses of gradients."""
-        window = self.parameters[0].inside[REMAINDER].data_ptr()  # all other parts have their distances from this one
-        written = traits_of([*[piece.parameter for piece in self.parameters], *self.counts])
-        return os.environ.get(VARIABLE), window, written, traits_of(self.gradients)[1:]
+        """As :class:`~hf_mp.weights.fused_adamw.LaunchBatch`."""
+        window = self.parameters[0].inside[REMAINDER].data_ptr()  # the distances of all other parts from it are fixed
+        written = [*[piece.parameter for piece in self.parameters], *self.counts]
+        return launch_key(written, self.gradients, window)
 
     def tensors(self) -> list[AdamWTensors]:
+        """Return the tensors of each piece: its parts of the window, and of the parameter."""
         found = []
         for piece, gradient, count in zip(*self, strict=True):
             inside, working = piece.inside, DATA.__get__(piece.parameter).view(-1)[piece.begin : piece.end]
@@ -292,10 +291,8 @@ class _Batch(NamedTuple):
         return found
 
     def make_update(self) -> Any:
-        """The kernel for this batch; None where there is none."""
-        tensors = self.tensors()
-        read = [one for its in tensors for one in its[:-1] if one is not None]  # but remainders, of integers
-        return None if (kernel := kernel_for("adamw", read)) is None else kernel(tensors, [len(tensors)])
+        """As :class:`~hf_mp.weights.fused_adamw.LaunchBatch`."""
+        return make_kernel(self.tensors(), [len(self.parameters)])
 
 
 def _dense_gradient(piece: Piece) -> tuple[Tensor, Tensor | None]:

@@ -225,7 +225,7 @@ def bring_back(parameter: Any, device: torch.device) -> None:
 
 
 def held_gradient(parameter: Any) -> HeldGradient | None:
-    """The gradient of ``parameter`` in host memory; None if it has none there."""
+    """The gradient of ``parameter`` in host memory; None if it is not in host memory."""
     return parameter.place.held if isinstance(parameter, OffloadedParameter) else None
 
 

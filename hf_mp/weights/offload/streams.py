@@ -13,7 +13,7 @@ QUEUES = COMPUTE, INBOUND, OUTBOUND = "compute", "host to device", "device to ho
 
 
 class Streams:
-    """The queues of a device whose work is done when a call returns, as on a CPU.
+    """The queues of a device on which work is finished when a call returns, as on a CPU.
 
     Code that is not passed to :meth:`run` is work of the compute queue.
     """
