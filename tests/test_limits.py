@@ -8,14 +8,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from trainer_runs import arguments, make_trainer, tiny_gpt2, token_rows
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
 import hf_mp
 from hf_mp.trainer.checkpoints.inspection import find_problems
@@ -249,34 +248,3 @@ def test_gradients_that_are_clipped_to_zero_are_no_overflow(clips: str) -> None:
     optimizer.step()
     assert not optimizer.step_was_skipped  # type: ignore[attr-defined]
     assert all(map(torch.equal, model.parameters(), before))
-
-
-def small_llama() -> LlamaForCausalLM:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
-
-
-def lean(model: nn.Module) -> nn.Module:
-    hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), "bf16-lean")
-    return model
-
-
-def test_adapters_that_are_merged_into_a_lean_model_are_rounded() -> None:
-    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
-    model: Any = lean(peft.get_peft_model(small_llama(), config))
-    name = "model.layers.0.self_attn.q_proj.weight"
-    expected = hf_mp.detach(copy.deepcopy(model)).merge_and_unload().state_dict()[name]
-    assert not torch.equal(model.merge_and_unload().state_dict()[name], expected)
-
-
-def test_resized_embeddings_of_a_lean_model_are_rounded() -> None:
-    model: Any = lean(small_llama())
-    before = model.state_dict()["model.embed_tokens.weight"].clone()
-    model.resize_token_embeddings(70)
-    after = model.state_dict()["model.embed_tokens.weight"][:64]
-    assert torch.equal(after, before.bfloat16().float()) and not torch.equal(after, before)
-
-
-def test_fp64_weights_of_a_lean_model_become_fp32() -> None:
-    model: Any = nn.Linear(2, 2).double()
-    assert lean(model).state_dict()["weight"].dtype is torch.float32

@@ -19,6 +19,7 @@ from hf_mp.kernels.tensors import supports_foreach
 from hf_mp.model_index import model_parameters, modules_of, widen_buffers
 from hf_mp.ranks.fsdp_communication import ScaleSource
 from hf_mp.ranks.parallelism import Parallelism
+from hf_mp.weights.fp32_methods import install_fp32_methods, remove_fp32_methods
 from hf_mp.weights.fp32_reads import on_stored_values
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.master_weight_optimizer import MasterWeightOptimizer, clip_grad_norm_
@@ -154,6 +155,7 @@ def split_trainable_parameters(
         parameter.data = parameter.data.float()
     widen_buffers(model)
     _save_in_fp32(model)
+    install_fp32_methods(model)
     return True
 
 
@@ -183,6 +185,7 @@ def restore_parameters(model: nn.Module) -> None:
     for parameter in model.parameters():
         if isinstance(parameter, SplitParameter):
             unsplit(parameter)
+    remove_fp32_methods(model)
     for module in model.modules():
         for key in [key for key, hook in module._state_dict_hooks.items() if hook is put_masters_into_state_dict]:
             del module._state_dict_hooks[key]

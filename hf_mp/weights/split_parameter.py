@@ -297,8 +297,13 @@ def make_split(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def check_splittable(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise a ``TypeError`` for a subclass of ``nn.Parameter``."""
+    """Raise a ``TypeError`` for a subclass of ``nn.Parameter``, and for an FP64 parameter."""
     for parameter in parameters:
+        if parameter.dtype is torch.float64:
+            raise TypeError(
+                f"a parameter of shape {tuple(parameter.shape)} is FP64, and a lean layout keeps 32 bits: cast the "
+                "model (model.float()), freeze the parameter, or use precision='fp16' or 'bf16'"
+            )
         if type(parameter) not in (*SPLIT_CLASSES, DataTrackedParameter):
             raise TypeError(
                 f"a {type(parameter).__name__} of shape {tuple(parameter.shape)} cannot be split into working copy and "

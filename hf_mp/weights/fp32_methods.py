@@ -1,0 +1,77 @@
+"""Methods of a lean model that compute new weights: they read and write FP32 parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_mp.models.base import ReplacedForward
+from hf_mp.weights.split_parameter import SplitParameter
+
+# Of Transformers and PEFT. They create tensors of a weight's dtype, and so would round its FP32 value to 16 bits.
+_METHODS = (
+    "resize_token_embeddings", "merge_and_unload", "merge_adapter", "unmerge_adapter", "add_weighted_adapter"
+)  # fmt: skip
+
+
+class _FP32Method(ReplacedForward):
+    """Calls the original method while the module has FP32 parameters instead of split ones."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module()
+        assert module is not None
+        with fp32_parameters(module):
+            return self.original(*args, **kwargs)
+
+    def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> _FP32Method:
+        return _FP32Method(module, self.name)
+
+
+def install_fp32_methods(model: nn.Module) -> None:
+    """Replace the methods of ``model`` and of its parts that compute new weights."""
+    for module in model.modules():
+        for name in _METHODS:
+            if name not in vars(module) and hasattr(type(module), name):
+                vars(module)[name] = _FP32Method(module, name)
+
+
+def remove_fp32_methods(model: nn.Module) -> None:
+    """Restore the methods of ``model``."""
+    for module in model.modules():
+        for method in [one for one in vars(module).values() if isinstance(one, _FP32Method)]:
+            method.remove()
+
+
+@contextmanager
+def fp32_parameters(model: nn.Module) -> Iterator[None]:
+    """Put ordinary FP32 parameters in the place of split ones; at exit, store their values in the split ones.
+
+    Code inside the context may move, replace and resize parameters. Gradients are not moved.
+    """
+    split_by_id: dict[int, SplitParameter] = {}
+    plain_of: dict[SplitParameter, nn.Parameter] = {}
+    modules = list(model.modules())
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, SplitParameter):
+                if parameter not in plain_of:
+                    plain_of[parameter] = nn.Parameter(parameter.fp32_value(), parameter.requires_grad)
+                    split_by_id[id(plain_of[parameter])] = parameter
+                module._parameters[name] = plain_of[parameter]
+    try:
+        yield
+    finally:
+        # Those of before too: a part that is now outside of the model must not keep an FP32 copy.
+        for module in dict.fromkeys([*modules, *model.modules()]):
+            for name, parameter in module._parameters.items():
+                module._parameters[name] = split_by_id.get(id(parameter), parameter)
+        with torch.no_grad():
+            for parameter, plain in plain_of.items():
+                if plain.shape == parameter.shape:
+                    parameter.write_fp32(plain.detach())
+                else:
+                    parameter.data = plain.detach()
