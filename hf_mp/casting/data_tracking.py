@@ -10,7 +10,7 @@ from torch.optim import optimizer as optimizers
 
 from hf_mp._warnings import warn_caller
 from hf_mp.casting.autocast_stack import state
-from hf_mp.kernels.tensors import is_shared, version_of
+from hf_mp.kernels.tensors import is_shared
 
 _DATA: Any = Tensor.data  # the property itself, which the class below overrides
 
@@ -98,5 +98,7 @@ def untrack_data_writes(parameter: nn.Parameter) -> None:
 
 def version_and_address(tensor: Tensor) -> tuple[int, int, int]:
     """Version (-1 for none), address and count of unseen writes, by which a later call detects most writes."""
-    unseen = tensor.count_unseen_writes() if type(tensor) is DataTrackedParameter else 0
-    return version_of(tensor), tensor.data_ptr(), unseen
+    unseen = 0
+    if type(tensor) is DataTrackedParameter:
+        unseen = tensor.count_unseen_writes() if tensor._data_was_exposed else tensor._unseen_writes
+    return -1 if tensor.is_inference() else tensor._version, tensor.data_ptr(), unseen

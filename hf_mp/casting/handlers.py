@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from hf_mp.casting.composites import COMPOSITES, PYTHON_METHODS
+from hf_mp.casting.data_tracking import DataTrackedParameter
 from hf_mp.casting.plan_entry import Mode, Plan, PlanEntry
 from hf_mp.casting.tables import TABLES, CastRule
 from hf_mp.kernels.nested import tensors_in
@@ -47,6 +48,8 @@ def cast_all(mode: Mode, dtype: torch.dtype, args: Any, kwargs: Mapping[str, Any
     """Return the arguments of a call with the eligible tensors in ``dtype``."""
     plain, cast = _WITHOUT_TENSORS, mode.cast
     cast_args = [arg if type(arg) in plain else cast(arg, dtype) for arg in args]
+    if not kwargs:  # usually
+        return cast_args, {}
     return cast_args, {key: arg if type(arg) in plain else cast(arg, dtype) for key, arg in kwargs.items()}
 
 
@@ -55,7 +58,7 @@ def is_shape(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and len(value) > 0 and type(value[0]) is int
 
 
-_TENSORS = frozenset({Tensor, nn.Parameter})  # by class, because isinstance() costs more
+_TENSORS = frozenset({Tensor, nn.Parameter, DataTrackedParameter})  # by class, because isinstance() costs more
 _WITHOUT_TENSORS = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype})
 
 

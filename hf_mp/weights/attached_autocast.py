@@ -119,8 +119,9 @@ class AttachedAutocast(autocast):
         entry = self._plan.get(func, UNCHANGED)
         if entry.rule not in ALWAYS_HELD and state.active[-1] is not self:  # in a nested autocast
             entry = self.plan_for_nested(entry)
-        forward = self.forward
-        if forward is not None and forward.began_without_grad and torch.is_grad_enabled() and func not in _NOT_A_USE:
+        forward = state.forward  # self.forward, inlined: this runs for each call
+        began_without_grad = forward is not None and forward.autocast is self and forward.began_without_grad
+        if began_without_grad and torch.is_grad_enabled() and func not in _NOT_A_USE:
             return entry._replace(handler=functools.partial(_with_gradients, entry.handler))
         return entry
 
@@ -177,9 +178,11 @@ class AttachedAutocast(autocast):
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         if dtype is self.dtype and isinstance(value, Tensor) and value.dtype is torch.float32:
-            weights = None if is_dynamo_compiling() else self.weights
-            if weights is not None and (copy := weights.slots.working_copy(value)) is not None:
-                return copy
+            forward = None if is_dynamo_compiling() else state.forward  # self.weights, inlined
+            if forward is not None and forward.autocast is self and forward.weights is not None:
+                copy = forward.weights.slots.working_copy(value)
+                if copy is not None:
+                    return copy
         return super().cast(value, dtype)
 
 
