@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_mp.casting.cpu import attention, upcast
 from hf_mp.casting.cpu.attention import ATTENTION, attend, has_flash, read_attention, score_count
+from hf_mp.casting.cpu.expert_rows import grouped_mm, is_expert_linear, padded_linear
 from hf_mp.casting.cpu.matmul import MIN_ELEMENTS, WEIGHT_POSITIONS, MatmulCall, multiply, parse_matmul
 from hf_mp.casting.cpu.upcast import are_small, run_through_fp32
 from hf_mp.casting.handlers import cast_all, lower_precision
@@ -40,12 +41,21 @@ def native_product(mode: Mode, name: str, func: Callable[..., Any], args: Any, k
     """Run a matmul that the CPU supports; :func:`multiply` writes the gradient of a large weight."""
     # Most weights are small. To check the size first costs the host less than to parse the call.
     position = WEIGHT_POSITIONS[name]
+    if is_expert_linear(name, args) and not is_compiling_or_transforming():
+        args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
+        return padded_linear(func, args, kwargs)
     is_small = len(args) > position and isinstance(args[position], Tensor) and args[position].numel() < MIN_ELEMENTS
     if not is_small and torch.is_grad_enabled():
         call = parse_matmul(name, func, args, kwargs)
         if call is not None and call.weight.numel() >= MIN_ELEMENTS:
             return _multiply(mode, call, native=True)
     return lower_precision(mode, name, func, args, kwargs)
+
+
+def native_grouped_mm(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run a grouped matmul that the CPU supports, with padded groups."""
+    args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
+    return func(*args, **kwargs) if is_compiling_or_transforming() else grouped_mm(func, args, kwargs)
 
 
 def native_attention(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -74,7 +84,11 @@ def _multiply(mode: Mode, call: MatmulCall, *, native: bool) -> Tensor:
     return multiply(x, weight, bias, transposed=call.transposed, native=native)
 
 
-_IN_TRAINING = {**dict.fromkeys(WEIGHT_POSITIONS, native_product), "scaled_dot_product_attention": native_attention}
+_IN_TRAINING = {
+    **dict.fromkeys(WEIGHT_POSITIONS, native_product),
+    "_grouped_mm": native_grouped_mm,
+    "scaled_dot_product_attention": native_attention,
+}
 
 
 def upcast_plan(plan: Plan, only: str = "") -> Plan:
