@@ -202,8 +202,13 @@ def _scale_gradients(gradients: list[Tensor], factor: Tensor | None, scale_provi
     has_foreach = len(gradients) > 1 and supports_foreach(gradients[0])
     if factor is None and not has_foreach:  # nothing to multiply, and no launches to save by casting now
         return gradients
-    # A single gradient, create_graph=True, or tensors that multi-tensor calls do not support.
-    if len(gradients) < 2 or torch.is_grad_enabled() or not _are_plain(*gradients):
+    is_differentiable = torch.is_grad_enabled()  # create_graph=True
+    if has_foreach and not is_differentiable and (module := native()) is not None:
+        scaled_in_cpp = module.scale_gradients(gradients, factor, _JOINED_ELEMENTS)
+        if scaled_in_cpp is not None:
+            return scaled_in_cpp
+    # A single gradient, or tensors that multi-tensor calls do not support.
+    if len(gradients) < 2 or is_differentiable or not _are_plain(*gradients):
         return [scale_gradient(gradient, factor, scale_provider) for gradient in gradients]
     if factor is not None and not has_foreach:  # on a CPU: in FP32, as :func:`scale_gradient`
         return list(torch._foreach_mul(gradients, [factor] * len(gradients)))

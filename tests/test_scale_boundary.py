@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from native_casts import in_cpp as in_cpp
+from native_casts import kernels as kernels
 from op_log import OpLog
 from scale_provider import ScaleProvider
 from tiny import Dispatched, assert_true, attached, gradients_of
@@ -89,7 +91,7 @@ class Unscaled(ScaleProvider):
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_of_one_unscale_node_are_unscaled_in_few_launches(
-    dtype: torch.dtype, scale_provider: Any, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, scale_provider: Any, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU, bit for bit what leaves one by one; a large gradient is cast and multiplied in one pass."""
     monkeypatch.setattr(scale_boundary, "_JOINED_ELEMENTS", 20)
@@ -251,7 +253,32 @@ def test_several_gradients_are_multiplied_as_one_is(factor: float | None) -> Non
         torch.testing.assert_close(gradient, kept, rtol=0, atol=0, equal_nan=True)
 
 
-def test_sparse_and_scalar_gradients_and_fp64_keep_layout_shape_and_dtype() -> None:
+@pytest.mark.parametrize("factor", [None, 2.0**-16, 3.0])
+def test_gradients_that_are_scaled_in_cpp_have_the_bits_of_python(
+    factor: float | None, in_cpp: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scale_boundary, "supports_foreach", lambda tensor: True)
+    monkeypatch.setattr(scale_boundary, "_JOINED_ELEMENTS", 16)
+    special = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 6e-8, 65504.0, -1.5, 2e-39])
+    gradients = []
+    for dtype in (torch.float16, torch.float32, torch.bfloat16, torch.float64):
+        gradients += [special.to(dtype), torch.randn(3, 5).to(dtype).t(), torch.randn(17).to(dtype)]
+        gradients += [torch.empty(0, 4, dtype=dtype), torch.randn(2, 1).to(dtype).expand(2, 3)]
+    number = None if factor is None else torch.tensor([factor])
+    with torch.no_grad():
+        found = scale_boundary._scale_gradients(gradients, number, ScaleProvider())
+        monkeypatch.setattr(scale_boundary, "native", lambda: None)
+        expected = scale_boundary._scale_gradients(gradients, number, ScaleProvider())
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype is other.dtype and one.stride() == other.stride()
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(one.signbit(), other.signbit())
+
+
+def test_sparse_and_scalar_gradients_and_fp64_keep_layout_shape_and_dtype(
+    kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scale_boundary, "supports_foreach", lambda tensor: kernels == "c++")
     sparse = torch.sparse_coo_tensor([[1]], [3.0], (4,))
     given = [sparse, torch.tensor(3.0), torch.ones(2, dtype=torch.float64)]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-// Functions that a step calls too often for Python: casts of autocast, walks over modules and over the autograd graph.
+// Functions that a step calls too often for Python: casts of autocast, loops over modules, gradients and the autograd graph.
 //
 // The kernels follow rules from Python, one byte for each op. casting/dispatcher_kernels.py has the references, which also make
 // the calls that a rule leaves to Python. Compiled at first use by native.py.
@@ -323,6 +323,36 @@ py::tuple traits(const py::sequence& tensors, py::handle parameter) {
   return py::make_tuple(py::bytes(addresses), py::bytes(numels), py::bytes(kinds));
 }
 
+// Reference: _scale_jointly() and _are_plain() in hf_mp/scale_boundary.py. None if a gradient is not plain.
+py::object scale_gradients(const py::list& gradients, const std::optional<Tensor>& factor, int64_t joined_elements) {
+  std::vector<Tensor> scaled;
+  std::map<at::ScalarType, std::vector<size_t>> by_dtype;
+  for (py::handle each : gradients) {
+    if (!THPVariable_CheckExact(each.ptr())) return py::none();
+    const Tensor& gradient = THPVariable_Unpack(each.ptr());
+    if (gradient.layout() != at::kStrided || gradient.dim() == 0 || gradient.key_set().has(DispatchKey::Batched)) return py::none();
+    const bool is_alone = factor && gradient.numel() > joined_elements;
+    if (!is_alone) by_dtype[gradient.scalar_type()].push_back(scaled.size());
+    scaled.push_back(is_alone ? gradient * *factor : gradient);
+  }
+  const Tensor scalar = factor ? factor->squeeze() : Tensor();  // shape (1,) would take a launch for each gradient
+  for (const auto& [dtype, indices] : by_dtype) {
+    std::vector<Tensor> group;
+    for (const size_t index : indices) group.push_back(scaled[index]);
+    if (dtype == at::kHalf || dtype == at::kBFloat16) {
+      std::vector<Tensor> results;
+      for (const Tensor& gradient : group) results.push_back(at::empty_like(gradient, at::kFloat));
+      at::_foreach_copy_(results, group);
+      if (factor) at::_foreach_mul_(results, scalar);
+      group = std::move(results);
+    } else if (factor) {
+      group = at::_foreach_mul(group, scalar);
+    }
+    for (size_t i = 0; i < indices.size(); ++i) scaled[indices[i]] = group[i];
+  }
+  return py::cast(scaled);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(hf_mp_native, module) {
@@ -353,4 +383,5 @@ PYBIND11_MODULE(hf_mp_native, module) {
   module.def("children", &children);
   module.def("weights_and_key", &weights_and_key);
   module.def("traits", &traits);
+  module.def("scale_gradients", &scale_gradients);
 }
