@@ -5,10 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from pathlib import Path
-
-# modules of tests/shared are imported by their bare names
-sys.path.insert(0, str(Path(__file__).resolve().parent / "shared"))
 
 # GPUs are hidden from tests that did not ask for one, by `-m gpu`: they say what a CPU does, and fork processes. A
 # worker of xdist has what its parent has.

@@ -119,7 +119,7 @@ def test_an_attached_model_is_exported_after_detach() -> None:
     model, _ = hf_mp.prepare(layer := nn.Linear(2, 2), torch.optim.SGD(layer.parameters()), "fp16")
     with pytest.raises(
         AttributeError,
-        match=r"torch\.export cannot see through a model that is attached: export hf_mp",
+        match=r"torch\.export cannot see through a model",
     ):
         torch.export.export(model, (torch.ones(1, 2),))
 
@@ -127,7 +127,7 @@ def test_an_attached_model_is_exported_after_detach() -> None:
 def test_weight_norm_on_an_attached_model_is_refused_by_torch() -> None:
     model, _ = hf_mp.prepare(layer := nn.Linear(2, 2), torch.optim.SGD(layer.parameters()), "fp16")
     model(torch.ones(1, 2))
-    with pytest.raises(RuntimeError, match="Creating a Parameter from an instance of type DataTrackedParameter"):
+    with pytest.raises(RuntimeError, match="Creating a Parameter from an instance"):
         weight_norm(model)
 
 

@@ -63,7 +63,7 @@ def test_without_cuda_its_autocast_is_switched_off_with_a_warning_as_torchs(
     monkeypatch: pytest.MonkeyPatch, args: Any
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.warns(UserWarning, match="CUDA is not available or torch_xla is imported. Disabling autocast"):
+    with pytest.warns(UserWarning, match="CUDA is not available or torch_xla"):
         assert not torch.autocast("cuda", *args[1:])._enabled
     dtype = args[1] if args[1:] else FP16
     with pytest.warns(UserWarning, match=rf"CUDA is not available: .* switched off.* autocast\({dtype}\) computes in"):
@@ -98,7 +98,7 @@ def test_weights_are_cast_once_or_at_each_use(cache_enabled: bool | None) -> Non
 
 
 def test_a_scale_in_the_place_of_the_device_is_told_apart() -> None:
-    with pytest.raises(TypeError, match=r"device=8\.0 is no device: write init_scale=8\.0"):
+    with pytest.raises(TypeError, match=r"device=8\.0 is no device"):
         hf_mp.DynamicLossScaler(8.0)  # type: ignore[arg-type]
 
 

@@ -159,7 +159,7 @@ class TestIslandsOfTorchsInsideOfAGraph:
             with torch.autocast("cpu", BF16):
                 return x @ W
 
-        with autocast(BF16), pytest.raises(RuntimeError, match=r"torch.autocast was entered inside hf_mp.autocast"):
+        with autocast(BF16), pytest.raises(RuntimeError, match=r"torch.autocast was entered inside"):
             function(torch.randn(4, 8))
         assert active_autocast() is None
 

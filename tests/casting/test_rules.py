@@ -168,7 +168,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("rule", ["fp16", "FP61", "", None, FP16])
     def test_a_rule_that_is_not_known(self, rule: Any) -> None:
-        with pytest.raises(ValueError, match=r"is not known: use 'fp32', 'lower_precision', 'widest', 'unlisted'"):
+        with pytest.raises(ValueError, match=r"is not known: use 'fp32'"):
             autocast(rules={torch.softmax: rule})
 
     @pytest.mark.parametrize("rule", ["FP32", "float32", FP32])
@@ -177,7 +177,7 @@ class TestErrors:
             assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is FP32
 
     def test_modules_know_fp32_alone(self) -> None:
-        with pytest.raises(ValueError, match=r"rule '0': 'widest' is not known for modules: use 'fp32'"):
+        with pytest.raises(ValueError, match=r"rule '0': 'widest' is not known"):
             autocast(rules={"0": "widest"}, model=nn.Sequential(nn.Linear(2, 2)))
 
     def test_a_pattern_that_matches_no_module(self, gpt2: GPT2LMHeadModel) -> None:

@@ -136,7 +136,7 @@ def test_what_has_not_run_is_not_claimed(gpt2: GPT2LMHeadModel) -> None:
     assert linear == ("fp32", "?", "?", "-", "?", "fp32")
     (linear,) = rows_of(hf_mp.precision_contract(gpt2, AdamW(gpt2.parameters())), "linear")
     assert linear[4] == "-"
-    with pytest.raises(TypeError, match=r"precision_contract takes a model \(nn.Module\), not AdamW: trainer.model"):
+    with pytest.raises(TypeError, match=r"precision_contract takes a model"):
         hf_mp.precision_contract(AdamW(gpt2.parameters()))  # type: ignore[arg-type]
 
 

@@ -118,7 +118,7 @@ def test_no_optimizer_of_torch_keeps_what_rounding_drops(make) -> None:
 
 
 def test_what_is_no_training_is_refused(gpt2) -> None:
-    with pytest.raises(TypeError, match=r"takes a model and its optimizer, not GPT2LMHeadModel and list: with a Tr"):
+    with pytest.raises(TypeError, match=r"takes a model and its optimizer"):
         hf_mp.check_training(gpt2, [])
-    with pytest.raises(ValueError, match=r"no trainable parameter of this Linear is in the AdamW: make the optimizer"):
+    with pytest.raises(ValueError, match=r"no trainable parameter of this Linear"):
         hf_mp.check_training(nn.Linear(2, 2), AdamW(gpt2.parameters()))

@@ -382,9 +382,9 @@ def test_several_optimizers_over_one_model() -> None:
 
 
 def test_bad_input_is_refused_and_the_explainer_of_a_model_is_one() -> None:
-    with pytest.raises(TypeError, match=r"the model is of type SGD: pass the nn\.Module that is trained"):
+    with pytest.raises(TypeError, match=r"the model is of type SGD"):
         explain_overflows(torch.optim.SGD(Mlp().parameters()))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no mixed precision is attached to this Mlp"):
+    with pytest.raises(ValueError, match="no mixed precision is attached"):
         explain_overflows(Mlp())
     with pytest.raises(ValueError, match="precision='fp32' skips no steps"):
         explain_overflows(MixedPrecision("fp32"))

@@ -194,11 +194,11 @@ def test_wrong_numbers_of_steps_are_named(steps: Any, tmp_path: Path) -> None:
 
 
 def test_wrong_models_and_settings_are_named(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"the model is of type str: pass the nn\.Module that is trained"):
+    with pytest.raises(TypeError, match=r"the model is of type str"):
         record_precision("model", tmp_path)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no mixed precision is attached to this Mlp"):
+    with pytest.raises(ValueError, match="no mixed precision is attached"):
         record_precision(Mlp(), tmp_path)
-    with pytest.raises(ValueError, match="FP32 throughout: there is nothing to record"):
+    with pytest.raises(ValueError, match="FP32 throughout"):
         record_precision(hf_mp.MixedPrecision("fp32"), tmp_path)
     with pytest.raises(TypeError, match="not JSON serializable"):
         Run(tmp_path, settings={"model": Mlp})

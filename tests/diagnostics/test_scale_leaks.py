@@ -106,7 +106,7 @@ def test_a_gradient_that_backward_adds_in_place_has_the_scale_in_it() -> None:
 
 
 def test_a_gradient_that_backward_writes_itself_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"_Accumulating wrote \.grad of a weight, with a gradient that is"):
+    with pytest.raises(RuntimeError, match=r"_Accumulating wrote \.grad of a weight"):
         _accumulating(_Accumulating)(X).sum().backward()
 
 
@@ -141,14 +141,14 @@ def test_a_loss_that_is_inf_at_every_scale_is_no_leak() -> None:
 
 
 def test_it_wants_an_attached_model() -> None:
-    with pytest.raises(ValueError, match="no mixed precision is attached to this Linear"):
+    with pytest.raises(ValueError, match="no mixed precision is attached"):
         hf_mp.check_gradients(nn.Linear(2, 2), X)
 
 
 def test_it_wants_a_loss() -> None:
     model = Body()
     MixedPrecision("fp16").attach(model)
-    with pytest.raises(ValueError, match="Body returned no loss: put labels into batch, or give loss"):
+    with pytest.raises(ValueError, match="Body returned no loss: put labels into"):
         hf_mp.check_gradients(model, X)
 
 

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+_ROOT = HERE.parents[1]
+IMPORTED = (_ROOT, _ROOT / "tests" / "shared", _ROOT / "scripts", _ROOT / "recipes")  # folders of what workers import
 Results = list[dict[str, Any]]  # of each rank, by case
 
 
@@ -58,7 +60,7 @@ def start(
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     environment["PYTHONFAULTHANDLER"] = "1"  # a crash in C++ says where it was
     environment.update(variables)
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join([*map(str, IMPORTED), os.environ.get("PYTHONPATH", "")])
     command = [*_command(launcher, processes), str(HERE / script), str(folder), *arguments]
     with (folder / "output.txt").open("w+") as output:
         running = subprocess.Popen(

@@ -14,15 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from loop_worker import named, said_of, whole, write_results
+from mixtures import KINDS, ROUTERS, make, token_ids
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import hf_mp
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
-from mixtures import KINDS, ROUTERS, make, token_ids
 
 SPREADS = {
     "tensor parallel": {"tp_size": 2},

@@ -18,6 +18,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from autograd_functions import Times
+from tiny import Using
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -27,10 +29,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import hf_mp
 import hf_mp.step.mixed_precision
 from hf_mp.casting import deferred_output
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
-from autograd_functions import Times
-from tiny import Using
 
 LEARNING_RATE = 0.1
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))

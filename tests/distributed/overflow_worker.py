@@ -5,25 +5,21 @@ Usage: torchrun ... overflow_worker.py FOLDER; writes FOLDER/rankN.pt, a dict of
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from autograd_functions import LargeFactor
 from loop_worker import write_results
+from planted_faults import Mlp, vectors
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_outputs import CausalLMOutput
 
 import hf_mp
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
-from autograd_functions import LargeFactor
-from planted_faults import Mlp, vectors
 
 Batch = dict[str, Tensor]
 

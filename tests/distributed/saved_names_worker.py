@@ -11,9 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import hub_names
 import torch
 import torch.distributed as dist
+from hub_names import FirstIsBest, Snapshots, State, state_of
 from torch.distributed.fsdp import fully_shard
+from trainer_runs import make_trainer
 from trainer_worker import allow_fsdp_on_cpu
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -21,11 +24,6 @@ from transformers.utils import logging
 import hf_mp
 from hf_mp import MixedPrecisionArguments
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
-import hub_names
-from hub_names import FirstIsBest, Snapshots, State, state_of
-from trainer_runs import make_trainer
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from transformers.distributed import DistributedConfig
 
 if not hasattr(DistributedConfig, "efsdp_size"):
     pytest.skip("this Transformers has another expert parallelism", allow_module_level=True)
-sys.path.insert(0, str(Path(__file__).parent))
 import experts_worker
 
 pytestmark = pytest.mark.slow

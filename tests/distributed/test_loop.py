@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import loop_worker
 import pytest
 import torch
 from tiny import same_by_name
-
-sys.path.insert(0, str(Path(__file__).parent))
-import loop_worker
 
 pytestmark = pytest.mark.slow
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from plan_worker import NODE_SIZE, PRESETS, config
 
 from hf_mp import estimate_training_memory
 from hf_mp.memory.parallel import Collective
-
-sys.path.insert(0, str(Path(__file__).parent))
-from plan_worker import NODE_SIZE, PRESETS, config
 
 
 def sent_bytes(collectives: Iterable[Collective]) -> dict[tuple[str, int, str, bool], int]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tensor_parallel_worker
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -17,9 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import hf_mp
-
-sys.path.insert(0, str(Path(__file__).parent))
-import tensor_parallel_worker
 
 pytestmark = pytest.mark.slow
 Results = list[dict[str, Any]]

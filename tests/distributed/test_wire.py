@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import wire_worker
 from tiny import same_by_name
 from transformers import AutoModelForCausalLM
-
-sys.path.insert(0, str(Path(__file__).parent))
-import wire_worker
 from wire_worker import IN_16_BITS, PRECISIONS
 
 Results = list[dict[str, Any]]

@@ -176,7 +176,6 @@ def resume_from_two(folder: Path) -> dict[str, Any]:
 
 def recipe(folder: Path) -> dict[str, Any]:
     """The recipe's own run with one global batch; 16 blocks a process do not divide what it evaluates on."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
     import finetune_gpt2
 
     folder.mkdir(exist_ok=True)

@@ -39,8 +39,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_mp
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from benches.communication import ReceivedBytes
 
 PRECISIONS = ("fp16", "bf16", "fp16-lean", "bf16-lean")

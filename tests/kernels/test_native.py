@@ -63,7 +63,7 @@ def test_a_gpu_without_a_compiler_keeps_pythons(monkeypatch: pytest.MonkeyPatch)
 
 def test_an_unknown_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.VARIABLE, "yes")
-    with pytest.raises(ValueError, match="HF_MP_NATIVE='yes' is not known: use one of auto, 0, 1"):
+    with pytest.raises(ValueError, match="HF_MP_NATIVE='yes' is not known"):
         native.native()
 
 

@@ -46,13 +46,13 @@ def test_asked_for_on_a_cpu_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert largest_magnitude([torch.tensor([-3.0])]) == 3.0
-    with pytest.warns(UserWarning, match="the reference of cross_entropy is used, because the device is cpu"):
+    with pytest.warns(UserWarning, match="the reference of cross_entropy is used"):
         cross_entropy(torch.zeros(2, 3), torch.tensor([0, 1]))
 
 
 def test_an_unknown_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(registry.VARIABLE, "cuda")
-    with pytest.raises(ValueError, match="HF_MP_KERNELS='cuda' is not known: use one of auto, triton, reference"):
+    with pytest.raises(ValueError, match="HF_MP_KERNELS='cuda' is not known"):
         kernel_for("adamw", [torch.ones(3)])
 
 

@@ -164,9 +164,9 @@ def test_split_into_writes_where_it_is_told(dtype: torch.dtype) -> None:
 
 
 def test_other_dtypes_and_shapes_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"only FP32 values are split, not torch.float64: cast with .float\(\)"):
+    with pytest.raises(TypeError, match=r"only FP32 values are split"):
         split(torch.ones(2, dtype=torch.float64), torch.float16)
-    with pytest.raises(TypeError, match=r"a working copy is torch.bfloat16 or torch.float16, not torch.float32"):
+    with pytest.raises(TypeError, match=r"a working copy is torch.bfloat16"):
         split(torch.ones(2), torch.float32)
     halves = split(torch.ones(2), torch.float16)
     with pytest.raises(TypeError, match=r"a working copy is .*, not torch.int16"):

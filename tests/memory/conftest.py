@@ -1,13 +1,10 @@
 import logging
-import sys
-from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import BertConfig, GPT2Config, LlamaConfig
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))  # one of which counts tensors in another way
 
 # Dropout stays on: it is part of what training takes. Token ids of the end are those of the small vocabulary.
 SMALL = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}

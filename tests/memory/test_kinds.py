@@ -176,9 +176,9 @@ def test_a_quantized_model_with_adapters(tmp_path: Any) -> None:
         assert frozen <= found[Category.FROZEN_WEIGHTS] <= frozen + padding
     measured = hf_mp.measure_training_memory(model, "fp16", device="cpu", batch_size=2)
     assert estimate(model, "fp16").peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
-    with pytest.raises(ValueError, match="quantizes a model without adapters, and this PeftModelForCausalLM is quant"):
+    with pytest.raises(ValueError, match="quantizes a model without adapters"):
         estimate(model, "nf4-lora")
-    with pytest.raises(ValueError, match="this GPT2LMHeadModel is quantized or has some"):
+    with pytest.raises(ValueError, match="this GPT2LMHeadModel is quantized"):
         estimate(hf_mp.load(tmp_path, "int8"), "int8-lora")
 
 

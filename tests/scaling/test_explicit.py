@@ -287,7 +287,7 @@ class TestScale:
 
     @pytest.mark.parametrize("outputs", [3.0, None, [torch.ones(()), 3], "loss", {"loss": torch.ones(())}], ids=str)
     def test_anything_else_is_refused(self, outputs: Any) -> None:
-        with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors"):
+        with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable"):
             DynamicLossScaler().scale(outputs)
 
 
@@ -499,7 +499,7 @@ class TestOtherScalers:
 
 def test_giving_up_ends_the_iteration() -> None:
     scaler, weight = StaticLossScaler(4.0, max_consecutive_skips=1), one_weight()
-    with pytest.raises(LossScaleError, match=r"are inf or NaN even at loss scale 4, the smallest allowed\. The model"):
+    with pytest.raises(LossScaleError, match=r"are inf or NaN even at loss scale 4"):
         train_step(scaler, SGD([weight], lr=0.5), weight, NAN)
     train_step(scaler, SGD([weight], lr=0.5), weight)
     assert weight.item() == 0.5

@@ -1,10 +1,4 @@
-import sys
-from pathlib import Path
-
 import pytest
-
-# the scripts are run as files and import each other by bare name
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 TINY_MODEL = {"layers": 1, "width": 32, "heads": 2, "vocab": 200}
 

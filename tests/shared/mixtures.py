@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import _mixtures
 

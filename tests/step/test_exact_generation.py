@@ -215,9 +215,9 @@ def test_what_cannot_be_exact_is_named() -> None:
         with pytest.raises(ValueError, match=message):
             hf_mp.MixedPrecision("fp16", exact_generation=True).attach(model)
         assert [parameter.dtype for parameter in model.parameters()] == before
-    with pytest.raises(ValueError, match="sums matmul in FP64, and a rule keeps the dtypes it is called with"):
+    with pytest.raises(ValueError, match="sums matmul in FP64, and a rule keeps"):
         hf_mp.MixedPrecision("fp16", exact_generation=True, rules={torch.matmul: "unlisted"})
-    with pytest.raises(ValueError, match="exact_generation=True with compute=fp32 is not allowed"):
+    with pytest.raises(ValueError, match="exact_generation=True with compute=fp32"):
         hf_mp.MixedPrecision("fp32", exact_generation=True)
 
 

@@ -132,7 +132,7 @@ def test_torchs_scaler_in_front_of_a_guarded_optimizer_is_refused(run: Any, sche
         torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(run.loss()).backward()
-    with pytest.raises(RuntimeError, match=r"a torch.amp.GradScaler steps the optimizer of an attached model"):
+    with pytest.raises(RuntimeError, match=r"a torch.amp.GradScaler steps"):
         scaler.step(run.optimizer)
 
 
@@ -156,7 +156,7 @@ def test_a_perturbation_between_two_backwards_is_not_taken_for_an_optimizer(
     runtime.attach(gpt2)
     optimizer = SGD(gpt2.parameters(), lr=0.1)
     runtime.attach_optimizer(optimizer)
-    with pytest.warns(UserWarning, match="were written between two backwards, and no optimizer stepped") as caught:
+    with pytest.warns(UserWarning, match="were written between two backwards") as caught:
         for _ in range(3):
             gpt2(**batch).loss.backward()
             perturbations = [0.01 * parameter.grad for parameter in gpt2.parameters()]
@@ -276,14 +276,14 @@ def test_a_pickled_model_is_an_ordinary_model(run: Any, batch: Batch) -> None:
 def test_a_state_of_another_loss_scaling_warns_and_starts_anew() -> None:
     fp16 = MixedPrecision("fp16")
     before = fp16.scaler.state
-    with pytest.warns(UserWarning, match="starts anew: loss_scale was none in the saved run, and is headroom here"):
+    with pytest.warns(UserWarning, match="starts anew: loss_scale was none"):
         fp16.load_state_dict(MixedPrecision("bf16").state_dict())
     assert fp16.scaler.state == before
 
 
 def test_a_loss_scaler_without_effect_is_told() -> None:
     model = nn.Linear(2, 2)
-    with pytest.warns(UserWarning, match="loss_scaler has no effect with precision='fp32', where nothing is attached"):
+    with pytest.warns(UserWarning, match="loss_scaler has no effect"):
         hf_mp.prepare(model, torch.optim.SGD(model.parameters()), "fp32", loss_scaler=StaticLossScaler(8.0))
 
 

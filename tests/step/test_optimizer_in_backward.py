@@ -202,7 +202,7 @@ class TestRefused:
     def test_a_second_backward(self) -> None:
         run = Run(free_gradients="backward")
         run.backward()
-        with pytest.raises(RuntimeError, match="To accumulate gradients, use free_gradients='step'"):
+        with pytest.raises(RuntimeError, match="To accumulate gradients, use"):
             run.backward()
 
     def test_two_outputs_where_they_are_measured(self) -> None:
@@ -244,7 +244,7 @@ class TestRefused:
 
     def test_second_derivatives(self) -> None:
         run = Run(free_gradients="backward")
-        with pytest.raises(RuntimeError, match="create_graph=True needs free_gradients='step'"):
+        with pytest.raises(RuntimeError, match="create_graph=True needs"):
             run.model(input_ids=run.ids, labels=run.ids).loss.backward(create_graph=True)
 
     @pytest.mark.parametrize("settings, message", [
@@ -321,7 +321,7 @@ class TestTrainer:
         assert all(map(torch.equal, found.model.parameters(), expected.model.parameters()))
 
     def test_accumulation_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="gradient_accumulation_steps=2 adds gradients up"):
+        with pytest.raises(ValueError, match="gradient_accumulation_steps=2 adds"):
             hf_mp.MixedPrecisionArguments(
                 str(tmp_path), precision="fp16-lean", free_gradients="backward", gradient_accumulation_steps=2
             )

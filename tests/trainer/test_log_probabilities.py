@@ -190,7 +190,7 @@ def test_positions_that_only_say_where_padding_ends(kind: str) -> None:
         assert hf_mp.log_probability_gap(tiny(kind), batch).maximum < 1e-5
     whole = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(7)[None]}
     assert hf_mp.log_probability_gap(tiny(kind), whole).maximum < 1e-5
-    with pytest.raises(ValueError, match="batch has position_ids, which generation token by token does not take"):
+    with pytest.raises(ValueError, match="batch has position_ids, which generation"):
         hf_mp.log_probability_gap(tiny(kind), {**batch, "position_ids": torch.arange(7)[None]})
 
 
@@ -221,7 +221,7 @@ def test_what_cannot_be_generated(labels: Any, asked: dict[str, Any], message: s
 
 
 def test_another_model_as_the_generator_is_refused() -> None:
-    with pytest.raises(TypeError, match="generated is a GPT2LMHeadModel: give the log-probabilities that it returned"):
+    with pytest.raises(TypeError, match="generated is a GPT2LMHeadModel: give"):
         hf_mp.log_probability_gap(tiny(), {"input_ids": prompts()}, tiny())  # type: ignore[arg-type]
 
 

@@ -213,7 +213,7 @@ def test_arguments_that_do_not_go_together(settings: dict[str, Any], message: st
 
 def test_fsdp_and_the_callback_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments(tmp_path, MixedPrecisionArguments, precision="bf16-lean", offload="all")
-    with pytest.raises(ValueError, match=r"keeps the FP32 masters in the optimizer, which a callback cannot replace"):
+    with pytest.raises(ValueError, match=r"keeps the FP32 masters in the optimizer"):
         MixedPrecisionTrainer.__mro__[3]  # the stock Trainer is below ours
         from transformers import Trainer
 

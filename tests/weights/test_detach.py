@@ -53,7 +53,7 @@ def check_ordinary(model: nn.Module, expected: dict[str, Tensor]) -> None:
 def test_of_what_prepare_attached(precision: str, dtype: torch.dtype) -> None:
     expected = make().to(dtype).float().state_dict()
     model, optimizer, _ = prepared(precision, dtype)
-    with pytest.raises(ValueError, match=r"attached to a MixedPrecision already: call hf_mp\.detach\(model\) first"):
+    with pytest.raises(ValueError, match=r"attached to a MixedPrecision already"):
         hf_mp.prepare(model, optimizer, "bf16")
     runtime = weakref.ref(model.forward.runtime)
     assert hf_mp.detach(model) is model
@@ -135,5 +135,5 @@ def test_where_nothing_is_attached() -> None:
     model = make()
     assert hf_mp.detach(model) is model
     check_ordinary(hf_mp.detach(hf_mp.MixedPrecision("fp32").attach(model)), make().state_dict())
-    with pytest.raises(TypeError, match=r"detach takes a model, not AdamW: what hf_mp\.prepare\("):
+    with pytest.raises(TypeError, match=r"detach takes a model, not AdamW: what"):
         hf_mp.detach(torch.optim.AdamW(model.parameters()))  # type: ignore[type-var]

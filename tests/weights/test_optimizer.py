@@ -439,15 +439,15 @@ def test_stepping_the_wrapped_optimizer_directly_is_refused() -> None:
     inner = AdamW(ours)
     wrapper = MasterWeightOptimizer(inner)
     set_gradients(ours, gradients(0, torch.float16, ours))
-    with pytest.raises(RuntimeError, match=r"this AdamW was stepped itself, but its masters are in a MasterWeight"):
+    with pytest.raises(RuntimeError, match=r"this AdamW was stepped itself, but"):
         inner.step()
     wrapper.step()
-    with pytest.raises(RuntimeError, match=r"call step\(\) of the optimizer that prepare"):
+    with pytest.raises(RuntimeError, match=r"call step\(\) of the optimizer"):
         inner.step()
     with pytest.raises(ValueError, match="closure failed"):
         wrapper.step(lambda: (_ for _ in ()).throw(ValueError("closure failed")))
     assert all(a is b for a, b in zip(wrapper.param_groups[0]["params"], ours, strict=True))
-    with pytest.raises(RuntimeError, match=r"call step\(\) of the optimizer that prepare"):
+    with pytest.raises(RuntimeError, match=r"call step\(\) of the optimizer"):
         inner.step()
 
 
@@ -582,7 +582,7 @@ def test_masters_that_do_not_fit_are_refused() -> None:
             wrapper.load_state_dict({**state, "masters": {**state["masters"], index: tensor}})
         after = [wrapper.master(p) for p in wrapper.param_groups[0]["params"]]
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    with pytest.raises(ValueError, match="masters is a float, not a mapping by the numbers of parameters"):
+    with pytest.raises(ValueError, match="masters is a float, not a mapping"):
         wrapper.load_state_dict({**state, "masters": 1.5})
     with pytest.raises(ValueError, match="different number of parameter groups"):
         wrapper.load_state_dict({**state, "param_groups": []})
@@ -610,7 +610,7 @@ def test_other_methods_of_the_optimizer_run_on_masters(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps])
 def test_copies_and_pickles_of_the_wrapper_are_refused(how: Any) -> None:
-    with pytest.raises(TypeError, match=r"not copied or pickled: wrap another optimizer, and load state_dict\(\)"):
+    with pytest.raises(TypeError, match=r"not copied or pickled: wrap another"):
         how(trained(TORCH["AdamW"], "whole", torch.float16)[1])
 
 
@@ -657,15 +657,15 @@ def test_a_subclass_with_a_step_of_its_own_is_stepped_as_a_whole(monkeypatch: py
 
 def test_bad_input_is_refused() -> None:
     ours = parameters([torch.ones(2)], torch.float16)
-    with pytest.raises(TypeError, match="MasterWeightOptimizer wraps an optimizer, not 'SGD'"):
+    with pytest.raises(TypeError, match="MasterWeightOptimizer wraps"):
         MasterWeightOptimizer("SGD")  # type: ignore[arg-type]
     integers = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
-    with pytest.raises(TypeError, match=r"for floating parameters, not for one of torch.int64 and shape \(2,\)"):
+    with pytest.raises(TypeError, match=r"for floating parameters"):
         MasterWeightOptimizer(SGD([*ours, integers]))
     wrapper = MasterWeightOptimizer(SGD(ours))
-    with pytest.raises(ValueError, match="LBFGS calls its closure several times in a step"):
+    with pytest.raises(ValueError, match="LBFGS calls its closure several times"):
         MasterWeightOptimizer(torch.optim.LBFGS(ours))
-    with pytest.raises(TypeError, match="is a MasterWeightOptimizer already: wrap one only once"):
+    with pytest.raises(TypeError, match="is a MasterWeightOptimizer already: wrap"):
         MasterWeightOptimizer(wrapper)
     with pytest.raises(TypeError, match="for floating parameters"):
         wrapper.add_param_group({"params": [integers]})
@@ -673,7 +673,7 @@ def test_bad_input_is_refused() -> None:
 
 def test_fp32_parameters_alone_are_warned_about() -> None:
     ours = parameters([torch.ones(2)])
-    with pytest.warns(UserWarning, match="MasterWeightOptimizer has nothing to do: no parameter is FP16 or BF16"):
+    with pytest.warns(UserWarning, match="MasterWeightOptimizer has nothing to do"):
         wrapper = MasterWeightOptimizer(SGD(ours, lr=1.0))
     ours[0].grad = torch.ones(2)
     wrapper.step()

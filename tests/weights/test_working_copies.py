@@ -214,7 +214,7 @@ class TestWatching:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.delattr(optimizer, "_foreach_supported_types")
-        with pytest.warns(UserWarning, match="optimizers update tensor by tensor, which is slower"):
+        with pytest.warns(UserWarning, match="optimizers update tensor by tensor"):
             check_current(WorkingCopies(FP16), nn.Parameter(torch.ones(3)))
 
     def test_a_tracked_parameter_is_a_parameter(self) -> None:

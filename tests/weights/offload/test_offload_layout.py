@@ -510,13 +510,13 @@ def test_sparse_gradients_are_refused_by_the_kernel() -> None:
     model = nn.Embedding(50, 8, sparse=True)
     run = Run(*hf_mp.prepare(model, AdamW(model.parameters(), fused=True), "bf16-lean", offload="optimizer"))
     run.model(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(RuntimeError, match="sparse gradient, and torch's Adam takes none: use sparse=False"):
+    with pytest.raises(RuntimeError, match="sparse gradient, and torch's Adam takes"):
         run.optimizer.step()
 
 
 def test_weights_on_several_devices_are_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    with pytest.raises(ValueError, match=r"trains weights on one device, and these are on cpu, meta: move the model"):
+    with pytest.raises(ValueError, match=r"trains weights on one device, and these"):
         hf_mp.MixedPrecision("bf16-lean", offload="all").attach(model)
 
 
